@@ -5,8 +5,8 @@ A *body* is one stored version of a job's thresholds:
 
     policy      the policy that a user chose, None: the script's
     set         by policy, the numbers that users set
-    tuned       what tuning found for policies with a sensitivity gate: `delta`, and what the next look needs:
-                `run_id`, `version` and `from_step` in which it was published, `before` (delta before)
+    tuned       what tuning found for policies with a sensitivity gate: `delta`, the `run_id` that it was found in, the
+                `version` that published it, and `before` (delta before); without a run after a roll-back
     rolled_back the run whose tuned delta was rolled back
     gradient_noise_scale, gradient_noise_scale_error, reason
 
@@ -33,6 +33,8 @@ from tula_wire.bounds import NOISE_WEIGHT
 from tula_wire.recommendations import ScalingRule
 
 Body: TypeAlias = dict[str, Any]
+Columns: TypeAlias = Mapping[str, tuple[IntArray, FloatArray]]
+"""Steps and values that a run reported, by the names below."""
 
 GATED_POLICIES = ("ags", "static")
 """Policies that scale only below the sensitivity threshold `delta`; `gain` needs none."""
@@ -50,30 +52,8 @@ _MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722
 
 RECENT_COLUMNS = ("gradient_noise_scale", "gradient_variability")
 WHOLE_COLUMNS = ("validation_accuracy", "thresholds_version", "delta", "scripted_delta")
-"""Agents send these by evaluation, or only when they change, so that all of them is read."""
-
-
-@dataclass(frozen=True)
-class ScalingTelemetry:
-    """What the newest training run has reported up to `last_step`: steps and values of the columns above, by name.
-
-    `delta` is in force at the agent, `scripted_delta` is positive where its script passed it explicitly.
-    `thresholds_version` are the versions that its ranks took up.
-    """
-
-    run_id: str
-    last_step: int
-    columns: Mapping[str, tuple[IntArray, FloatArray]]
-
-    def known(self, name: str) -> tuple[IntArray, FloatArray]:
-        """A column without its missing values."""
-        steps, values = self.columns[name]
-        return steps[np.isfinite(values)], values[np.isfinite(values)]
-
-    def newest(self, name: str) -> float | None:
-        """The newest positive value of a column; None without one."""
-        values = self.columns[name][1]
-        return float(values[values > 0.0][-1]) if np.any(values > 0.0) else None
+"""Agents send these by evaluation, or only when they change, so that all of them is read: the versions that ranks took
+up, the delta in force, and the one that the script passed."""
 
 
 def first_body() -> Body:
@@ -87,41 +67,45 @@ def in_force(body: Body, policy: str) -> dict[str, Any]:
     return {**tuned, **body["set"].get(policy, {})}
 
 
-def next_body(body: Body, version: int, seen: ScalingTelemetry) -> Body | None:
-    """The body to publish after `version`, None while nothing has moved enough. Agents must rarely see a change."""
-    body, reasons = {**body}, []
-    drop = _accuracy_drop(body, seen)
+def next_body(body: Body, version: int, run_id: str, columns: Columns) -> Body | None:
+    """The body to publish after `version`, None while nothing has moved enough. Agents must rarely see a change.
+
+    columns: of the newest training run.
+    """
+    changes: Body = {}
+    reasons = []
+    tuned = body["tuned"]
+    drop, delta = _accuracy_drop(tuned, run_id, columns), _tuned(body, columns)
     if drop is not None:
-        before = body["tuned"]["before"].get("delta")
-        body |= {"tuned": {} if before is None else {"delta": before}, "rolled_back": seen.run_id}
+        before = tuned["before"].get("delta")
+        changes = {"tuned": {} if before is None else {"delta": before}, "rolled_back": run_id}
         reasons.append(f"rolled back: {drop}")
-    elif body.get("rolled_back") != seen.run_id:  # after a roll-back, tuning would only return to the same place
-        delta = _tuned(body, seen)
-        if delta is not None:
-            mark = {"run_id": seen.run_id, "version": version + 1, "from_step": seen.last_step}
-            body["tuned"] = {"delta": delta, **mark, "before": {"delta": body["tuned"].get("delta")}}
-            reasons.append(f"delta = {delta:.2g}, near the 90th percentile of recent gradient variability")
-    column, old = seen.columns["gradient_noise_scale"][1], body.get("gradient_noise_scale")
+    elif delta is not None and body.get("rolled_back") != run_id:  # it would only return to what was rolled back
+        mark = {"run_id": run_id, "version": version + 1, "before": {"delta": tuned.get("delta")}}
+        changes = {"tuned": {"delta": delta, **mark}}
+        reasons.append(f"delta = {delta:.2g}, near the 90th percentile of recent gradient variability")
+    column, old = columns["gradient_noise_scale"][1], body.get("gradient_noise_scale")
     noise = estimate_noise_scale(column) if column.size else None
     if noise is not None and (old is None or abs(math.log(noise.mean / old)) >= math.log(_HYSTERESIS)):
-        body |= {"gradient_noise_scale": noise.mean, "gradient_noise_scale_error": (noise.high - noise.low) / 2.0}
+        changes |= {"gradient_noise_scale": noise.mean, "gradient_noise_scale_error": (noise.high - noise.low) / 2.0}
         reasons.append(
             f"gradient noise scale {noise.mean:.3g} (90 % interval {noise.low:.3g} to {noise.high:.3g}) examples"
         )
-    return body | {"reason": "; ".join(reasons)} if reasons else None
+    return {**body, **changes, "reason": "; ".join(reasons)} if reasons else None
 
 
-def _tuned(body: Body, seen: ScalingTelemetry) -> float | None:
+def _tuned(body: Body, columns: Columns) -> float | None:
     """The delta to publish, if any: not where the script passed one, nor where a user's value hides it.
 
     A later drop in accuracy would be blamed on a hidden number, although it never was in force.
     """
     policies = [body["policy"]] if body["policy"] in GATED_POLICIES else GATED_POLICIES
     hidden = all("delta" in body["set"].get(policy, {}) for policy in policies)
-    if hidden or seen.newest("scripted_delta") is not None:
+    if hidden or np.any(columns["scripted_delta"][1] > 0.0):
         return None
-    delta = float(body["tuned"].get("delta") or seen.newest("delta") or _DEFAULT_DELTA)
-    return tuned_delta(seen.columns["gradient_variability"][1], delta)
+    reported = columns["delta"][1]
+    known = [_DEFAULT_DELTA, *reported[reported > 0.0][-1:]]
+    return tuned_delta(columns["gradient_variability"][1], float(body["tuned"].get("delta") or known[-1]))
 
 
 def tuned_delta(variability: FloatArray, delta: float) -> float | None:
@@ -135,25 +119,24 @@ def tuned_delta(variability: FloatArray, delta: float) -> float | None:
     usable = usable[usable.size // 2 :]
     if usable.size < _MIN_STEPS:
         return None
-    high = float(np.quantile(usable, 1.0 - _SENSITIVE_SHARE))
-    wanted = min(max(high, _DELTA_BOUNDS[0]), _DELTA_BOUNDS[1])
+    wanted = float(np.clip(np.quantile(usable, 1.0 - _SENSITIVE_SHARE), *_DELTA_BOUNDS))
     return wanted if max(wanted, delta) / min(wanted, delta) > _HYSTERESIS else None
 
 
-def _accuracy_drop(body: Body, seen: ScalingTelemetry) -> str | None:
-    """Why the tuned thresholds hurt validation accuracy (higher is better, any unit); None while they do not.
+def _accuracy_drop(tuned: Body, run_id: str, columns: Columns) -> str | None:
+    """Why the tuned delta hurts validation accuracy (higher is better, any unit) of this run; None while it does not.
 
-    They hurt when the last two evaluations, both taken under them, lie below the best one before by more than 0.01 and
-    by more than twice the usual change between evaluations (median absolute difference, as a standard deviation).
+    It hurts when the last two evaluations, both taken since ranks took it up, lie below the best one before by more
+    than 0.01 and by more than twice the usual change between evaluations (median absolute difference, as a standard
+    deviation).
     """
-    tuned = body["tuned"]
-    if tuned.get("run_id") != seen.run_id or body.get("rolled_back") == seen.run_id:
+    if tuned.get("run_id") != run_id:
         return None
-    version_steps, versions = seen.known("thresholds_version")
+    version_steps, versions = columns["thresholds_version"]
+    steps, accuracy = columns["validation_accuracy"]
     taken_up = version_steps[versions >= tuned["version"]]
-    steps, accuracy = seen.known("validation_accuracy")
-    under = steps >= (taken_up[0] if taken_up.size else tuned["from_step"])
-    before, after = accuracy[~under], accuracy[under]
+    under, known = steps >= taken_up.min(initial=2**62), np.isfinite(accuracy)
+    before, after = accuracy[known & ~under], accuracy[known & under]
     if not before.size or after.size < _EVALUATIONS:
         return None
     usual = 1.4826 * float(np.median(np.abs(np.diff(before)))) if before.size > 3 else 0.0
@@ -161,7 +144,7 @@ def _accuracy_drop(body: Body, seen: ScalingTelemetry) -> str | None:
     if float(before[best] - after[-_EVALUATIONS:].max()) <= tolerance:
         return None
     return (
-        f"accuracy fell from {before[best]:.4g} at step {steps[~under][best]} to {after[-1]:.4g} "
+        f"accuracy fell from {before[best]:.4g} at step {steps[known & ~under][best]} to {after[-1]:.4g} "
         f"under thresholds version {tuned['version']}, by more than {tolerance:.2g}"
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import tula_wire as wire
 from tula_service.analysis import scaling
@@ -40,10 +39,20 @@ def current(
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         version, body = _latest(tx, job_id)
-        run = next(iter(tx.runs.list(job_id, kind="train", limit=1)), None)
-        seen = None if run is None or run.state == "cancelled" else _due_telemetry(tx, run)
-    if run is not None and seen is not None:
-        version, body = _look(store, run, version, body, seen)
+        newest = tx.runs.list(job_id, kind="train", limit=1)
+        run = newest[0] if newest and newest[0].state != "cancelled" else None
+        last_step = None if run is None else _due_step(tx, run)
+        columns = {} if run is None or last_step is None else _columns(tx, run, last_step)
+    if run is not None and last_step is not None:
+        found = scaling.next_body(body, version, run.id, columns)
+        with store.transaction() as tx:
+            tx.jobs.lock(job_id)
+            # If another version was published meanwhile, the next poll looks again.
+            if found is None or _publish(tx, job_id, found, after=version, run_id=run.id):
+                tx.runs.update(run.id, scaling_step=last_step)
+                if found is not None and found.get("gradient_noise_scale") != body.get("gradient_noise_scale"):
+                    tx.jobs.bump(job_id)  # recommendations rest on the noise scale
+            version, body = _latest(tx, job_id)
     thresholds = _view(version, body, policy)
     tag = f'"{thresholds.version}-{thresholds.policy}"'
     known = {part.strip().removeprefix("W/") for part in (etag or "").split(",")}
@@ -75,20 +84,6 @@ def _latest(tx: Transaction, job_id: str) -> tuple[int, scaling.Body]:
     return tx.scaling.latest(job_id) or (1, scaling.first_body())
 
 
-def _look(
-    store: Store, run: RunRecord, version: int, old: scaling.Body, seen: scaling.ScalingTelemetry
-) -> tuple[int, scaling.Body]:
-    """Publish what new telemetry asks for. If another version was published meanwhile, the next poll looks again."""
-    body = scaling.next_body(old, version, seen)
-    with store.transaction() as tx:
-        tx.jobs.lock(run.job_id)
-        if body is None or _publish(tx, run.job_id, body, after=version, run_id=run.id):
-            tx.runs.update(run.id, scaling_step=seen.last_step)
-            if body is not None and body.get("gradient_noise_scale") != old.get("gradient_noise_scale"):
-                tx.jobs.bump(run.job_id)  # recommendations rest on the noise scale
-        return _latest(tx, run.job_id)
-
-
 def _publish(tx: Transaction, job_id: str, body: scaling.Body, *, after: int, run_id: str | None = None) -> bool:
     """Make `body` the next version; False if that version exists already."""
     if not tx.scaling.publish(job_id, body, after=after):
@@ -97,18 +92,18 @@ def _publish(tx: Transaction, job_id: str, body: scaling.Body, *, after: int, ru
     return True
 
 
-def _due_telemetry(tx: Transaction, run: RunRecord) -> scaling.ScalingTelemetry | None:
-    """The run's telemetry, None while too little is new since the last look."""
+def _due_step(tx: Transaction, run: RunRecord) -> int | None:
+    """The last step of the run's telemetry, None while too little is new since the last look."""
     last_step = tx.telemetry.last_step(run.key)
-    if last_step is None:
-        return None
-    new = last_step if run.scaling_step is None else last_step - run.scaling_step
-    if run.scaling_step is not None and new < (1 if run.state in FINAL_STATES else TUNE_EVERY_STEPS):
-        return None
+    if last_step is None or run.scaling_step is None:
+        return last_step
+    return last_step if last_step - run.scaling_step >= (1 if run.state in FINAL_STATES else TUNE_EVERY_STEPS) else None
+
+
+def _columns(tx: Transaction, run: RunRecord, last_step: int) -> scaling.Columns:
     first = max(0, last_step - _LOOK_BACK_STEPS)
-    columns = {name: tx.telemetry.read(run.key, name, first_step=first) for name in scaling.RECENT_COLUMNS}
-    columns |= {name: tx.telemetry.read(run.key, name) for name in scaling.WHOLE_COLUMNS}
-    return scaling.ScalingTelemetry(run.id, last_step, columns)
+    recent = {name: tx.telemetry.read(run.key, name, first_step=first) for name in scaling.RECENT_COLUMNS}
+    return recent | {name: tx.telemetry.read(run.key, name) for name in scaling.WHOLE_COLUMNS}
 
 
 def _view(version: int, body: scaling.Body, policy: str | None) -> wire.ScalingThresholds:
@@ -122,35 +117,29 @@ def _view(version: int, body: scaling.Body, policy: str | None) -> wire.ScalingT
 
 def _patched(body: scaling.Body, patch: wire.ScalingPatch, policy: str | None) -> tuple[scaling.Body, list[str]]:
     """The body with a user's changes, and one phrase for each."""
-    changed = []
-    if "policy" in patch.model_fields_set and body["policy"] != patch.policy:
-        body = {**body, "policy": patch.policy}
-        changed.append(f"policy = {patch.policy or 'the script decides'}")
-    target = policy or patch.policy or body["policy"] or _DEFAULT_POLICY
+    given = patch.model_dump(exclude_unset=True)
+    of_job = given.pop("policy", body["policy"])
+    target = policy or of_job or _DEFAULT_POLICY
+    before = body["set"].get(target, {})
+    by_user = {name: value for name, value in {**before, **given}.items() if value is not None}
+    by_policy = {**body["set"], target: by_user}
+    changed = [f"policy = {of_job or 'the script decides'}"] if of_job != body["policy"] else []
+    for name, value in sorted(given.items()):
+        if value != before.get(name):
+            number = f"{value:g}" if isinstance(value, float) else value
+            changed.append(f"{target}: {name} {'free' if value is None else f'= {number}'}")
     if patch.delta is not None and target not in scaling.GATED_POLICIES:
         raise InvalidInput(
             f"delta means nothing under the policy `{target}`: give policy=ags or policy=static with it, or name the "
             "policy that it belongs to (--policy, in the query ?policy=).",
             field="delta",
         )
-    by_user: dict[str, Any] = dict(body["set"].get(target, {}))
-    for name in sorted(patch.model_fields_set - {"policy"}):
-        value = getattr(patch, name)
-        if value == by_user.get(name):
-            continue
-        by_user[name] = value
-        number = f"{value:g}" if isinstance(value, float) else value
-        changed.append(f"{target}: {name} {'free' if value is None else f'= {number}'}")
     # A script's own bounds are not compared.
     s_min, s_max = by_user.get("s_min", _DEFAULT_S_MIN), by_user.get("s_max", math.inf)
-    if patch.model_fields_set & {"s_min", "s_max"} and s_max < s_min:
-        raise InvalidInput(
-            f"s_max = {s_max:g} would be below s_min = {s_min:g}: give s_max >= s_min.",
-            field="s_max" if "s_max" in by_user else "s_min",
-        )
-    by_user = {name: value for name, value in by_user.items() if value is not None}
-    body = {**body, "set": {**body["set"], target: by_user}}
-    if changed and body["policy"] == "static" and "static_scale" not in body["set"].get("static", {}):
+    if s_max < s_min:
+        text = f"s_max = {s_max:g} would be below s_min = {s_min:g}: give s_max >= s_min."
+        raise InvalidInput(text, field="s_max")
+    if changed and of_job == "static" and "static_scale" not in by_policy.get("static", {}):
         text = "The policy `static` needs its factor: give static_scale (a script that passes its own keeps that)."
         raise InvalidInput(text, field="static_scale")
-    return body, changed
+    return {**body, "policy": of_job, "set": by_policy}, changed

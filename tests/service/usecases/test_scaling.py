@@ -97,7 +97,13 @@ def test_a_setting_that_hurts_validation_accuracy_is_rolled_back_for_good(
     assert harmful.version > before.version
     fallen = np.full(200, np.nan)
     fallen[[50, 100, 150]] = [0.60, 0.58, 0.59]
-    cluster.report(run, first_step=400, gradient_variability=rough(200, 0.1, 2), validation_accuracy=fallen.tolist())
+    cluster.report(
+        run,
+        first_step=400,
+        gradient_variability=rough(200, 0.1, 2),
+        validation_accuracy=fallen.tolist(),
+        thresholds_version=[float(harmful.version), *[np.nan] * 199],
+    )
     after = current(cluster, job_id, "ags")
     assert after.version > harmful.version
     assert after.delta == before.delta
@@ -227,3 +233,5 @@ def test_bounds_that_cross_are_refused_by_name(training: tuple[Cluster, str, wir
     with pytest.raises(InvalidInput, match=r"s_max = 2 would be below s_min = 3:"):
         change(cluster, job_id, "ags", s_min=3.0, s_max=2.0)
     assert current(cluster, job_id, "ags").s_max is None
+    assert change(cluster, job_id, "ags", s_min=None).s_min is None
+    assert change(cluster, job_id, "ags", s_max=0.1).s_max == 0.1
