@@ -31,8 +31,8 @@ from benchmarks.support.server import PYTHON
 from tula_client import Client
 from tula_service.analysis.priors import cost_of
 from tula_wire import Configuration, Estimate, ProjectCreate, RunCreate, TokenCreate
-from tula_wire.fabrics import PROBE_MARK, FabricProbe
 from tula_wire.jobs import JobSpec
+from tula_wire.samples import PROBE_MARK, FabricProbe
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCAL_BATCH = 64

@@ -6,14 +6,17 @@ from tula_wire.access import Project, ProjectCreate, ProjectList, Scope, Token, 
 from tula_wire.bounds import ScalingPolicy
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_wire.enums import Basis, Objective, RunKind, RunState, Search
-from tula_wire.fabrics import AllReduceCost, AllReduceReading, AllReduces, Backend, Fabric, FabricList, FabricProbe
 from tula_wire.jobs import (
     JOBS_COUNTED,
     BatchSpec,
+    Candidate,
+    ClaimRequest,
     ClusterSpec,
     DatasetSpec,
+    Estimate,
     Event,
     EventKind,
+    Instruction,
     Job,
     JobCreated,
     JobPage,
@@ -21,37 +24,36 @@ from tula_wire.jobs import (
     JobSpec,
     JobState,
     JobSummary,
-    Limits,
-    ModelSpec,
-    Price,
-    ProfilingSpec,
-    SpotPrice,
-)
-from tula_wire.memory_breakdown import MemoryBreakdown
-from tula_wire.problems import MEDIA_TYPE, FieldError, Problem, ProblemType
-from tula_wire.recommendations import (
-    Candidate,
-    Estimate,
     Knee,
     Ledger,
     LedgerEntry,
+    Limits,
     ModelReport,
+    ModelSpec,
     Predictions,
+    Price,
+    ProfilingSpec,
     Recommendation,
-    Terms,
-)
-from tula_wire.runs import (
-    ClaimRequest,
-    Instruction,
     Run,
     RunClaimed,
     RunCreate,
     RunList,
     RunPatch,
+    SpotPrice,
+    Terms,
 )
+from tula_wire.memory_breakdown import MemoryBreakdown
+from tula_wire.problems import MEDIA_TYPE, FieldError, Problem, ProblemType
 from tula_wire.samples import (
     COLUMNS,
     MAX_STEPS,
+    AllReduceCost,
+    AllReduceReading,
+    AllReduces,
+    Backend,
+    Fabric,
+    FabricList,
+    FabricProbe,
     SampleBatch,
     SamplePage,
     SamplesAccepted,

@@ -1,4 +1,4 @@
-"""A job: the specification that a user registers, its state, and its events."""
+"""A job: the specification that a user registers, its runs, predictions and recommendations, and its events."""
 
 from __future__ import annotations
 
@@ -6,12 +6,265 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from tula_wire._base import Bytes, Count, Id, Name, Positive, Seconds, Share, Timestamp, UsdPerHour, WireModel, optional
+from tula_wire._base import (
+    Base64,
+    Bytes,
+    Count,
+    Id,
+    Message,
+    Name,
+    Positive,
+    Seconds,
+    Share,
+    Timestamp,
+    UsdPerHour,
+    WireModel,
+    optional,
+)
 from tula_wire.bounds import MAX_DURATION_S, MAX_EPOCHS, MIN_EPOCHS
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
-from tula_wire.enums import Objective, Search, StepTimeForm
-from tula_wire.recommendations import Recommendation
-from tula_wire.runs import MeasuringSteps, Run, WarmupSteps
+from tula_wire.enums import Basis, EndCause, Objective, RunKind, RunOrigin, RunState, Search, StepTimeForm
+
+WarmupSteps = Annotated[int, Field(ge=0, le=10_000)]
+LeaseSeconds = Annotated[float, Field(ge=5, le=86_400)]
+MeasuringSteps = Annotated[int, Field(ge=2, le=100_000)]
+
+
+class Instruction(WireModel):
+    """How many steps the agent of a profiling run discards and measures, its precision, and whether it probes."""
+
+    profiling_warmup_steps: WarmupSteps = Field(
+        description="Steps to discard first; at most 3 of a launch's second batch and those after it."
+    )
+    measuring_steps: MeasuringSteps = Field(description="Steps to measure at most.")
+    precision: Share = Field(description="Relative error of the step time at which the run may end early.")
+    probe_s: Annotated[float, Field(ge=0, le=60)] = Field(
+        0.0, description="Seconds for which its ranks time all-reduces, where no fabric of as many is stored; 0: not."
+    )
+
+
+class Run(WireModel):
+    """A run and its state."""
+
+    id: Id = Field(description="Identifier that the service assigned.")
+    job_id: Id = Field(description="The job.")
+    kind: RunKind = Field(description="`profile` measures a configuration, `train` is a training.")
+    state: RunState = Field(description="Where the run stands.")
+    configuration: Configuration = Field(description="The configuration that it is to run.")
+    origin: RunOrigin = Field("plan", description="Who asked for it: the profiling plan or the user.")
+    purpose: str = Field("", description="Why the plan contains it.")
+    instruction: Instruction | None = optional("Only for profiling runs.")
+    message: str | None = optional("Why it failed, in one sentence.")
+    end_cause: EndCause | None = optional(
+        "Why it ended: its lease expired, another run continued it, it reported success without a sample, "
+        "or its `time_limit_s` was over; null: as its holder reported."
+    )
+    configuration_mismatch: str | None = optional("One sentence, if its process saw another `configuration`.")
+    method: str | None = optional("Quality method: lbt, lrs, lars, post_local_sgd, ags, gain...")
+    created_at: Timestamp = Field(description="When it was planned or registered (RFC 3339, with time zone).")
+    started_at: Timestamp | None = optional("When it first reported `running`.")
+    finished_at: Timestamp | None = optional("When it reached a final state.")
+    lease_expires_at: Timestamp | None = optional("When its lease expires, unless it is renewed.")
+    num_samples: int = Field(0, description="Number of samples stored.")
+    step_time_s: float | None = optional("Seconds per optimizer step: robust mean over the measuring steps.")
+    predicted_step_time_s: float | None = optional("Seconds per optimizer step, as predicted before the run.")
+    dropped: int = Field(0, description="Measurements that the agent had to drop.")
+    straggler_rank: int | None = optional("The rank that the others wait for; null: none stands out.")
+    time_limit_s: Seconds | None = optional(
+        "Seconds after which a training ends its loop, from what is left of deadline and budget; null "
+        'unless the job has `limits.on_breach = "stop"`.'
+    )
+    drifted: bool = Field(False, description="True: its step time changed while it ran.")
+
+
+class RunList(WireModel):
+    """Runs of a job, newest first."""
+
+    runs: list[Run] = Field(description="The runs, newest first.")
+    next_cursor: str | None = optional("Send it as `cursor` to get the next page; null on the last.")
+
+
+class ClaimRequest(WireModel):
+    """A request to lease the next run of the plan for `lease_s`."""
+
+    holder: Name = Field(description="Who leases the run, for example host and process id.")
+    lease_s: LeaseSeconds = Field(120.0, description="Seconds until the lease expires, unless it is renewed.")
+    max_nodes: Count | None = optional("Claim only runs that need at most this many nodes.")
+    column: bool = Field(False, description="True: also claim runs that differ in the local batch alone.")
+
+
+class RunClaimed(WireModel):
+    """The leased run, or None with the reason: all runs are done, or leased by others."""
+
+    run: Run | None = Field(description="The leased run, of a column that of the largest batch; null: see `reason`.")
+    smaller: list[Run] = Field([], description="The other leased runs of the column, the smallest batch first.")
+    reason: str = Field(description="Why this run, or why none, in one sentence.")
+    retry_after_s: float | None = optional("Seconds after which to ask again; null: do not.")
+
+
+class RunCreate(WireModel):
+    """A run outside the plan: a training, or a profiling run of a chosen configuration."""
+
+    kind: RunKind = Field(description="`profile` or `train`.")
+    configuration: Configuration = Field(
+        description="The configuration that it runs. Without an `instance_type` it is of the job's only one, or of the "
+        "only one with as many ranks per node."
+    )
+    method: Name | None = optional("Quality method, for comparison on the quality page.")
+    continues: Name | None = optional("The training run that this one resumes.")
+    holder: Name | None = optional("Who holds the run's lease; null: no lease.")
+    lease_s: LeaseSeconds = Field(120.0, description="Seconds until the lease expires, unless it is renewed.")
+
+
+class RunPatch(WireModel):
+    """A change of state. A repeated `running` renews the lease; a final state ends the run."""
+
+    state: RunState = Field(description="The new state.")
+    message: Message | None = optional("Why it failed, in one sentence.")
+    end_cause: Literal["time_limit"] | None = optional("Only of a cancelled training: `time_limit_s` was over.")
+    failed_local_batch_size: Count | None = optional("The batch that ran out of memory.")
+    holder: Name | None = optional("The holder of the lease; a patch of another holder is rejected.")
+    lease_s: LeaseSeconds | None = optional("Seconds from now until the lease expires.")
+    dropped: Annotated[int, Field(ge=0, le=2**53)] | None = optional("Measurements dropped by the agent so far.")
+    output: Annotated[Base64, Field(max_length=87_384)] | None = optional(
+        "Base64 of the last 64 KiB (UTF-8) that the run has written so far; replaces the ones before."
+    )
+
+
+class Estimate(WireModel):
+    """A predicted quantity with its 90 % prediction interval."""
+
+    value: float = Field(description="The median, in the unit of the field's name.")
+    low: float = Field(description="Lower end of the interval (5th percentile).")
+    high: float = Field(description="Upper end of the interval (95th percentile).")
+
+
+class Terms(WireModel):
+    """Parts of the predicted step time, in seconds; they add up to it."""
+
+    compute_time_s: float = Field(description="Seconds of forward, backward and optimizer.")
+    exposed_comm_time_s: float = Field(description="Seconds of communication not hidden behind compute.")
+    input_time_s: float = Field(0.0, description="Seconds of waiting for data, as the profiled runs waited.")
+    skew_s: float = Field(0.0, description="Seconds of waiting for the slowest rank.")
+
+
+class Candidate(WireModel):
+    """One configuration with its predictions."""
+
+    configuration: Configuration = Field(description="The configuration.")
+    global_batch_size: int = Field(description="Examples per optimizer step.")
+    step_time_s: Estimate = Field(description="Seconds per optimizer step.")
+    epoch_time_s: Estimate = Field(description="Seconds per epoch.")
+    total_time_s: Estimate = Field(description="Seconds of the whole training.")
+    cost_usd: Estimate | None = optional("US dollars of the whole training; null without a price.")
+    tokens_per_step: float | None = optional("Tokens per optimizer step; null where tokens are unknown.")
+    tokens_per_s: Estimate | None = optional("Tokens per second of all ranks, at the step time.")
+    usd_per_million_tokens: Estimate | None = optional("US dollars per million tokens; null without a price.")
+    memory_bytes: Estimate | None = optional("Peak bytes of one rank; null before anything is known of memory.")
+    memory_fits: float | None = optional("Probability that it fits in memory.")
+    terms: Terms | None = optional("Parts of the step time.")
+    spot: bool = Field(False, description="True: cost and time are those of pre-emptible capacity.")
+    profiled: bool = Field(False, description="True: it was measured.")
+    extrapolated: bool = Field(False, description="True: it lies outside what was measured.")
+    dominated: bool = Field(False, description="True: another is neither slower nor dearer, and better in one.")
+    excluded_by: str | None = optional("The limit that excludes it, in one sentence.")
+    statistical_efficiency: float | None = optional(
+        "Progress per example against a small batch, 0 to 1; null: gradient noise scale unknown."
+    )
+    learning_rate_factor: float | None = optional(
+        "Learning rate over that of the smallest global batch among the candidates, by the rule for such a "
+        "batch (see `scaling_rule`); null: the rule needs the gradient noise scale, which is unknown."
+    )
+    measured_step_time_s: float | None = optional("Measured seconds per optimizer step; null when not profiled.")
+
+
+ScalingRule = Literal["gain", "linear", "unscaled"]
+
+
+class Knee(WireModel):
+    """The knee of time against batch size, or why there is none."""
+
+    found: bool = Field(description="True: the curve has a knee.")
+    configuration: Configuration | None = optional("The candidate nearest the knee.")
+    global_batch_size: float | None = optional("Examples per step on the fitted curve, not rounded to a candidate.")
+    reason: str = Field(description="Where the knee is, or why there is none, in one sentence.")
+
+
+class ModelReport(WireModel):
+    """The model behind the predictions, its data and its error."""
+
+    form: str = Field(description="Name of the step-time model.")
+    version: str = Field(description="Version of the fit; changes with the data.")
+    num_runs: int = Field(description="Number of runs that were fitted.")
+    num_samples: int = Field(description="Number of samples that were fitted.")
+    cross_validated_error: float | None = optional("Median relative error, one run left out; null with too few.")
+    warnings: list[str] = Field([], description="What to know before trusting the predictions, one sentence each.")
+
+
+class Recommendation(WireModel):
+    """The recommended configuration with all candidates and reasons."""
+
+    id: str = Field(description="Identifier of this recommendation, as in the ledger.")
+    job_id: str = Field(description="The job.")
+    created_at: Timestamp = Field(description="When it was computed (RFC 3339, with time zone).")
+    basis: Basis = Field(
+        description="What it rests on: `prior` the specification, `transfer` earlier jobs, `probed` this job's runs on "
+        "one node and a probe of the network, `profiled` this job's runs."
+    )
+    objective: str = Field(description="What was optimized.")
+    chosen: Candidate | None = optional("The recommended candidate; null: none is within the limits.")
+    runner_up: Candidate | None = optional("The next best candidate.")
+    least_time: Candidate | None = optional("The candidate of least expected time.")
+    least_cost: Candidate | None = optional("The candidate of least expected cost; null without a price.")
+    balanced: Candidate | None = optional("What the objective `balanced` chooses among the candidates.")
+    knee: Knee = Field(description="The knee of time against batch size.")
+    why: str = Field(description="Reason for the choice, the runner-up, and what limits excluded.")
+    scaling_rule: ScalingRule | None = optional(
+        "What to do with the learning rate of the smallest global batch: `gain` let `TulaOptimizer` scale "
+        "it by the noise scale (`linear` and `unscaled` are no longer used); null: nothing is chosen, that batch "
+        "itself, or an optimizer that no experiment used."
+    )
+    candidates: list[Candidate] = Field(description="All candidates, those excluded by a limit too.")
+    frontier: list[Configuration] = Field(description="Not dominated in time and cost.")
+    max_local_batch_size: dict[str, int] = Field(
+        {}, description="Examples per micro-step by instance type, of the memory model."
+    )
+    max_sensible_batch_size: int | None = optional("Examples per step; a larger batch hardly improves one.")
+    model: ModelReport = Field(description="The model behind the predictions.")
+
+
+class Predictions(WireModel):
+    """Predictions for a what-if."""
+
+    job_id: str = Field(description="The job.")
+    basis: Basis = Field(description="What the predictions rest on.")
+    candidates: list[Candidate] = Field(description="One prediction per combination asked for.")
+    model: ModelReport = Field(description="The model behind the predictions.")
+
+
+class LedgerEntry(WireModel):
+    """A past recommendation with the prices of that time, and the measurement that followed."""
+
+    recommendation_id: str = Field(description="The recommendation.")
+    created_at: Timestamp = Field(description="When it was made (RFC 3339, with time zone).")
+    objective: str = Field(description="What was optimized.")
+    basis: Basis = Field(description="What it rested on.")
+    configuration: Configuration | None = Field(description="What was recommended; null: nothing.")
+    prices: dict[str, object] = Field(description="Prices of that time, by instance type (US dollars).")
+    model_version: str = Field(description="Version of the fit.")
+    predicted_step_time_s: Estimate | None = Field(description="Predicted seconds per optimizer step.")
+    predicted_cost_usd: Estimate | None = optional("Predicted US dollars of the whole training.")
+    run_id: str | None = optional("The training run that followed; null: none did.")
+    measured_step_time_s: float | None = optional("Measured seconds per optimizer step of that run.")
+    error: float | None = optional("Measured over predicted, minus one.")
+    within_interval: bool | None = optional("True: the measurement lies inside the prediction interval.")
+
+
+class Ledger(WireModel):
+    """Recommendations with their measurements, newest first."""
+
+    entries: list[LedgerEntry] = Field(description="The entries, newest first.")
+
 
 JOBS_COUNTED: Final = 1000
 """The total of a list of jobs is counted up to this number, to bound the time that a list takes."""

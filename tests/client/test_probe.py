@@ -10,7 +10,7 @@ import pytest
 from tests.client.test_cli import Tula, answer, tula
 from tula_client import Client
 from tula_wire import FabricProbe
-from tula_wire.fabrics import PROBE_MARK
+from tula_wire.samples import PROBE_MARK
 
 __all__ = ["tula"]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import tula_wire as wire
 from tula_agent.measure.all_reduces import time_all_reduces
-from tula_wire.fabrics import PROBE_MARK
+from tula_wire.samples import PROBE_MARK
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ from tula_client.cli.output import Json, emit, estimate, table
 from tula_client.launch import process
 from tula_client.launch.spec import load_spec
 from tula_wire import AllReduceCost, ClusterSpec, Estimate, Fabric, FabricProbe, read
-from tula_wire.fabrics import PROBE_MARK
 from tula_wire.format import duration, percent, size
+from tula_wire.samples import PROBE_MARK
 
 MODULE = ("-m", "tula_agent.commands.probe")
 _POLL_S = 0.1

@@ -30,7 +30,7 @@ import tula_wire as wire
 from tula_service.domain import FloatArray, IntArray
 from tula_service.perfmodel.intervals import Interval
 from tula_wire.bounds import NOISE_WEIGHT
-from tula_wire.recommendations import ScalingRule
+from tula_wire.jobs import ScalingRule
 
 Body: TypeAlias = dict[str, Any]
 Columns: TypeAlias = Mapping[str, tuple[IntArray, FloatArray]]

@@ -12,14 +12,14 @@ from fastapi.responses import HTMLResponse
 import tula_wire
 from tula_service.api.deps import OPEN
 from tula_service.api.errors import PROBLEMS
-from tula_wire import MEDIA_TYPE, access, bounds, fabrics, jobs, recommendations, runs, samples, scaling
+from tula_wire import MEDIA_TYPE, access, bounds, jobs, samples, scaling
 
 router = APIRouter(tags=["operations"], include_in_schema=False)
 
 _REFERENCE: Final = "#/components/schemas/{model}"
 _CHOICES: Final = {
     get_args(kind): name
-    for module in (access, bounds, fabrics, jobs, recommendations, runs, samples, scaling)
+    for module in (access, bounds, jobs, samples, scaling)
     for name, kind in vars(module).items()
     if get_origin(kind) is Literal
 }

@@ -10,7 +10,7 @@ import pytest
 from tests.agent.conftest import Done
 from tula_agent.commands import probe
 from tula_wire import FabricProbe, read
-from tula_wire.fabrics import PROBE_MARK
+from tula_wire.samples import PROBE_MARK
 
 SCRIPT = Path(probe.__file__)
 
