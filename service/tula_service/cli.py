@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
@@ -53,12 +53,11 @@ def serve(
     migrate: Annotated[bool, typer.Option("--migrate", help="Upgrade an existing database first.")] = False,
 ) -> None:
     """Start the service; a new SQLite file is created, an older schema is upgraded only with --migrate."""
-    with _one_sentence():
-        given = {"host": host, "port": port, "workers": workers, "log_format": log_format}
-        settings = Settings.read(database=database, read_only=read_only or None, **given)
-        with _opened(settings, migrate=migrate, create=True) as store:
-            _refuse_strangers_without_a_token(settings, store)
-            place = _place_of(store.engine.url)
+    given = {"host": host, "port": port, "workers": workers, "log_format": log_format, "read_only": read_only or None}
+    with _opened(database, migrate=migrate, create=True, **given) as (settings, store):
+        _refuse_strangers_without_a_token(settings, store)
+        place = _place_of(store.engine.url)
+        store.close()  # each worker opens its own
         _refuse_a_taken_port(settings)
         logs = logging_config(settings.log_level, settings.log_format, terminal=sys.stderr.isatty())
         logging.config.dictConfig(logs)
@@ -94,7 +93,7 @@ class _Protocol(HttpToolsProtocol):
 
 def migrate(database: _Database = None) -> None:
     """Create or upgrade the database's schema and end: what a deployment runs before the service."""
-    with _one_sentence(), _opened(Settings.read(database=database), migrate=True):
+    with _opened(database, migrate=True):
         typer.echo("The database has the schema of this version.")
 
 
@@ -105,25 +104,23 @@ def prune(
     as_json: _Json = False,
 ) -> None:
     """Delete archived jobs past their retention, unfinished deletions, old events, and old months of telemetry."""
-    with _one_sentence():
-        settings = Settings.read(database=database)
-        with _opened(settings) as store:
-            days = settings.retention_days if older_than_days is None else older_than_days
-            done = prune_store(
-                store,
-                older_than=timedelta(days=days),
-                actor=_OPERATOR,
-                dry_run=not yes,
-                telemetry_older_than=timedelta(days=settings.telemetry_days) if settings.telemetry_days else None,
-                archive=settings.archive,
-            )
-        if as_json:
-            found = {"jobs": done.job_ids, "events": done.num_events, "telemetry": done.telemetry, "deleted": yes}
-            typer.echo(json.dumps(found))
-            return
-        months = f" and {len(done.telemetry)} months of telemetry" if done.telemetry else ""
-        text = f"{'Deleted' if yes else 'Would delete'} {len(done.job_ids)} jobs and {done.num_events} events{months}."
-        typer.echo(text + ("" if yes else " Add --yes."))
+    with _opened(database) as (settings, store):
+        days = settings.retention_days if older_than_days is None else older_than_days
+        done = prune_store(
+            store,
+            older_than=timedelta(days=days),
+            actor=_OPERATOR,
+            dry_run=not yes,
+            telemetry_older_than=timedelta(days=settings.telemetry_days) if settings.telemetry_days else None,
+            archive=settings.archive,
+        )
+    if as_json:
+        found = {"jobs": done.job_ids, "events": done.num_events, "telemetry": done.telemetry, "deleted": yes}
+        typer.echo(json.dumps(found))
+        return
+    months = f" and {len(done.telemetry)} months of telemetry" if done.telemetry else ""
+    text = f"{'Deleted' if yes else 'Would delete'} {len(done.job_ids)} jobs and {done.num_events} events{months}."
+    typer.echo(text + ("" if yes else " Add --yes."))
 
 
 @token.command("create")
@@ -139,30 +136,29 @@ def token_create(
     as_json: _Json = False,
 ) -> None:
     """Make a token and print its secret, this once."""
-    with _one_sentence():
+    with _opened(database, create=True) as (_, store):
         if scope not in get_args(Scope):
             raise SettingsError(f"--scope is {scope!r}: use agent, read, user or admin.")
-        with _opened(Settings.read(database=database), create=True) as store:
-            issued = issue_token(
-                store,
-                _OPERATOR,
-                name=name,
-                scope=cast(Scope, scope),
-                project=project,
-                job_id=job,
-                expires_in_s=None if expires_in_days is None else expires_in_days * 86_400,
-            )
-        if as_json:
-            typer.echo(json.dumps({"id": issued.token.id, "scope": scope, "secret": issued.secret}))
-            return
-        typer.echo(issued.secret)
-        typer.echo(f"Token {issued.token.id} ({scope}): keep it now, it is not shown again.", err=True)
+        issued = issue_token(
+            store,
+            _OPERATOR,
+            name=name,
+            scope=cast(Scope, scope),
+            project=project,
+            job_id=job,
+            expires_in_s=None if expires_in_days is None else expires_in_days * 86_400,
+        )
+    if as_json:
+        typer.echo(json.dumps({"id": issued.token.id, "scope": scope, "secret": issued.secret}))
+        return
+    typer.echo(issued.secret)
+    typer.echo(f"Token {issued.token.id} ({scope}): keep it now, it is not shown again.", err=True)
 
 
 @token.command("list")
 def token_list(database: _Database = None, as_json: _Json = False) -> None:
     """List tokens, newest first; never a secret."""
-    with _one_sentence(), _opened(Settings.read(database=database)) as store:
+    with _opened(database) as (_, store):
         rows = [
             {
                 "id": one.id,
@@ -185,7 +181,7 @@ def token_list(database: _Database = None, as_json: _Json = False) -> None:
 @token.command("revoke")
 def token_revoke(token_id: str, database: _Database = None, as_json: _Json = False) -> None:
     """End a token for good."""
-    with _one_sentence(), _opened(Settings.read(database=database)) as store:
+    with _opened(database) as (_, store):
         revoke_token(store, _OPERATOR, token_id)
     typer.echo(json.dumps({"id": token_id, "state": "revoked"}) if as_json else f"Revoked {token_id}.")
 
@@ -195,16 +191,23 @@ def _expired(store: Store, expires_at: Any) -> bool:
 
 
 @contextmanager
-def _opened(settings: Settings, *, migrate: bool = False, create: bool = False) -> Iterator[Store]:
-    """The store; its schema is upgraded if `migrate`, and created in an empty database if `create`."""
-    store = Store.open(settings.database)
+def _opened(
+    database: str | None, *, migrate: bool = False, create: bool = False, **flags: Any
+) -> Iterator[tuple[Settings, Store]]:
+    """Settings and store; the schema is upgraded if `migrate`, and created in an empty database if `create`.
+
+    What is refused, here or in the block, becomes one sentence and exit code 2.
+    """
     try:
-        if migrate or (create and is_empty(store.engine)):
-            upgrade_schema(store.engine)
-        check_schema(store.engine)
-        yield store
-    finally:
-        store.close()
+        settings = Settings.read(database=database, **flags)
+        with closing(Store.open(settings.database)) as store:
+            if migrate or (create and is_empty(store.engine)):
+                upgrade_schema(store.engine)
+            check_schema(store.engine)
+            yield settings, store
+    except (ServiceError, SettingsError) as error:
+        typer.echo(f"tula: {error}", err=True)
+        raise typer.Exit(2) from error
 
 
 def _refuse_strangers_without_a_token(settings: Settings, store: Store) -> None:
@@ -250,12 +253,3 @@ def _refuse_a_taken_port(settings: Settings) -> None:
             raise SettingsError(
                 f"Cannot listen on {settings.host}:{settings.port} ({error.strerror}): give another --host or --port."
             ) from error
-
-
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    try:
-        yield
-    except (ServiceError, SettingsError) as error:
-        typer.echo(f"tula: {error}", err=True)
-        raise typer.Exit(2) from error

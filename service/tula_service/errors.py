@@ -57,9 +57,7 @@ class Busy(ServiceError):
 class StoreUnavailable(ServiceError):
     """The database cannot be reached or is locked for too long; nothing was stored."""
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    retry_after_s = 1.0
 
 
 class SchemaMismatch(ServiceError):

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends
 
 from tula_service.api.bodies import json_of, request_body
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
+from tula_service.dashboard.session import CurrentUser
 from tula_service.usecases import access
 from tula_wire import Project, ProjectCreate, ProjectList, Token, TokenCreate, TokenCreated, TokenList, routes
 
@@ -25,9 +26,9 @@ def create_token(
 
 
 @router.get(routes.TOKENS)
-def list_tokens(caller: Caller, services: AppServices) -> TokenList:
+def list_tokens(user: CurrentUser) -> TokenList:
     """Tokens without their secrets: all for an administrator, the project's for a user."""
-    return TokenList(tokens=list(access.visible_tokens(services.store, caller)))
+    return TokenList(tokens=list(access.visible_tokens(*user)))
 
 
 @router.delete(routes.TOKEN)
@@ -39,15 +40,12 @@ def delete_token(token_id: str, caller: Caller, services: AppServices) -> Token:
 
 
 @router.post(routes.PROJECTS, status_code=201, openapi_extra=request_body(ProjectCreate))
-def create_project(
-    wanted: Annotated[ProjectCreate, json_of(ProjectCreate)], caller: Caller, services: AppServices
-) -> Project:
+def create_project(wanted: Annotated[ProjectCreate, json_of(ProjectCreate)], user: CurrentUser) -> Project:
     """Make a project; administrators only."""
-    return access.create_project(services.store, caller, wanted.name)
+    return access.create_project(*user, wanted.name)
 
 
 @router.get(routes.PROJECTS)
-def list_projects(caller: Caller, services: AppServices) -> ProjectList:
+def list_projects(user: CurrentUser) -> ProjectList:
     """All projects for an administrator, their own for a user."""
-    found = access.visible_projects(services.store, caller)
-    return ProjectList(projects=list(found))
+    return ProjectList(projects=list(access.visible_projects(*user)))

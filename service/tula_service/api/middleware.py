@@ -46,7 +46,6 @@ _CONTENT_POLICY: Final = (
 """Scripts come from this service only and never evaluate text: on the pages Vega interprets its expressions. Vega's
 tooltips and drawings set their own styles, hence 'unsafe-inline' for styles."""
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-_ERRORS: Final = (-0.5, -0.25, -0.1, -0.05, -0.02, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 _WITH_BODY: Final = frozenset({"POST", "PATCH", "PUT"})
 _OPEN_FORMS: Final = frozenset({"/login", "/logout"})
 """Paths of forms that are read without authentication."""
@@ -74,9 +73,6 @@ class Metrics:
         self.duplicates = Counter("tula_ingest_duplicates", "Rows or chunks that were stored before.", registry=own)
         self.fits = Counter("tula_fits", "Recommendations computed or taken from the cache.", ["cached"], registry=own)
         self.fit_s = Histogram("tula_fit_seconds", "Time of a fresh fit.", buckets=_SECONDS, registry=own)
-        self.prediction_error = Histogram(
-            "tula_prediction_error", "Measured over predicted step time, minus one.", buckets=_ERRORS, registry=own
-        )
 
     def render(self) -> bytes:
         """The text that Prometheus reads, of all workers together."""

@@ -48,7 +48,6 @@ def _lines(seen: Overview) -> Iterator[str]:
     gauges: tuple[tuple[str, str, dict[str, float]], ...] = (
         ("tula_runs", "Runs by state.", {f'{{state="{state}"}}': count for state, count in seen.runs_by_state.items()}),
         ("tula_agents_seen", "Processes that measure runs which are running.", {"": seen.num_agents}),
-        ("tula_fits_kept", "Answers kept for the data they rest on.", {"": seen.num_answers}),
         (
             "tula_prediction_error_recent",
             "Absolute relative error of step time.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 from anyio import to_thread
@@ -52,12 +51,6 @@ async def update_run(
     run_id: str, patch: Annotated[RunPatch, json_of(RunPatch)], caller: Caller, services: AppServices
 ) -> Run:
     """Move a run on, or renew its lease with `running`; the same final state twice is fine."""
-
-    def ended(run: Run) -> None:
-        if run.kind == "train" and run.step_time_s and run.predicted_step_time_s:
-            services.metrics.prediction_error.observe(run.step_time_s / run.predicted_step_time_s - 1.0)
-
     # A lease is renewed beside measurements; the end of a run may ask for a fit, which must not keep those waiting.
     threads = services.intake if patch.state == "running" else None
-    change = partial(runs.patch, services.store, caller, run_id, patch, on_end=ended)
-    return await to_thread.run_sync(change, limiter=threads)
+    return await to_thread.run_sync(runs.patch, services.store, caller, run_id, patch, limiter=threads)

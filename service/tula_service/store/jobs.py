@@ -81,9 +81,8 @@ class Jobs(Repository):
         FOR NO KEY UPDATE: rows that refer to the job, such as events, may be inserted meanwhile. A plain FOR UPDATE
         would make their foreign keys wait here while they hold a run or the lock of the job's events.
         """
-        if self._postgres:
-            row = sa.select(jobs.c.key).where(jobs.c.id == job_id)
-            self._connection.execute(row.with_for_update(key_share=True))
+        row = sa.select(jobs.c.key).where(jobs.c.id == job_id)
+        self._connection.execute(row.with_for_update(key_share=True))  # on SQLite, this is a plain query
         return self.get(job_id)
 
     def data_version(self, job_id: str) -> int:
@@ -181,19 +180,18 @@ class Jobs(Repository):
     def archived_before(self, when: datetime) -> Sequence[str]:
         """Archived jobs that were last changed before `when`."""
         statement = sa.select(jobs.c.id).where(jobs.c.state == "archived", jobs.c.updated_at < when)
-        return [row["id"] for row in self._rows(statement.order_by(jobs.c.key))]
+        return self._connection.execute(statement.order_by(jobs.c.key)).scalars().all()
 
     def deleting(self) -> Sequence[str]:
         """Jobs whose deletion has begun and may have been interrupted."""
-        return [row["id"] for row in self._rows(sa.select(jobs.c.id).where(jobs.c.state == _DELETING))]
+        return self._connection.execute(sa.select(jobs.c.id).where(jobs.c.state == _DELETING)).scalars().all()
 
     def delete(self, job_id: str) -> None:
         """Delete the job and all rows that refer to it; slow for a job with much data, see `begin_delete`."""
-        if self._postgres:
-            # The job, then its runs by key: writers of samples and of telemetry lock them in this order.
-            self._connection.execute(sa.select(jobs.c.key).where(jobs.c.id == job_id).with_for_update())
-            of_job = sa.select(runs.c.key).where(runs.c.job_id == job_id).order_by(runs.c.key)
-            self._connection.execute(of_job.with_for_update())
+        # The job, then its runs by key: writers of samples and of telemetry lock them in this order.
+        self._connection.execute(sa.select(jobs.c.key).where(jobs.c.id == job_id).with_for_update())
+        of_job = sa.select(runs.c.key).where(runs.c.job_id == job_id).order_by(runs.c.key)
+        self._connection.execute(of_job.with_for_update())
         self._connection.execute(sa.delete(jobs).where(jobs.c.id == job_id))
 
     def _counts(self, job_ids: Sequence[str]) -> dict[str, tuple[int, int]]:

@@ -25,10 +25,6 @@ class AnswerCache(Repository):
         body: str | None = self._scalar(sa.select(answers.c.body).where(*wanted))
         return body
 
-    def count(self) -> int:
-        """Number of cached answers."""
-        return int(self._scalar(sa.select(sa.func.count()).select_from(answers)))
-
     def put(self, job_id: str, name: str, *, data_version: int, model_version: str, body: str) -> None:
         """Cache an answer, unless one that rests on newer data is cached already."""
         values = {"data_version": data_version, "model_version": model_version, "body": body, "created_at": self._now()}

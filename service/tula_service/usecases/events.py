@@ -59,14 +59,13 @@ class Overview:
 
     runs_by_state: Mapping[RunState, int]
     num_agents: int
-    num_answers: int
     prediction_error: Mapping[float, float]
 
 
 def overview(store: Store) -> Overview:
-    """Queue, agents, cached answers, and the errors of past predictions; every replica reads the same."""
+    """Queue, agents, and the errors of past predictions; every replica reads the same."""
     with store.reading() as tx:
-        counts = tx.runs.count_by_state(), tx.samples.count_processes(), tx.answers.count()
+        counts = tx.runs.count_by_state(), tx.samples.count_processes()
         errors = np.abs(tx.ledger.errors())
     quantiles = {share: float(np.quantile(errors, share)) for share in _SHARES} if errors.size else {}
     return Overview(*counts, quantiles)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Final
 
@@ -226,28 +226,17 @@ def parse_cursor(cursor: str | None) -> int | None:
     return int(cursor)
 
 
-def patch(
-    store: Store,
-    principal: Principal,
-    run_id: str,
-    request: wire.RunPatch,
-    *,
-    on_end: Callable[[wire.Run], None] = lambda _: None,
-) -> wire.Run:
+def patch(store: Store, principal: Principal, run_id: str, request: wire.RunPatch) -> wire.Run:
     """Change a run's state. The same final state may be reported twice, by launcher and agent.
 
-    `on_end` is called for the report that ended the run. Raises Conflict for another holder's run, an invalid
-    transition, or an expired lease.
+    Raises Conflict for another holder's run, an invalid transition, or an expired lease.
     """
     with store.transaction() as tx:
         job = tx.jobs.lock(visible_run(tx, principal, run_id).job_id)
-        before = tx.runs.get(run_id).state
         run = _patched(tx, run_id, request)
         if request.output is not None:
             tx.runs.put_output(run.key, printable_lines(b64decode(request.output).decode(errors="replace")))
         due = run.state in FINAL_STATES and tx.jobs.get(job.id).plan_state != "current"
-    if run.state in FINAL_STATES and run.state != before:  # true also of a vanished run that reports its end
-        on_end(view(run))
     if due:
         # Lists of jobs and readers of events get the new recommendation without a request for it.
         replan(store, job.id)

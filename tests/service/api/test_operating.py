@@ -163,20 +163,23 @@ def test_requests_of_a_browser_session_are_counted_by_route(service: Service) ->
     assert 'route="unmatched"' not in text
 
 
-def test_a_training_whose_end_two_report_is_counted_once(service: Service) -> None:
-    """Launcher and agent both say that it has ended."""
+def test_the_error_of_a_recommendation_that_was_followed_is_in_the_metrics(service: Service) -> None:
     with service.client(service.token("admin")) as boss:
         job = boss.post(routes.JOBS, json=SPEC.model_dump(mode="json")).json()
-        run = {"kind": "train", "configuration": job["runs"][0]["configuration"], "holder": "launcher"}
+        chosen = job["recommendation"]["chosen"]
+        run = {"kind": "train", "configuration": chosen["configuration"], "holder": "launcher"}
         path = routes.RUN.format(
             run_id=boss.post(routes.JOB_RUNS.format(job_id=job["job"]["id"]), json=run).json()["id"]
         )
         assert boss.patch(path, json={"state": "running"}).status_code == 200
         batch = {"rank": 0, "boot_id": "b", "sequence": [0, 1], "step": [0, 1], "step_time_s": [0.1, 0.1]}
         assert boss.post(f"{path}/samples", json=batch).status_code == 202
+        assert "tula_prediction_error_recent{" not in boss.get(routes.METRICS).text
         for _ in range(2):
             assert boss.patch(path, json={"state": "succeeded"}).status_code == 200
-        assert "tula_prediction_error_count 1.0" in boss.get(routes.METRICS).text
+        error = abs(0.1 / chosen["step_time_s"]["value"] - 1.0)
+        for share in (0.5, 0.9):
+            assert f'tula_prediction_error_recent{{quantile="{share}"}} {error:g}' in boss.get(routes.METRICS).text
 
 
 def test_metrics_count_requests_ingest_queue_fits_and_agents(service: Service, red: Tenant) -> None:
@@ -202,7 +205,5 @@ def test_metrics_count_requests_ingest_queue_fits_and_agents(service: Service, r
     assert found['tula_runs{state="running"}'] == 1
     assert found['tula_runs{state="pending"}'] >= 1
     assert found['tula_fits_total{cached="true"}'] >= 1
-    assert found["tula_fits_kept"] >= 1
-    assert "tula_prediction_error_bucket" in text
     assert red.project_id not in text
     assert red.job_id not in text
