@@ -10,8 +10,9 @@ it did not profile, the regret of its recommendation in measured time, and the f
 node-seconds that it spent. Then it trains with the links at full speed, cuts them to a quarter, and counts the steps
 until the service raises the alarm, and the alarms before the cut. `--only columns` tunes twice, with one launch for
 each run and with launches that measure every batch of a cluster, and compares wall-clock, node-seconds, the choice and
-the step times of what both have measured; a full benchmark does so as well. `--smoke` takes two candidates on two nodes
-and no full search: its figures only show that the benchmark works.
+the step times of what both have measured; then the wall-clock of `examples/digits_ddp.py` under torchrun, on the cores
+of this machine. A full benchmark does so as well. `--smoke` takes two candidates on two nodes and no full search: its
+figures only show that the benchmark works.
 """
 
 from __future__ import annotations
@@ -60,17 +61,32 @@ _ENDED = ("succeeded", "out_of_memory", "failed", "cancelled")
 
 SPEC = """
 name = "{name}"
-epochs = {epochs}
 objective = "time"
 search = "{search}"
-model = {{ name = "waits", parameters = 262145 }}
-dataset = {{ size = {dataset} }}
-cluster = {{ min_nodes = 2, max_nodes = {max_nodes}, price = {{ usd_per_node_hour = 1.0 }} }}
-batch = {{ min_local_batch_size = 8, max_local_batch_size = {max_batch} }}
+{space}
 [profiling]
 columns = {columns}
 {profiling}
 """
+WAITS = """
+epochs = {epochs}
+model = {{ name = "waits", parameters = 262145 }}
+dataset = {{ size = {dataset} }}
+cluster = {{ min_nodes = 2, max_nodes = {max_nodes}, price = {{ usd_per_node_hour = 1.0 }} }}
+batch = {{ min_local_batch_size = 8, max_local_batch_size = {max_batch} }}
+"""
+DIGITS = """
+epochs = 20
+model = { name = "digits-cnn", batch_normalization = false }
+dataset = { size = 1437 }
+cluster = { max_nodes = 2, price = { usd_per_node_hour = 1.0 } }
+batch = { min_local_batch_size = 16, max_local_batch_size = 128 }
+"""
+"""The example, with a rank for each of two cores, so that none waits for another's imports."""
+DIGITS_COMMAND = [
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{world_size}",
+    str(ROOT / "examples" / "digits_ddp.py"), "--batch-size", "{local_batch_size}", "--epochs", "1000",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -197,22 +213,10 @@ class Bench:
 
     def columns(self) -> dict[str, float]:
         """What a plan of columns costs against single launches of the same runs, and how far their step times agree."""
-        budget = min(RUNS_COMPARED, self.size.num_candidates)
-        columns = self.work("columns", budget)
-        joint = _step_times(columns)
-        largest_first = sorted(joint, reverse=True)  # as a plan does, so that one launch probes the links
-        single, repeat = (self.work(name, len(joint), largest_first) for name in ("single", "repeat"))
-        apart, again = _step_times(single), _step_times(repeat)
-        print_table(
-            "every configuration three times",
-            ["configuration", "column", "own launch", "another"],
-            [
-                [f"{nodes} nodes, {batch}", *(f"{t[nodes, batch] * 1e3:.1f} ms" for t in (joint, apart, again))]
-                for nodes, batch in sorted(joint)
-            ],
-        )
+        columns, single, repeat = self.both_ways("columns", self.job_command(10_000), self.waits, repeats=2)
+        joint, apart, again = map(_step_times, (columns, single, repeat))
         chosen = [_key(tuned["recommendation"]["chosen"]["configuration"]) for tuned in (columns, single, repeat)]
-        return {
+        figures = {
             "columns.wall_fraction": 2 * columns["wall_s"] / (single["wall_s"] + repeat["wall_s"]),
             "columns.node_seconds_fraction": 2
             * _launch_node_seconds(columns)
@@ -224,6 +228,31 @@ class Bench:
             "columns.num_runs": len(joint),
             "columns.single_runs": len(apart),
         }
+        if self.size.full:
+            columns, single = self.both_ways("digits", DIGITS_COMMAND, DIGITS, repeats=1)
+            figures |= {
+                "columns.digits.wall_fraction": columns["wall_s"] / single["wall_s"],
+                "columns.digits.launches": len({nodes for nodes, _ in _step_times(columns)}),
+                "columns.digits.num_runs": len(_step_times(columns)),
+            }
+        return figures
+
+    def both_ways(self, name: str, command: list[str], space: str, *, repeats: int) -> list[dict[str, Any]]:
+        """A plan of columns, and `repeats` times a launch for each of its runs."""
+        budget = min(RUNS_COMPARED, self.size.num_candidates)
+        found = [self.work(name, command, space, budget)]
+        wanted = sorted(_step_times(found[0]), reverse=True)  # as a plan does, so that one launch probes the links
+        found += [self.work(f"{name}-{i}", command, space, len(wanted), wanted) for i in range(repeats)]
+        times = [_step_times(each) for each in found]
+        print_table(
+            f"{name}: every configuration in a column, and by itself",
+            ["configuration", "column", *["own launch"] * repeats],
+            [
+                [f"{nodes} nodes, {batch}", *(f"{t[nodes, batch] * 1e3:.1f} ms" for t in times)]
+                for nodes, batch in sorted(wanted)
+            ],
+        )
+        return found
 
     def drift(self) -> dict[str, float]:
         """Steps from the cut of the links to the alarm, and alarms before it."""
@@ -297,7 +326,7 @@ class Bench:
         """One `tula tune` of the whole space, in the project of its name or another one; its JSON."""
         client, environment = self.project(project or search)
         folder = self.folder / (project or search)
-        spec = self.spec(folder, search)
+        spec = self.spec(folder, search, self.waits)
         words = [
             str(Path(sys.executable).with_name("tula")),
             "tune",
@@ -329,17 +358,19 @@ class Bench:
         )
         return tuned
 
-    def work(self, project: str, budget: int, again: Sequence[tuple[int, int]] = ()) -> dict[str, Any]:
+    def work(
+        self, project: str, command: list[str], space: str, budget: int, again: Sequence[tuple[int, int]] = ()
+    ) -> dict[str, Any]:
         """What `tula tune` does once it has started, and what it prints: columns, or a launch for each of `again`."""
         client, environment = self.project(project)
         folder = self.folder / project
         wanted = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in again)
         began = time.monotonic()
-        job = register(client, load_spec(self.spec(folder, "adaptive", budget, columns=not again))).job
+        job = register(client, load_spec(self.spec(folder, "adaptive", space, budget, columns=not again))).job
         work = WorkDir(folder, job.id)
         with work.locked() as holder:
             runner = Runner(client, work, holder, RunnerOptions(inherited=environment), Reporter(Console(quiet=True)))
-            template = Template(tuple(self.job_command(10_000)))
+            template = Template(tuple(command))
             tuned = work_through(runner, job, template, PlanOptions(again=wanted))
         took_s = time.monotonic() - began
         print(f"{project}: {len(tuned.finished)} runs in {took_s:.1f} s", flush=True)
@@ -349,21 +380,31 @@ class Bench:
             "wall_s": took_s,
         }
 
-    def spec(self, folder: Path, search: str, budget: int | None = None, *, columns: bool = False) -> Path:
+    @property
+    def waits(self) -> str:
+        """The candidates of the job of `job_command`."""
+        return WAITS.format(
+            epochs=EPOCHS, dataset=DATASET, max_nodes=self.size.max_nodes, max_batch=self.size.max_batch
+        )
+
+    def spec(self, folder: Path, search: str, space: str, budget: int | None = None, *, columns: bool = False) -> Path:
         """A job.toml in a new folder."""
         folder.mkdir()
-        full, size = search == "full", self.size
-        max_runs = budget or (size.num_candidates if full else size.max_runs)
-        exhaustive = ["measuring_steps = 40", "precision = 0.0"] if full else []
-        budgeted = [f"max_runs = {max_runs}"] if max_runs else []
+        full = search == "full"
+        max_runs = budget or (self.size.num_candidates if full else self.size.max_runs)
+        profiling = ["measuring_steps = 40", "precision = 0.0"] if full else []
+        if max_runs:
+            profiling.append(f"max_runs = {max_runs}")
         spec = folder / "job.toml"
         spec.write_text(
             SPEC.format(
-                name=f"cluster-{search}", search=search, epochs=EPOCHS, dataset=DATASET,
-                max_nodes=size.max_nodes, max_batch=size.max_batch, columns=str(columns).lower(),
-                profiling="\n".join([*exhaustive, *budgeted]),
+                name=f"cluster-{search}",
+                search=search,
+                space=space,
+                columns=str(columns).lower(),
+                profiling="\n".join(profiling),
             )
-        )  # fmt: skip
+        )
         return spec
 
     def job_command(self, steps: int, *, show: bool = False) -> list[str]:
