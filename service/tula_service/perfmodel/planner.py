@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -89,23 +90,6 @@ class Plan:
     stop_reason: str | None
 
 
-@dataclass(frozen=True)
-class _State:
-    """What planning decides from; `model` is None before the first measurement.
-
-    `used` were measured or are pending, `unused` are neither, and of those the budget pays for the `affordable`.
-    """
-
-    candidates: tuple[Configuration, ...]
-    priors: Priors
-    model: StepTimeModel | None
-    pending: bool
-    used: frozenset[Configuration]
-    unused: tuple[Configuration, ...]
-    affordable: frozenset[Configuration]
-    runs_left: int
-
-
 def plan(
     search: Search,
     candidates: Sequence[Configuration],
@@ -130,96 +114,104 @@ def plan(
     `pending` runs have been handed out; `unavailable` configurations failed and are neither planned nor chosen. Raises
     ObservationError without candidates.
     """
-    budget = budget or PlanBudget()
     left = tuple(c for c in dict.fromkeys(candidates) if c not in set(unavailable))
     if candidates and not left:
         raise ObservationError("candidates: the run of each has failed; fix the cause and register the job again.")
     if not left:
         raise ObservationError("candidates: none is left to profile; widen the node range or the batch range.")
-    state = _state_of(search, left, model, budget, frozenset(pending))
-    if (stop_reason := _exhausted(state, budget)) is not None:
-        return Plan((), None if state.pending else stop_reason)
+    state = _State(search, left, model, budget or PlanBudget(), pending)
+    if (stop_reason := state.exhausted()) is not None:
+        return Plan((), None if pending else stop_reason)
     if search == "full":
         runs = [PlannedRun(c, "Full search: every candidate is profiled.") for c in state.unused]
         return Plan(tuple(runs[: state.runs_left]), None)
-    if search in ("partial", "paper"):
-        return _corners(state, two=search == "paper")
-    first = _first_columns(state) if budget.by_column else _next_design_runs(state, goal)
-    if first is not None:
-        return first
-    assert state.model is not None
+    if search != "adaptive":
+        name = "The paper's search" if search == "paper" else "Partial search"
+        corners = [c for c in corner_design(left, two=search == "paper") if c in state.affordable]
+        runs = [PlannedRun(c, f"{name}: a corner of the space: extreme batch and cluster size.") for c in corners]
+        return Plan(tuple(runs), None if runs or pending else f"{name}: its corners have been profiled.")
+    runs = _first_columns(state) if state.budget.by_column else _next_design_runs(state, goal)
+    if runs or pending or state.model is None:
+        return Plan(tuple(runs), None)
     if recommendation is None:
         recommendation = recommend(candidates, state.model, goal, unavailable=unavailable)
-    found = _refine_choice(state, recommendation, _WORTH_A_LAUNCH if budget.by_column else 0.0)
-    return _with_column(state, found) if budget.by_column else found
+    return _refine_choice(state, recommendation)
 
 
-def _state_of(
-    search: Search,
-    candidates: tuple[Configuration, ...],
-    model: StepTimeModel | None,
-    budget: PlanBudget,
-    pending: frozenset[Configuration],
-) -> _State:
-    """Which candidates are left, and which of them the budget pays for."""
-    priors = Priors() if model is None else model.priors
-    if model is not None and model.observations is None:
-        model = None
-    used = pending
-    if model is not None:
-        rows = model.predict(candidates).measured
-        used |= frozenset(c for c, known in zip(candidates, rows, strict=True) if known)
-    unused = tuple(c for c in candidates if c not in used)
-    # The other searches have a fixed number of runs; a cap on runs belongs to the adaptive one.
-    limit = budget.max_runs if search == "adaptive" and budget.max_runs is not None else len(candidates) + 1
-    spent = len(used)
-    if budget.by_column:
-        spent = sum(math.ceil(count / _BATCHES_PER_LAUNCH) for count in Counter(map(column_of, used)).values())
-    affordable = _affordable(unused, model, budget)
-    return _State(candidates, priors, model, bool(pending), used, unused, affordable, limit - spent)
+class _State:
+    """What planning decides from; `model` is None before the first measurement.
 
+    `used` were measured or are pending, `unused` are neither, and of those the budget pays for the `affordable`. A
+    launch measures up to `batches` of its column, or one configuration; `runs_left` counts launches.
+    """
 
-def _affordable(
-    unused: Sequence[Configuration], model: StepTimeModel | None, budget: PlanBudget
-) -> frozenset[Configuration]:
-    """Those whose run the rest of the GPU-seconds pays for; of a column, with the smaller batches before it."""
-    if budget.max_gpu_seconds is None or not unused:
-        return frozenset(unused)
-    left = budget.max_gpu_seconds - budget.spent_gpu_seconds
-    if left <= 0 or model is None:
-        return frozenset() if left <= 0 else frozenset(unused)
-    ascending = sorted(unused, key=lambda c: c.local_batch_size)
-    needed: defaultdict[object, float] = defaultdict(float)
-    affordable = []
-    for c, step_time_s in zip(ascending, model.predict(ascending).mean_s.tolist(), strict=True):
-        launch = column_of(c) if budget.by_column else c
-        steps = budget.steps_per_further_run if launch in needed else budget.steps_per_run
-        needed[launch] += step_time_s * steps * c.world_size
-        if needed[launch] <= left:
-            affordable.append(c)
-    return frozenset(affordable)
+    def __init__(
+        self,
+        search: Search,
+        candidates: tuple[Configuration, ...],
+        model: StepTimeModel | None,
+        budget: PlanBudget,
+        pending: Collection[Configuration],
+    ) -> None:
+        self.candidates, self.budget = candidates, budget
+        self.priors = Priors() if model is None else model.priors
+        self.model = None if model is None or model.observations is None else model
+        self.used = frozenset(pending)
+        if self.model is not None:
+            self.used |= frozenset(compress(candidates, self.model.predict(candidates).measured))
+        self.unused = tuple(c for c in candidates if c not in self.used)
+        self.affordable = frozenset(self._affordable())
+        # The other searches have a fixed number of runs; a cap on runs belongs to the adaptive one.
+        limit = budget.max_runs if search == "adaptive" and budget.max_runs is not None else len(candidates) + 1
+        self.batches = _BATCHES_PER_LAUNCH if budget.by_column else 1
+        launched = Counter(map(self._launch_of, self.used)).values()
+        self.runs_left = limit - sum(math.ceil(count / self.batches) for count in launched)
 
+    def exhausted(self) -> str | None:
+        """Why no further run is possible, None if one is."""
+        budget = self.budget
+        if not self.unused:
+            return "Every candidate has been profiled."
+        if self.runs_left <= 0:
+            which = "the default of profiling.max_runs" if budget.by_default else "profiling.max_runs"
+            one, many = ("launch", "launches") if budget.by_column else ("run", "runs")
+            return f"The budget of {budget.max_runs} {one if budget.max_runs == 1 else many} ({which}) is spent."
+        if not self.affordable:
+            return (
+                f"The rest of {budget.max_gpu_seconds:g} GPU-seconds (profiling.max_gpu_seconds) pays for no further "
+                "run."
+            )
+        return None
 
-def _exhausted(state: _State, budget: PlanBudget) -> str | None:
-    """Why no further run is possible, None if one is."""
-    if not state.unused:
-        return "Every candidate has been profiled."
-    if state.runs_left <= 0:
-        which = "the default of profiling.max_runs" if budget.by_default else "profiling.max_runs"
-        one, many = ("launch", "launches") if budget.by_column else ("run", "runs")
-        return f"The budget of {budget.max_runs} {one if budget.max_runs == 1 else many} ({which}) is spent."
-    if not state.affordable:
-        return (
-            f"The rest of {budget.max_gpu_seconds:g} GPU-seconds (profiling.max_gpu_seconds) pays for no further run."
-        )
-    return None
+    def launch(self, asked: Configuration, purpose: str) -> Plan:
+        """The launch that measures this configuration, with further batches of its column."""
+        return Plan(tuple(PlannedRun(c, purpose) for c in self.batches_of(self.affordable, asked)), None)
 
+    def batches_of(self, among: Iterable[Configuration], asked: Configuration) -> list[Configuration]:
+        """What a launch measures: `asked`, and the smallest, largest and middle batch of its column, as many as it
+        may."""
+        column = sorted(c for c in among if column_of(c) == column_of(asked))
+        wanted = [asked, *column[:1], *column[-1:], *column[len(column) // 2 :][:1]]
+        return sorted([*dict.fromkeys(wanted)][: self.batches])
 
-def _corners(state: _State, *, two: bool) -> Plan:
-    name = "The paper's search" if two else "Partial search"
-    purpose = f"{name}: a corner of the space: extreme batch and cluster size."
-    runs = [PlannedRun(c, purpose) for c in corner_design(state.candidates, two=two) if c in state.affordable]
-    return Plan(tuple(runs), None if runs or state.pending else f"{name}: its corners have been profiled.")
+    def _launch_of(self, c: Configuration) -> object:
+        return column_of(c) if self.budget.by_column else c
+
+    def _affordable(self) -> Iterator[Configuration]:
+        """Those whose run the rest of the GPU-seconds pays for; of a column, with the smaller batches before it."""
+        budget, needed = self.budget, defaultdict[object, float](float)
+        most = math.inf if budget.max_gpu_seconds is None else budget.max_gpu_seconds
+        left = most - budget.spent_gpu_seconds
+        if left == math.inf or self.model is None or not self.unused:
+            yield from self.unused if left > 0.0 else ()
+            return
+        ascending = sorted(self.unused, key=lambda c: c.local_batch_size)
+        for c, step_time_s in zip(ascending, self.model.predict(ascending).mean_s.tolist(), strict=True):
+            launch = self._launch_of(c)
+            steps = budget.steps_per_further_run if launch in needed else budget.steps_per_run
+            needed[launch] += step_time_s * steps * c.world_size
+            if needed[launch] <= left:
+                yield c
 
 
 def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> list[Configuration]:
@@ -255,47 +247,31 @@ def first_columns(candidates: Sequence[Configuration], *, probed: Collection[str
     return chosen
 
 
-def _first_columns(state: _State) -> Plan | None:
-    """The rest of the columns that every search begins with, or the wait for those that are pending; None once done."""
-    first = first_columns(state.candidates, probed=state.priors.probed)
-    begun, missing = ([one for one in first if (one in columns_of(state.used)) is known] for known in (True, False))
+def _first_columns(state: _State) -> list[PlannedRun]:
+    """The rest of the columns that every search begins with."""
+    begun = columns_of(state.used)
+    first = sorted(first_columns(state.candidates, probed=state.priors.probed), key=lambda column: column not in begun)
+    missing = [column for column in first if column not in begun]
     sizes = [c.world_size for c in state.candidates]
-    runs = [
-        PlannedRun(c, f"Design: {_place(column.world_size, sizes)} cluster, with its other batches in one launch.")
-        for column in (*begun, *missing[: state.runs_left])
-        for c in _batches([*state.used, *state.affordable], column)
-        if c not in state.used
-    ]
-    return Plan(tuple(runs), None) if runs or state.pending or state.model is None else None
+    runs = []
+    for column in [*first[: len(first) - len(missing)], *missing[: state.runs_left]]:
+        left = [c for c in (*state.used, *state.affordable) if column_of(c) == column]
+        purpose = f"Design: {_place(column.world_size, sizes)} cluster, with its other batches in one launch."
+        runs += [PlannedRun(c, purpose) for c in state.batches_of(left, min(left)) if c not in state.used]
+    return runs
 
 
-def _with_column(state: _State, found: Plan) -> Plan:
-    """The plan with further batches of the clusters that it asks for, which the same launches measure."""
-    planned: dict[Configuration, PlannedRun] = {}
-    for run in found.runs:
-        for c in _batches(state.affordable, column_of(run.configuration), run.configuration):
-            planned.setdefault(c, PlannedRun(c, run.purpose))
-    return Plan(tuple(planned.values()), found.stop_reason)
-
-
-def _batches(among: Iterable[Configuration], column: Column, asked: Configuration | None = None) -> list[Configuration]:
-    """What a launch of a column measures: `asked`, and the smallest, largest and middle batch, as many as it may."""
-    batches = sorted(c for c in among if column_of(c) == column)
-    wanted = [asked, *batches[:1], *batches[-1:], *batches[len(batches) // 2 :][:1]]
-    return sorted([c for c in dict.fromkeys(wanted) if c is not None][:_BATCHES_PER_LAUNCH])
-
-
-def _next_design_runs(state: _State, goal: Goal) -> Plan | None:
-    """The runs of the design that are still to be planned, or the wait for those that are pending; None once done."""
+def _next_design_runs(state: _State, goal: Goal) -> list[PlannedRun]:
+    """The runs of the design that are still to be planned."""
     num_types = len({c.instance_type for c in state.candidates})
     wanted = _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (num_types - 1)
     missing = min(wanted - len(state.used), state.runs_left)
-    if missing > 0:
-        chosen = design(state.candidates, state.priors, missing, goal=goal, allowed=state.affordable, used=state.used)
-        # Memory is predicted best from two batches of a type that are four apart: one follows the largest clusters.
-        chosen[num_types:] = sorted(chosen[num_types:], key=lambda c: not _far_apart(c, chosen[0]))
-        return Plan(tuple(PlannedRun(c, _purpose(c, state.candidates)) for c in chosen), None)
-    return Plan((), None) if state.pending or state.model is None else None
+    if missing <= 0:
+        return []
+    chosen = design(state.candidates, state.priors, missing, goal=goal, allowed=state.affordable, used=state.used)
+    # Memory is predicted best from two batches of a type that are four apart: one follows the largest clusters.
+    chosen[num_types:] = sorted(chosen[num_types:], key=lambda c: not _far_apart(c, chosen[0]))
+    return [PlannedRun(c, _purpose(c, state.candidates)) for c in chosen]
 
 
 def _far_apart(one: Configuration, other: Configuration) -> bool:
@@ -421,23 +397,25 @@ def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> Flo
     return found
 
 
-def _refine_choice(state: _State, choice: Choice, least_gain: float) -> Plan:
-    """The next run that may change or verify the choice, or why there is none. In this order:
+def _refine_choice(state: _State, choice: Choice) -> Plan:
+    """The next launch that may change or verify the choice, or why there is none. In this order:
 
     1. Verification: the choice itself, if it was not measured.
     2. Contender: the candidate with the lowest confidence bound, until that is a measured one.
 
-    2 needs an expected gain of at least `least_gain`. A knee has 1 only: it rests on the whole curve.
+    A launch of a column needs an expected gain for 2. A knee has 1 only: it rests on the whole curve.
     """
     chosen, measure = choice.chosen, MEASURES[choice.goal.objective]
     if chosen is not None and not chosen.measured and chosen.configuration in state.affordable:
-        purpose = "Verification: it would be recommended, so it is measured itself."
-        return Plan((PlannedRun(chosen.configuration, purpose),), None)
+        return state.launch(chosen.configuration, "Verification: it would be recommended, so it is measured itself.")
+    least_gain = _WORTH_A_LAUNCH if state.budget.by_column else 0.0
     if measure is not Measure.CURVE and expected_gain(choice, state.affordable) >= least_gain:
         best = most_promising(choice, state.affordable)
         if best is not None and not best.measured and best.configuration in state.affordable:
-            purpose = "Contender: of all candidates it has the lowest confidence bound, so it might beat the choice."
-            return Plan((PlannedRun(best.configuration, purpose),), None)
+            return state.launch(
+                best.configuration,
+                "Contender: of all candidates it has the lowest confidence bound, so it might beat the choice.",
+            )
     if chosen is None:
         return Plan((), f"No further run helps: {choice.reason}")
     if not chosen.measured:
