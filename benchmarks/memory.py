@@ -32,7 +32,7 @@ from sklearn.linear_model import QuantileRegressor
 
 from benchmarks.support.grids import MEMORY_TABLE, MemoryWorkload, grids_parser, read_memory
 from benchmarks.support.report import mean, median, percentile, print_table, write_json
-from tula_service.perfmodel.memory_model import MemoryObservations, MemoryPrior, fit_memory
+from tula_service.perfmodel.memory_model import MemoryObservations, fit_memory
 
 _GIB = 2.0**30
 _FULL, _CROWDED, _FLATTENED = 0.95, 0.7, 0.7
@@ -66,13 +66,13 @@ def valid_readings(workload: MemoryWorkload, *, near_capacity: bool = True) -> i
     return len(read)
 
 
-def analytic_prior(workload: MemoryWorkload) -> MemoryPrior | None:
+def analytic_slope(workload: MemoryWorkload) -> float | None:
     """Bytes per example between the two smallest batches, as counted; None where nothing was."""
     if workload.analytic_bytes is None:
         return None
     first, second = workload.analytic_bytes[:2]
     slope = (second - first) / (workload.local_batch_size[1] - workload.local_batch_size[0])
-    return MemoryPrior(bytes_per_sample=slope) if slope > 0.0 else None
+    return slope if slope > 0.0 else None
 
 
 def static_bytes(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
@@ -135,16 +135,17 @@ def score(
         rows = first_readings(batches, known, apart=apart)
         if not rows:
             continue
-        prior = analytic_prior(workload) if analytic else None
+        slope = analytic_slope(workload) if analytic else None
         first = np.array(batches, dtype=np.float64)[rows]
-        model = fit_memory(MemoryObservations(first, read[rows], static_bytes=static.get(workload.name)), prior=prior)
+        counted = static.get(workload.name)
+        model = fit_memory(MemoryObservations(first, read[rows], static_bytes=counted, bytes_per_sample=slope))
         predicted = [model.predict(batch) for batch in batches[rows[-1] + 1 :]]
         errors = abs(np.array([each.mean for each in predicted]) / read[rows[-1] + 1 :] - 1.0)
         largest.append(float(errors[-1]))
         beyond.extend(errors.tolist())
         inside.append(float(predicted[-1].low <= read[-1] <= predicted[-1].high))
-        slope = (read[1] - read[0]) / (batches[1] - batches[0])
-        linear.append(abs((read[1] + slope * (batches[-1] - batches[1])) / read[-1] - 1.0))
+        line = (read[1] - read[0]) / (batches[1] - batches[0])
+        linear.append(abs((read[1] + line * (batches[-1] - batches[1])) / read[-1] - 1.0))
     if not largest:
         return {}
     return {
@@ -190,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures |= score(workloads, "memory.apart", static, apart=True) | safety(workloads, static)
     kinds = [("valid readings", "memory"), ("all that rise", "memory.raw"), ("three smallest", "memory.three")]
     kinds += [("static not counted", "memory.uncounted"), ("a batch and its fourfold", "memory.apart")]
-    counted = [workload for workload in workloads if analytic_prior(workload) is not None]
+    counted = [workload for workload in workloads if analytic_slope(workload) is not None]
     if counted:
         figures |= score(counted, "memory.analytic", static, analytic=True)
         figures |= score(counted, "memory.counted_one", static, analytic=True, known=1)

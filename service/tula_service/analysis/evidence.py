@@ -16,7 +16,6 @@ from tula_service.perfmodel.memory_model import (
     Beside,
     MemoryModel,
     MemoryObservations,
-    MemoryPrior,
     Shards,
     fit_memory,
 )
@@ -311,12 +310,11 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
         fewest, most = _fewest_ranks(cluster), cluster.max_nodes * cluster.ranks_per_node
         whole = bool(usable) and all(memory.method != "cuda_allocator" for _, memory in usable)
         beside = Beside() if whole else _beside([memory for _, memory in usable], context)
-        prior = _memory_prior(spec.model, context if whole else 0.0, most)
         shards = Shards(_shared_bytes(spec.model, readings), most)
         model = None
         try:
-            observed = _memory_observations(usable, readings, failed, capacity, shards)
-            model = fit_memory(observed, prior=prior, shards=shards, beside=beside)
+            observed = _memory_observations(spec.model, readings, failed, capacity, context if whole else 0.0, shards)
+            model = fit_memory(observed, shards=shards, beside=beside)
         except ObservationError as error:
             if usable:
                 warnings.append(f"Memory of {name}: {error}")
@@ -328,7 +326,7 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
             if not rows and needed > capacity:  # a script that shards was measured, and fits
                 remedy = _SHARD if spec.model.sharding == "none" else _MORE_SHARDS
                 warnings.append(f"Memory of {name}: {_state_too_large(needed, capacity)}: {remedy}.")
-        safety = _plan_safety(spec, prior, len({c.local_batch_size for c, _ in usable}))
+        safety = _plan_safety(spec, len({c.local_batch_size for c, _ in usable}))
         room = None if model is None or capacity is None else _room(model, capacity, fewest)
         bound = _bound(model, room, safety, failed, max((c.local_batch_size for c, _ in rows), default=0))
         if bound is not None:
@@ -381,26 +379,35 @@ def _capacity(cluster: wire.ClusterSpec, readings: Sequence[MemoryReading]) -> f
 
 
 def _memory_observations(
-    usable: Sequence[tuple[Configuration, MemoryReading]],
+    model: wire.ModelSpec,
     readings: Sequence[tuple[Configuration, MemoryReading]],
-    failed: Sequence[int],
+    failed: Sequence[float],
     capacity: float | None,
+    context: float,
     shards: Shards,
 ) -> MemoryObservations:
+    """What was read, and parameters, gradients and optimizer state as the agent counted them or, before that, as the
+    specification does in single precision, with a context if any."""
+
     def of_most_ranks(c: Configuration, amount: float) -> float:
         return max(amount - shards.extra_bytes(c.world_size), _LEAST_LEFT * amount)
 
-    static = [each for each in readings if each[1].parameter_bytes is not None and each[1].optimizer_bytes is not None]
-    counted = None
-    if static and static[0][1].method == "cuda_allocator":
-        amount = sum(getattr(static[0][1], part) or 0 for part in _PARTS)
-        counted = of_most_ranks(static[0][0], amount) if amount else None
+    usable = [(c, memory) for c, memory in readings if memory.peak_bytes > 0]
+    counted = _counted_bytes(model, shards.most_ranks)
+    static = counted + context if model.parameters is not None else None
+    sd = math.hypot(_COUNTING_SD * counted, _CONTEXT_SD * context) / static if static else _COUNTING_SD
+    read = [each for each in readings if each[1].parameter_bytes is not None and each[1].optimizer_bytes is not None]
+    if read and read[0][1].method == "cuda_allocator":
+        amount = sum(getattr(read[0][1], part) or 0 for part in _PARTS)
+        static = of_most_ranks(read[0][0], amount) if amount else static
     return MemoryObservations(
-        np.array([float(c.local_batch_size) for c, _ in usable]),
-        np.array([of_most_ranks(c, m.peak_bytes) for c, m in usable]),
-        np.array([float(batch) for batch in failed]),
+        [float(c.local_batch_size) for c, _ in usable],
+        [of_most_ranks(c, memory.peak_bytes) for c, memory in usable],
+        failed,
         capacity_bytes=capacity,
-        static_bytes=counted,
+        static_bytes=static,
+        static_sd=sd,
+        bytes_per_sample=model.activation_bytes_per_sample or None,
     )
 
 
@@ -416,26 +423,15 @@ def _bound(
     return bound
 
 
-def _plan_safety(spec: wire.JobSpec, prior: MemoryPrior, num_batches: int) -> float | None:
+def _plan_safety(spec: wire.JobSpec, num_batches: int) -> float | None:
     """The probability with which a batch must fit to be profiled; None rules no batch out.
 
     Readings at one batch do not identify the growth with the batch. They rule out only what is more likely to fail than
     not, and without a count of the static share they rule out nothing.
     """
-    if num_batches > 1 or prior.bytes_per_sample is not None:
+    if num_batches > 1 or spec.model.activation_bytes_per_sample:
         return required_fit_probability(spec)
-    return _AS_LIKELY_AS_NOT if prior.static_bytes is not None else None
-
-
-def _memory_prior(model: wire.ModelSpec, context: float, ranks: int) -> MemoryPrior:
-    """From the specification: parameters, gradients and optimizer state in single precision, and a context if any."""
-    slope = model.activation_bytes_per_sample or None
-    if model.parameters is None:
-        return MemoryPrior(bytes_per_sample=slope)
-    counted = _counted_bytes(model, ranks)
-    static = counted + context
-    sd = math.hypot(_COUNTING_SD * counted, _CONTEXT_SD * context) / static
-    return MemoryPrior(bytes_per_sample=slope, static_bytes=static, static_sd=sd)
+    return _AS_LIKELY_AS_NOT if spec.model.parameters is not None else None
 
 
 def _counted_bytes(model: wire.ModelSpec, ranks: float) -> float:

@@ -34,41 +34,29 @@ _NORMAL_END = float(special.ndtri(0.5 + LEVEL / 2.0))
 
 @dataclass(frozen=True)
 class MemoryObservations:
-    """Peak memory of one rank against its local batch, for one instance type; arrays of shape (n,) and (m,).
+    """What was read and counted of one rank's memory on one instance type; the columns are of shape (n,), (n,), (m,).
 
     `out_of_memory_batch_sizes` are local batches that did not fit into `capacity_bytes`. `static_bytes` is what does
-    not grow with the batch (parameters, gradients, optimizer state), where the agent could count it.
+    not grow with the batch (parameters, gradients, optimizer state), with its relative error. `bytes_per_sample` counts
+    activations and inputs of one example; the device is taken to need 10 % more. None: not counted.
     """
 
-    local_batch_size: FloatArray
-    peak_bytes: FloatArray
-    out_of_memory_batch_sizes: FloatArray = field(default_factory=lambda: np.zeros(0))
+    local_batch_size: FloatArray | Sequence[float] = ()
+    peak_bytes: FloatArray | Sequence[float] = ()
+    out_of_memory_batch_sizes: FloatArray | Sequence[float] = ()
     capacity_bytes: float | None = None
     static_bytes: float | None = None
+    static_sd: float = 0.1
+    bytes_per_sample: float | None = None
 
     def __post_init__(self) -> None:
         """Raise ObservationError on readings that are not positive and finite."""
         batches = column("local_batch_size", self.local_batch_size, at_least=1.0)
-        object.__setattr__(self, "local_batch_size", batches)
-        object.__setattr__(self, "peak_bytes", column("peak_bytes", self.peak_bytes, batches.size, above=0.0))
-        failed = column("out_of_memory_batch_sizes", self.out_of_memory_batch_sizes, at_least=1.0)
-        object.__setattr__(self, "out_of_memory_batch_sizes", failed)
+        column("peak_bytes", self.peak_bytes, batches.size, above=0.0)
+        column("out_of_memory_batch_sizes", self.out_of_memory_batch_sizes, at_least=1.0)
         for name in ("capacity_bytes", "static_bytes"):
-            value = getattr(self, name)
-            if value is not None:
+            if (value := getattr(self, name)) is not None:
                 column(name, [value], above=0.0)
-
-
-@dataclass(frozen=True)
-class MemoryPrior:
-    """Bytes that were counted before (or beside) measuring, with relative errors.
-
-    `bytes_per_sample` counts activations and inputs of one example; the device is taken to need 10 % more.
-    """
-
-    bytes_per_sample: float | None = None
-    static_bytes: float | None = None
-    static_sd: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -153,14 +141,8 @@ def predict_peaks(models: Mapping[str, MemoryModel], configurations: Sequence[Co
     return [found.get(c) for c in configurations]
 
 
-def fit_memory(
-    observations: MemoryObservations | None,
-    *,
-    prior: MemoryPrior | None = None,
-    shards: Shards = Shards(),
-    beside: Beside = Beside(),
-) -> MemoryModel:
-    """Fit the line to the readings, to counted or analytic bytes, and to an out-of-memory event.
+def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), beside: Beside = Beside()) -> MemoryModel:
+    """Fit the line to the readings, to counted bytes, and to an out-of-memory event.
 
     Counted static bytes are the reading at a batch of 0. Where nothing was counted, 0.7 of the smallest reading, give
     or take as much, stand in for it, so that a single batch leaves the growth open, and a note is added. A batch
@@ -168,47 +150,35 @@ def fit_memory(
     counted bytes are of one of `shards.most_ranks`; with `beside`, without the context. Raises ObservationError with
     neither a reading nor bytes per sample.
     """
-    prior = prior or MemoryPrior()
-    observed = observations or MemoryObservations(np.zeros(0), np.zeros(0))
     batches, peaks, notes = _usable(observed)
-    static = observed.static_bytes or prior.static_bytes
-    if batches.size == 0 and prior.bytes_per_sample is None:
+    static, counted = observed.static_bytes, observed.bytes_per_sample
+    if batches.size == 0 and counted is None:
         raise ObservationError("no memory was measured; profile one configuration or give bytes per sample.")
     rows = [(1.0, batch, peak, _READING_SD * peak) for batch, peak in zip(batches, peaks, strict=True)]
-    if prior.bytes_per_sample is not None:
-        needed = _OVER_ANALYSIS * prior.bytes_per_sample
-        rows.append((0.0, 1.0, needed, _ANALYSIS_SD * needed))
+    if counted is not None:
+        rows.append((0.0, 1.0, _OVER_ANALYSIS * counted, _ANALYSIS_SD * _OVER_ANALYSIS * counted))
     if static is not None:
-        rows.append((1.0, 0.0, static, prior.static_sd * static))
+        rows.append((1.0, 0.0, static, observed.static_sd * static))
     else:
         least = peaks[np.argmin(batches)] if batches.size else rows[0][2] * _DEFAULT_BATCH
         rows.append((1.0, 0.0, _UNCOUNTED_STATIC * least, _UNCOUNTED_SD * least))
     line, covariance = _weighted_line(rows)
-    failed_from = float(observed.out_of_memory_batch_sizes.min(initial=math.inf))
+    failed_from = min(observed.out_of_memory_batch_sizes, default=math.inf)
     if math.isfinite(failed_from) and observed.capacity_bytes is not None:
         room = max((usable_bytes(observed.capacity_bytes) - beside.context_bytes) / beside.reserved, 1.0)
         if line @ (1.0, failed_from) < room:
             line, covariance = _weighted_line([*rows, (1.0, failed_from, room, _READING_SD * room)])
-    order = np.lexsort((peaks, batches))
-    if bool((np.diff(peaks[order]) < -_FALL * peaks[order][:-1]).any()):
-        notes = (*notes, "Memory fell while the batch grew: a reading may stem from a run that ran out of memory.")
+    ascending = peaks[np.lexsort((peaks, batches))]
+    if bool((np.diff(ascending) < -_FALL * ascending[:-1]).any()):
+        notes.append("Memory fell while the batch grew: a reading may stem from a run that ran out of memory.")
     if batches.size and float(batches.max()) >= failed_from:
-        notes = (
-            *notes,
+        notes.append(
             f"Batch {failed_from:g} ran out of memory, but batch {batches.max():g} was also read as fitting: one "
-            "of them is wrong, or others used the device too; batches below the failed one are offered.",
+            "of them is wrong, or others used the device too; batches below the failed one are offered."
         )
-    if batches.size and np.unique(batches).size == 1 and prior.bytes_per_sample is None and static is None:
-        notes = (*notes, "Memory was read at one batch only: how it grows with the batch rests on the prior.")
-    return MemoryModel(
-        notes=notes,
-        failed_from=failed_from,
-        static_bytes=float(line[0]),
-        bytes_per_sample=float(line[1]),
-        covariance=covariance,
-        shards=shards,
-        beside=beside,
-    )
+    if batches.size and np.unique(batches).size == 1 and counted is None and static is None:
+        notes.append("Memory was read at one batch only: how it grows with the batch rests on the prior.")
+    return MemoryModel(tuple(notes), float(failed_from), float(line[0]), float(line[1]), covariance, shards, beside)
 
 
 def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[FloatArray, FloatArray]:
@@ -230,11 +200,11 @@ def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[F
     return found * scale, np.asarray(inverse @ inverse.T * np.outer(scale, scale))
 
 
-def _usable(observed: MemoryObservations) -> tuple[FloatArray, FloatArray, tuple[str, ...]]:
-    batches, peaks = observed.local_batch_size, observed.peak_bytes
-    if observed.capacity_bytes is None or not bool((peaks > observed.capacity_bytes).any()):
-        return batches, peaks, ()
-    above = peaks > observed.capacity_bytes
+def _usable(observed: MemoryObservations) -> tuple[FloatArray, FloatArray, list[str]]:
+    batches, peaks = np.asarray(observed.local_batch_size), np.asarray(observed.peak_bytes)
+    above = peaks > (observed.capacity_bytes or math.inf)
+    if observed.capacity_bytes is None or not above.any():
+        return batches, peaks, []
     capacity = f"the capacity of {observed.capacity_bytes / 2**30:,.3g} GiB"
     remedy = "check the capacity (cluster.memory_bytes_per_rank) and that both count bytes."
     if above.all():
@@ -242,4 +212,4 @@ def _usable(observed: MemoryObservations) -> tuple[FloatArray, FloatArray, tuple
             f"peak_bytes: every reading is above {capacity}, the least at {peaks.min() / 2**30:,.3g} GiB; {remedy}"
         )
     note = f"{int(above.sum())} memory reading(s) above {capacity} are left out; {remedy}"
-    return batches[~above], peaks[~above], (note,)
+    return batches[~above], peaks[~above], [note]

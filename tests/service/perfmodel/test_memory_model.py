@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tula_service.perfmodel.memory_model import Beside, MemoryObservations, MemoryPrior, fit_memory
+from tula_service.perfmodel.memory_model import Beside, MemoryObservations, fit_memory
 from tula_service.perfmodel.points import ObservationError
 
 GIB = 2.0**30
@@ -80,11 +81,12 @@ def test_static_memory_does_not_fluctuate_so_a_small_growth_beside_it_is_read_as
 
 @pytest.mark.parametrize("overhead", [1.0, 1.1, 1.3])
 def test_a_counted_slope_beside_two_readings_pulls_a_jump_back_and_bends_to_what_was_measured(overhead):
-    counted = MemoryPrior(bytes_per_sample=0.03 * GIB / overhead)
-    clean = fit_memory(MemoryObservations([8, 16], [line(8), line(16)]), prior=counted)
+    counted = 0.03 * GIB / overhead
+    clean = fit_memory(MemoryObservations([8, 16], [line(8), line(16)], bytes_per_sample=counted))
     assert clean.predict(128.0).mean == pytest.approx(line(128), rel=0.1)
     jumped = MemoryObservations([8, 16], [line(8), 1.08 * line(16)])
-    alone, beside = fit_memory(jumped).predict(128.0), fit_memory(jumped, prior=counted).predict(128.0)
+    both = replace(jumped, bytes_per_sample=counted)
+    alone, beside = fit_memory(jumped).predict(128.0), fit_memory(both).predict(128.0)
     assert abs(beside.mean - line(128)) < abs(alone.mean - line(128))
     assert beside.low < line(128) < beside.high
 
@@ -107,7 +109,7 @@ def test_the_context_is_added_to_the_line_and_what_the_allocator_reserves_takes_
 
 
 def test_an_analytic_slope_alone_gives_a_bound():
-    model = fit_memory(None, prior=MemoryPrior(bytes_per_sample=0.03 * GIB, static_bytes=2 * GIB))
+    model = fit_memory(MemoryObservations(bytes_per_sample=0.03 * GIB, static_bytes=2 * GIB))
     assert 0 < model.max_local_batch_size(16 * GIB) < (16 - 2) / 0.03
     one, three = model.predict(32.0).mean, model.predict(96.0).mean
     assert (three - one) / 64 == pytest.approx(0.03 * GIB, rel=0.2)
@@ -153,10 +155,10 @@ def test_an_out_of_memory_at_a_batch_that_was_also_read_as_fitting_is_said_and_t
 )
 def test_whatever_is_read_the_answer_is_finite_ordered_and_below_what_failed(readings, failed, counted):
     batches, peaks = [r[0] for r in readings], [r[1] for r in readings]
-    prior = None if counted is None else MemoryPrior(bytes_per_sample=counted)
-    if not readings and prior is None:
+    if not readings and counted is None:
         return
-    model = fit_memory(MemoryObservations(batches, peaks, failed, capacity_bytes=2e11), prior=prior)
+    observed = MemoryObservations(batches, peaks, failed, capacity_bytes=2e11, bytes_per_sample=counted)
+    model = fit_memory(observed)
     for batch in (1.0, 64.0, 5000.0):
         predicted = model.predict(batch)
         assert 0.0 < predicted.low <= predicted.mean <= predicted.high < math.inf
@@ -171,7 +173,7 @@ def test_readings_that_are_no_readings_are_refused(peak):
 
 def test_nothing_known_is_refused():
     with pytest.raises(ObservationError, match="no memory was measured"):
-        fit_memory(None)
+        fit_memory(MemoryObservations())
     with pytest.raises(ObservationError, match="safety_probability"):
         fit_memory(MemoryObservations([32], [GIB])).max_local_batch_size(GIB, safety_probability=1.0)
 
