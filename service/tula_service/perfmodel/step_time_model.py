@@ -93,12 +93,12 @@ class InputWait:
 class StepTimeModel:
     """A fitted model. `notes` are sentences about what the data leave open; `basis` is what it rests on.
 
-    `posteriors` belong to instance types that were measured, `unmeasured` to others of which something is known, and
-    to all the rest under None. `paper_fits` holds the paper's form where the job asked for it and enough was measured;
-    every other prediction is that of the form `overlap`. All of these are of the step without its waits for data, which
-    `input_waits` adds: by instance type, an unmeasured one as that which was measured most. The fits repeat the whole
-    compute of a step with each micro-step, so predictions are less by the `optimizer_s` that are not repeated, by type
-    like the waits.
+    `posteriors` are of the instance types that were measured, that with most runs first; others have what is believed
+    of them at `reference_batch_size`, unless a prior says another. `paper_fits` holds the paper's form where the job
+    asked for it and enough was measured; every other prediction is that of the form `overlap`. All of these are of the
+    step without its waits for data, which `input_waits` adds: by instance type, an unmeasured one as that which was
+    measured most. The fits repeat the whole compute of a step with each micro-step, so predictions are less by the
+    `optimizer_s` that are not repeated, by type like the waits.
     """
 
     form: StepTimeForm
@@ -107,7 +107,7 @@ class StepTimeModel:
     observations: StepTimeObservations | None
     priors: Priors = field(repr=False)
     posteriors: Mapping[str, Posterior] = field(repr=False)
-    unmeasured: Mapping[str | None, Posterior] = field(repr=False)
+    reference_batch_size: float = field(repr=False)
     paper_fits: Mapping[str, PaperFit | None] = field(default_factory=dict, repr=False)
     interval_scale: float = 1.0
     input_waits: Mapping[str, InputWait | None] = field(default_factory=dict, repr=False)
@@ -159,10 +159,11 @@ class StepTimeModel:
 
         Raises ObservationError where neither a measurement nor a prior covers the type.
         """
-        found = self.posteriors.get(instance_type) or self.unmeasured.get(instance_type) or self.unmeasured.get(None)
-        if found is None:
+        if (measured := self.posteriors.get(instance_type)) is not None:
+            return measured
+        if (prior := _believed(instance_type, self.posteriors, self.priors)) is None:
             raise ObservationError(f"instance type {instance_type!r} has no measurement and no prior; profile it.")
-        return found
+        return prior_posterior(prior, prior.reference_batch_size or self.reference_batch_size)
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
         """Outside the box of what was measured on that instance type, or across nodes when nothing was."""
@@ -205,14 +206,11 @@ def fit_step_time(
     measured = merged.points
     counts = Counter(sorted(measured.instance_type))
     by_count = sorted(counts, key=lambda name: -counts[name])
-    most = by_count[0]
     posteriors: dict[str, Posterior] = {}
     paper_fits: dict[str, PaperFit | None] = {}
     input_waits: dict[str, InputWait | None] = {}
     for name in by_count:
-        start = priors.believed.get(name, priors.anywhere) or generic_prior()
-        if posteriors:
-            start = _carried(posteriors[most], most, name, priors)
+        start = _believed(name, posteriors, priors) or generic_prior()
         rows = measured.rows_of(name)
         targets = targets_of(merged.take(rows), repeats[rows], start.scales)
         posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest)
@@ -224,7 +222,6 @@ def fit_step_time(
         for name, found in paper_fits.items()
         if found is None
     )
-    others = (None, *sorted({*priors.believed, *priors.hardware} - set(posteriors)))
     # Where all that is known of several nodes is a probe of their links, the predictions rest on that.
     probed = float(measured.num_nodes.max()) == 1.0 and priors.probed & set(posteriors)
     return StepTimeModel(
@@ -234,7 +231,7 @@ def fit_step_time(
         observations=observations,
         priors=priors,
         posteriors=posteriors,
-        unmeasured={name: _from_prior(_carried(posteriors[most], most, name, priors), largest) for name in others},
+        reference_batch_size=largest,
         paper_fits=paper_fits,
         interval_scale=interval_scale,
         input_waits=input_waits,
@@ -314,7 +311,7 @@ def unmeasured_model(
     interval_scale: float = 1.0,
 ) -> StepTimeModel:
     """The model of no data. With a prior that knows no scale its times mean nothing; planning reads its covariance."""
-    priors, largest = Priors.of(prior), _largest_batch(candidates)
+    priors = Priors.of(prior)
     given = [*priors.believed.values()] or [p for p in (priors.anywhere,) if p is not None]
     return StepTimeModel(
         form=form,
@@ -323,25 +320,19 @@ def unmeasured_model(
         observations=None,
         priors=priors,
         posteriors={},
-        unmeasured={
-            name: _from_prior(each, largest)
-            for name, each in (*priors.believed.items(), (None, priors.anywhere))
-            if each is not None
-        },
+        reference_batch_size=_largest_batch(candidates),
         interval_scale=interval_scale,
         optimizer_s={name: each.optimizer_s for name, each in priors.believed.items()},
     )
 
 
-def _from_prior(prior: StepTimePrior, largest: float) -> Posterior:
-    return prior_posterior(prior, prior.reference_batch_size or largest)
-
-
-def _carried(measured: Posterior, measured_type: str, wanted: str | None, priors: Priors) -> StepTimePrior:
-    """The prior of another type: this job's own runs on the measured one, unless earlier jobs know the scale better."""
-    hardware = priors.hardware.get(measured_type), None if wanted is None else priors.hardware.get(wanted)
-    carried = prior_from_other_type(measured.as_prior(), *hardware)
-    own = None if wanted is None else priors.believed.get(wanted)
+def _believed(name: str, posteriors: Mapping[str, Posterior], priors: Priors) -> StepTimePrior | None:
+    """The prior of a type: this job's own runs on the type measured most, unless earlier jobs know the scale better."""
+    own = priors.believed.get(name, priors.anywhere)
+    if not posteriors:
+        return own
+    most, measured = next(iter(posteriors.items()))
+    carried = prior_from_other_type(measured.as_prior(), priors.hardware.get(most), priors.hardware.get(name))
     return own if own is not None and own.absolute and own.sd[0] < carried.sd[0] else carried
 
 
