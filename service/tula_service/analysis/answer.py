@@ -25,8 +25,6 @@ from tula_service.perfmodel.choice import (
     price_candidates,
     recommend,
 )
-from tula_service.perfmodel.intervals import Interval
-from tula_service.perfmodel.memory_model import predict_peaks
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
@@ -85,15 +83,6 @@ class Answer:
         """The answer if only these configurations could be chosen, by the same fit."""
         choice = choose(self.goal, self.estimate(configurations))
         return replace(self, choice=choice, efficiency=None, doubtful=frozenset())
-
-    def expected_step_time(self, configuration: Configuration) -> Interval:
-        """The predicted step time of one configuration, s."""
-        return self.model.predict([configuration]).intervals()[0]
-
-    def expected_peak_bytes(self, configuration: Configuration) -> float | None:
-        """The predicted peak memory of a rank; None without a memory model."""
-        (peak,) = predict_peaks(self.evidence.memory.models, [configuration])
-        return None if peak is None else float(peak.mean)
 
 
 Analysis: TypeAlias = Answer | Infeasible

@@ -19,7 +19,7 @@ from tula_service.analysis import job_data
 from tula_service.analysis.answer import Analysis, Answer
 from tula_service.analysis.explanation import name_of
 from tula_service.domain import MEASURES, FloatArray, Measure
-from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.choice import Estimate
 from tula_service.perfmodel.points import ObservationError, column
 from tula_service.perfmodel.step_summary import known_mean, robust_mean
 from tula_wire import Configuration
@@ -163,13 +163,15 @@ class Monitor:
     spent_usd: float = 0.0
 
     @classmethod
-    def start(cls, expected: Interval | None, *, peak_bytes: float | None, spent_s: float, spent_usd: float) -> Monitor:
+    def start(cls, expected: Estimate | None, *, spent_s: float, spent_usd: float) -> Monitor:
         """The state of a run that is about to start."""
-        monitor = cls(peak_bytes=peak_bytes, spent_s=spent_s, spent_usd=spent_usd)
+        monitor = cls(spent_s=spent_s, spent_usd=spent_usd)
         if expected is None:
             return monitor
-        detector = DriftState.expecting(expected.low, expected.high)
-        return replace(monitor, detector=detector, low_s=expected.low, high_s=expected.high)
+        low_s, high_s = expected.step_time_s.low, expected.step_time_s.high
+        peak_bytes = None if expected.peak_bytes is None else expected.peak_bytes.mean
+        detector = DriftState.expecting(low_s, high_s)
+        return replace(monitor, detector=detector, low_s=low_s, high_s=high_s, peak_bytes=peak_bytes)
 
     @classmethod
     def read(cls, state: dict[str, Any]) -> Monitor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
 
 import tula_wire as wire
 from tula_service.analysis.answer import Answer
@@ -12,30 +14,36 @@ from tula_wire import Configuration
 from tula_wire.bounds import MAX_DURATION_S, MAX_USD_PER_HOUR
 
 MOST_CONFIGURATIONS = 1024
+_Counts = list[Annotated[int, Field(ge=1, le=2**31 - 1)]]
 
 
-@dataclass(frozen=True)
-class WhatIf:
+class WhatIf(BaseModel):
     """A question: every combination of these values; an empty list means every value of the job's candidates.
 
     `global_batch_size` and `local_batch_size` exclude each other; no global batch may exceed the data set. Price and
     deadline replace those of the job.
     """
 
-    num_nodes: Sequence[int] = ()
-    global_batch_size: Sequence[int] = ()
-    local_batch_size: Sequence[int] = ()
-    instance_type: Sequence[str] = ()
-    usd_per_node_hour: float | None = None
-    deadline_s: float | None = None
+    model_config = ConfigDict(frozen=True)
+
+    num_nodes: _Counts = Field([], max_length=64, description="Numbers of nodes.")
+    global_batch_size: _Counts = Field([], max_length=64, description="Examples per step.")
+    local_batch_size: _Counts = Field([], max_length=64, description="Examples per rank.")
+    instance_type: list[str] = Field([], max_length=16, description="Instance types of the job.")
+    usd_per_node_hour: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_USD_PER_HOUR,
+        allow_inf_nan=False,
+        description="US dollars per node-hour, not the job's.",
+    )
+    deadline_s: float | None = Field(
+        None, gt=0, le=MAX_DURATION_S, allow_inf_nan=False, description="Seconds that the whole training may take."
+    )
 
 
 def specification_at(spec: wire.JobSpec, question: WhatIf) -> wire.JobSpec:
-    """The specification with the price and the deadline of the question. Raises InvalidInput."""
-    for name, most in (("usd_per_node_hour", MAX_USD_PER_HOUR), ("deadline_s", MAX_DURATION_S)):
-        value = getattr(question, name)
-        if value is not None and not 0 < value <= most:
-            raise InvalidInput(f"{name} is {value:g}: send a number above 0 and at most {most:g}.", field=name)
+    """The specification with the price and the deadline of the question."""
     changed: dict[str, object] = {}
     if question.deadline_s is not None:
         changed["limits"] = spec.limits.model_copy(update={"deadline_s": question.deadline_s})
@@ -47,25 +55,20 @@ def specification_at(spec: wire.JobSpec, question: WhatIf) -> wire.JobSpec:
 
 def configurations_of(answer: Answer, question: WhatIf) -> tuple[Configuration, ...]:
     """Every configuration that the question asks about, sorted. Raises InvalidInput for none or too many."""
-    spec = answer.data.spec
+    spec, size = answer.data.spec, answer.data.spec.dataset.size
     _check(spec, question)
     found: set[Configuration] = set()
     for cluster in spec.cluster:
-        name = cluster.instance_type
-        if question.instance_type and name not in question.instance_type:
+        if question.instance_type and cluster.instance_type not in question.instance_type:
             continue
-        candidates = [c for c in answer.evidence.candidates if c.instance_type == name]
+        candidates = [c for c in answer.evidence.candidates if c.instance_type == cluster.instance_type]
         for nodes in question.num_nodes or sorted({c.num_nodes for c in candidates}):
             found |= _on_cluster(cluster, nodes, candidates, question)
             if len(found) > MOST_CONFIGURATIONS:
                 raise InvalidInput(
                     f"This asks for more than {MOST_CONFIGURATIONS} configurations: ask for fewer.", field="num_nodes"
                 )
-    size = spec.dataset.size
-    beyond = {c for c in found if c.global_batch_size > size}
-    if beyond and (beyond == found or (question.num_nodes and question.local_batch_size)):
-        field = "local_batch_size" if question.local_batch_size else "num_nodes"
-        raise _too_large(max(c.global_batch_size for c in beyond), size, field)
+    fitting = {c for c in found if c.global_batch_size <= size}
     if not found:
         worlds = sorted({cluster.ranks_per_node for cluster in spec.cluster})
         raise InvalidInput(
@@ -73,19 +76,22 @@ def configurations_of(answer: Answer, question: WhatIf) -> tuple[Configuration, 
             f"({', '.join(map(str, worlds))}).",
             field="global_batch_size",
         )
-    return tuple(sorted(found - beyond))
+    if not fitting or (fitting != found and question.num_nodes and question.local_batch_size):
+        largest = max(c.global_batch_size for c in found)
+        raise _too_large(largest, size, "local_batch_size" if question.local_batch_size else "num_nodes")
+    return tuple(sorted(fitting))
 
 
 def _check(spec: wire.JobSpec, question: WhatIf) -> None:
     """Raise InvalidInput for values that contradict each other or the job."""
-    if question.global_batch_size and question.local_batch_size:
+    largest = max(question.global_batch_size, default=0)
+    if largest and question.local_batch_size:
         raise InvalidInput(
             "Give global_batch_size or local_batch_size, not both: each follows from the other.",
             field="local_batch_size",
         )
-    for total in question.global_batch_size:
-        if total > spec.dataset.size:
-            raise _too_large(total, spec.dataset.size, "global_batch_size")
+    if largest > spec.dataset.size:
+        raise _too_large(largest, spec.dataset.size, "global_batch_size")
     known = [cluster.instance_type for cluster in spec.cluster]
     for name in question.instance_type:
         if name not in known:
@@ -97,18 +103,13 @@ def _check(spec: wire.JobSpec, question: WhatIf) -> None:
 def _on_cluster(
     cluster: wire.ClusterSpec, nodes: int, candidates: Sequence[Configuration], question: WhatIf
 ) -> set[Configuration]:
-    """The configurations asked about on so many nodes of one instance type."""
-    found: set[Configuration] = set()
-    world = nodes * cluster.ranks_per_node
-    batches = list(question.local_batch_size)
-    if question.global_batch_size:
-        batches = [total // world for total in question.global_batch_size if total % world == 0]
-        accumulating = [c for c in candidates if c.num_nodes == nodes and c.grad_accum_steps > 1]
-        found.update(c for c in accumulating if c.global_batch_size in question.global_batch_size)
-    elif not batches:
-        found.update(c for c in candidates if c.num_nodes == nodes)
-        if question.num_nodes:
-            batches = sorted({c.local_batch_size for c in candidates if c.grad_accum_steps == 1})
+    """The configurations asked about on so many nodes of one instance type: candidates, and others by their batch."""
+    world, totals = nodes * cluster.ranks_per_node, question.global_batch_size
+    batches = question.local_batch_size or [total // world for total in totals if total % world == 0]
+    if question.num_nodes and not (totals or batches):
+        batches = [c.local_batch_size for c in candidates if c.grad_accum_steps == 1]
+    asked = [c for c in candidates if c.num_nodes == nodes and not question.local_batch_size]
+    found = {c for c in asked if not totals or c.global_batch_size in totals}
     return found | {
         Configuration(
             num_nodes=nodes,

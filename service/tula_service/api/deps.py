@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Final, Literal, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_origin
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Query, Request
+from pydantic import BaseModel
 from starlette.routing import compile_path
 
 from tula_service.dashboard.session import session_secret
@@ -196,7 +197,11 @@ def lane_of(method: str, path: str) -> Literal["ingest", "agents", "others"]:
 
 async def reject_unknown_query(request: Request) -> None:
     """Refuse a query parameter that the route does not declare, which may be a misspelling, or one given twice."""
-    declared = {param.alias: param.field_info.annotation for param in request.scope["route"].dependant.query_params}
+    declared: dict[str, Any] = {}
+    for param in request.scope["route"].dependant.query_params:
+        kind = param.field_info.annotation
+        is_model = isinstance(kind, type) and issubclass(kind, BaseModel)  # each of whose fields is a parameter
+        declared |= {k: v.annotation for k, v in kind.model_fields.items()} if is_model else {param.alias: kind}
     for name in request.query_params:
         field = name[:_MAX_NAME_LENGTH]  # unchecked text from outside: shortened, and quoted as data
         if name not in declared:

@@ -14,7 +14,7 @@ from tula_service.analysis import job_data
 from tula_service.analysis.evidence import state_beyond_memory
 from tula_service.analysis.plan import profiling_cost
 from tula_service.analysis.priors import contradiction
-from tula_service.domain import JobOrder, JobRecord, NewJob, RunRecord
+from tula_service.domain import JobOrder, JobRecord, NewJob
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError
 from tula_service.store import Store, Transaction, partitions
@@ -73,10 +73,9 @@ def register(
         tx.jobs.mark_plan_stale(job.id)
     recommendation = wire.read(wire.Recommendation, replan(store, job.id))
     with store.reading() as tx:
-        plan = _plan(tx, job.id)
-        job_view = _view(tx, tx.jobs.get(job.id), plan)
-    waiting = [runs.view(run) for run in plan if run.state == "pending"]
-    return wire.JobCreated(job=job_view, recommendation=recommendation, runs=waiting)
+        view = _view(tx, tx.jobs.get(job.id))
+    waiting = [run for run in view.plan if run.state == "pending"]
+    return wire.JobCreated(job=view, recommendation=recommendation, runs=waiting)
 
 
 def fingerprint_of(body: Mapping[str, Any]) -> str:
@@ -98,8 +97,7 @@ def _allow_retries(tx: Transaction, job: JobRecord) -> None:
 def get(store: Store, principal: Principal, job_id: str) -> wire.Job:
     """A job with its plan."""
     with store.reading() as tx:
-        job = visible_job(tx, principal, job_id)
-        return _view(tx, job, _plan(tx, job_id))
+        return _view(tx, visible_job(tx, principal, job_id))
 
 
 def list_jobs(
@@ -162,11 +160,7 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
     if job.state != "archived":
         replan(store, job_id)
     with store.reading() as tx:
-        return _view(tx, tx.jobs.get(job_id), _plan(tx, job_id))
-
-
-def _plan(tx: Transaction, job_id: str) -> list[RunRecord]:
-    return tx.runs.list(job_id, kind="profile", plan_order=True)
+        return _view(tx, tx.jobs.get(job_id))
 
 
 def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
@@ -334,8 +328,9 @@ def _finish_deleting(store: Store, job_id: str) -> None:
         tx.jobs.delete(job_id)
 
 
-def _view(tx: Transaction, record: JobRecord, plan: list[RunRecord]) -> wire.Job:
+def _view(tx: Transaction, record: JobRecord) -> wire.Job:
     """A job with its specification, its profiling runs in the order of the plan, and what these cost."""
+    plan = tx.runs.list(record.id, kind="profile", plan_order=True)
     summary = wire.JobSummary.model_validate(record, from_attributes=True)
     spec, views = spec_of(record), [runs.view(each) for each in plan]
     cost = profiling_cost(spec, plan, tx.now().timestamp())

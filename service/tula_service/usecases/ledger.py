@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 import tula_wire as wire
@@ -95,38 +95,21 @@ def _uncalibrated(value: float, low: float, high: float, scale: float) -> tuple[
 
 def enter(tx: Transaction, job: JobRecord, analysis: Analysis, data_version: int) -> LedgerRecord:
     """The newest entry if it says the same as this answer, else a new one. Its prices are those of the job."""
+    answer = analysis if isinstance(analysis, Answer) else None
+    chosen = None if answer is None else answer.choice.chosen
     entry = LedgerRecord(
         id="",
         job_id=job.id,
         objective=analysis.objective,
-        basis="prior",
-        configuration=None,
+        basis="prior" if answer is None else answer.model.basis,
+        configuration=None if chosen is None else chosen.configuration,
         prices={cluster.instance_type: cluster.price.model_dump() for cluster in analysis.data.spec.cluster},
         model_version=MODEL_VERSION,
         data_version=data_version,
-        predicted_step_time_s=None,
-        predicted_cost_usd=None,
+        predicted_step_time_s=None if chosen is None else _values(chosen.step_time_s),
+        predicted_cost_usd=_values(chosen.cost_usd) if answer and chosen and has_prices(answer.spec) else None,
+        interval_scale=answer.model.interval_scale if answer and chosen else None,
     )
-    if isinstance(analysis, Answer):
-        entry = replace(entry, basis=analysis.model.basis)
-        chosen = analysis.choice.chosen
-        if chosen is not None:
-            priced = has_prices(analysis.spec)
-            entry = replace(
-                entry,
-                configuration=chosen.configuration,
-                predicted_step_time_s=_values(chosen.step_time_s),
-                predicted_cost_usd=_values(chosen.cost_usd) if priced else None,
-                interval_scale=analysis.model.interval_scale,
-            )
-    return _entered(tx, job, entry)
-
-
-def _values(interval: Interval) -> tuple[float, float, float]:
-    return interval.mean, interval.low, interval.high
-
-
-def _entered(tx: Transaction, job: JobRecord, entry: LedgerRecord) -> LedgerRecord:
     newest = tx.ledger.latest(job.id, entry.objective)
     if newest is not None and _says_the_same(newest, entry):
         return newest
@@ -137,6 +120,10 @@ def _entered(tx: Transaction, job: JobRecord, entry: LedgerRecord) -> LedgerReco
             data["configuration"] = asdict(entry.configuration)
         tx.events.append(job.id, "recommendation", data=data)
     return kept
+
+
+def _values(interval: Interval) -> tuple[float, float, float]:
+    return interval.mean, interval.low, interval.high
 
 
 def _says_the_same(old: LedgerRecord, new: LedgerRecord) -> bool:

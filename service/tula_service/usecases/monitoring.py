@@ -13,16 +13,17 @@ from tula_service.analysis.answer import analyse
 from tula_service.analysis.monitoring import Monitor
 from tula_service.domain import JobRecord, RunRecord
 from tula_service.errors import InvalidInput
+from tula_service.perfmodel.choice import Estimate
 from tula_service.perfmodel.step_summary import robust_mean
 from tula_service.store import Store, Transaction
-from tula_service.usecases.recommendations import Expectation, load_job_data, spec_of
+from tula_service.usecases.recommendations import load_job_data, spec_of
 
 _CONFIRMING_STEPS, _LEVEL_STEPS = 20, 15
 """The newest steps that confirm an alarm, and those whose mean is the level after it: the detector fires after 15."""
 
 
 def start(
-    tx: Transaction, job: JobRecord, run: RunRecord, expected: Expectation, before: RunRecord | None = None
+    tx: Transaction, job: JobRecord, run: RunRecord, expected: Estimate | None, before: RunRecord | None = None
 ) -> None:
     """Start to monitor a training run; time and cost of the run `before` that it continues count toward its limits.
 
@@ -31,7 +32,7 @@ def start(
     spent_s = spent_usd = 0.0
     if before is not None:
         spent_s, spent_usd = _spent(spec_of(job), before, before.finished_at)
-    monitor = Monitor.start(expected.step_time_s, peak_bytes=expected.peak_bytes, spent_s=spent_s, spent_usd=spent_usd)
+    monitor = Monitor.start(expected, spent_s=spent_s, spent_usd=spent_usd)
     limit_s = monitoring.time_limit_s(spec_of(job), run.configuration, monitor)
     if limit_s is not None and limit_s <= 0.0:
         raise InvalidInput(

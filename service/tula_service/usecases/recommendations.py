@@ -13,8 +13,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -24,8 +23,7 @@ from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analys
 from tula_service.analysis.job_data import EarlierJob, JobData
 from tula_service.analysis.plan import PlanDecision, instruction_of, plan_of
 from tula_service.domain import EarlierLessons, FloatArray, JobRecord, NewRun, RunRecord
-from tula_service.errors import InvalidInput
-from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.choice import Estimate
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, Transaction
 from tula_service.usecases import ledger
@@ -104,7 +102,7 @@ def get(
     store: Store,
     principal: Principal,
     job_id: str,
-    objective: str | None = None,
+    objective: Objective | None = None,
     *,
     on_miss: Callable[[], None] = lambda: None,
 ) -> str:
@@ -116,7 +114,7 @@ def get(
     def look_up() -> tuple[Objective, str | None]:
         with store.reading() as tx:
             job = visible_job(tx, principal, job_id)
-            wanted = _known_objective(job, objective)
+            wanted = objective or job.objective
             return wanted, _cached(tx, job_id, wanted, job.data_version)
 
     _, body = look_up()
@@ -253,28 +251,10 @@ def _store_plan(tx: Transaction, job: JobRecord, analysis: Analysis, decision: P
     return tx.jobs.update(job.id, state=state, plan_reason=reason, plan_state="current")
 
 
-@dataclass(frozen=True)
-class Expectation:
-    """What is expected of a run about to start: its step time, and a rank's peak memory, bytes; None if unknown."""
-
-    step_time_s: Interval | None = None
-    peak_bytes: float | None = None
-
-
-def expectation(data: JobData, configuration: Configuration) -> Expectation:
-    """What is expected of a run about to start; empty where no model can predict it."""
+def expectation(data: JobData, configuration: Configuration) -> Estimate | None:
+    """What is expected of a run about to start; None where no model can predict it."""
     answer = analyse(data)
-    if not isinstance(answer, Answer):
-        return Expectation()
-    return Expectation(answer.expected_step_time(configuration), answer.expected_peak_bytes(configuration))
-
-
-def _known_objective(job: JobRecord, objective: str | None) -> Objective:
-    wanted = objective or job.objective
-    known: tuple[Objective, ...] = get_args(Objective)
-    if wanted not in known:
-        raise InvalidInput(f"Objective {wanted!r} is not known: use one of {', '.join(known)}.", field="objective")
-    return wanted
+    return answer.estimate([configuration])[0] if isinstance(answer, Answer) else None
 
 
 def _earlier_job(earlier: EarlierLessons) -> EarlierJob:

@@ -11,6 +11,7 @@ import tula_wire as wire
 from tula_service.analysis.plan import instruction_of
 from tula_service.domain import RUN_TRANSITIONS, JobRecord, NewRun, RunRecord
 from tula_service.errors import Conflict, InvalidInput, NotFound
+from tula_service.perfmodel.choice import Estimate
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, Transaction
 from tula_service.usecases import fabrics, ledger, monitoring, recommendations
@@ -136,9 +137,7 @@ def _of_known_type(spec: wire.JobSpec, configuration: wire.Configuration) -> wir
     return replace(configuration, instance_type=candidates[0])
 
 
-def _created(
-    tx: Transaction, job: JobRecord, request: wire.RunCreate, expected: recommendations.Expectation
-) -> wire.Run:
+def _created(tx: Transaction, job: JobRecord, request: wire.RunCreate, expected: Estimate | None) -> wire.Run:
     """Store the run, and end the training that it continues. The caller holds the job's lock."""
     fail_vanished(tx, job.id)
     before = _continued_run(tx, job.id, request)
@@ -156,7 +155,7 @@ def _created(
             purpose="Asked for by the user." if profile else "Training.",
             instruction=instruction_of(spec_of(job)) if profile else None,
             method=request.method,
-            predicted_step_time_s=None if expected.step_time_s is None else expected.step_time_s.mean,
+            predicted_step_time_s=None if expected is None else expected.step_time_s.mean,
             recommendation_id=ledger.followed(tx, job, request.configuration),
             holder=request.holder,
             lease_s=request.lease_s,

@@ -296,7 +296,7 @@ def test_images_of_one_token_leave_threads_and_turns_for_others(
 
 def test_drawing_yields_to_answering() -> None:
     """Two images at a time take two cores for seconds; 19 is the lowest priority."""
-    script = Path(charts.__file__).with_name("_draw.py")
+    script = Path(charts.__file__).with_name("render.py")
     with subprocess.Popen([sys.executable, "-I", str(script)], stdin=subprocess.PIPE) as drawing:
         process, ends = psutil.Process(drawing.pid), time.monotonic() + 60
         while process.nice() < 19 and time.monotonic() < ends:

@@ -125,12 +125,14 @@ def test_a_probe_moves_a_job_on_one_node_towards_its_truth_and_narrows_the_inter
     assert (before.model.basis, after.model.basis) == ("profiled", "probed")
     for nodes in (2, 4, 8):
         at = make_configuration(nodes, 1, 64, 1, "a")
-        truth, old, new = simulated(at), before.expected_step_time(at), after.expected_step_time(at)
+        truth, old, new = simulated(at), before.estimate([at])[0].step_time_s, after.estimate([at])[0].step_time_s
         assert abs(np.log(new.mean / truth)) < 0.5 * abs(np.log(old.mean / truth))
         assert new.high / new.low < 0.8 * old.high / old.low
         assert new.low <= truth <= new.high
     one = make_configuration(1, 1, 64, 1, "a")
-    assert after.expected_step_time(one).mean == pytest.approx(before.expected_step_time(one).mean, rel=0.01)
+    assert after.estimate([one])[0].step_time_s.mean == pytest.approx(
+        before.estimate([one])[0].step_time_s.mean, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("other", [{"network_gbps": 100}, {"accelerator": "T4"}, {"instance_type": "b"}])
@@ -149,13 +151,13 @@ def test_a_run_on_several_nodes_outweighs_a_probe_that_was_wrong(cluster: Cluste
     fabrics.add(cluster.store, cluster.principal, network(ALPHA / 5, BETA / 5))
     job_id = one_node_job(cluster)
     at = make_configuration(8, 1, 64, 1, "a")
-    misled = answer_of(cluster, job_id).expected_step_time(at).mean
+    misled = answer_of(cluster, job_id).estimate([at])[0].step_time_s.mean
     for batch in (64, 256):
         measure(cluster, job_id, make_configuration(4, 1, batch, 1, "a"))
     measured = answer_of(cluster, job_id)
     assert measured.model.basis == "profiled"
     truth = simulated(at)
-    assert abs(np.log(measured.expected_step_time(at).mean / truth)) < 0.3 * abs(np.log(misled / truth))
+    assert abs(np.log(measured.estimate([at])[0].step_time_s.mean / truth)) < 0.3 * abs(np.log(misled / truth))
 
 
 def test_after_a_probe_one_launch_on_one_node_recommends_over_all_clusters(cluster: Cluster) -> None:

@@ -9,7 +9,6 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
 from tula_service.analysis.answer import analyse
 from tula_service.analysis.explanation import name_of
-from tula_service.errors import InvalidInput
 from tula_service.store import Store
 from tula_service.usecases import jobs, recommendations, runs, scaling
 from tula_service.usecases.access import ANONYMOUS
@@ -110,13 +109,6 @@ def test_each_objective_gets_its_own_and_says_why(profiled: tuple[Cluster, str],
         assert answer.knee.reason in answer.why
     assert f"{answer.chosen.configuration.num_nodes} node" in answer.why
     assert "runner-up" in answer.why
-
-
-def test_an_unknown_objective_is_refused_by_name(profiled: tuple[Cluster, str]) -> None:
-    cluster, job_id = profiled
-    with pytest.raises(InvalidInput) as caught:
-        recommendations.get(cluster.store, ANONYMOUS, job_id, "cheapest")
-    assert caught.value.field == "objective"
 
 
 def test_limits_exclude_candidates_in_a_sentence(cluster: Cluster) -> None:

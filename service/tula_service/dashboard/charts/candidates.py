@@ -144,10 +144,7 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
     if not drawn:
         return vega.message(title, _NONE)
     unit = Unit(1, "USD") if quantity == "cost" else vega.time_unit(each.value for _, each in drawn)
-    rows = [
-        _row(candidate) | {"value": each.value / unit.size, "low": each.low / unit.size, "high": each.high / unit.size}
-        for candidate, each in drawn
-    ]
+    rows = [_row(candidate) | unit.interval(each) for candidate, each in drawn]
     batches = sorted({row["batch"] for row in rows})
     ends = vega.reach([row[end] for row in rows for end in ("low", "high")])
     x = vega.field(
@@ -225,17 +222,12 @@ def _limits(job: Job, quantity: Quantity, batches: Sequence[int], ends: tuple[fl
 
 def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
     """A region from `value` to `end` along an axis, with its label at one of them."""
-    region = vega.layer(
-        "",
-        "rect",
-        {axis: vega.field("value:Q"), f"{axis}2": {"field": "end"}},
-        opacity=0.13,
-        color=FAINT,
-        tooltip=None,
-    )
+    region = {axis: vega.field("value:Q"), f"{axis}2": {"field": "end"}}
     label = {axis: vega.field(f"{named_at}:Q"), "text": vega.field("label")}
-    layers = [region, *vega.outlined("", label, baseline="bottom", fontStyle="italic", **text)]
-    return [each | {"data": {"values": [row]}} for each in layers]
+    return [
+        vega.layer([row], "rect", region, opacity=0.13, color=FAINT, tooltip=None),
+        *vega.outlined([row], label, baseline="bottom", fontStyle="italic", **text),
+    ]
 
 
 def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
@@ -255,16 +247,11 @@ def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
 
 def _rules(ruled: list[Row]) -> list[Spec]:
     """An upright rule for each row; its name stands on the wider side of it, each in a line of the frame."""
-    x = vega.field("batch:Q")
     layers: list[Spec] = []
     for row in ruled:
-        only = f"datum.line === {row['line']}"
-        layers.append(
-            vega.layer("rules", "rule", {"x": x}, where=only, strokeDash=[4, 4], strokeWidth=1.5, color=FAINT)
-        )
-        side = {"align": "right", "dx": -5} if row["left"] else {"align": "left", "dx": 5}
-        text = {**side, "y": 2 + 16 * row["line"], "baseline": "top", "fontStyle": "italic"}
-        layers += vega.outlined("rules", {"x": x, "text": vega.field("label")}, where=only, **text)
+        side: dict[str, Any] = {"align": "right", "dx": -5} if row["left"] else {"align": "left", "dx": 5}
+        only, at = f"datum.line === {row['line']}", {"x": vega.field("batch:Q")}
+        layers += vega.ruled("rules", at, where=only, y=2 + 16 * row["line"], baseline="top", **side)
     return layers
 
 

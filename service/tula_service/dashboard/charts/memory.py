@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from tula_service.dashboard.charts import vega
 from tula_service.dashboard.charts.vega import PALETTE, Row, Spec
@@ -30,14 +30,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
     ceilings = {c.instance_type: c.memory_bytes_per_rank for c in job.spec.cluster if c.memory_bytes_per_rank}
     unit = vega.bytes_unit([*(e.value for e in found.values()), *ceilings.values()])
     curve: list[Row] = [
-        {
-            "type": kind,
-            "batch": batch,
-            "value": estimate.value / unit.size,
-            "low": estimate.low / unit.size,
-            "high": estimate.high / unit.size,
-            "read": (kind, batch) in read,
-        }
+        {"type": kind, "batch": batch, "read": (kind, batch) in read} | unit.interval(estimate)
         for (kind, batch), estimate in sorted(found.items())
     ]
     limits: list[Row] = [
@@ -69,7 +62,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
         vega.layer("curve", "area", band, opacity=0.16),
         vega.layer("curve", "line", {"x": x, "y": y, "color": colour}, strokeWidth=2),
         vega.layer("curve", "point", point, size=50, strokeWidth=1.8, filled=False),
-        *_ceiling("ceiling", {"y": vega.field("value:Q")}, align="left", x=4, dy=-7),
+        *vega.ruled("ceiling", {"y": vega.field("value:Q")}, color=_ALARM, align="left", x=4, dy=-7),
         vega.layer("crashes", "point", crash, shape="cross", angle=45, size=130, filled=True, color=_ALARM),
     ]
     largest = ", ".join(
@@ -81,14 +74,6 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
         subtitle += f"; largest batch that fits: {largest}"
     datasets = {"curve": curve, "ceiling": limits, "crashes": crashes}
     return vega.finish(vega.layered(*layers), title, subtitle, datasets)
-
-
-def _ceiling(data: str, at: Spec, **text: Any) -> list[Spec]:
-    """A dashed line with its label."""
-    return [
-        vega.layer(data, "rule", at, strokeDash=[6, 3], strokeWidth=2, color=_ALARM),
-        *vega.outlined(data, at | {"text": vega.field("label")}, fontStyle="italic", **text),
-    ]
 
 
 def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
@@ -119,7 +104,7 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
     bars = {"y": y, "tooltip": tips, **vega.stacked(rows, _COMPONENTS, f"Peak memory ({unit.name})")}
     chart = vega.layered(
         vega.layer("ranks", "bar", bars),
-        *_ceiling("capacity", {"x": vega.field("value:Q")}, align="right", baseline="top", dx=-5, y=3),
+        *vega.ruled("capacity", {"x": vega.field("value:Q")}, color=_ALARM, align="right", baseline="top", dx=-5, y=3),
         height={"step": max(22, min(60, 220 // len(readings)))},
     )
     title = f"{run.id}, {configuration(run.configuration)}: memory by rank"
@@ -130,12 +115,6 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
 
 def _split(reading: MemoryReading) -> list[int]:
     """Bytes of each of `_COMPONENTS`; they add up to the peak unless the components alone exceed it."""
-    parts = (
-        reading.parameter_bytes,
-        reading.gradient_bytes,
-        reading.optimizer_bytes,
-        reading.activation_bytes,
-        reading.batch_bytes,
-    )
-    known = [part or 0 for part in parts]
+    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "batch_bytes")
+    known = [getattr(reading, part) or 0 for part in parts]
     return [*known, max(0, reading.peak_bytes - sum(known))]

@@ -7,7 +7,7 @@ from math import isinf
 from typing import Final, Literal, NamedTuple
 
 from tula_service.dashboard.charts import vega
-from tula_service.dashboard.charts.vega import DASHES, FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit
+from tula_service.dashboard.charts.vega import DASHES, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit
 from tula_wire import Job, Run, ScalingThresholds, TelemetrySeries
 from tula_wire.format import configuration
 
@@ -182,11 +182,8 @@ def _level(column: str, unit: Unit, run: Run, thresholds: ScalingThresholds | No
         label = f"δ = {level:g}{' by default' if asked is None else ''}: sensitive above"
     else:
         return []
-    y = vega.field("value:Q")
-    rule = vega.layer("", "rule", {"y": y}, strokeDash=[5, 4], color=FAINT, strokeWidth=1.5)
-    at = {"y": y, "text": vega.field("label")}
-    text = vega.outlined("", at, align="left", x=4, dy=-7, fontStyle="italic")
-    return [each | {"data": {"values": [{"value": level, "label": label}]}} for each in (rule, *text)]
+    rows = [{"value": level, "label": label}]
+    return vega.ruled(rows, {"y": vega.field("value:Q")}, align="left", x=4, dy=-7)
 
 
 def _rows(found: TelemetrySeries, unit: Unit) -> list[Row]:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tula_wire import Estimate
+
 Spec = dict[str, Any]
 Row = dict[str, Any]
 
@@ -36,6 +38,10 @@ class Unit:
 
     size: float
     name: str
+
+    def interval(self, estimate: Estimate) -> Row:
+        """An estimate's `value`, `low` and `high` in this unit."""
+        return {name: getattr(estimate, name) / self.size for name in ("value", "low", "high")}
 
 
 _TIME: Final = (
@@ -84,10 +90,11 @@ def field(name: str, **more: Any) -> Spec:
     return {"field": name, "type": _TYPES[kind or "N"], **more}
 
 
-def layer(data: str, mark: str, encoding: Mapping[str, Any], *, where: str = "", **look: Any) -> Spec:
-    """A mark for each row of a data set, or of those that pass the expression `where`."""
+def layer(data: str | Sequence[Row], mark: str, encoding: Mapping[str, Any], *, where: str = "", **look: Any) -> Spec:
+    """A mark for each of the rows, given or named as a data set, or for those that pass the expression `where`."""
     transform = {"transform": [{"filter": where}]} if where else {}
-    return {"data": {"name": data}, **transform, "mark": {"type": mark, **look}, "encoding": dict(encoding)}
+    rows = {"name": data} if isinstance(data, str) else {"values": data}
+    return {"data": rows, **transform, "mark": {"type": mark, **look}, "encoding": dict(encoding)}
 
 
 def layered(*layers: Spec, height: Any = HEIGHT, width: int = WIDTH) -> Spec:
@@ -125,9 +132,20 @@ def filled_where(test: str, colour: Spec) -> Spec:
     return {"condition": {"test": test, **colour}, "value": "transparent"}
 
 
-def outlined(data: str, encoding: Mapping[str, Any], *, where: str = "", **look: Any) -> list[Spec]:
+def outlined(data: str | Sequence[Row], encoding: Mapping[str, Any], *, where: str = "", **look: Any) -> list[Spec]:
     """Text that stays readable across lines: behind it the same text, thick, in the background colour."""
     return [layer(data, "text", encoding, where=where, **halo, **look) for halo in ({"style": "halo"}, {})]
+
+
+def ruled(
+    data: str | Sequence[Row], at: Mapping[str, Any], *, where: str = "", color: str = FAINT, **text: Any
+) -> list[Spec]:
+    """A dashed line across the chart for each row, with its `label`."""
+    label = {**at, "text": field("label")}
+    return [
+        layer(data, "rule", at, where=where, strokeDash=[5, 4], strokeWidth=1.5, color=color),
+        *outlined(data, label, where=where, fontStyle="italic", **text),
+    ]
 
 
 def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> Spec:
