@@ -115,7 +115,8 @@ def why(answer: Answer) -> str:
         on_demand = " on demand" if job_data.spot_offers_of(spec) and not chosen.spot else ""
         parts.append(f"{_named(chosen)}{on_demand}: {choice.reason[0].lower()}{choice.reason[1:]}")
         if choice.runner_up is not None:
-            parts.append(_against(spec, chosen, choice.runner_up))
+            difference = _difference(spec, chosen, choice.runner_up)
+            parts.append(f"The runner-up, {_named(choice.runner_up)}, {difference}.")
         if answer.objective in ("balanced", "knee") and choice.within_limits_is_likely:
             parts.append(_smaller_batch(spec, chosen, choice))
     counts = Counter(found.limit for found in choice.excluded if found.estimate is not chosen)
@@ -269,23 +270,12 @@ def _waits_for_data(answer: Answer) -> list[str]:
 
 
 def _smaller_batch(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
-    """Why the batch was kept small, and what the fastest candidate, with a larger one, would save or cost."""
-    purpose = "Larger batches tend to generalise worse"
+    """Why the batch was kept small, and how the fastest candidate, with a larger one, differs."""
     quick = choice.least_time
-    ratio = 1.0
-    if quick is not None:
-        ratio = quick.configuration.global_batch_size / chosen.configuration.global_batch_size
-    if quick is None or ratio <= 1.0:
+    if quick is None or quick.configuration.global_batch_size <= chosen.configuration.global_batch_size:
         return ""
-    remedy = "ask for time or cost where quality can bear it"
-    if choice.runner_up is quick:
-        return f"{purpose}: {remedy}."
-    effect = f"save {percent(1.0 - quick.time_s.mean / chosen.time_s.mean, digits=0)} of the time"
-    if job_data.has_prices(spec) and chosen.cost_usd.mean > 0:
-        cost = quick.cost_usd.mean / chosen.cost_usd.mean - 1.0
-        share = percent(abs(cost), digits=0)
-        effect += f" and cost {share} more" if cost > 0 else f" and {share} of the cost"
-    return f"{purpose}: {_named(quick)} would {effect}, at {ratio:.3g} times the batch; {remedy}."
+    other = "" if quick is choice.runner_up else f" {_named(quick)} {_difference(spec, chosen, quick)};"
+    return f"Larger batches tend to generalise worse:{other} ask for time or cost where quality can bear it."
 
 
 def _times_base(answer: Answer, c: Configuration) -> float:
@@ -303,14 +293,14 @@ def _nearest_misses(choice: Choice) -> list[str]:
     return [f"Nearest miss of the {name}: {_named(each.estimate)}; {each.sentence}" for name, each in found if each]
 
 
-def _against(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:
+def _difference(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:
+    """How another candidate differs from the chosen one in time, money and batch."""
     parts = [f"takes {_compared(other.time_s.mean / chosen.time_s.mean, 'as long', 'longer', 'less time')}"]
     if job_data.has_prices(spec) and chosen.cost_usd.mean > 0:
         parts.append(f"costs {_compared(other.cost_usd.mean / chosen.cost_usd.mean, 'as much', 'more', 'less')}")
     ratio = other.configuration.global_batch_size / chosen.configuration.global_batch_size
     factor = {0.5: "half", 2.0: "twice"}.get(ratio, f"{ratio:.3g} times")
-    at = "" if ratio == 1 else f", at {factor} the batch"
-    return f"The runner-up, {_named(other)}, {' and '.join(parts)}{at}."
+    return " and ".join(parts) + ("" if ratio == 1 else f", at {factor} the batch")
 
 
 def _compared(ratio: float, same: str, more: str, less: str) -> str:

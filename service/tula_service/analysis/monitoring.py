@@ -224,6 +224,11 @@ class Monitor:
         )
         return replace(monitor, alarm=alarm, changed=True)
 
+    @property
+    def fired(self) -> bool:
+        """True if the detector has noticed a change of speed."""
+        return self.detector is not None and self.detector.alarm is not None
+
     def limits_due(self, step: int) -> bool:
         """True if deadline and budget are to be projected at this step; steps restart with the run's processes."""
         return step < self.checked_at or step >= self.checked_at + CHECK_EVERY_STEPS

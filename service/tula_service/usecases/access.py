@@ -277,7 +277,7 @@ class Access:
 
     That is the longest that a revocation takes anywhere else; in the worker that revokes, `forget` makes it immediate.
     Request threads share an instance: writes to its cache hold `_lock`, reads are single dict operations. What a thread
-    read before `forget` goes into the cache of that time, which nobody reads any more.
+    read before `forget` goes into the cache of that time, which is not read any more.
     """
 
     def __init__(self, store: Store, *, cache_s: float, tokenless_allowed: bool) -> None:

@@ -74,12 +74,15 @@ def ingest(tx: Transaction, run: RunRecord, new: wire.SampleBatch, num_new: int)
     elapsed_s = None if run.started_at is None else (tx.now() - run.started_at).total_seconds()
     times, step = np.array(new.step_time_s[-num_new:]), max(new.step)
     monitor = Monitor.read(run.drift_state).observe(times, elapsed_s=elapsed_s, warmup=new.warmup)
-    if not new.warmup:
-        left = _examples_left(tx, run, monitor, new, step)
-        monitor = _check_alarm(tx, run, monitor, step, left)
+    if not new.warmup and (monitor.fired or monitor.limits_due(step)):
+        spec, left = spec_of(tx.jobs.get(run.job_id)), None
+        if new.epochs_before is not None or monitor.spent_s == 0.0:  # else its starting epoch is unknown
+            left = monitoring.examples_left(spec, run.configuration, step, new.epochs_before)
+        if monitor.fired:
+            monitor = _check_alarm(tx, run, monitor, step, left)
         if left is not None and monitor.limits_due(step):
             recent = tx.samples.recent(run.key, limit=monitoring.CHECK_EVERY_STEPS, rank=0)
-            spec, mean_s = spec_of(tx.jobs.get(run.job_id)), robust_mean(recent.step_time_s)[0] or float(times.mean())
+            mean_s = robust_mean(recent.step_time_s)[0] or float(times.mean())
             broken = list(monitoring.broken_limits(spec, run.configuration, monitor, step, left, mean_s))
             for advice in broken:
                 tx.events.append(run.job_id, "advice", run_id=run.id, data=advice)
@@ -89,22 +92,11 @@ def ingest(tx: Transaction, run: RunRecord, new: wire.SampleBatch, num_new: int)
     return monitor.alarm is not None
 
 
-def _examples_left(tx: Transaction, run: RunRecord, monitor: Monitor, new: wire.SampleBatch, step: int) -> float | None:
-    """None while it is not needed, or if a run that continues another did not report its starting epoch."""
-    fired = monitor.detector is not None and monitor.detector.alarm is not None
-    unknown = new.epochs_before is None and monitor.spent_s > 0.0
-    if unknown or not (fired or monitor.limits_due(step)):
-        return None
-    spec = spec_of(tx.jobs.get(run.job_id))
-    return monitoring.examples_left(spec, run.configuration, step, new.epochs_before)
-
-
 def _check_alarm(tx: Transaction, run: RunRecord, monitor: Monitor, step: int, left: float | None) -> Monitor:
-    if monitor.detector is None or monitor.detector.alarm is None:
-        return monitor
+    detector = monitor.detector
     recent = tx.samples.recent(run.key, limit=_CONFIRMING_STEPS, rank=0)
-    if not monitor.detector.confirmed_by(recent.step_time_s):
-        return replace(monitor, detector=monitor.detector.rearmed())
+    if detector is None or not detector.confirmed_by(recent.step_time_s):
+        return replace(monitor, detector=None if detector is None else detector.rearmed())
     columns = (recent.compute_time_s, recent.input_time_s)
     newest_s = recent.step_time_s[-_LEVEL_STEPS:]
     compute_s, input_s = (None if each is None else each[-_LEVEL_STEPS:] for each in columns)
@@ -114,7 +106,7 @@ def _check_alarm(tx: Transaction, run: RunRecord, monitor: Monitor, step: int, l
         return changed
     tx.runs.update(run.id, drifted=False, drift_sentence=None, unsteady=True, bump=True)
     level_s = robust_mean(newest_s)[0] or monitor.high_s
-    event = monitor.event("recovered", step=step, after_steps=monitor.detector.alarm_after_steps, level_s=level_s)
+    event = monitor.event("recovered", step=step, after_steps=detector.alarm_after_steps, level_s=level_s)
     sentence = "Training runs at the predicted speed again."
     tx.events.append(run.job_id, "drift", run_id=run.id, data=event | {"sentence": sentence})
     return changed

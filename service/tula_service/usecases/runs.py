@@ -23,7 +23,6 @@ from tula_wire.text import printable_lines
 
 _OPEN: Final[Collection[RunState]] = ("pending", "claimed", "running")
 _RETRY_AFTER_S = 2.0
-_AMISS = 1.5
 _PROBE_S = 1.0
 _MEMORY_REPLAN = "A run has just run out of memory: the plan is being computed again."
 _MESSAGES = {
@@ -312,8 +311,6 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
     if wanted == "cancelled" and run.kind == "train" and request.end_cause is not None:
         cause = request.end_cause
         message = " ".join(filter(None, (message, monitoring.spent_until_now(tx, run))))
-    if wanted == "succeeded" and run.kind == "train" and message is None:
-        message = _epoch_mismatch_warning(tx, run, spec_of(tx.jobs.get(run.job_id)))
     values: dict[str, Any] = {}
     if message is not None or run.end_cause == "vanished":
         values["message"] = message
@@ -346,25 +343,6 @@ def _after_move(tx: Transaction, run: RunRecord) -> None:
             tx.jobs.mark_plan_stale(run.job_id, out_of_memory=True)
     if run.state in FINAL_STATES and run.kind == "train":
         ledger.record_outcome(tx, run)
-
-
-def _epoch_mismatch_warning(tx: Transaction, run: RunRecord, spec: wire.JobSpec) -> str | None:
-    """A warning if a training read far more or far fewer examples than `epochs * dataset.size`.
-
-    A training that continued a checkpoint may rightly be short, so only a job's first training is warned of that.
-    """
-    last = tx.samples.recent(run.key, limit=1, rank=0).step
-    if last.size == 0:
-        return None
-    epochs = (int(last[-1]) + 1) * run.configuration.global_batch_size / spec.dataset.size
-    short = epochs * _AMISS < spec.epochs and len(tx.runs.list(run.job_id, kind="train", limit=2)) == 1
-    if not short and epochs < _AMISS * spec.epochs:
-        return None
-    return (
-        f"Training ended after {epochs:.3g} epochs of the {spec.dataset.size} examples in dataset.size, but the job "
-        f"says {spec.epochs:g} epochs, on which time and cost estimates are based. Fix `epochs`, `dataset.size` or the "
-        "training command."
-    )
 
 
 def _update_job_state(tx: Transaction, run: RunRecord) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal
 
@@ -38,8 +37,8 @@ _BAR: Final = 46
 """Height of a candidate in points: landmarks and name stand above its bar, where no narrow chart cuts them."""
 
 
-def landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
-    """Chosen, runner-up, least time, least cost, balanced and knee, those that exist."""
+def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
+    """Chosen, runner-up, least time, least cost, balanced and knee; the names of those that coincide in one."""
     at_knee = recommendation.knee.configuration
     named = (
         ("recommended", recommendation.chosen),
@@ -49,15 +48,11 @@ def landmarks(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
         ("balanced", recommendation.balanced),
         ("knee", next((each for each in recommendation.candidates if each.configuration == at_knee), None)),
     )
-    return [(name, candidate) for name, candidate in named if candidate is not None]
-
-
-def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
-    """`landmarks`, with the names of those that coincide in one."""
     found: dict[tuple[Configuration, bool], tuple[str, Candidate]] = {}
-    for name, each in landmarks(recommendation):
-        key = each.configuration, each.spot
-        found[key] = (f"{found[key][0]}, {name}", each) if key in found else (name, each)
+    for name, each in named:
+        if each is not None:
+            key = each.configuration, each.spot
+            found[key] = (f"{found[key][0]}, {name}", each) if key in found else (name, each)
     return list(found.values())
 
 
@@ -189,18 +184,14 @@ def _best_of_places(candidates: Sequence[Candidate], quantity: Quantity) -> list
 
 
 def _marked(recommendation: Recommendation, quantity: Quantity, unit: Unit) -> list[Row]:
-    merged: dict[tuple[int, float, str], list[str]] = {}
-    # Where a configuration is offered at both prices, the line shows the lower: a landmark beside it says which it is.
-    offers = Counter(each.configuration for each in recommendation.candidates)
-    for name, each in landmarks(recommendation):
-        estimate = _estimate(each, quantity)
-        if estimate is not None and name != "knee":  # which is ruled over the whole height
-            twice = quantity == "cost" and offers[each.configuration] > 1
-            price = (" (spot)" if each.spot else " (on demand)") if twice else ""
-            merged.setdefault((each.global_batch_size, estimate.value / unit.size, price), []).append(name)
     return [
-        {"batch": batch, "value": value, "label": ", ".join(names) + price}
-        for (batch, value, price), names in merged.items()
+        {
+            "batch": each.global_batch_size,
+            "value": estimate.value / unit.size,
+            "label": f"{name} (spot)" if each.spot else name,
+        }
+        for name, each in named_candidates(recommendation)
+        if (estimate := _estimate(each, quantity)) is not None
     ]
 
 
@@ -262,28 +253,16 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
     if not drawn:
         return vega.message(title, "No split of the step yet: it needs runs on at least two cluster sizes.")
     unit = vega.time_unit(candidate.step_time_s.value for candidate in drawn)
-    names: dict[Configuration, list[str]] = {}
-    for landmark, candidate in landmarks(recommendation):
-        names.setdefault(candidate.configuration, []).append(landmark)
-    labels = [
-        {
-            "place": place,
-            "name": configuration(candidate.configuration),
-            "landmarks": ", ".join(names.get(candidate.configuration, ())),
-        }
-        for place, candidate in enumerate(drawn)
-    ]
-    rows = [
-        {
-            "configuration": label["name"],
-            "place": label["place"],
-            "part": part,
-            "order": order,
-            "value": getattr(candidate.terms, term) / unit.size,
-        }
-        for label, candidate in zip(labels, drawn, strict=True)
-        for order, (term, part) in enumerate(_PARTS)
-    ]
+    named = named_candidates(recommendation)
+    labels: list[Row] = []
+    rows: list[Row] = []
+    for place, candidate in enumerate(drawn):
+        name = configuration(candidate.configuration)
+        marks = ", ".join(mark for mark, each in named if each.configuration == candidate.configuration)
+        labels.append({"place": place, "name": name, "landmarks": marks})
+        for order, (term, part) in enumerate(_PARTS):
+            value = getattr(candidate.terms, term) / unit.size
+            rows.append({"configuration": name, "place": place, "part": part, "order": order, "value": value})
     band = vega.field("place:O", scale={"paddingInner": 0, "paddingOuter": 0}, axis=None)
     tips = [
         vega.field("configuration", title="Configuration"),
@@ -303,7 +282,7 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
 
 def _interesting(recommendation: Recommendation) -> list[Candidate]:
     frontier = set(recommendation.frontier)
-    ranked = [candidate for _, candidate in landmarks(recommendation)]
+    ranked = [candidate for _, candidate in named_candidates(recommendation)]
     rest = sorted(recommendation.candidates, key=lambda candidate: candidate.total_time_s.value)
     ranked += [c for c in rest if c.configuration in frontier]
     ranked += [c for c in rest if c.excluded_by is None]
