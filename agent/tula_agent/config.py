@@ -6,7 +6,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,48 +85,39 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
     job: whose run the agent makes by itself where no launcher has made one; without a name, that in TULA_JOB. Never
     raises: an invalid value is logged and treated as absent.
     """
-    url = environ.get("TULA_URL", "").strip().rstrip("/")
-    if not url or environ.get("TULA_DISABLED", "").strip().lower() not in _OFF:
+    read = _Environment(environ)
+    url = read.text("TULA_URL").rstrip("/")
+    if not url or read.text("TULA_DISABLED").lower() not in _OFF:
         return None
     if not url.startswith(("http://", "https://")):
         logger.warning("TULA_URL is %r: give an http:// or https:// address; nothing is measured", url)
         return None
-    run_id = environ.get("TULA_RUN_ID", "").strip()
-    wanted = None if run_id else _named(job or WantedJob(""), environ)
-    run_id = run_id if wanted is None else UNKNOWN_RUN
-    if not is_id(run_id):
+    run_id, wanted = read.text("TULA_RUN_ID"), job or WantedJob("")
+    wanted = replace(wanted, name=(wanted.name or read.text("TULA_JOB")).strip())
+    makes_run = not run_id and bool(wanted.name)
+    if not makes_run and not is_id(run_id):
         remedy = "start the script with `tula run`, or name its job in TULA_JOB"
         logger.warning("TULA_RUN_ID is %r: %s; nothing is measured", run_id, remedy)
         return None
-    job_id = environ.get("TULA_JOB_ID", "").strip()
+    job_id = read.text("TULA_JOB_ID")
+    nodes, ranks_per_node = read.number(int, 1, "TULA_NUM_NODES"), read.number(int, 1, "TULA_RANKS_PER_NODE")
     return AgentConfig(
         url=url,
-        run_id=run_id,
+        run_id=UNKNOWN_RUN if makes_run else run_id,
         job_id=job_id if is_id(job_id) else None,
         token=environ.get("TULA_TOKEN") or None,
         spool_dir=Path(environ.get("TULA_SPOOL_DIR") or default_spool_dir()),
-        rank=_first(environ, ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"), 0, at_least=0),
-        world_size=_first(environ, ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"), 1, at_least=1),
-        ranks_per_node=_first(environ, ("LOCAL_WORLD_SIZE",), 1, at_least=1),
+        rank=read.number(int, 0, "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") or 0,
+        world_size=read.number(int, 1, "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE") or 1,
+        ranks_per_node=read.number(int, 1, "LOCAL_WORLD_SIZE") or 1,
         restart="-".join((environ.get("TULA_RESTART", "0"), environ.get("TORCHELASTIC_RESTART_COUNT", "0"))),
-        plan=_plan(environ),
-        local_batch_size=_integer(environ, "TULA_LOCAL_BATCH_SIZE", at_least=1),
-        grad_accum_steps=_integer(environ, "TULA_GRAD_ACCUM_STEPS", at_least=1),
-        planned_ranks=_planned_ranks(environ),
-        time_limit_s=_number(environ, "TULA_TIME_LIMIT_S", float, lambda s: 0 < s < math.inf, "seconds above 0"),
-        job=wanted,
+        plan=_plan(read),
+        local_batch_size=read.number(int, 1, "TULA_LOCAL_BATCH_SIZE"),
+        grad_accum_steps=read.number(int, 1, "TULA_GRAD_ACCUM_STEPS"),
+        planned_ranks=None if nodes is None or ranks_per_node is None else nodes * ranks_per_node,
+        time_limit_s=read.number(float, 0, "TULA_TIME_LIMIT_S") or None,
+        job=wanted if makes_run else None,
     )
-
-
-def _planned_ranks(environ: Mapping[str, str]) -> int | None:
-    nodes, ranks = (_integer(environ, f"TULA_{name}", at_least=1) for name in ("NUM_NODES", "RANKS_PER_NODE"))
-    return None if nodes is None or ranks is None else nodes * ranks
-
-
-def _named(job: WantedJob, environ: Mapping[str, str]) -> WantedJob | None:
-    """`job`, or the one in TULA_JOB; None without a name."""
-    name = (job.name or environ.get("TULA_JOB", "")).strip()
-    return replace(job, name=name) if name else None
 
 
 def is_id(value: object) -> bool:
@@ -138,28 +129,32 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
     """True when a launcher started this process as a rank; SLURM_NTASKS alone is the size of an allocation."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return True
-    return any(_first(environ, (name,), 1, at_least=1) > 1 for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
+    sizes = (
+        _Environment(environ).number(int, 1, f"{name}") for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+    )
+    return any((size or 1) > 1 for size in sizes)
 
 
-def _plan(environ: Mapping[str, str]) -> ProfilePlan | None:
-    kind = environ.get("TULA_KIND", "").strip()
+def _plan(read: _Environment) -> ProfilePlan | None:
+    kind = read.text("TULA_KIND")
     if kind not in ("", "profile", "train"):
         logger.warning("TULA_KIND is %r: give profile or train; it is ignored", kind)
-    measure = _integer(environ, "TULA_MEASURE_STEPS", at_least=1)
-    if measure is None and kind == "profile":
-        measure = DEFAULT_MEASURE_STEPS
+    measure = read.number(int, 1, "TULA_MEASURE_STEPS") or (DEFAULT_MEASURE_STEPS if kind == "profile" else None)
     if measure is None or kind == "train":
         return None
-    warmup = _integer(environ, "TULA_WARMUP_STEPS", at_least=0)
-    precision = _number(environ, "TULA_PRECISION", float, lambda share: 0 <= share <= 1, "a share between 0 and 1")
-    warmup = DEFAULT_WARMUP_STEPS if warmup is None else warmup
-    probe_s = _number(environ, "TULA_PROBE_S", float, lambda s: 0 <= s <= _LONGEST_PROBE_S, "seconds from 0 to 60")
-    return ProfilePlan(warmup, measure, precision or 0.0, _column(environ), probe_s or 0.0)
+    warmup = read.number(int, 0, "TULA_WARMUP_STEPS")
+    return ProfilePlan(
+        DEFAULT_WARMUP_STEPS if warmup is None else warmup,
+        measure,
+        read.number(float, 0, "TULA_PRECISION", most=1) or 0.0,
+        _column(read.text("TULA_COLUMN")),
+        read.number(float, 0, "TULA_PROBE_S", most=_LONGEST_PROBE_S) or 0.0,
+    )
 
 
-def _column(environ: Mapping[str, str]) -> tuple[tuple[int, str], ...]:
+def _column(text: str) -> tuple[tuple[int, str], ...]:
     """The batches in TULA_COLUMN, as in `8=run-1,16=run-2`; none where it can't be read."""
-    pairs = [part.strip().partition("=") for part in environ.get("TULA_COLUMN", "").split(",") if part.strip()]
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     column = tuple(sorted((int(size), run) for size, _, run in pairs if size.isdecimal() and is_id(run)))
     if len(column) == len(pairs) and all(size >= 1 for size, _ in column):
         return column
@@ -167,30 +162,27 @@ def _column(environ: Mapping[str, str]) -> tuple[tuple[int, str], ...]:
     return ()
 
 
-def _first(environ: Mapping[str, str], names: tuple[str, ...], default: int, at_least: int) -> int:
-    for name in names:
-        value = _integer(environ, name, at_least)
-        if value is not None:
-            return value
-    return default
+class _Environment:
+    """Reads variables; what is invalid is logged and treated as absent."""
 
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
 
-def _integer(environ: Mapping[str, str], name: str, at_least: int) -> int | None:
-    return _number(environ, name, int, lambda value: value >= at_least, f"a whole number of at least {at_least}")
+    def text(self, name: str) -> str:
+        return self._environ.get(name, "").strip()
 
-
-def _number(
-    environ: Mapping[str, str], name: str, kind: Callable[[str], N], valid: Callable[[N], bool], expected: str
-) -> N | None:
-    text = environ.get(name, "").strip()
-    if not text:
+    def number(self, kind: type[N], least: N, *names: str, most: float = math.inf) -> N | None:
+        """The first of `names` that holds a finite number within these bounds."""
+        for name in names:
+            if text := self.text(name):
+                with suppress(ValueError, OverflowError):
+                    value = kind(text)
+                    if least <= value <= most and math.isfinite(value):
+                        return value
+                bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most:g}"
+                whole = "whole " if kind is int else ""
+                logger.warning("%s is %r: give a %snumber %s; it is ignored", name, text, whole, bounds)
         return None
-    with suppress(ValueError):
-        value = kind(text)
-        if valid(value):
-            return value
-    logger.warning("%s is %r: give %s; it is ignored", name, text, expected)
-    return None
 
 
 def default_spool_dir() -> Path:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -29,8 +29,7 @@ STRAGGLER_SHARE = 0.02
 """Skew below this share of the step names no straggler."""
 
 
-@dataclass(frozen=True)
-class StepSplit:
+class StepSplit(NamedTuple):
     """One step over all ranks, seconds. `straggler_rank` is None where all ranks arrive at the same time."""
 
     compute_time_s: float
@@ -42,15 +41,13 @@ class StepSplit:
 
 @dataclass
 class SampleRow:
-    """One step as it is sent. `split` is None where communication was not measured."""
+    """One step as it is sent. `split` is None where communication was not measured; `held_since`: monotonic seconds."""
 
     timing: StepTiming
     warmup: bool
     method: str = "wall"
     split: StepSplit | None = None
-
-
-_SPLIT = [field.name for field in fields(StepSplit)]
+    held_since: float = 0.0
 
 
 def split_over_ranks(timings: Mapping[int, CommTiming]) -> StepSplit:
@@ -113,10 +110,10 @@ class RequestBuilder:
         self._is_training = is_training
         self._device_use = device_use
         self._model_parallel_size = model_parallel_size
-        self._rows: dict[int, tuple[SampleRow, float]] = {}  # by step, with the time since when it is held
+        self._rows: dict[int, SampleRow] = {}  # by step
         self._comm: dict[int, dict[int, CommTiming]] = {}  # by step and rank
         self._device: dict[int, Interval] = {}  # by step
-        self._newest: StepTiming | None = None
+        self._newest = -1  # step
         self._usual: dict[int, StepTiming] = {}  # by step, the last ones
         self._released: deque[int] = deque(maxlen=1000)
         self._sequence = 0
@@ -149,20 +146,22 @@ class RequestBuilder:
         self, taken: list[tuple[StepTiming, bool, bool]], channel: Channel | None, last: bool
     ) -> list[SpooledRequest]:
         now = time.monotonic()
-        own = take(self._readings.comm)
         is_training = self._is_training()
         for timing, warmup, sampled in taken:
+            self._newest = timing.step
             if is_training:
                 self._readings.add_value(timing.step, "step_time_s", timing.step_time_s)
             if sampled:
-                self._rows[timing.step] = (SampleRow(timing, warmup), now)
+                self._rows[timing.step] = SampleRow(timing, warmup, held_since=now)
             if not timing.uneven:
                 self._usual[timing.step] = timing
-        if taken:
-            self._newest = taken[-1][0]
-        for comm in own:
+        for comm in take(self._readings.comm):
             self._comm.setdefault(comm.step, {})[0] = comm
-            self._add_row_for(comm, now)
+            # In training, a usual step that DDP timed is worth a row even where it would not have been sampled.
+            usual = self._usual.get(comm.step)
+            if usual is not None and comm.step not in self._rows and comm.step not in self._released:
+                usual = usual._replace(step_time_s=comm.step_time_s, input_time_s=comm.input_time_s)
+                self._rows[comm.step] = SampleRow(usual, warmup=False, held_since=now)
         for step in list(self._usual)[:-KEPT_STEPS]:
             del self._usual[step]
         if channel is not None and self._comm:
@@ -186,14 +185,6 @@ class RequestBuilder:
                 due += self._samples([SampleRow(steps[-1]._replace(step_time_s=usual), warmup=False)])
         return due
 
-    def _add_row_for(self, comm: CommTiming, now: float) -> None:
-        """In training, a usual step that DDP timed is worth a row even where it would not have been sampled."""
-        timing = self._usual.get(comm.step)
-        if timing is None or comm.step in self._rows or comm.step in self._released:
-            return
-        timing = timing._replace(step_time_s=comm.step_time_s, input_time_s=comm.input_time_s)
-        self._rows[comm.step] = (SampleRow(timing, warmup=False), now)
-
     def _receive(self, channel: Channel, last: bool) -> None:
         """Take what the other ranks have sent; at the end, wait up to HOLD_AT_END_S for the rest."""
         if not self._guard.works("receiving times of the other ranks"):
@@ -214,10 +205,9 @@ class RequestBuilder:
         """The rows that wait for nothing any more, in order of their steps."""
         ready = []
         world_size = self._identity().world_size
-        newest = -1 if self._newest is None else self._newest.step
-        for step in [s for s in self._device if s <= newest and s not in self._rows]:
+        for step in [s for s in self._device if s <= self._newest and s not in self._rows]:
             self._device.pop(step).release()  # its row was dropped
-        for step, (row, since) in sorted(self._rows.items()):
+        for step, row in sorted(self._rows.items()):
             if not self._timed_by_device(row, last):
                 continue
             timings = self._comm.get(step, {})
@@ -226,7 +216,7 @@ class RequestBuilder:
                 self._readings.add_value(step, "skew_s", row.split.skew_s or 0.0)
             elif self._readings.expects_comm and not last:
                 # DDP publishes its times a step or two later, if it timed this step at all.
-                if now - since < HOLD_S and (0 in timings or newest < step + 3):
+                if now - row.held_since < HOLD_S and (0 in timings or self._newest < step + 3):
                     continue
             elif world_size == 1:
                 row.split = StepSplit(row.timing.step_time_s - row.timing.input_time_s, 0.0, 0.0)
@@ -234,7 +224,7 @@ class RequestBuilder:
             self._released.append(step)
             self._comm.pop(step, None)
             ready.append(row)
-        for step in [s for s in self._comm if s < newest - 10_000]:
+        for step in [s for s in self._comm if s < self._newest - 10_000]:
             del self._comm[step]
         return ready
 
@@ -262,45 +252,36 @@ class RequestBuilder:
 
     def _ends(self) -> list[SpooledRequest]:
         """Reports of the smaller batches whose last row has been sent."""
-        held = {row.timing.local_batch_size for row, _ in self._rows.values()}
+        held = {row.timing.local_batch_size for row in self._rows.values()}
         done = [(size, run_id) for size, run_id in self._ended if size not in held]
         self._ended = [each for each in self._ended if each not in done]
         body = encode({"state": "succeeded"})
         return [SpooledRequest("PATCH", routes.RUN.format(run_id=run_id), body) for _, run_id in done]
 
     def _samples(self, rows: list[SampleRow]) -> list[SpooledRequest]:
-        if not rows:
-            return []
         for row in rows:
-            self._without_further_input(row)
-        sizes = {row.timing.local_batch_size for row in rows}
-        memory_of = {size: self._readings.memory.pop(size, None) for size in sizes}
-        due = []
-        identity = self._identity()
+            # Without the time in which the loader prepared examples beyond those that the script got.
+            timing = row.timing
+            further_s = timing.input_time_s * (1.0 - self._batches.share_of(timing.local_batch_size))
+            step_time_s, input_time_s = max(timing.step_time_s - further_s, 0.0), timing.input_time_s - further_s
+            row.timing = timing._replace(step_time_s=step_time_s, input_time_s=input_time_s)
+        readings, identity, due = self._readings, self._identity(), []
+        memory_of = {size: readings.memory.pop(size, None) for size in {row.timing.local_batch_size for row in rows}}
         replicas = max(1, identity.world_size // self._model_parallel_size)
         for body in sample_bodies(rows, identity._replace(world_size=replicas), self._sequence):
             size = body.get("local_batch_size")
+            further = {
+                "epochs_before": readings.epochs_before,
+                "memory": memory_of[size],
+                "timeline": readings.timelines.pop(size, None),
+                "all_reduces": readings.all_reduces,
+            }
+            readings.all_reduces = None
+            body |= {name: value for name, value in further.items() if value is not None}
             path = routes.RUN_SAMPLES.format(run_id=self._batches.run_of(size))
-            if self._readings.epochs_before is not None:
-                body["epochs_before"] = self._readings.epochs_before
-            if (memory := memory_of[size]) is not None:
-                body["memory"] = memory
-            if (timeline := self._readings.timelines.pop(size, None)) is not None:
-                body["timeline"] = timeline
-            if (all_reduces := self._readings.all_reduces) is not None:
-                body["all_reduces"], self._readings.all_reduces = all_reduces, None
             due.append(SpooledRequest("POST", path, encode(body), len(body["sequence"])))
         self._sequence += len(rows)
         return due
-
-    def _without_further_input(self, row: SampleRow) -> None:
-        """Leave out the time in which the loader prepared examples beyond those that the script got."""
-        timing = row.timing
-        further_s = timing.input_time_s * (1.0 - self._batches.share_of(timing.local_batch_size))
-        if further_s > 0.0:
-            row.timing = timing._replace(
-                step_time_s=max(timing.step_time_s - further_s, 0.0), input_time_s=timing.input_time_s - further_s
-            )
 
     def _telemetry(self) -> list[SpooledRequest]:
         chunk = telemetry_body(self._readings.take_values(), self._identity(), self._chunk)
@@ -335,7 +316,7 @@ def sample_bodies(rows: list[SampleRow], identity: Identity, sequence: int) -> l
                 "step_time_s": [_short(row.timing.step_time_s) for _, row in part],
                 "input_time_s": [_short(row.timing.input_time_s) for _, row in part],
             }
-            optional = {name: [getattr(row.split, name, None) for _, row in part] for name in _SPLIT}
+            optional = {name: [getattr(row.split, name, None) for _, row in part] for name in StepSplit._fields}
             optional["optimizer_time_s"] = [row.timing.optimizer_time_s for _, row in part]
             for name, column in optional.items():
                 if any(value is not None for value in column):
