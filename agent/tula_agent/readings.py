@@ -48,18 +48,6 @@ class CommTiming(NamedTuple):
         return max(0.0, self.step_time_s - self.input_time_s - self.exposed_comm_time_s)
 
 
-class DeviceTiming(NamedTuple):
-    """One step by the device's clock, seconds; None where its event was not recorded.
-
-    `input_time_s` is how long the device waited for data: zero while it had other work. `optimizer_time_s` runs from
-    the optimizer's call to the end of the step, the clearing of gradients included.
-    """
-
-    step_time_s: float
-    input_time_s: float | None
-    optimizer_time_s: float | None
-
-
 class HostCopy:
     """A tensor of a GPU on its way to pinned host memory: `host` holds it once `event` has passed."""
 
@@ -88,7 +76,10 @@ def to_number(value: Any) -> float | HostCopy:
 
 
 class Interval:
-    """The events of one step, open until its end is recorded. Once `poll` has answered, they are in `free` again."""
+    """The events of one step in the device's stream, open until its end is recorded.
+
+    Once `poll` has answered, or after `release`, they are in `free` again.
+    """
 
     __slots__ = ("_free", "batch", "end", "optimizer", "start")
 
@@ -99,8 +90,12 @@ class Interval:
         self.optimizer: Any = None
         self.end: Any = None
 
-    def poll(self) -> DeviceTiming | None:
-        """The times, or None while the device has not reached the end of the step; never waits."""
+    def poll(self) -> tuple[float, float | None, float | None] | None:
+        """Seconds, or None while the device has not reached the end of the step; never waits.
+
+        Of the step; of waiting for data, zero while the device had other work; from the optimizer's call to the end of
+        the step. The latter two are None where their event was not recorded.
+        """
         if self.end is None or not self.end.query():
             return None
         try:
@@ -109,10 +104,10 @@ class Interval:
             stepped = None if self.optimizer is None else self.optimizer.elapsed_time(self.end) * 1e-3
         finally:
             self.release()
-        return DeviceTiming(whole, waited, stepped)
+        return whole, waited, stepped
 
     def release(self) -> None:
-        """Give the events back, read or not; recording one again overwrites its time."""
+        """Give the events back; recording one again overwrites its time."""
         held = [e for e in (self.start, self.batch, self.optimizer, self.end) if e is not None]
         self.start = self.batch = self.optimizer = self.end = None
         self._free.extend(held)

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from types import TracebackType
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from tula_agent.config import AgentConfig, WantedJob, read_config
 from tula_agent.guard import Guard
-from tula_agent.other_loggers import log_to_wandb
 
 if TYPE_CHECKING:
     from tula_agent.checkpoint import Position
@@ -91,6 +90,7 @@ class Run:
         self.oom_watch: OomWatch | None = None
         self._position: Position | None = None
         self._exit_status: Any = None
+        self._with_axis: Any = None  # wandb's run that knows the axis of what the agent logs
         if config is None:
             return
         with self.guard("starting"):
@@ -295,7 +295,20 @@ class Run:
             with self.guard("logging values"):
                 step = self.recorder.log(values)
                 if self.log_to_wandb and step is not None:
-                    log_to_wandb(values, step)
+                    self._log_to_wandb(values, step)
+
+    def _log_to_wandb(self, values: Mapping[str, Any], step: int) -> None:
+        """Log `values` of `step` to the script's wandb run, if it has one, as `tula/NAME` over `tula/step`.
+
+        Their own axis, and no `step=`: one that is higher than the script's next makes wandb drop the script's values.
+        """
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        if run is not None:
+            if run is not self._with_axis:
+                self._with_axis = run
+                run.define_metric("tula/*", step_metric="tula/step")
+            own = {f"tula/{name}": value for name, value in values.items() if value is not None}
+            run.log(own | {"tula/step": step})
 
     def finish(self, *, succeeded: bool = True, message: str | None = None) -> None:
         """Send what is left, within a few seconds, and report how the run ended. Called automatically at exit.

@@ -1,1 +1,34 @@
 """Callbacks for training frameworks. Each module imports its framework, so a script imports only the one it uses."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_KNOWN = {
+    "train_loss": "loss",
+    "acc": "accuracy",
+    "train_acc": "accuracy",
+    "train_accuracy": "accuracy",
+    "val_acc": "validation_accuracy",
+    "val_accuracy": "validation_accuracy",
+    "eval_acc": "validation_accuracy",
+    "eval_accuracy": "validation_accuracy",
+    "learning_rate": "lr",
+}
+
+
+def columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and one-element tensors of `metrics` by column name: lower-case letters, digits and underscores."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        numeric = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not numeric and not (hasattr(value, "numel") and value.numel() == 1):
+            continue
+        plain = re.sub(r"[^a-z0-9_]+", "_", name.lower()).strip("_")[:64]
+        plain = _KNOWN.get(plain, plain)
+        if plain and plain[0].isalpha():
+            found[plain] = value
+    return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tula_agent.other_loggers import columns
+from tula_agent.callbacks import columns
 from tula_agent.run import Run
 
 if TYPE_CHECKING:

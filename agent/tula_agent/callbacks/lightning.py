@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_agent.other_loggers import columns
+from tula_agent.callbacks import columns
 from tula_agent.run import Run, init
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tula_agent.other_loggers import columns
+from tula_agent.callbacks import columns
 from tula_agent.run import Run, init
 from tula_agent.torch_private import ddp_model_in_forward
 

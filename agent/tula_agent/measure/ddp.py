@@ -140,7 +140,7 @@ class BucketTimer:
             self.close()
         if not self._timed:
             return {}
-        if not all(_is_over(stamp) for _, seen in self._timed for _, stamp in seen[-1:]):
+        if not all(isinstance(stamp, float) or stamp.query() for _, seen in self._timed for _, stamp in seen[-1:]):
             return None
         return self._timeline()
 
@@ -170,10 +170,6 @@ def _event() -> Any:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def _is_over(stamp: Any) -> bool:
-    return isinstance(stamp, float) or bool(stamp.query())
 
 
 def _seconds(start: Any, stamp: Any) -> float:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,28 +149,18 @@ def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int,
         counter = FlopCounterMode(display=False, custom_mapping=formula)
         with counter:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                arguments, named = _arguments(inputs)
+                named = dict(inputs) if isinstance(inputs, Mapping) else {}
+                arguments = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
                 output = torch.func.functional_call(model, state, arguments, named)
                 loss = _scalar(output)
             held = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in owned)
-            with _module_calls() as called:
+            recomputed: list[torch.nn.Module] = []  # whose forward runs within the backward pass
+            hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: recomputed.append(module))
+            try:
                 loss.backward()  # type: ignore[no-untyped-call]
-        return held, counter.get_total_flops(), bool(called)
-
-
-@contextlib.contextmanager
-def _module_calls() -> Iterator[list[str]]:
-    """Names the modules whose forward pass runs within the block; within a backward pass they recompute."""
-    called: list[str] = []
-
-    def note(module: torch.nn.Module, _inputs: Any) -> None:
-        called.append(type(module).__name__)
-
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
-    try:
-        yield called
-    finally:
-        handle.remove()
+            finally:
+                hook.remove()
+        return held, counter.get_total_flops(), bool(recomputed)
 
 
 def _convolution_backward_flops(
@@ -185,12 +174,6 @@ def _convolution_backward_flops(
     positions = inputs if transposed else grad
     forward = 2 * math.prod(weight) * int(inputs[0]) * math.prod(positions[2:])
     return forward * sum(map(bool, wanted[:2]))
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
 
 
 def _scalar(output: Any) -> torch.Tensor:

@@ -20,6 +20,8 @@ TRIES_BEFORE_OPEN = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 FLUSH_INTERVAL_S, QUICK_FOR_S, SLOW_FLUSHES = 1.0, 30.0, 10
 """A run sends every flush interval for so long, and once in so many intervals after that."""
+QUEUE_LIMIT = 100
+"""Requests in memory, those of a minute or two. What no request has taken yet is bounded by `Readings`."""
 REJECTED_LIMIT_BYTES = 4 * 2**20
 SAVING_SHARE = 0.1
 """Share of the time to close that is kept for writing to disk what a service that hangs has not taken."""
@@ -43,7 +45,7 @@ class Exporter:
         guard: Guard,
         on_reply: Callable[[SpooledRequest, Reply], None] | None = None,
         poll: Callable[[Transport], None] | None = None,
-        queue_limit_bytes: int = 4 * 2**20,
+        queue_limit: int = QUEUE_LIMIT,
         spool_limit_bytes: int = 64 * 2**20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,7 +55,7 @@ class Exporter:
         self._on_reply = on_reply
         self._poll = poll
         self._guard = guard
-        self.queue_limit_bytes = queue_limit_bytes
+        self.queue_limit = queue_limit
         self._finals: deque[Callable[[], list[SpooledRequest]]] = deque()
         self._abandoned = False
         self._clock = clock
@@ -62,11 +64,10 @@ class Exporter:
         self._begin(spool_path, spool_limit_bytes)
 
     def _begin(self, spool_path: Path, spool_limit_bytes: int) -> None:
-        """Lock, queue, spool and connection, which a forked child does not share."""
-        self._lock = threading.Lock()
+        """Queue, spool and connection, which a forked child does not share."""
         self._wake = threading.Event()
         self._queue: deque[SpooledRequest] = deque()
-        self._queued_bytes = 0
+        self._sending: SpooledRequest | None = None
         self._spool = Spool(spool_path, spool_limit_bytes)
         self._rejected = Spool(spool_path.with_suffix(REJECTED), REJECTED_LIMIT_BYTES)
         self._thread: threading.Thread | None = None
@@ -81,16 +82,9 @@ class Exporter:
 
     def put(self, request: SpooledRequest) -> None:
         """Queue a request, from any thread; over the bound the oldest go to disk, or are counted as dropped."""
-        with self._lock:
-            self._queue.append(request)
-            self._queued_bytes += len(request.body)
-            over = []
-            while self._queued_bytes > self.queue_limit_bytes and len(self._queue) > 1:
-                oldest = self._queue.popleft()
-                self._queued_bytes -= len(oldest.body)
-                over.append(oldest)
-        for oldest in over:
-            self._to_disk(oldest)
+        self._queue.append(request)
+        while len(self._queue) > self.queue_limit:
+            self._to_disk(self._queue.popleft())
 
     def wake(self) -> None:
         """Deliver now rather than at the next interval."""
@@ -130,7 +124,7 @@ class Exporter:
                 self.put(request)
 
     def reset_in_child(self) -> None:
-        """In a forked child: new lock, spool and empty queue, no connection; the parent sends what was queued."""
+        """In a forked child: new spool and empty queue, no connection; the parent sends what was queued."""
         path = self._spool.path
         self._begin(path.with_name(f"{path.stem}-fork{os.getpid()}{path.suffix}"), self._spool.limit_bytes)
 
@@ -166,13 +160,13 @@ class Exporter:
         if not self._spool.empty and not self._replay(last):
             return
         while self._queue and not self._abandoned:
-            request = self._queue[0]
-            if not self._attempt(request, last):
+            request = self._sending = self._queue.popleft()
+            taken = self._attempt(request, last)
+            if not taken:
+                self._queue.appendleft(request)
+            self._sending = None  # after that, so that `_save` misses it at no moment
+            if not taken:
                 return
-            with self._lock:
-                if self._queue and self._queue[0] is request:
-                    self._queue.popleft()
-                    self._queued_bytes -= len(request.body)
         if self._poll is not None and not last:
             self._poll(self._transport)
 
@@ -216,12 +210,9 @@ class Exporter:
                 self._on_reply(request, reply)
 
     def _spool_all(self) -> None:
-        while True:
-            with self._lock:
-                if not self._queue:
-                    return
-                request = self._queue.popleft()
-                self._queued_bytes -= len(request.body)
+        if (sending := self._sending) is not None:  # at the end, in a request that hangs: it may be sent twice
+            self._to_disk(sending)
+        for request in take(self._queue):
             self._to_disk(request)
 
     def _to_disk(self, request: SpooledRequest) -> None:

@@ -88,7 +88,7 @@ class Joining:
                 with self._guard("joining a run"):
                     if self._process.config.rank != 0:
                         self._learn(2 * AT_END_WITHIN_S if last else 0.0)
-                    elif self._process.seen_configuration() is not None and self._waited_for_hosts(last):
+                    elif self._process.seen_configuration() is not None:
                         self._make_or_try_later(last)
             finally:
                 self._asking.release()
@@ -103,7 +103,7 @@ class Joining:
         if not self._host_given:
             channel.set(_host(channel, channel.rank), socket.gethostname())
             self._host_given = True
-        found = channel.wait(_run(channel), within_s)
+        found = channel.wait(f"run/{channel.world_size}", within_s)
         if found is not None:
             self._known(_checked(found) if found else None)
 
@@ -113,16 +113,13 @@ class Joining:
         channel = self._process.channel()
         return channel is None or channel.has(*(_host(channel, rank) for rank in range(1, channel.world_size)))
 
-    def _waited_for_hosts(self, last: bool) -> bool:
+    def _make_or_try_later(self, last: bool) -> None:
         if self._hosts_until is None or last:
             self._hosts_until = time.monotonic() + (AT_END_WITHIN_S if last else HOSTS_WITHIN_S)
         while not self._knows_hosts() and time.monotonic() <= self._hosts_until:
             if not last:
-                return False
+                return
             time.sleep(0.02)
-        return True
-
-    def _make_or_try_later(self, last: bool) -> None:
         if not last and time.monotonic() < self._not_before:
             return
         run_id = None
@@ -144,7 +141,7 @@ class Joining:
         with self._guard("giving the run to the other ranks"):
             channel = self._process.channel()
             if channel is not None:
-                channel.set(_run(channel), run_id or "")
+                channel.set(f"run/{channel.world_size}", run_id or "")
         self._known(run_id)
 
     def _known(self, run_id: str | None) -> None:
@@ -195,8 +192,8 @@ class Joining:
                 before = _checked(self._mark.read_text())
         if not before or self._process.config.plan is not None:
             return {}
-        found = _find(service, routes.RUN.format(run_id=before))
-        latest = found is not None and found["job_id"] == job_id and found.get("end_cause") != "superseded"
+        found = _ask(service, "GET", routes.RUN.format(run_id=before), may_miss=True)
+        latest = found and found["job_id"] == job_id and found.get("end_cause") != "superseded"
         return {"continues": before} if latest else {}
 
     def _nodes(self) -> tuple[int, int]:
@@ -214,7 +211,7 @@ class Joining:
     def _job(self, service: Transport, num_nodes: int, ranks_per_node: int, local_batch_size: int) -> str:
         """The id of the job: found by that, found by its name, or registered."""
         name = self._wanted.name
-        if is_id(name) and _find(service, f"{routes.JOB_RUNS.format(job_id=name)}?limit=1"):
+        if is_id(name) and _ask(service, "GET", f"{routes.JOB_RUNS.format(job_id=name)}?limit=1", may_miss=True):
             return name
         page = _ask(service, "GET", f"{routes.JOBS}?{urlencode({'search': name, 'limit': _JOBS_READ})}")
         ids = [_checked(each["id"]) for each in page["jobs"] if each["name"] == name]
@@ -235,22 +232,16 @@ class Joining:
         return _checked(_ask(service, "POST", routes.JOBS, body)["job"]["id"])
 
 
-def _ask(service: Transport, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The answer to a request whose answer is needed at once. Raises _NoRun."""
+def _ask(
+    service: Transport, method: str, path: str, body: dict[str, Any] | None = None, *, may_miss: bool = False
+) -> dict[str, Any]:
+    """The answer to a request whose answer is needed at once; empty where it `may_miss` and does. Raises _NoRun."""
     reply = service.exchange(method, path, None if body is None else encode(body))
+    if may_miss and reply.status == 404:
+        return {}
     if reply.verdict != "delivered" or reply.body is None:
         raise _NoRun(f"{reply.status} {reply.detail}".strip(), reply)
     return reply.body
-
-
-def _find(service: Transport, path: str) -> dict[str, Any] | None:
-    """The resource, None where there is none. Raises _NoRun."""
-    try:
-        return _ask(service, "GET", path)
-    except _NoRun as error:
-        if error.reply is not None and error.reply.status == 404:
-            return None
-        raise
 
 
 def _mark(number: int) -> Path | None:
@@ -265,12 +256,8 @@ def _mark(number: int) -> Path | None:
     return None
 
 
-def _run(channel: Channel) -> str:
-    """The key of the run's id; an elastic round of another size, with the same count of restarts, has another."""
-    return f"run/{channel.world_size}"
-
-
 def _host(channel: Channel, rank: int) -> str:
+    """The key of a host's name; an elastic round of another size, with the same count of restarts, has another."""
     return f"host/{channel.world_size}/{rank}"
 
 

@@ -237,14 +237,12 @@ class RequestBuilder:
             timing = pending.poll()
             if timing is None and not last:
                 return False
-            if timing is not None and timing.step_time_s > 0:
-                # Only the host knows the waits of later micro-steps.
-                waited = timing.input_time_s if row.timing.micro_steps == 1 else None
-                waited = row.timing.input_time_s if waited is None else waited
+            if timing is not None and timing[0] > 0:
+                step_s, waited_s, optimizer_s = timing
+                if waited_s is None or row.timing.micro_steps > 1:
+                    waited_s = row.timing.input_time_s  # only the host knows the waits of later micro-steps
                 row.timing = row.timing._replace(
-                    step_time_s=timing.step_time_s,
-                    input_time_s=waited,
-                    optimizer_time_s=timing.optimizer_time_s,
+                    step_time_s=step_s, input_time_s=waited_s, optimizer_time_s=optimizer_s
                 )
                 row.method = "cuda_events"
         del self._device[row.timing.step]

@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, Literal
@@ -92,7 +93,10 @@ class Transport:
             self._exchanging_thread = None
         status = response.status_code
         asked_s = retry_after_s(response.headers.get("retry-after"), datetime.now(timezone.utc))
-        parsed = _object(content)
+        parsed = None
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(content)
+        parsed = parsed if isinstance(parsed, dict) else None
         if status == 304 or status == 204:
             return Reply("delivered", status)
         if 200 <= status < 300:
@@ -125,11 +129,3 @@ class Transport:
         if left <= 0.0:
             raise TimeoutError(f"no whole answer within {self._timeout_s:g} s")
         return left
-
-
-def _object(content: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -67,7 +67,7 @@ def happen(name: str, model: nn.Module, run: Any) -> None:
     if name in ("torn", "small-disk"):
         write_half(and_die=name == "torn")
     if name in ("torn", "full-queue") and run.recorder is not None:
-        run.recorder.exporter.queue_limit_bytes = 1  # everything but the newest request goes to disk
+        run.recorder.exporter.queue_limit = 1  # everything but the newest request goes to disk
     if name == "clock":
         real = time.time
         time.time = lambda: real() - 86_400

@@ -26,7 +26,7 @@ def test_a_queue_over_its_bound_goes_to_disk_oldest_first(tmp_path: Path) -> Non
         lambda _last: [],
         tmp_path / "a.spool",
         guard=Guard(),
-        queue_limit_bytes=250,
+        queue_limit=2,
         spool_limit_bytes=1200,
     )
     for number in range(20):
