@@ -123,17 +123,11 @@ class OomWatch:
                 _log(f"the other ranks could not be notified ({error})")
         ends = time.monotonic() + 2 * self._look_every_s
         self._report(message, batch)
-        self._wait_for_others(ends)
-
-    def _wait_for_others(self, ends: float) -> None:
-        """Wait until the others have acknowledged, or `ends`: this process may host the store that they look in."""
-        channel = self._used_channel
-        if channel is None:
-            return
-        others = [f"heard/{rank}" for rank in range(channel.world_size) if rank != self._rank]
-        with suppress(Exception):
-            while not channel.has(*others) and time.monotonic() < ends:
-                time.sleep(min(0.02, self._look_every_s))
+        if (channel := self._used_channel) is not None:  # this process may host the store that the others look in
+            others = [f"heard/{rank}" for rank in range(channel.world_size) if rank != self._rank]
+            with suppress(Exception):
+                while not channel.has(*others) and time.monotonic() < ends:
+                    time.sleep(min(0.02, self._look_every_s))
 
     def _look(self) -> None:
         lost: Any = None  # the channel whose store has closed
@@ -148,17 +142,13 @@ class OomWatch:
                     notice = channel.get(_KEY)
             except Exception:
                 lost = channel
-            if notice is not None:
-                self._follow(channel, notice)
-
-    def _follow(self, channel: Any, notice: dict[str, Any]) -> None:
-        """Another rank is out of memory: acknowledge, and end soon."""
-        self._noticed.set()
-        self._used_channel = channel
-        _log(f"rank {notice['rank']} ran out of memory, so rank {self._rank} ends too")
-        self._schedule_exit()
-        with suppress(Exception):
-            channel.set(f"heard/{self._rank}", True)
+            if channel is not None and notice is not None:  # another rank is out of memory: acknowledge, and end soon
+                self._noticed.set()
+                self._used_channel = channel
+                _log(f"rank {notice['rank']} ran out of memory, so rank {self._rank} ends too")
+                self._schedule_exit()
+                with suppress(Exception):
+                    channel.set(f"heard/{self._rank}", True)
 
     def _was_caught(self) -> bool:
         """True when the script caught an out-of-memory error and no step followed for `stalled_s`."""
@@ -178,12 +168,9 @@ class OomWatch:
 
         The timer refers to this object, and so keeps the store open in which others may still look.
         """
-        timer = threading.Timer(self._exit_within_s, self._exit)
+        timer = threading.Timer(self._exit_within_s, lambda: self._end(EXIT_CODE))
         timer.daemon = True
         timer.start()
-
-    def _exit(self) -> None:
-        self._end(EXIT_CODE)
 
 
 def cuda_oom_count() -> int:

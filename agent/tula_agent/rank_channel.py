@@ -116,7 +116,15 @@ class RankRendezvous:
         self._unreachable = False
         self._group_store = None if group_store is None else weakref.ref(group_store)
         if group_store is not None and rank == 0:
-            self._channel, addresses = self._choose(group_store)
+            addresses: list[tuple[str, int]] = []
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                with suppress(RuntimeError, ValueError, KeyError):
+                    addresses = [(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))]
+                    self._channel = self.connect(*addresses[0], CONNECT_WITHIN_S)
+            if self._channel is None:
+                store = _stores.TCPStore("localhost", 0, **_options(CONNECT_WITHIN_S), is_master=True)
+                self._channel = self._over(store)
+                addresses = [(host, store.port) for host in _hosts_of(group_store)]
             self._channel.set(_OPEN, True)
             self._over(group_store).set(_ADDRESS, addresses)
 
@@ -139,15 +147,6 @@ class RankRendezvous:
             finally:
                 self._lock.release()
         return self._channel
-
-    def _choose(self, group_store: Any) -> tuple[Channel, list[tuple[str, int]]]:
-        """The first rank's store, and the addresses by which others may reach it."""
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            with suppress(RuntimeError, ValueError, KeyError):
-                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                return self.connect(*address, CONNECT_WITHIN_S), [address]
-        store = _stores.TCPStore("localhost", 0, **_options(CONNECT_WITHIN_S), is_master=True)
-        return self._over(store), [(host, store.port) for host in _hosts_of(group_store)]
 
     def _reach(self, addresses: list[tuple[str, int]]) -> None:
         """Try each address once: a second attempt would take as long again."""

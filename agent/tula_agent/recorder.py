@@ -156,7 +156,9 @@ class Recorder:
             if self.joining is None:
                 self._report("running", config.run_id)
             self.exporter.start()
-        _finish_in_children(self)
+        if hasattr(os, "register_at_fork"):
+            reference = weakref.WeakMethod(self._finish_in_child)
+            os.register_at_fork(after_in_child=lambda: (method := reference()) and method())
 
     @property
     def plan(self) -> ProfilePlan | None:
@@ -198,7 +200,7 @@ class Recorder:
         self.readings.epochs_before = epochs_before if known or not self.config.restarted else None
 
     def may_repeat(self) -> bool:
-        """See `Profiling.may_repeat`."""
+        """True when a profiling run needs more steps than its loader has; the same on all ranks."""
         repeats = not self.finished and self.profiling.may_repeat()
         self._follow_first_rank()
         return repeats
@@ -294,7 +296,11 @@ class Recorder:
             self._bucket_timer.begin()
         self._in_step = True
         if self._batch_size is None and size is not None:
-            self._first_batch(size)
+            self._batch_size = size
+            configured = self.cut_to or self.config.local_batch_size
+            if configured is not None and configured != size:
+                text = "the script uses batches of %d per rank, but the run's are %d: pass it on"
+                logger.warning(text, size, configured)
         if size is not None and size > self.memory.largest_seen:
             self.memory.saw_batch(size, batch, loader)
         if self.objects.scales:
@@ -404,6 +410,11 @@ class Recorder:
         if self.dropped:
             logger.warning("%d measurements were dropped", self.dropped)
 
+    def _finish_in_child(self) -> None:
+        """In a forked child (a data loading process) nothing is measured, and the exporter's queue is empty."""
+        self.finished = True
+        self.exporter.reset_in_child()
+
     # Process groups.
 
     def _check_group(self) -> None:
@@ -506,7 +517,12 @@ class Recorder:
         if pending:
             self.profiling.agree()
             self._follow_first_rank()
-            self._probe()
+            if self.profiling.probe_s > 0.0 and self.world_size > 1 and current_group() is not None:
+                with self.guard("probing the links between ranks"):  # between two steps, which all reach at this time
+                    from tula_agent.measure.all_reduces import time_all_reduces  # most runs probe nothing
+
+                    found = time_all_reduces(device_of(self.objects.models), self.profiling.probe_s)
+                    self.readings.all_reduces = found if self.leads else None
         if self.plan is None:
             if self.profiling.reaches_limit(step) and self.leads:
                 logger.warning("the time limit of %g s is over: the loop ends", self.profiling.time_limit_s)
@@ -517,15 +533,6 @@ class Recorder:
                 self._next_batch(step)
             self.exporter.wake()
         return True
-
-    def _probe(self) -> None:
-        """Time all-reduces between two steps of a profiling run, which all ranks reach at the same time."""
-        if self.profiling.probe_s > 0.0 and self.world_size > 1 and current_group() is not None:
-            with self.guard("probing the links between ranks"):
-                from tula_agent.measure.all_reduces import time_all_reduces  # most runs probe nothing
-
-                found = time_all_reduces(device_of(list(self.objects.models)), self.profiling.probe_s)
-                self.readings.all_reduces = found if self.leads else None
 
     # The batches of a launch.
 
@@ -578,12 +585,6 @@ class Recorder:
                 )
                 logger.warning(text, batches, seen)
 
-    def _first_batch(self, size: int) -> None:
-        self._batch_size = size
-        configured = self.cut_to or self.config.local_batch_size
-        if configured is not None and configured != size:
-            logger.warning("the script uses batches of %d per rank, but the run's are %d: pass it on", size, configured)
-
     def _read_memory(self) -> None:
         """Some tens of microseconds. Never raises."""
         if not self.guard.works("memory"):
@@ -600,13 +601,13 @@ class Recorder:
         self, state: str, message: str | None, cause: str | None, failed_local_batch_size: int | None
     ) -> list[SpooledRequest]:
         unfinished = self.batches.several and not self.stopping  # the launcher knows how it ended
-        if self.joining is not None and self.joining.run_id is None:
+        out_of_memory = state == "out_of_memory"
+        silent = not out_of_memory and (not self.leads or (state == "succeeded" and unfinished))
+        if silent or (self.joining is not None and self.joining.run_id is None):
             return []
-        if state != "out_of_memory" and (not self.leads or (state == "succeeded" and unfinished)):
-            return []
+        failed = (failed_local_batch_size or self._batch_size) if out_of_memory else None
         body = {"state": state, "message": message, "end_cause": cause, "dropped": self.dropped}
-        if state == "out_of_memory":
-            body["failed_local_batch_size"] = failed_local_batch_size or self._batch_size
+        body["failed_local_batch_size"] = failed
         known = {name: value for name, value in body.items() if value is not None}
         return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.batches.run_id), encode(known))]
 
@@ -649,25 +650,9 @@ class Recorder:
         self._threshold_poller = ThresholdPoller(path, optimizer)
 
     def _poll(self, transport: Transport) -> None:
-        thresholds = self._threshold_poller  # `finish` clears it on another thread
-        if thresholds is not None:
+        if (thresholds := self._threshold_poller) is not None:  # `finish` clears it on another thread
             thresholds.poll(transport)
 
     def _on_reply(self, request: SpooledRequest, reply: Reply) -> None:
         if request.method == "POST" and reply.body and reply.body.get("stop") is True:
             self.profiling.stop_soon(request.path.split("/")[3])
-
-
-def _finish_in_children(recorder: Recorder) -> None:
-    """In a forked child (a data loading process) the recorder is finished, and its exporter's queue is empty."""
-    if not hasattr(os, "register_at_fork"):
-        return
-    reference = weakref.ref(recorder)
-
-    def in_child() -> None:
-        inherited = reference()
-        if inherited is not None:
-            inherited.finished = True
-            inherited.exporter.reset_in_child()
-
-    os.register_at_fork(after_in_child=in_child)

@@ -182,12 +182,10 @@ class Run:
         with self.guard("starting to measure"):
             recorder.begin_epoch()
         with self.guard("watching for out of memory"):
-            self._start_oom_watch(recorder)
+            if self.oom_watch is None:
+                self._start_oom_watch(recorder)
 
     def _start_oom_watch(self, recorder: Recorder) -> None:
-        """Once, when the ranks are about to train: see `tula_agent.oom_watch`."""
-        if self.oom_watch is not None:
-            return
         from tula_agent.oom_watch import STALLED_S, OomWatch
 
         def report(message: str | None, batch: int | None) -> None:

@@ -71,8 +71,16 @@ class UneditedLoop:
             self._recorder.measure_whole_batches("no batch comes from a DataLoader")
             self._boundary()
             self._run.batch_arrived(torch.empty(self._recorder.config.local_batch_size or 1, 0))
-        elif self._ended:
-            self._stepped_after_the_end()
+        elif (
+            self._ended
+        ):  # the last step of an epoch, of a loader that is a batch ahead or of a script that steps once more
+            self._ended = False
+            self._ahead = self._ahead or self._micro_steps + 1 == self._recorder.timer.grad_accum_steps
+            if self._ahead:
+                self._run.batch_arrived(torch.empty(self._batch_size, 0))
+            self._withheld = self._ahead
+            self._boundary()
+            self._run.end_loop()
         self._micro_steps = 0
 
     def wants_batch(self, iterator: Any) -> None:
@@ -93,8 +101,11 @@ class UneditedLoop:
         self._last = _key(iterator)
         if not self._is_training(iterator):
             return batch
-        if self._recorder.cut_to is not None and _is_fetched_ahead():
-            self._recorder.measure_whole_batches("the framework fetches a batch ahead of the one that is trained on")
+        if self._recorder.cut_to is not None:
+            caller = sys._getframe(2)  # of this method, of the iterator's `__next__`, of who called that
+            if str(caller.f_globals.get("__name__")).partition(".")[0] in _AHEAD:
+                because = "the framework fetches a batch ahead of the one that is trained on"
+                self._recorder.measure_whole_batches(because)
         batch = self._run.cut(batch)
         self._batch_size = batch_size_of(batch) or self._batch_size
         if self._withheld:
@@ -110,17 +121,6 @@ class UneditedLoop:
             self._ended = self._is_training(iterator)
             if not self._ended:
                 self._run.end_loop()
-
-    def _stepped_after_the_end(self) -> None:
-        """The last step of an epoch, of a loader that is a batch ahead or of a script that steps once more."""
-        self._ended = False
-        if self._micro_steps + 1 == self._recorder.timer.grad_accum_steps:
-            self._ahead = True
-        if self._ahead:
-            self._run.batch_arrived(torch.empty(self._batch_size, 0))
-        self._withheld = self._ahead
-        self._boundary()
-        self._run.end_loop()
 
     def _measures(self) -> bool:
         return self._run.active and threading.current_thread() is threading.main_thread()
@@ -166,12 +166,6 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
 def _key(iterator: Any) -> int:
     """Equal for the iterators of one loader in all epochs: the identity of its dataset."""
     return id(getattr(iterator, "_dataset", iterator))
-
-
-def _is_fetched_ahead() -> bool:
-    """True where one of those frameworks, and not the script, has asked the iterator for this batch."""
-    caller = sys._getframe(3)  # of `has_batch`, of the iterator's `__next__`, of who called that
-    return str(caller.f_globals.get("__name__")).partition(".")[0] in _AHEAD
 
 
 def _ddp_models_of(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tula_agent.ship.spool import REJECTED, TAKEN, Spool, lock, read_records, spool_files
+from tula_agent.ship.spool import REJECTED, TAKEN, WRITE_WITHIN_S, Spool, read_records, spool_files
 from tula_agent.ship.transport import Transport
 
 _CONFLICT = 409  # the run has left that state already, which loses no measurement
@@ -34,27 +35,27 @@ def upload_spool(directory: Path, transport: Transport) -> Uploaded:
     """
     done = Uploaded()
     for path in spool_files(directory):
-        taken = path if path.suffix == TAKEN else path.with_suffix(path.suffix + TAKEN)
-        path.rename(taken)
-        with taken.open("rb") as file:
-            lock(file.fileno(), wait=True)  # waits for a writer, which starts a new file after that
-            refused = []
-            for request in read_records(taken):
-                reply = transport.send(request)
-                if reply.verdict == "retry":
-                    done.left += 1
-                    done.why = reply.detail or f"status {reply.status}"
-                    return done
-                done.requests += 1
-                if reply.verdict == "refused" and not (request.method == "PATCH" and reply.status == _CONFLICT):
-                    refused.append(request)
-                    done.refused += 1
-                    done.why = reply.detail or f"status {reply.status}"
+        taken = path
+        if path.suffix != TAKEN:
+            taken = path.rename(path.with_suffix(path.suffix + TAKEN))  # its process writes to a new file from now on
+            time.sleep(WRITE_WITHIN_S)
+        refused = []
+        for request in read_records(taken):
+            reply = transport.send(request)
+            if reply.verdict == "retry":
+                done.left += 1
+                done.why = reply.detail or f"status {reply.status}"
+                return done
+            done.requests += 1
+            if reply.verdict == "refused" and not (request.method == "PATCH" and reply.status == _CONFLICT):
+                refused.append(request)
+                done.refused += 1
+                done.why = reply.detail or f"status {reply.status}"
         if refused:
             keeper = Spool(taken.with_name(taken.name.split(".")[0] + REJECTED), 2**40)
             for request in refused:
                 keeper.append(request)
-        taken.unlink()
+        taken.unlink(missing_ok=True)  # another upload may have sent it too
         done.files += 1
     return done
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import struct
-import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ TAKEN = ".uploading"
 _RUN = r"/v1/runs/[\w-][\w.:-]{0,199}"
 _AGENTS_ROUTES = re.compile(rf"PATCH {_RUN}|POST {_RUN}/(samples|telemetry)", re.ASCII)
 """What `tula upload` sends with the token of its user: a job can write any record into its spool."""
-LOCK_WITHIN_S = 0.5
-"""How long a write waits for another one; `tula upload` locks for longer, but renames a file before that."""
+WRITE_WITHIN_S = 0.05
+"""How long `tula upload` waits after it has renamed a file, for a write that had opened it before."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ def encode(body: dict[str, Any]) -> bytes:
 class Spool:
     """One file of this process: created with the first record, deleted once everything in it has been sent.
 
-    A write is one `write` call, so that `kill -9` leaves a torn tail at most, which `read_records` leaves out.
+    A write is one `write` call, so that `kill -9` leaves a torn tail at most, which `read_records` leaves out. It opens
+    the file, so that `tula upload` may take the file away at any time by renaming it.
     Raises OSError when the disk refuses; returns False from `append` when the bound is reached.
     """
 
@@ -86,35 +86,17 @@ class Spool:
         if len(payload) > _MAX_RECORD or self._size + len(record) > self.limit_bytes:
             return False
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = self._open()
-        try:
-            start = os.fstat(descriptor).st_size
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        with os.fdopen(os.open(self.path, flags, 0o600), "ab", buffering=0) as file:
+            start = os.fstat(file.fileno()).st_size
             try:
-                written = os.write(descriptor, record)
-                if written != len(record):
-                    raise OSError(28, "short write: the disk is full", str(self.path))
+                if file.write(record) != len(record):
+                    raise OSError(errno.ENOSPC, "short write: the disk is full", str(self.path))
             except OSError:
-                os.ftruncate(descriptor, start)  # a torn record in the middle would hide what follows it
+                file.truncate(start)  # a torn record in the middle would hide what follows it
                 raise
-        finally:
-            os.close(descriptor)
         self._size = start + len(record)
         return True
-
-    def _open(self) -> int:
-        ends = time.monotonic() + LOCK_WITHIN_S
-        while True:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            try:
-                # `tula upload` renames a file before it locks it, and may have done so since it was opened.
-                if lock(descriptor, wait=False) and self.path.stat().st_ino == os.fstat(descriptor).st_ino:
-                    return descriptor
-            except FileNotFoundError:
-                pass
-            os.close(descriptor)
-            if time.monotonic() > ends:
-                raise OSError(errno.EAGAIN, "another process holds the spool's lock", str(self.path))
-            time.sleep(0.001)
 
     def requests(self) -> Iterator[SpooledRequest]:
         """What it holds, oldest first."""
@@ -125,22 +107,6 @@ class Spool:
         """Delete everything: it has been sent."""
         self.path.unlink(missing_ok=True)
         self._size = 0
-
-
-def lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock the file for this process, or, without waiting, answer False while another process has the lock.
-
-    True where the file system has no locks.
-    """
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (OSError, ImportError):
-        pass
-    return True
 
 
 def read_records(path: Path) -> Iterator[SpooledRequest]:

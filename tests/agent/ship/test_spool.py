@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.ship.spool import Spool, SpooledRequest, encode, lock, read_records, spool_files
+from tula_agent.ship.spool import Spool, SpooledRequest, encode, read_records, spool_files
 
 envelopes = st.builds(
     SpooledRequest,
@@ -69,16 +69,14 @@ def test_appending_after_a_torn_tail_loses_only_the_torn_record(tmp_path: Path) 
     assert list(read_records(path)) == [items[0], items[2]]
 
 
-def test_a_write_gives_up_a_lock_that_another_process_keeps(tmp_path: Path) -> None:
-    path = tmp_path / "a.spool"
-    item = SpooledRequest("PATCH", "/v1/runs/r", b"{}")
-    with path.open("wb") as other:
-        lock(other.fileno(), wait=True)
-        with pytest.raises(OSError, match="lock"):
-            Spool(path, 2**20).append(item)
-        path.rename(tmp_path / "a.spool.uploading")  # as `tula upload` does before it locks
-        assert Spool(path, 2**20).append(item)
-    assert list(read_records(path)) == [item]
+def test_a_write_goes_to_a_new_file_once_an_upload_has_renamed_the_one_before(tmp_path: Path) -> None:
+    spool, path = Spool(tmp_path / "a.spool", 10**6), tmp_path / "a.spool"
+    items = [SpooledRequest("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, n) for n in range(2)]
+    assert spool.append(items[0])
+    path.rename(tmp_path / "a.spool.uploading")
+    assert spool.append(items[1])
+    assert list(read_records(tmp_path / "a.spool.uploading")) == [items[0]]
+    assert list(read_records(path)) == [items[1]]
 
 
 def test_a_full_spool_refuses_and_keeps_what_it_has(tmp_path: Path) -> None:
