@@ -44,7 +44,6 @@ def examine(environ: Mapping[str, str], client: httpx.Client, origin: str = "TUL
     findings = [Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")]
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("torch", _torch),
-        ("cuda", _cuda),
         ("ranks", lambda: _ranks(environ)),
         ("service", lambda: _service(environ, client, origin)),
         ("disk", lambda: _disk(environ)),
@@ -66,19 +65,9 @@ def _torch() -> Iterator[Finding]:
     major, minor = (int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     yield _check("torch", (major, minor) >= (2, 2), torch.__version__, "use torch 2.2 or newer")
     dist = torch.distributed
-    if not dist.is_available():
-        yield Finding("distributed", "wrong", "torch was built without it", "install a build with torch.distributed")
-        return
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available", lambda: False)()]
     found = ", ".join(backends) or "no backend"
-    yield _check("distributed", bool(backends), found, "install a build with gloo or nccl")
-
-
-def _cuda() -> Iterator[Finding]:
-    try:
-        import torch
-    except ImportError:  # said by `_torch`
-        return
+    yield _check("distributed", bool(backends), found, "install a build of torch with gloo or nccl")
     if not torch.cuda.is_available():
         built = torch.version.cuda
         found = f"torch was built for CUDA {built} but sees no device" if built else "none: this torch is a CPU build"
@@ -126,14 +115,18 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         yield Finding("service", "wrong", f"{named} does not answer ({error})", "start `tula serve`, or set TULA_URL")
         return
-    if health.status_code != 200:
-        yield Finding(
-            "service", "wrong", f"{named} answers {health.status_code}", "check TULA_URL: is this the service?"
-        )
+    answers = health.status_code == 200
+    found = named if answers else f"{named} answers {health.status_code}"
+    yield _check("service", answers, found, "check TULA_URL: is this the service?")
+    if not answers:
         return
-    yield Finding("service", "ok", named)
     if "date" in health.headers:
-        yield _clock(health.headers["date"])
+        # The header has whole seconds.
+        ahead_s = parsedate_to_datetime(health.headers["date"]).timestamp() + 0.5 - time.time()
+        apart = f"the service is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine"
+        agrees = abs(ahead_s) <= MAX_CLOCK_SKEW_S
+        remedy = "start a time service (chrony); measuring itself does not need it"
+        yield _check("clock", agrees, "agrees with the service's" if agrees else apart, remedy, "warning")
     ready = client.get(url + routes.READY)
     found = "reachable, schema current" if ready.status_code == 200 else _detail(ready)
     remedy = "see the service's log; a new version needs `tula migrate`"
@@ -148,14 +141,6 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
         yield Finding("token", "ok", "accepted" if token else "none is set, and none is needed")
     else:
         yield Finding("token", "warning", _detail(answer), "see the service's log")
-
-
-def _clock(date: str) -> Finding:
-    ahead_s = parsedate_to_datetime(date).timestamp() + 0.5 - time.time()  # the header has whole seconds
-    agrees = abs(ahead_s) <= MAX_CLOCK_SKEW_S
-    apart = f"the service is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine"
-    remedy = "start a time service (chrony); measuring itself does not need it"
-    return _check("clock", agrees, "agrees with the service's" if agrees else apart, remedy, "warning")
 
 
 def _disk(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,8 +22,6 @@ from tula_wire.memory import usable_bytes
 
 if TYPE_CHECKING:
     import torch
-
-    from tula_agent.measure.estimate import MemoryEstimate
 
 _GIB = 2**30
 _MODEL = re.compile(r"^(\[model\][^\n]*\n)(.*?)(?=^[ \t]*\[|\Z)", re.M | re.S)
@@ -59,16 +57,24 @@ def estimate(
     described = found.model_spec(factory.rpartition(":")[2], _name(optimizer))
     known = {name: _toml(value) for name, value in described.items() if value is not None}
     if write is not None and before is not None:
-        _replace(write, with_model(before, known))
+        part = write.with_name(f".{write.name}.part")  # the file as a whole, or as it was
+        part.write_text(with_model(before, known), encoding="utf-8")
+        load_spec(part)
+        part.replace(write)
     if as_json:
         plain = {**asdict(found), "total_bytes": found.total_bytes(batch), "largest_local_batch_size": largest}
         typer.echo(json.dumps({**plain, "model": described}))
         return
-    for line in (
-        *_lines(found, batch, optimizer),
-        *(f"largest batch on {name}: {most}" for name, most in largest.items()),
-    ):
-        typer.echo(line)
+    static, total = format_size(found.total_bytes(0)), format_size(found.total_bytes(batch))
+    state = "parameters, gradients and optimizer state"
+    if optimizer is None:
+        state = "parameters and gradients (no optimizer given)"
+    typer.echo(f"parameters: {found.parameters:,}")
+    typer.echo(f"FLOPs of an example, forward and backward: {found.flops_per_sample:.3g}")
+    typer.echo(f"activations of an example: {format_size(found.activation_bytes_per_sample)}")
+    typer.echo(f"memory at batch {batch}: {total}, of it {static} {state}")
+    for name, most in largest.items():
+        typer.echo(f"largest batch on {name}: {most}")
     if write is not None:
         typer.echo(f"\nwritten into the [model] of {write}")
         return
@@ -108,14 +114,6 @@ def _read(path: Path) -> str:
     return text
 
 
-def _replace(path: Path, text: str) -> None:
-    """The file as a whole, or as it was."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    load_spec(part)
-    part.replace(path)
-
-
 def _made(factory: str, batch: int) -> tuple[torch.nn.Module, Any, torch.optim.Optimizer | None]:
     """Model, batch and optimizer that the user's factory returns. Raises `typer.BadParameter`."""
     module, _, name = factory.partition(":")
@@ -142,17 +140,6 @@ def _capacities(device: str | None) -> tuple[int, ...]:
         known = ", ".join(sorted(name for name, each in DEVICES.items() if each.capacities_gib))
         raise typer.BadParameter(f"--device: the memory of {device!r} is unknown: give one of {known}")
     return sizes
-
-
-def _lines(found: MemoryEstimate, batch: int, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    static = format_size(found.total_bytes(0))
-    state = (
-        "parameters, gradients and optimizer state" if optimizer else "parameters and gradients (no optimizer given)"
-    )
-    yield f"parameters: {found.parameters:,}"
-    yield f"FLOPs of an example, forward and backward: {found.flops_per_sample:.3g}"
-    yield f"activations of an example: {format_size(found.activation_bytes_per_sample)}"
-    yield f"memory at batch {batch}: {format_size(found.total_bytes(batch))}, of it {static} {state}"
 
 
 def _name(optimizer: torch.optim.Optimizer | None) -> str:
