@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from tula_client.cli.commands import build
+from tula_client.cli.app import build
 from tula_service.settings import PREFIX, Settings
 from tula_wire import routes
 
@@ -26,7 +26,7 @@ PUBLIC = ("tula_wire", "tula_client", "tula_agent")
 HEAVY = {
     "tula_wire": ["httpx", "torch", "numpy", "fastapi", "sqlalchemy"],
     "tula_client": ["torch", "numpy", "pandas", "altair", "vl_convert", "typer", "fastapi", "sqlalchemy"],
-    "tula_client.cli.app": ["torch", "numpy", "typer"],
+    "tula_client.cli.app": ["torch", "numpy"],
     "tula_agent": ["torch", "pandas", "sklearn", "scipy", "fastapi", "sqlalchemy", "pydantic"],
     "tula_agent.run": ["pandas", "sklearn", "scipy", "fastapi", "sqlalchemy"],
     "tula_service.app": ["torch", "tula_client", "tula_agent", "sklearn", "kneed", "scipy.stats", "scipy.signal"],

@@ -27,7 +27,7 @@ from benchmarks.support.server import Server
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "": (
-        ("tula_wire", "tula_client", "tula_client.cli.commands"),
+        ("tula_wire", "tula_client", "tula_client.cli.app"),
         ("torch", "numpy", "fastapi", "sqlalchemy", "altair", "pandas"),
     ),
     "agent": (("tula_agent", "tula_agent.run"), ("fastapi", "sqlalchemy", "pandas", "sklearn", "scipy")),

@@ -1,25 +1,6 @@
 """Exceptions of the client. Each message is one sentence; each type of problem document (RFC 9457) has a class.
 
 `exit_code` of an exception is the exit code of a `tula` command that it ends.
-
-TulaError
-├── MissingExtraError            an optional part of Tula is not installed
-├── ServiceUnreachableError      no answer
-├── UnexpectedAnswerError        an answer that no Tula service gives
-├── JobNotFoundError             no job has that id or name
-├── UsageError                   a wrong option, file or command template
-├── LaunchError                  what stops `tula tune` and `tula run`
-└── ProblemError                 the service rejected the request; `problem` holds the document
-    ├── InvalidInputError        422
-    ├── UnauthenticatedError     401
-    ├── ForbiddenError           403
-    ├── NotFoundError            404
-    ├── ConflictError            409
-    ├── TooLargeError            413
-    ├── UnsupportedMediaError    415
-    ├── TooManyRequestsError     429, after the retries
-    ├── InternalServiceError     500
-    └── ServiceUnavailableError  503, after the retries
 """
 
 from __future__ import annotations
@@ -118,43 +99,43 @@ _BY_TYPE: dict[str, type[ProblemError]] = {}
 
 
 class InvalidInputError(ProblemError, type=ProblemType.INVALID, exit_code=ExitCode.USAGE):
-    """A field is missing, unknown or out of range."""
+    """422: a field is missing, unknown or out of range."""
 
 
 class NotFoundError(ProblemError, type=ProblemType.NOT_FOUND, exit_code=ExitCode.NOT_FOUND):
-    """No such job, run, chart or token, or it belongs to another project."""
+    """404: no such job, run, chart or token, or it belongs to another project."""
 
 
 class ConflictError(ProblemError, type=ProblemType.CONFLICT):
-    """The state or the holder of the resource does not allow the request."""
+    """409: the state or the holder of the resource does not allow the request."""
 
 
 class UnauthenticatedError(ProblemError, type=ProblemType.UNAUTHENTICATED, exit_code=ExitCode.DENIED):
-    """The request has no token, or one that is unknown, expired or revoked."""
+    """401: the request has no token, or one that is unknown, expired or revoked."""
 
 
 class ForbiddenError(ProblemError, type=ProblemType.FORBIDDEN, exit_code=ExitCode.DENIED):
-    """The token is valid but does not permit the request."""
+    """403: the token is valid but does not permit the request."""
 
 
 class TooLargeError(ProblemError, type=ProblemType.TOO_LARGE, exit_code=ExitCode.USAGE):
-    """The body is larger than the service accepts."""
+    """413: the body is larger than the service accepts."""
 
 
 class UnsupportedMediaError(ProblemError, type=ProblemType.UNSUPPORTED_MEDIA):
-    """The service does not read the type or encoding of the body."""
+    """415: the service does not read the type or encoding of the body."""
 
 
 class TooManyRequestsError(ProblemError, type=ProblemType.TOO_MANY_REQUESTS, exit_code=ExitCode.UNREACHABLE):
-    """The rate limit was exceeded, even after the retries."""
+    """429: the rate limit was exceeded, even after the retries."""
 
 
 class ServiceUnavailableError(ProblemError, type=ProblemType.UNAVAILABLE, exit_code=ExitCode.UNREACHABLE):
-    """The service cannot serve at present, even after the retries."""
+    """503: the service cannot serve at present, even after the retries."""
 
 
 class InternalServiceError(ProblemError, type=ProblemType.INTERNAL):
-    """The service failed; its log holds the request id."""
+    """500: the service failed; its log holds the request id."""
 
 
 def from_problem(problem: Problem) -> ProblemError:

@@ -20,21 +20,18 @@ DEFAULT_URL: Final = "http://127.0.0.1:8321"
 
 @dataclass(frozen=True)
 class Access:
-    """Where the service is, the token to send ("" for none), and what gave the address: a path or a word."""
+    """Address of the service and the token to send ("" for none), and what gave the address: a path or a word.
+
+    `file` is None for arguments and environment.
+    """
 
     url: str
     token: str
     origin: str
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What one place says of address and token; `file` is None for arguments and environment."""
-
-    origin: str
-    url: str = ""
-    token: str = ""
     file: Path | None = None
+
+
+_NOTHING: Final = Access("", "", "")
 
 
 def access(url: str | None = None, token: str | None = None) -> Access:
@@ -44,7 +41,7 @@ def access(url: str | None = None, token: str | None = None) -> Access:
     must not lead it elsewhere. Raises `TulaError` for what is no HTTP address or no token, for a file that cannot be
     used, and for a token that other users of this machine can read.
     """
-    found = _Place("argument", url or "", token or "")
+    found = Access(url or "", token or "", "argument")
     named = found if found.url else None
     chosen = found if token is not None else None
     for read in _PLACES:
@@ -54,7 +51,7 @@ def access(url: str | None = None, token: str | None = None) -> Access:
         named = named or (place if place.url else None)
         if place.token and (place.file is None or not place.url or (named and _bare(place.url) == _bare(named.url))):
             chosen = chosen or place
-    named = named or _Place("default", DEFAULT_URL)
+    named = named or Access(DEFAULT_URL, "", "default")
     secret = _usable_token(chosen) if chosen else ""
     return Access(_usable_url(named), secret, named.origin)
 
@@ -66,29 +63,29 @@ def config_path() -> Path:
     return platformdirs.user_config_path("tula") / "config.toml"
 
 
-def _environment() -> _Place:
-    return _Place("TULA_URL", os.environ.get("TULA_URL", ""), os.environ.get("TULA_TOKEN", ""))
+def _environment() -> Access:
+    return Access(os.environ.get("TULA_URL", ""), os.environ.get("TULA_TOKEN", ""), "TULA_URL")
 
 
-def _dotenv() -> _Place:
+def _dotenv() -> Access:
     """TULA_URL and TULA_TOKEN of `.env` in the working directory; its other lines are ignored."""
     path = Path(".env").absolute()
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:  # none, or for instance a virtual environment of that name
-        return _Place("")
+        return _NOTHING
     pairs = (line.strip().removeprefix("export ").partition("=") for line in text.splitlines())
     values = {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
-    return _Place(str(path), values.get("TULA_URL", ""), values.get("TULA_TOKEN", ""), path)
+    return Access(values.get("TULA_URL", ""), values.get("TULA_TOKEN", ""), str(path), path)
 
 
-def _config_file() -> _Place:
+def _config_file() -> Access:
     """`url` and `token` of the config file."""
     path = config_path()
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        return _Place("")
+        return _NOTHING
     except OSError as error:
         raise TulaError(f"{path} cannot be read ({error.strerror}): make it readable for you, or remove it") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -98,17 +95,17 @@ def _config_file() -> _Place:
             raise TulaError(f"{path}: {name} cannot be used: give url and token, each as text in quotes")
     if values.get("token") and not values.get("url"):
         raise TulaError(f"{path}: token needs a url beside it: give the address of the service that it is for")
-    return _Place(str(path), values.get("url", ""), values.get("token", ""), path)
+    return Access(values.get("url", ""), values.get("token", ""), str(path), path)
 
 
-_PLACES: Final[tuple[Callable[[], _Place], ...]] = (_environment, _dotenv, _config_file)
+_PLACES: Final[tuple[Callable[[], Access], ...]] = (_environment, _dotenv, _config_file)
 
 
 def _bare(url: str) -> str:
     return url.strip().rstrip("/")
 
 
-def _usable_url(place: _Place) -> str:
+def _usable_url(place: Access) -> str:
     address = _bare(place.url)
     try:
         parts = urlsplit(address)
@@ -122,7 +119,7 @@ def _usable_url(place: _Place) -> str:
     return address
 
 
-def _usable_token(place: _Place) -> str:
+def _usable_token(place: Access) -> str:
     secret = place.token.strip()
     if not (secret.isascii() and secret.isprintable() and " " not in secret):
         where = "" if place.file is None else f"{place.file}: "

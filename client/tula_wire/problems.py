@@ -46,15 +46,13 @@ class Problem(WireModel):
     request_id: str | None = optional("Identifier of the request, as in the service's log.")
 
 
-UNKNOWN_FIELD: Final = frozenset({"extra_forbidden", "unexpected_keyword_argument"})
-"""Types of Pydantic errors for a field that the model does not have: of a model and of a dataclass."""
-
 _UNKNOWN: Final = "is not known; check its spelling or leave it out."
 _NO_TABLE: Final = "must be a table of fields; give it as one."
 
 _REMEDIES: Final = {
     "missing": "is required; add it.",
-    **dict.fromkeys(UNKNOWN_FIELD, _UNKNOWN),
+    "extra_forbidden": _UNKNOWN,
+    "unexpected_keyword_argument": _UNKNOWN,  # of a dataclass
     "model_type": _NO_TABLE,
     "dataclass_type": _NO_TABLE,
     "int_parsing": "must be a whole number; give one.",

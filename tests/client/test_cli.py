@@ -20,7 +20,7 @@ from tests.client.conftest import job_spec
 from tests.client.test_client import profile, steps
 from tula_client import Client
 from tula_client._settings import package_version
-from tula_client.cli import commands, jobs, output
+from tula_client.cli import app, jobs, output
 from tula_client.cli.app import run
 from tula_wire import Event, Job, JobPage, JobSpec, RunCreate, RunPatch
 from tula_wire.format import percent
@@ -310,10 +310,10 @@ def test_a_wrong_token_is_denied(tula: Tula, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_broken_plug_in_harms_only_itself(tula: Tula, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = {
-        "doctor": EntryPoint("doctor", "tula_agent.no_such_module:doctor", commands.GROUP),
-        "odd": EntryPoint("odd", "json:no_such_function", commands.GROUP),
+        "doctor": EntryPoint("doctor", "tula_agent.no_such_module:doctor", app.GROUP),
+        "odd": EntryPoint("odd", "json:no_such_function", app.GROUP),
     }
-    monkeypatch.setattr(commands, "plugins", lambda: broken)
+    monkeypatch.setattr(app, "plugins", lambda: broken)
     assert tula("--version")[0] == 0
     code, _, err = tula("doctor", "--any", "argument")
     assert code == 1

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from tula_client.launch.spec import fields_of, load_spec, model_in
+from tula_client.launch.spec import load_spec, model_in
 from tula_wire import JobSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
@@ -81,6 +82,14 @@ def test_every_field_is_explained_with_its_unit() -> None:
         assert meaning, name
         said = {of for end, of in UNITS.items() if name.endswith(end) or (end == "bytes" and end in name)}
         assert unit in said if said else not re.search(r"usd|bytes", unit), f"{name}: {unit!r}, not {said}"
+
+
+def fields_of(model: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Dotted names of all fields of a model and of the models in it."""
+    for name, field in model.model_fields.items():
+        yield f"{path}{name}"
+        if (inner := model_in(field.annotation)) is not None:
+            yield from fields_of(inner, f"{path}{name}.")
 
 
 def test_the_walk_finds_what_the_models_hold() -> None:

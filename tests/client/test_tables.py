@@ -11,7 +11,7 @@ from rich.console import Console
 
 import tula_wire as wire
 from tests.service.dashboard import models
-from tula_client.cli import jobs, output, recommend
+from tula_client.cli import jobs, output
 
 
 def test_a_run_takes_one_line_of_a_hundred_columns() -> None:
@@ -60,7 +60,7 @@ def test_candidates_on_several_instance_types_say_which() -> None:
     for candidates, heading in (([one, typed], True), ([one, *others], False), ([typed, typed], False)):
         out = StringIO()
         printed = answer.model_copy(update={"candidates": candidates})
-        Console(file=out, width=160).print(recommend.candidates_table(printed))
+        Console(file=out, width=160).print(jobs.candidates_table(printed))
         lines = out.getvalue().splitlines()
         assert (lines[0].split()[0] == "type") is heading
         assert [line.split()[0] for line in lines[1:3]] == ["default", "g5.12xl"] or not heading
@@ -76,7 +76,7 @@ def test_a_recommendation_of_a_language_model_counts_tokens() -> None:
     }
     out = StringIO()
     printed = answer.model_copy(update={"chosen": answer.chosen.model_copy(update=tokens)})
-    Console(file=out, width=100).print(recommend.recommendation_view(printed))
+    Console(file=out, width=100).print(jobs.recommendation_view(printed))
     for text in ("524 k a step", "1.25 M (1.2 M to 1.3 M) a second", "$0.125 ($0.1 to $0.15) a million"):
         assert text in out.getvalue()
 

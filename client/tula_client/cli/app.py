@@ -1,12 +1,29 @@
-"""Entry point of `tula`: runs the command; every failure becomes one sentence and an exit code."""
+"""The `tula` command: our sub-commands and those of other packages; a failure becomes one sentence and an exit code."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any, Final
 
+import typer
+from pydantic import ValidationError
+
+from tula_client._errors import ExitCode, TulaError
+from tula_client._settings import access, package_version
+from tula_client.cli import data, init, jobs, launch, probe
+from tula_client.launch.spec import faults
+from tula_wire.text import printable
+
+GROUP: Final = "tula.commands"
+EXTRAS: Final = {"tula_service": "service", "tula_agent": "agent"}
+EPILOG: Final = (
+    "Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 service unreachable, 4 not allowed, 5 not found, "
+    "130 interrupted. TULA_URL is the address of the service, TULA_TOKEN the token; without them, .env and "
+    "~/.config/tula/config.toml are read."
+)
 LAUNCHING: Final = frozenset({"tune", "run"})
 """Commands that launch others and continue where they stopped."""
 
@@ -18,19 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code; failures are printed to standard error."""
-    from pydantic import ValidationError
-
-    from tula_client._errors import ExitCode, TulaError
-    from tula_client.cli.commands import build
-    from tula_client.launch.spec import faults
-
     try:
         result = build(arguments)(args=arguments, prog_name="tula", standalone_mode=False)
     except TulaError as error:
         return _fail(str(error), error.exit_code)
     except ValidationError as error:
-        place, remedy = faults(error)[0]
-        return _fail(f"{'.'.join(map(str, place)) or error.title}: {remedy}", ExitCode.USAGE)
+        return _fail(faults(error)[0], ExitCode.USAGE)
     except KeyboardInterrupt:
         result = ExitCode.INTERRUPTED
     except BrokenPipeError:
@@ -60,8 +70,101 @@ def _usage(error: Exception, arguments: list[str]) -> str:
 
 def _fail(sentence: str, code: int) -> int:
     """Print the message, if any, and return the exit code; after help was printed, there is none."""
-    from tula_wire.text import printable
-
     if sentence:
         print(f"tula: {printable(sentence)}", file=sys.stderr)
     return code
+
+
+def build(arguments: Sequence[str] = ()) -> typer.Typer:
+    """The whole command; of other packages, imports only the sub-command that `arguments` name."""
+    app = typer.Typer(
+        name="tula",
+        help="How many nodes, and which global batch size?",
+        epilog=EPILOG,
+        no_args_is_help=True,
+        rich_markup_mode="markdown",  # in the default mode [model] and tula[service] are read as styles
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    commands = (init.init, jobs.recommend, jobs.predict, jobs.runs, launch.tune, launch.run, launch.launchers)
+    _add(app, *commands, launch.logs, jobs.watch, jobs.open_, data.plot, data.export, probe.probe)
+    on_jobs = typer.Typer(help="Add, list, show, edit, archive and delete jobs.", no_args_is_help=True)
+    _add(on_jobs, jobs.add, jobs.list_, jobs.show, jobs.edit, jobs.archive, jobs.delete)
+    app.add_typer(on_jobs, name="jobs")
+    on_scaling = typer.Typer(help="Show and set a job's gradient scaling.", no_args_is_help=True)
+    _add(on_scaling, jobs.show_scaling, jobs.set_scaling)
+    app.add_typer(on_scaling, name="scaling")
+    wanted = _first_word(arguments)
+    for name, point in sorted(plugins().items()):
+        _add_plugin(app, name, point, load=wanted in (None, name))
+    return app
+
+
+def _add(app: typer.Typer, *commands: Callable[..., None]) -> None:
+    for command in commands:
+        app.command(command.__name__.partition("_")[0])(command)
+
+
+def plugins() -> dict[str, EntryPoint]:
+    """Sub-commands of installed packages, by name; each resolves to a function or a `typer.Typer`."""
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tula {package_version()}")
+        raise typer.Exit
+
+
+def _root(
+    context: typer.Context,
+    url: Annotated[str, typer.Option("--url", help="The service's address, instead of TULA_URL.", metavar="URL")] = "",
+    version: Annotated[  # noqa: ARG001 - its callback ends the command
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    context.obj = found = access(url)
+    # Also for every command that this one starts: the agent reads the environment alone.
+    if found.origin not in ("TULA_URL", "default"):
+        os.environ["TULA_URL"] = found.url
+    if found.token:
+        os.environ["TULA_TOKEN"] = found.token
+
+
+def _first_word(arguments: Sequence[str]) -> str | None:
+    """The name of the sub-command; None if there is none, for which the help lists all."""
+    rest = iter(arguments)
+    for word in rest:
+        if word == "--url":
+            next(rest, None)
+        elif not word.startswith("-"):
+            return word
+    return None
+
+
+def _add_plugin(app: typer.Typer, name: str, point: EntryPoint, *, load: bool) -> None:
+    settings: dict[str, Any] | None = None
+    try:
+        found: Any = point.load() if load else _unloaded
+    except Exception as error:  # a broken package must not break the other commands
+        found, settings = _broken(name, point, error), {"ignore_unknown_options": True, "allow_extra_args": True}
+    if isinstance(found, typer.Typer):
+        app.add_typer(found, name=name)
+    else:
+        app.command(name, context_settings=settings)(found)
+
+
+def _unloaded() -> None:
+    """Belongs to another package."""
+
+
+def _broken(name: str, point: EntryPoint, error: Exception) -> Callable[..., None]:
+    extra = EXTRAS.get(point.value.partition(".")[0])
+    remedy = f"run pip install 'tula[{extra}]'" if extra else f"reinstall {point.value.partition(':')[0]}"
+
+    def missing() -> None:
+        raise TulaError(f"{name} is not available ({error}): {remedy}")
+
+    missing.__doc__ = f"Not available: {remedy}."
+    return missing

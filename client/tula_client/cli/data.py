@@ -18,7 +18,7 @@ from tula_client._client import Client, JobHandle
 from tula_client._errors import MissingExtraError, TulaError, UsageError
 from tula_client.cli.output import JobName, Json, emit
 from tula_client.tables import Row, Table, write_file
-from tula_wire import Candidate, Run
+from tula_wire import Run
 
 Format = Literal["csv", "parquet", "json"]
 
@@ -35,8 +35,8 @@ _SERIES = ("step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s"
 _TAG = "tula.run_id"
 _MOST_METRICS = 1000  # in one request of MLflow
 
-Metrics = dict[tuple[str, int], float]
-"""By name and step."""
+Metrics = dict[tuple[Any, Any], Any]
+"""Numbers, or None, by name and step."""
 
 
 def plot(
@@ -133,7 +133,7 @@ def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
         from mlflow import MlflowClient
     except ImportError:
         raise MissingExtraError("an export to MLflow", "mlflow") from None
-    name, series = handle.status().name, _series(handle)
+    name, measured = handle.status().name, _measured(handle)
     predicted = {one.configuration: one for one in handle.recommendation().candidates if not one.spot}
     runs = [run for run in reversed(handle.runs()) if run.state in _STATUS]
     try:
@@ -141,39 +141,25 @@ def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
         found = store.get_experiment_by_name(name)
         experiment = store.create_experiment(name) if found is None else found.experiment_id
         for run in runs:
-            metrics = series[run.id] | _of_the_run(run, predicted.get(run.configuration))
-            _write_run(store, experiment, run, metrics)
+            single = {"mean_step_time_s": run.step_time_s, "predicted_step_time_s": run.predicted_step_time_s}
+            for column in ("memory_bytes", "cost_usd", "total_time_s"):
+                estimate = getattr(predicted.get(run.configuration), column, None)
+                single[f"predicted_{column}"] = estimate and estimate.value
+            _write_run(store, experiment, run, measured[run.id] | {(key, 0): value for key, value in single.items()})
     except Exception as error:  # of MLflow, of its database, of the network: whatever its store raises
         raise TulaError(f"MLflow did not take the runs: {' '.join(str(error).split())}") from error
     return name, len(runs)
 
 
-def _series(handle: JobHandle) -> defaultdict[str, Metrics]:
+def _measured(handle: JobHandle) -> defaultdict[str, Metrics]:
     """By run: what the first rank measured and logged."""
     found: defaultdict[str, Metrics] = defaultdict(dict)
     for row in handle.rows("samples"):
         if row["rank"] == 0:
-            found[str(row["run_id"])] |= _present({(name, row["step"]): row[name] for name in _SERIES})
+            found[str(row["run_id"])] |= {(name, row["step"]): row[name] for name in _SERIES}
     for row in handle.rows("telemetry"):
-        found[str(row["run_id"])] |= _present({(row["column"], row["step"]): row["value"]})
+        found[str(row["run_id"])][row["column"], row["step"]] = row["value"]
     return found
-
-
-def _of_the_run(run: Run, candidate: Candidate | None) -> Metrics:
-    """Single numbers of a run, beside what is predicted of its configuration."""
-    numbers: dict[str, float | None] = {
-        "mean_step_time_s": run.step_time_s,
-        "predicted_step_time_s": run.predicted_step_time_s,
-    }
-    if candidate is not None:
-        for name in ("memory_bytes", "cost_usd", "total_time_s"):
-            estimate = getattr(candidate, name)
-            numbers[f"predicted_{name}"] = None if estimate is None else estimate.value
-    return _present({(name, 0): value for name, value in numbers.items()})
-
-
-def _present(numbers: dict[Any, Any]) -> Metrics:
-    return {at: float(value) for at, value in numbers.items() if value is not None}
 
 
 def _write_run(store: Any, experiment: str, run: Run, metrics: Metrics) -> None:
@@ -189,7 +175,7 @@ def _write_run(store: Any, experiment: str, run: Run, metrics: Metrics) -> None:
     at = run.configuration
     params = asdict(at) | {"world_size": at.world_size, "global_batch_size": at.global_batch_size}
     store.log_batch(id, params=[Param(key, str(value)) for key, value in params.items()])
-    points = [Metric(key, value, start, step) for (key, step), value in metrics.items()]
+    points = [Metric(key, float(value), start, step) for (key, step), value in metrics.items() if value is not None]
     for first in range(0, len(points), _MOST_METRICS):
         store.log_batch(id, metrics=points[first : first + _MOST_METRICS])
     status = _STATUS[run.state]

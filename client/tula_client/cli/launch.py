@@ -18,8 +18,8 @@ from rich.text import Text
 
 from tula_client import Client, RetryPolicy
 from tula_client._errors import UsageError
+from tula_client.cli.jobs import recommendation_view
 from tula_client.cli.output import JobName, Json, console, emit
-from tula_client.cli.recommend import recommendation_view
 from tula_client.launch.judge import Outcome
 from tula_client.launch.registration import register
 from tula_client.launch.reporter import Reporter

@@ -32,16 +32,15 @@ class Registered:
 
 
 def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Registered:
-    """The job of `spec`: a job of the same name that is equal, or equal once it is changed, else a new job.
+    """The job of `spec`: the newest of its name that is equal, else that is equal once changed, else a new job.
 
     With `retry_failed`, the failed runs of a job that is found are planned again. Raises the client's errors.
     """
     known = [(job, _differences(job, spec)) for job in _jobs_named(client, spec.name)]
     usable = [(job, changes) for job, changes in known if not _fixed(changes)]
-    found = [one for one in usable if not one[1]] or usable  # the newest equal one, else the only one to change
     notes: list[str] = []
-    if found and (not found[0][1] or len(found) == 1):
-        job, changes = found[0]
+    if usable:
+        job, changes = next((one for one in usable if not one[1]), usable[0])
     else:
         job = client.register(spec).job
         changes = _differences(job, spec)
@@ -117,11 +116,8 @@ def _text(value: Any) -> str:
 def _explain_new_job(name: str, job: Job, known: list[tuple[Job, Differences]]) -> str:
     """Why another job of this name was registered, and how to address each."""
     nearest, differences = min(known, key=lambda each: len(_fixed(each[1])))
-    if fixed := _fixed(differences):
-        why = f"the existing job {nearest.id} differs in {', '.join(fixed)}, which cannot be changed"
-    else:
-        why = f"several existing jobs match, among them {nearest.id}"
     return (
-        f"Registered a new job {name!r} ({job.id}): {why}. Use the ids of these jobs instead of their name, or archive "
-        f"the other: tula jobs archive {nearest.id}."
+        f"Registered a new job {name!r} ({job.id}): the existing job {nearest.id} differs in "
+        f"{', '.join(_fixed(differences))}, which cannot be changed. Use the ids of these jobs instead of their name, "
+        f"or archive the other: tula jobs archive {nearest.id}."
     )

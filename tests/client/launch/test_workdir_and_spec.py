@@ -50,13 +50,11 @@ def test_saved_state_is_read_back_and_rubbish_is_nothing(tmp_path):
         (("size = 10", "size = nan"), r"dataset\.size"),
         (('name = "j"', 'name = "j"\nobjective = "fame"'), "objective: must be one of 'balanced', .*; choose one"),
         (('name = "j"', 'name = "j"\nepochs = inf'), "epochs"),
-        (('name = "j"', 'name = "j"\nepoch = 1'), r"epoch: is not known; did you mean epochs\?"),
+        (('name = "j"', 'name = "j"\nepoch = 1'), "epoch: is not known; check its spelling or leave it out"),
         (
             ("max_nodes = 4", "max_node = 4, max_nodes = 4"),
-            r"cluster\.max_node: is not known; did you mean max_nodes\?",
+            r"cluster\.max_node: is not known; check",
         ),
-        (('name = "j"', 'name = "j"\ndeadline_s = 9'), r"deadline_s: is not known; did you mean limits\.deadline_s\?"),
-        (('name = "j"', 'name = "j"\nzzz = 9'), "zzz: is not known; check its spelling or leave it out"),
         (("dataset = { size = 10 }", ""), r"dataset: is required; add it\."),
         (("dataset = { size = 10 }", "dataset = 10"), "dataset: must be a table of fields; give it as one"),
         (("size = 10", 'size = "many"'), r"dataset\.size: must be a whole number; give one\."),
@@ -83,7 +81,7 @@ def test_all_that_is_wrong_is_named_each_on_its_line(tmp_path):
     assert sorted(rest) == [
         "  cluster.max_nodes: must be at least 1; give a larger value.",
         "  dataset: is required; add it.",
-        "  serach: is not known; did you mean search?",
+        "  serach: is not known; check its spelling or leave it out.",
     ]
 
 
@@ -110,9 +108,8 @@ def test_the_client_says_what_is_wrong_as_the_service_does(wrong):
     good = {"name": "j", "model": {"name": "m"}, "dataset": {"size": 10}, "cluster": {"max_nodes": 4}}
     with pytest.raises(ValidationError) as error:
         JobSpec.model_validate(good | wrong)
-    client_side = [(".".join(map(str, place)), said.partition(";")[0]) for place, said in faults(error.value, JobSpec)]
-    there = [(one.field, one.message.partition(";")[0]) for one in field_errors(error.value.errors())]
-    assert [(place or "body", said) for place, said in client_side] == there
+    there = [f"{one.field}: {one.message}".removeprefix("body: ") for one in field_errors(error.value.errors())]
+    assert faults(error.value) == there
 
 
 def test_a_missing_file_is_named(tmp_path):
