@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy import special
 
-from tula_service.domain import IntArray
+from tula_service.domain import SampleColumns
 from tula_service.perfmodel.points import FloatArray, column
 
 _FEWEST_STEPS = 5
@@ -17,50 +16,25 @@ _BATCHES = 5
 _LEVEL = 0.95
 
 
-@dataclass(frozen=True)
-class StepTimeSummary:
-    """Figures of a run in seconds; None where nothing was measured.
+def summarise(samples: SampleColumns) -> dict[str, float | int | None]:
+    """Figures of a run by name, times in seconds and None where nothing was measured: of each column the robust mean,
+    so that slow steps that recur count as they do in a long run.
 
-    Times are robust means, so that slow steps that recur count as they do in a long run. `relative_sd` is the standard
-    error of `step_time_s` over it (None below two steps).
+    One row for each step and rank. Step times are averaged over the ranks first: ranks of one step wait for each other,
+    so only steps count as independent in `relative_sd`, the standard error of `step_time_s` over it (None below two
+    steps). A straggler is named when it was the slowest rank in more than half of the steps.
     """
-
-    num_steps: int
-    step_time_s: float | None
-    relative_sd: float | None
-    straggler_rank: int | None
-    compute_time_s: float | None = None
-    comm_time_s: float | None = None
-    exposed_comm_time_s: float | None = None
-    input_time_s: float | None = None
-    optimizer_time_s: float | None = None
-    skew_s: float | None = None
-
-
-def summarise(
-    step: IntArray,
-    step_time_s: FloatArray,
-    *,
-    straggler_rank: IntArray | None = None,
-    **components: FloatArray | None,
-) -> StepTimeSummary:
-    """Average each step over its ranks, then take the robust mean over steps; of the components, over what was read.
-
-    One row for each step and rank, NaN (and -1 of `straggler_rank`) where not measured. Ranks of one step wait for each
-    other, so only steps count as independent in the standard error. A straggler is named when it was the slowest rank
-    in more than half of the steps.
-    """
-    per_step = _by_step(step, step_time_s)
-    mean, error = robust_mean(per_step)
-    ranks = straggler_rank[straggler_rank >= 0] if straggler_rank is not None else np.zeros(0, np.int64)
+    steps, which = np.unique(samples.step, return_inverse=True)
+    mean, error = robust_mean(np.bincount(which, weights=samples.step_time_s) / np.maximum(np.bincount(which), 1))
+    ranks = np.zeros(0, np.int64) if samples.straggler_rank is None else samples.straggler_rank
+    ranks = ranks[ranks >= 0]
     slowest, times = np.unique(ranks, return_counts=True)  # never an array as long as the highest rank
-    return StepTimeSummary(
-        num_steps=int(per_step.size),
-        step_time_s=mean,
-        relative_sd=None if mean is None or error is None else error / mean,
-        straggler_rank=int(slowest[times.argmax()]) if ranks.size and 2 * times.max() > ranks.size else None,
-        **{name: known_mean(values) for name, values in components.items()},
-    )
+    return {name: known_mean(values) for name, values in vars(samples).items() if name.endswith("_s")} | {
+        "num_steps": int(steps.size),
+        "step_time_s": mean,
+        "relative_sd": None if mean is None or error is None else error / mean,
+        "straggler_rank": int(slowest[times.argmax()]) if ranks.size and 2 * times.max() > ranks.size else None,
+    }
 
 
 def robust_mean(values: FloatArray) -> tuple[float | None, float | None]:
@@ -103,12 +77,6 @@ def measured_precisely_enough(step_times_s: Sequence[float] | FloatArray, precis
         error = max(error, float(np.std(means, ddof=1)) / np.sqrt(_BATCHES))
     dof = min(times.size, _BATCHES) - 1 if times.size < 4 * _BATCHES else times.size - 1
     return float(special.stdtrit(dof, 0.5 + _LEVEL / 2.0)) * error / mean <= precision
-
-
-def _by_step(step: IntArray, step_time_s: FloatArray) -> FloatArray:
-    steps, which = np.unique(step, return_inverse=True)
-    sums = np.bincount(which, weights=step_time_s, minlength=steps.size)
-    return np.asarray(sums / np.maximum(np.bincount(which, minlength=steps.size), 1), dtype=np.float64)
 
 
 def known_mean(values: FloatArray | None) -> float | None:

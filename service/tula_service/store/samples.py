@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import sqlalchemy as sa
@@ -14,9 +14,6 @@ from tula_service.domain import BucketTimeline, FloatArray, IntArray, MemoryRead
 from tula_service.store._base import Clock, Repository, RowMap, configuration_from, same_fields
 from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
 from tula_wire import SampleBatch
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 _LOG = logging.getLogger("tula.service")
 SUMMARY_ROWS = 4096
@@ -36,7 +33,7 @@ _SEEN = ("world_size", "local_batch_size", "grad_accum_steps", "timing_method")
 """What a process reports of its configuration."""
 
 
-Summarise: TypeAlias = Callable[..., "DataclassInstance"]
+Summarise: TypeAlias = Callable[[SampleColumns], dict[str, Any]]
 """Makes the figures of `run_summaries` from columns of samples, as `perfmodel.step_summary.summarise` does."""
 
 SampleCursor: TypeAlias = tuple[int, int]
@@ -328,9 +325,8 @@ class Samples(Repository):
     def _figures(self, run_key: int, summarise: Summarise) -> dict[str, Any]:
         """Those of the newest samples; none where they cannot be computed, so that a run never fails its job."""
         recent = self.recent(run_key)
-        columns = {name: getattr(recent, name) for name in (*_FLOATS, "straggler_rank")}
         try:
-            return asdict(summarise(recent.step, recent.step_time_s, **columns))
+            return summarise(recent)
         except Exception:
             _LOG.exception("the samples of a run cannot be summarised", extra={"run_key": run_key})
             return {"num_steps": 0, **dict.fromkeys(("step_time_s", "relative_sd", *_FLOATS, "straggler_rank"))}

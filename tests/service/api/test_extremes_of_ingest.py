@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from tests.service.api.conftest import SPEC, Service
 from tests.service.api.test_ingest import batch, chunk, packed
 from tula_service.dashboard import charts
+from tula_service.domain import SampleColumns
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.usecases.recommendations import spec_of
 from tula_wire import routes
@@ -122,10 +123,10 @@ def test_a_run_that_cannot_be_summarised_is_left_out_with_a_note(
 ) -> None:
     """Whatever the cause: its job keeps every page and route, and what other runs measured."""
 
-    def broken(step: Any, step_time_s: Any, **others: Any) -> Any:
-        if (step_time_s == 0.5).any():
+    def broken(samples: SampleColumns) -> Any:
+        if (samples.step_time_s == 0.5).any():
             raise OverflowError("a case that was not thought of")
-        return summarise(step, step_time_s, **others)
+        return summarise(samples)
 
     for name in ("samples", "runs", "recommendations"):
         monkeypatch.setattr(f"tula_service.usecases.{name}.summarise", broken)

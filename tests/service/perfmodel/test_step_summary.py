@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from tula_service.domain import SampleColumns
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.step_summary import measured_precisely_enough, robust_mean, summarise
 
@@ -29,26 +30,26 @@ def test_ranks_of_one_step_count_once() -> None:
     """Four ranks that wait for each other are one measurement."""
     steps = np.arange(50)
     times = np.random.default_rng(1).lognormal(0, 0.1, 50)
-    one = summarise(steps, times)
-    four = summarise(np.tile(steps, 4), np.tile(times, 4))
-    assert four.num_steps == one.num_steps == 50
-    assert four.relative_sd == pytest.approx(one.relative_sd)
-    assert four.step_time_s == pytest.approx(one.step_time_s)
+    one = summarise(SampleColumns(steps, times))
+    four = summarise(SampleColumns(np.tile(steps, 4), np.tile(times, 4)))
+    assert four["num_steps"] == one["num_steps"] == 50
+    assert four["relative_sd"] == pytest.approx(one["relative_sd"])
+    assert four["step_time_s"] == pytest.approx(one["step_time_s"])
 
 
 def test_a_straggler_is_named_when_it_is_mostly_the_same_rank() -> None:
     """More than half of the steps, or none."""
     steps = np.arange(10)
-    often = summarise(steps, np.ones(10), straggler_rank=np.array([3] * 6 + [1] * 4))
-    mixed = summarise(steps, np.ones(10), straggler_rank=np.array([3] * 5 + [1] * 5))
-    assert often.straggler_rank == 3
-    assert mixed.straggler_rank is None
+    often = summarise(SampleColumns(steps, np.ones(10), straggler_rank=np.array([3] * 6 + [1] * 4)))
+    mixed = summarise(SampleColumns(steps, np.ones(10), straggler_rank=np.array([3] * 5 + [1] * 5)))
+    assert often["straggler_rank"] == 3
+    assert mixed["straggler_rank"] is None
 
 
 def test_one_slow_step_does_not_move_the_step_time() -> None:
     times = 0.2 * np.exp(np.random.default_rng(0).normal(0, 0.02, 60))
     times[20] = 3.0
-    assert summarise(np.arange(60), times).step_time_s == pytest.approx(0.2, rel=0.01)
+    assert summarise(SampleColumns(np.arange(60), times))["step_time_s"] == pytest.approx(0.2, rel=0.01)
 
 
 @pytest.mark.parametrize("every", [2, 4, 8])
@@ -57,12 +58,12 @@ def test_slow_steps_that_recur_count_in_full(every: int) -> None:
     rng = np.random.default_rng(every)
     fast, waits = 0.012 * np.exp(rng.normal(0, 0.05, 3000)), np.zeros(3000)
     waits[::every] = 0.15
-    found = summarise(np.arange(30), fast[:30] + waits[:30], input_time_s=waits[:30])
-    assert found.step_time_s is not None
-    assert found.relative_sd is not None
-    assert found.step_time_s == pytest.approx((fast + waits).mean(), rel=0.1)
-    assert abs(found.step_time_s / (fast + waits).mean() - 1) < 2 * found.relative_sd
-    assert found.input_time_s == pytest.approx(waits[:30].mean())
+    found = summarise(SampleColumns(np.arange(30), fast[:30] + waits[:30], input_time_s=waits[:30]))
+    assert found["step_time_s"] is not None
+    assert found["relative_sd"] is not None
+    assert found["step_time_s"] == pytest.approx((fast + waits).mean(), rel=0.1)
+    assert abs(found["step_time_s"] / (fast + waits).mean() - 1) < 2 * found["relative_sd"]
+    assert found["input_time_s"] == pytest.approx(waits[:30].mean())
 
 
 @pytest.mark.parametrize("every", [2, 4, 8])
