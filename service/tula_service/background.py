@@ -24,7 +24,8 @@ class BackgroundQueue:
 
     def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
         self._max_waiting = max_waiting
-        self._executor = _new_executor()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tula-background")
+        self._executor.submit(int)  # starts the thread now: where no other can be started, a request must not fail
         self._lock = threading.Lock()
         self._waiting: set[str] = set()
         self._closed = False
@@ -34,13 +35,8 @@ class BackgroundQueue:
         with self._lock:
             if self._closed or run_id in self._waiting or len(self._waiting) >= self._max_waiting:
                 return
-            try:
-                self._executor.submit(self.run, run_id, work)
-            except RuntimeError:  # no thread could be started; the request's answer stands, and the next one retries
-                _LOG.warning("background work dropped", exc_info=True, extra={"run_id": run_id})
-                self._executor = _new_executor()  # the old one has queued the work and would run it as well
-                return
             self._waiting.add(run_id)
+            self._executor.submit(self.run, run_id, work)
 
     def close(self) -> None:
         """Finish the current item; waiting items are dropped."""
@@ -59,7 +55,3 @@ class BackgroundQueue:
         finally:
             with self._lock:
                 self._waiting.discard(run_id)
-
-
-def _new_executor() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="tula-background")

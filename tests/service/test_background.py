@@ -66,15 +66,11 @@ def test_closing_finishes_the_current_item_and_drops_the_others(held: Held) -> N
     assert done == ["a"]
 
 
-def test_work_for_which_no_thread_could_be_started_may_be_enqueued_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    queue, done, finished = BackgroundQueue(), list[str](), threading.Event()
+def test_work_needs_no_new_thread_when_it_is_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that has stored its data does not fail where no thread can be started."""
+    queue, finished = BackgroundQueue(), threading.Event()
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-        queue.enqueue("a", lambda: done.append("refused"))
-    queue.enqueue("a", lambda: done.append("a"))
-    queue.enqueue("b", lambda: finished.set())
-    assert finished.wait(60)
+        queue.enqueue("a", lambda: finished.set())
+        assert finished.wait(60)
     queue.close()
-    assert done == ["a"]

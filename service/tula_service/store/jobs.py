@@ -18,6 +18,13 @@ from tula_wire.enums import FINAL_STATES
 
 _FINAL = sorted(FINAL_STATES - {"cancelled"})
 _DELETING = "deleting"
+_PROFILED = sa.select(sa.func.count()).where(runs.c.job_id == jobs.c.id, runs.c.kind == "profile")
+_SELECT_JOBS = sa.select(
+    jobs,
+    jobs.c.key.label("cursor"),
+    _PROFILED.where(runs.c.state.in_(_FINAL)).scalar_subquery().label("runs_done"),
+    _PROFILED.where(runs.c.state != "cancelled").scalar_subquery().label("runs_planned"),
+)
 _ORDERS: Mapping[JobOrder, Sequence[sa.ColumnElement[Any]]] = {
     "newest": (),
     "name": (sa.func.lower(jobs.c.name),),
@@ -67,13 +74,13 @@ class Jobs(Repository):
 
     def get(self, job_id: str, *, project_id: str | None = None) -> JobRecord:
         """The job, if it exists (and belongs to `project_id`, when given). Raises NotFound."""
-        statement = sa.select(jobs).where(jobs.c.id == job_id, jobs.c.state != _DELETING)
+        statement = _SELECT_JOBS.where(jobs.c.id == job_id, jobs.c.state != _DELETING)
         if project_id is not None:
             statement = statement.where(jobs.c.project_id == project_id)
         row = self._row(statement)
         if row is None:
             raise NotFound.of("job", job_id)
-        return self._record(row, self._counts([job_id]))
+        return _job_record(row)
 
     def lock(self, job_id: str) -> JobRecord:
         """The job, locked until this transaction ends: only one transaction at a time plans or publishes for it.
@@ -135,14 +142,13 @@ class Jobs(Repository):
         counted = sa.select(jobs.c.key).where(*wanted)
         some = (counted if self._postgres else counted.order_by(key.desc())).limit(count_up_to).subquery("some")
         total = self._scalar(sa.select(sa.func.count()).select_from(some))
-        page = sa.select(jobs).where(*wanted).order_by(*_ORDERS[order], key.desc()).limit(limit + 1)
+        page = sa.select(jobs.c.key).where(*wanted).order_by(*_ORDERS[order], key.desc()).limit(limit + 1)
         if cursor is not None:
             page = page.where(key < cursor)
-        rows = self._rows(page)
-        counts = self._counts([row["id"] for row in rows[:limit]])
-        records = [self._record(row, counts) for row in rows[:limit]]
-        following = order == "newest" and len(rows) > limit
-        return JobPage(records, total, records[-1].cursor if following else None)
+        keys = self._connection.execute(page).scalars().all()
+        found = {row["key"]: _job_record(row) for row in self._rows(_SELECT_JOBS.where(jobs.c.key.in_(keys[:limit])))}
+        following = order == "newest" and len(keys) > limit
+        return JobPage([found[each] for each in keys[:limit]], total, keys[limit - 1] if following else None)
 
     def update(self, job_id: str, *, bump: bool = False, **values: Any) -> JobRecord:
         """Change columns of a job; `bump` also moves its data version, so that no cached fit is used again.
@@ -194,29 +200,11 @@ class Jobs(Repository):
         self._connection.execute(of_job.with_for_update())
         self._connection.execute(sa.delete(jobs).where(jobs.c.id == job_id))
 
-    def _counts(self, job_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
-        if not job_ids:
-            return {}
-        done = sa.func.sum(sa.case((runs.c.state.in_(_FINAL), 1), else_=0))
-        rows = self._connection.execute(
-            sa.select(runs.c.job_id, done, sa.func.count())
-            .where(
-                runs.c.job_id.in_(job_ids),
-                runs.c.kind == "profile",
-                runs.c.state != "cancelled",
-            )
-            .group_by(runs.c.job_id)
-        )
-        return {job_id: (int(finished), int(planned)) for job_id, finished, planned in rows}
 
-    @staticmethod
-    def _record(row: RowMap, counts: dict[str, tuple[int, int]]) -> JobRecord:
-        done, planned = counts.get(row["id"], (0, 0))
-        values = same_fields(JobRecord, row) | {
-            "recommended": None if row["recommended"] is None else Configuration(**row["recommended"]),
-            "cross_validated_runs": row["cross_validated_runs"] or (),
-            "runs_done": done,
-            "runs_planned": planned,
-            "cursor": row["key"],
-        }
-        return JobRecord(**values)
+def _job_record(row: RowMap) -> JobRecord:
+    """The record of a row that `_SELECT_JOBS` found."""
+    values = same_fields(JobRecord, row) | {
+        "recommended": None if row["recommended"] is None else Configuration(**row["recommended"]),
+        "cross_validated_runs": row["cross_validated_runs"] or (),
+    }
+    return JobRecord(**values)

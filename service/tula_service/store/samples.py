@@ -31,6 +31,7 @@ _POSTGRES = (
 _MEMORY = [memory_readings.c[field.name] for field in fields(MemoryReading)]
 _SEEN = ("world_size", "local_batch_size", "grad_accum_steps", "timing_method")
 """What a process reports of its configuration."""
+_FIGURES = [field.name for field in fields(RunSummary) if field.name in run_summaries.c]
 
 
 Summarise: TypeAlias = Callable[[SampleColumns], dict[str, Any]]
@@ -287,15 +288,9 @@ class Samples(Repository):
     def _summary(
         self, row: RowMap, memory: MemoryReading | None, timeline: BucketTimeline | None, summarise: Summarise
     ) -> RunSummary:
-        values: dict[str, Any]
-        if row["num_samples"] == 0:
-            values = {"num_samples": 0}
-        elif row["summary_of_num_samples"] == row["num_samples"]:
-            values = {column.name: row[f"summary_{column.name}"] for column in run_summaries.c}
-        else:
-            values = self._compute(row["key"], row["num_samples"], summarise)
-        names = {field.name for field in fields(RunSummary)} & {column.name for column in run_summaries.c}
-        figures: dict[str, Any] = {name: values.get(name) for name in names}
+        figures: dict[str, Any] = {name: row[f"summary_{name}"] for name in _FIGURES}
+        if row["num_samples"] and row["summary_of_num_samples"] != row["num_samples"]:
+            figures = self._compute(row["key"], row["num_samples"], summarise)
         return RunSummary(
             run_id=row["id"],
             state=row["state"],
@@ -303,7 +298,8 @@ class Samples(Repository):
             memory=memory,
             failed_local_batch_size=row["failed_local_batch_size"],
             timeline=timeline,
-            **figures,
+            **{name: figures[name] for name in _FIGURES if name != "num_samples"},
+            num_samples=figures["num_samples"] or 0,
         )
 
     def _compute(self, run_key: int, of_num_samples: int, summarise: Summarise) -> dict[str, Any]:

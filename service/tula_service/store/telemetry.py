@@ -116,18 +116,11 @@ class Telemetry(Repository):
             raise NotFound.of("run", run_id)
         return int(row[0]), str(row[1]), str(row[2])
 
-    def columns(self, run_key: int) -> dict[str, list[int]]:
-        """The names of the run's columns, each with the ranks that sent it."""
-        rows = self._connection.execute(
-            sa.select(telemetry_chunks.c.columns, telemetry_chunks.c.rank)
-            .where(telemetry_chunks.c.run_key == run_key)
-            .distinct()
-        )
-        found: dict[str, set[int]] = {}
-        for names, rank in rows:
-            for name in names.split(","):
-                found.setdefault(name, set()).add(int(rank))
-        return {name: sorted(found[name]) for name in sorted(found)}
+    def columns(self, run_key: int) -> list[str]:
+        """The names of the run's columns, sorted."""
+        chunk = telemetry_chunks.c
+        sent = self._connection.execute(sa.select(chunk.columns).where(chunk.run_key == run_key).distinct())
+        return sorted({name for names in sent.scalars() for name in names.split(",")})
 
     def last_step(self, run_key: int, *, rank: int = 0) -> int | None:
         """The last step of which one rank sent telemetry, None before its first chunk."""

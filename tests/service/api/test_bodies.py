@@ -148,7 +148,7 @@ def test_measurements_of_a_deleted_run_get_404_and_reach_no_other_run(
     assert [answer.status_code for answer in send(2)] == [404, 404]
     with service.store.reading() as tx:
         run = tx.runs.get(blue.run_id)
-        assert tx.telemetry.columns(run.key) == {}
+        assert tx.telemetry.columns(run.key) == []
         assert run.num_samples == 0
 
 

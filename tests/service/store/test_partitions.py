@@ -134,7 +134,7 @@ def test_a_month_past_its_time_is_archived_and_dropped_whole(store: Store, tmp_p
     assert np.array_equal([row["value"] for row in late], [1.5, np.nan, -0.0], equal_nan=True)
     assert len(stored) == 103
     with store.reading() as tx:
-        assert tx.telemetry.columns(old.key) == {}
+        assert tx.telemetry.columns(old.key) == []
         assert tx.telemetry.read(new.key, "loss")[1].size == 50
     assert table(THIS) not in tables(store)
     assert prune(store, tmp_path).telemetry == []
