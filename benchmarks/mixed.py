@@ -10,7 +10,7 @@ connections of one token. Each is measured beside the flood and, just before, al
 over the other. To reach: no error for agents, at most 1 % for pages, ratios of at most 2. Load, flood and service share
 the machine's cores, and the whole load takes nearly all of two: there, a median says how long the queue is.
 `--load 0.25` measures beside a quarter of the agents, dashboards and recommendations. `--smoke` runs each for a
-fraction of a second: its figures only show that the benchmark works.
+fraction of a second beside a tenth of them: its figures only show that the benchmark works.
 """
 
 from __future__ import annotations
@@ -298,10 +298,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", type=float, default=1.0, help="share of the agents, dashboards and recommendations")
     parser.add_argument("--engines", nargs="*", default=["sqlite", "postgres"], choices=["sqlite", "postgres"])
     options = parser.parse_args(arguments)
-    seconds = 0.4 if options.smoke else options.seconds
+    seconds, load = (0.4, 0.1) if options.smoke else (options.seconds, options.load)
     figures: dict[str, float] = {}
     for engine, database in databases(options.engines):
-        figures |= measure(engine, database, seconds, options.load)
+        figures |= measure(engine, database, seconds, load)
     columns = ("alone.failed_share", "beside.failed_share", "alone.p50_ms", "beside.p50_ms", "beside.p99_ms", "ratio")
     cases = [key.removesuffix(".ratio") for key in figures if key.endswith(".ratio")]
     rows = [(case, *(f"{figures[f'{case}.{each}']:.3f}" for each in columns)) for case in cases]
