@@ -34,10 +34,10 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from benchmarks.support import clean_environment
+from benchmarks.support import PYTHON, clean_environment
 from benchmarks.support.cluster import Cluster, why_no_delay, why_not
 from benchmarks.support.report import median, parser_of, print_table, write_json
-from benchmarks.support.server import PYTHON, Server, make_token, migrate
+from benchmarks.support.server import Server, make_token, migrate
 from tula_client import Client
 from tula_client.launch.registration import register
 from tula_client.launch.reporter import Reporter

@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cluster import processor_clock, served, stolen_share
+from benchmarks.support import PYTHON
 from benchmarks.support.cluster import Cluster, why_not
 from benchmarks.support.report import median, parser_of, print_table, write_json
-from benchmarks.support.server import PYTHON
 from tula_client import Client
 from tula_service.analysis.priors import cost_of
 from tula_wire import Configuration, Estimate, ProjectCreate, RunCreate, TokenCreate

@@ -20,6 +20,7 @@ from benchmarks.gpu.networks import Network
 from benchmarks.gpu.store import Results
 from benchmarks.gpu.tables import measure_network
 from benchmarks.support import clean_environment
+from tests.support.forked_commands import launchers
 
 ROOT = Path(__file__).parents[1]
 TORCH = (
@@ -63,10 +64,10 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(checked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of all parts: continued from `checked` in another folder."""
     out = tmp_path_factory.mktemp("gpu") / "out"
-    command = [sys.executable, "-m", "benchmarks.gpu", *SMOKE, "--out", str(out), "--resume", str(checked)]
-    log = subprocess.run(
-        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=280, check=False
-    )
+    python = str(launchers() / "python")  # forks the parts, which `checked` has started
+    command = [python, "-m", "benchmarks.gpu", *SMOKE, "--out", str(out), "--resume", str(checked)]
+    forked = clean_environment(BENCHMARK_PYTHON=python)
+    log = subprocess.run(command, cwd=ROOT, env=forked, capture_output=True, text=True, timeout=280, check=False)
     assert log.returncode == 0, log.stdout + log.stderr + (out / "log.txt").read_text()
     return out
 

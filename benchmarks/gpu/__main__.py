@@ -30,6 +30,7 @@ from benchmarks.gpu.report import write_report
 from benchmarks.gpu.standalone import ROOT
 from benchmarks.gpu.store import Results, machine_of
 from benchmarks.gpu.tables import write_tables
+from benchmarks.support import PYTHON
 
 PARTS = {"checks": 0.2, "tables": 0.55, "ranks": 0.1, "scaling": 0.15}
 """In order of value, with each one's share of the time; what one leaves is the others'."""
@@ -49,7 +50,7 @@ def run_part(part: str, options: argparse.Namespace, seconds: float) -> str:
     ends = time.monotonic() + seconds
     for _ in range(MAX_CRASHES):
         left = ends - time.monotonic()
-        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--out", str(options.out)]
+        command = [PYTHON, "-m", "benchmarks.gpu", "--part", part, "--out", str(options.out)]
         command += ["--device", options.device, "--seconds", str(left), *(["--smoke"] if options.smoke else [])]
         with (options.out / "log.txt").open("ab") as log:
             process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)

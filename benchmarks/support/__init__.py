@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+
+PYTHON = os.environ.get("BENCHMARK_PYTHON", sys.executable)
+"""The interpreter that serves and trains; in smoke runs of the tests one that forks a process with all imports."""
 
 
 def clean_environment(**more: str) -> dict[str, str]:

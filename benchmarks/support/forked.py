@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 
-from benchmarks.support import server
+from benchmarks.support import PYTHON, server
 from benchmarks.support.fork_server import SERVICE, ForkServer
 
 
@@ -22,6 +22,6 @@ class Server(server.Server):
 
     def start_process(self, python: str, arguments: list[str], environment: dict[str, str]) -> server.Process:
         """Fork the service; a supervisor of several workers is started by the interpreter, as it starts them."""
-        if python != server.PYTHON or arguments[-1] != "1":
+        if python != PYTHON or arguments[-1] != "1":
             return super().start_process(python, arguments, environment)
         return fork_server().start(["-m", "tula_service", *arguments], environment, self.log_file)

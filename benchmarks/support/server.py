@@ -16,13 +16,10 @@ from typing import Literal, Protocol, Self
 import httpx
 import psutil
 
-from benchmarks.support import clean_environment
+from benchmarks.support import PYTHON, clean_environment
 from tula_service.store import Store
 from tula_service.store.migrations import upgrade_schema
 from tula_service.usecases.access import ANONYMOUS, issue_token
-
-PYTHON = os.environ.get("BENCHMARK_PYTHON", sys.executable)
-"""The interpreter that serves and trains; in smoke runs of the tests one that forks a process with all imports."""
 
 _RUNNING = re.compile(r"running on (http://[^ ]+)")
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.fork_server import AGENT, ForkServer
+from benchmarks.support.fork_server import ForkServer
 from tests.agent.sink import Sink, start
+from tests.support.forked_commands import fork_server
 
 SCRIPTS = Path(__file__).parent / "scripts"
 _PATIENCE_S = 120.0
@@ -85,11 +86,9 @@ def run_script(forks: ForkServer, argv: list[str], env: dict[str, str], folder: 
 
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[ForkServer]:
+def forks() -> ForkServer:
     """What forks scripts: one for all tests, since importing torch takes seconds."""
-    made = ForkServer(AGENT)
-    yield made
-    made.close()
+    return fork_server()
 
 
 def places_of(ranks: int) -> list[dict[str, str]]:

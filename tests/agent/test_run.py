@@ -112,7 +112,7 @@ def test_a_service_cannot_make_a_profiling_run_of_a_training(sink: Sink, launch:
 
 
 def test_a_training_ends_at_its_time_limit_on_all_ranks_at_the_same_step(sink: Sink, launch: Launch) -> None:
-    done = launch("train.py", "--pause", "0.05", ranks=2, torchrun=True, TULA_KIND="train", TULA_TIME_LIMIT_S="0.3")
+    done = launch("train.py", "--pause", "0.05", ranks=2, TULA_KIND="train", TULA_TIME_LIMIT_S="0.3")
     counts = {line.split()[2] for line in done.printed("micro-steps")}
     assert len(counts) == 1
     assert 32 <= int(counts.pop()) < 64

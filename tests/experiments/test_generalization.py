@@ -21,6 +21,7 @@ from experiments.generalization.methods import ADAM_METHODS, METHODS, SMALL, pre
 from experiments.generalization.networks import build
 from experiments.generalization.report import figures, report_case
 from experiments.generalization.train import Result, decay
+from tests.support.forked_commands import launchers
 
 TINY = replace(
     MODES["full"],
@@ -194,7 +195,8 @@ def test_the_second_table_has_the_upper_rate_where_it_is_another(monkeypatch):
     assert run_mode(mode, Campaign(), upper=True) == {}
 
 
-def test_a_smoke_run_of_the_quick_mode_trains_every_method_and_writes_a_report(tmp_path):
+def test_a_smoke_run_of_the_quick_mode_trains_every_method_and_writes_a_report(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHON_EXEC", str(launchers() / "python"))  # what torchrun starts ranks from
     main(["--quick", "--smoke", "--out", str(tmp_path), "--json", str(tmp_path / "kept.json")])
     report = json.loads((tmp_path / "kept.json").read_text())
     assert (report["mode"], report["seeds"]) == ("quick", 2)
