@@ -26,7 +26,7 @@ from tula_client.launch.reporter import Reporter
 from tula_client.launch.run_loop import Runner, RunnerOptions
 from tula_client.launch.spec import load_spec
 from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
-from tula_client.launch.train import TrainOptions, train
+from tula_client.launch.train import train
 from tula_client.launch.tune import PlanOptions, Tuned, to_measure_again, work_through
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Configuration, Job, Run
@@ -101,7 +101,7 @@ def tune(
             elif then_run:
                 reporter.note(tuned.recommendation.why)
                 runner = Runner(client, work, holder, dataclasses.replace(options, time_limit_s=None), reporter)
-                trained = train(runner, job, template, TrainOptions())
+                trained = train(runner, job, template)
     emit(_tuned_plain(tuned, trained), _tuned_view(tuned, trained), as_json)
 
 
@@ -132,8 +132,8 @@ def run(
         with work.locked() as holder, _signals_interrupt():
             options = RunnerOptions(time_limit_s=time_limit, grace_s=_TRAINING_GRACE_S, stop_template=stop)
             runner = Runner(client, work, holder, options, reporter)
-            wanted = TrainOptions(method=method, max_restarts=max_restarts, fresh=fresh, reconfigure=reconfigure)
-            trained = train(runner, found, template, wanted)
+            wanted = {"fresh": fresh, "reconfigure": reconfigure}
+            trained = train(runner, found, template, method=method, max_restarts=max_restarts, **wanted)
     emit(_trained_plain(trained), _trained_view(trained), as_json)
 
 

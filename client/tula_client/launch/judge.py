@@ -87,18 +87,12 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
     if run.configuration_mismatch is not None:
         kept = f"{run.configuration_mismatch} The measurement is kept for what ran."
         return Outcome("failed" if run.kind == "profile" else "succeeded", kept)
-    if run.num_samples == 0 and run.kind == "train":
-        return Outcome(
-            "succeeded",
-            "The training succeeded but no measurement arrived, so its recommendation can't be compared with it: "
-            f"{EMBED}",
-        )
-    if run.num_samples == 0:
-        return Outcome(
-            "failed",
-            f"The command succeeded but no measurement arrived: {EMBED}",
-        )
-    return Outcome("succeeded")
+    if run.num_samples:
+        return Outcome("succeeded")
+    if run.kind == "profile":
+        return Outcome("failed", f"The command succeeded but no measurement arrived: {EMBED}")
+    silent = "The training succeeded but no measurement arrived, so its recommendation can't be compared with it:"
+    return Outcome("succeeded", f"{silent} {EMBED}")
 
 
 def tail(log: Path) -> list[str]:

@@ -382,11 +382,15 @@ class Runner:
 
 def _check_run(run: Run, job: Job, kind: RunKind, configuration: Configuration) -> Run:
     """`run`, if it is the run of `job` that was asked for; else raises `LaunchError` naming the first wrong field."""
-    _expect(run, "job_id", run.job_id == job.id, job.id)
-    _expect(run, "kind", run.kind == kind, kind)
-    _expect(run, "configuration", run.configuration == configuration, configuration)
-    limited = kind == "train" and job.spec.limits.on_breach == "stop"
-    _expect(run, "time_limit_s", run.time_limit_s is None or limited, "null, since nothing stops a run at its limits")
+    wanted: dict[str, object] = {"job_id": job.id, "kind": kind, "configuration": configuration}
+    if kind == "profile" or job.spec.limits.on_breach != "stop":
+        wanted["time_limit_s"] = None  # nothing stops such a run at its limits
+    for field_name, value in wanted.items():
+        if getattr(run, field_name) != value:
+            raise LaunchError(
+                f"the service answered run {run.id} with {field_name} {getattr(run, field_name)}, where {value} was "
+                "expected: its command is not started"
+            )
     return run
 
 
@@ -395,11 +399,10 @@ def _check_claim(claimed: RunClaimed, claim: ClaimRequest, job: Job) -> None:
     if claimed.run is None:
         return
     largest = check_configuration(claimed.run.configuration, job)
-    _check_run(claimed.run, job, "profile", largest)
-    _expect(claimed.run, "configuration", largest.num_nodes <= (claim.max_nodes or largest.num_nodes), "fewer nodes")
+    nodes = min(largest.num_nodes, claim.max_nodes or largest.num_nodes)
+    _check_run(claimed.run, job, "profile", replace(largest, num_nodes=nodes))
     for run in claimed.smaller:
-        batch = check_configuration(run.configuration, job).local_batch_size
-        _expect(run, "configuration", batch < largest.local_batch_size, "a smaller batch")
+        batch = min(check_configuration(run.configuration, job).local_batch_size, largest.local_batch_size - 1)
         _check_run(run, job, "profile", replace(largest, local_batch_size=batch))
 
 
@@ -422,11 +425,3 @@ def check_configuration(configuration: Configuration, job: Job) -> Configuration
     if not allowed:
         raise LaunchError(f"the service answered {configuration}, which the job's specification rules out: not started")
     return configuration
-
-
-def _expect(run: Run, field: str, holds: bool, wanted: object) -> None:
-    if not holds:
-        raise LaunchError(
-            f"the service answered run {run.id} with {field} {getattr(run, field)}, where {wanted} was expected: its "
-            "command is not started"
-        )

@@ -62,16 +62,14 @@ class Template:
 
         What the service gives is quoted, since the command may pass it to a shell (`bash -c "..."`).
         """
-        of_start = {"resume": str(resume or ""), "env_file": env_file}
-        ids = {"run_id": run_id, "launch_id": launch_id}
+        ours = {"resume": str(resume or ""), "env_file": env_file}
+        ours |= {"run_id": shlex.quote(run_id), "launch_id": shlex.quote(launch_id)}
 
         def replace(match: re.Match[str]) -> str:
             name = match.group(1)
             if name is None:
                 return match.group(0)[0]
-            if name in of_start:
-                return of_start[name]
-            return shlex.quote(ids[name] if name in ids else str(getattr(configuration, name)))
+            return ours[name] if name in ours else shlex.quote(str(getattr(configuration, name)))
 
         kept = [word for word in self.words if resume is not None or "resume" not in _names_in(word)]
         return [_TOKEN.sub(replace, word) for word in kept]

@@ -22,19 +22,6 @@ _STATE = "training"
 _PREEMPTED = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGUSR1, 128 + signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class TrainOptions:
-    """How to train, and how often to restart.
-
-    `fresh` starts another training; `reconfigure` continues the unfinished one with the current recommendation.
-    """
-
-    method: str | None = None
-    max_restarts: int = 10
-    fresh: bool = False
-    reconfigure: bool = False
-
-
 @dataclass
 class _State:
     """What is kept on disk between attempts and between calls of `tula run`."""
@@ -55,8 +42,19 @@ class _State:
             return None
 
 
-def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -> list[tuple[Run, Outcome]]:
+def train(
+    runner: Runner,
+    job: Job,
+    template: Template,
+    *,
+    method: str | None = None,
+    max_restarts: int = 10,
+    fresh: bool = False,
+    reconfigure: bool = False,
+) -> list[tuple[Run, Outcome]]:
     """Train until the command succeeds; every start with its outcome, the successful one last.
+
+    `fresh` starts another training; `reconfigure` continues the unfinished one with the current recommendation.
 
     After an out-of-memory, continues with the next smaller configuration (`next_smaller`); after a pre-emption, or a
     failure since which a checkpoint was written, with the same one; both from the last checkpoint. Calling it again
@@ -65,12 +63,12 @@ def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -
     Raises `LaunchError`, and the client's errors.
     """
     runner.cancel_pending()
-    state = _begin(runner, job, options)
+    state = _begin(runner, job, fresh, reconfigure)
     checkpoints = runner.work.checkpoints(state.training)
     attempts: list[tuple[Run, Outcome]] = []
     while True:
         before = _newest_file(checkpoints)
-        run = _create_run(runner, job, state, options)
+        run = _create_run(runner, job, state, method)
         state.run_id = run.id
         resume = checkpoints if state.restart and before is not None else None
         if run.time_limit_s is not None:
@@ -89,7 +87,7 @@ def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -
                 f"{outcome.message} limits.on_breach is 'stop': to continue from the last checkpoint, raise the "
                 "limits (tula jobs edit) and repeat this command."
             )
-        if len(attempts) > options.max_restarts:
+        if len(attempts) > max_restarts:
             raise LaunchError(f"the training was started {len(attempts)} times without finishing: see {active.log}")
         if outcome.state == "out_of_memory":
             smaller = _fall_back(runner, job, template, state.configuration)
@@ -103,16 +101,16 @@ def train(runner: Runner, job: Job, template: Template, options: TrainOptions) -
         state.save(runner.work)
 
 
-def _begin(runner: Runner, job: Job, options: TrainOptions) -> _State:
-    """The state of the unfinished training, changed as `options` ask, or of another training."""
+def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool) -> _State:
+    """The state of the unfinished training, or of another training."""
     work, note = runner.work, runner.reporter.note
-    state = None if options.fresh else _State.load(work)
+    state = None if fresh else _State.load(work)
     if state is not None and not may_hold_files(work.checkpoints(state.training)):
         note("The unfinished training left no checkpoint: starting another.")
         state = None  # its configuration may be an outdated guess
     if state is None:
         return _State(_recommended(runner, job), work.next_training())
-    if options.reconfigure:
+    if reconfigure:
         state.configuration = _recommended(runner, job)
         note("Continuing the unfinished training with the current recommendation.")
     else:
@@ -137,12 +135,12 @@ def _wait(runner: Runner, active: ActiveRun) -> int:
     return status
 
 
-def _create_run(runner: Runner, job: Job, state: _State, options: TrainOptions) -> Run:
+def _create_run(runner: Runner, job: Job, state: _State, method: str | None) -> Run:
     """Register a run that continues the one before, or none if the service does not know that one any more."""
     create = RunCreate(
         kind="train",
         configuration=state.configuration,
-        method=options.method,
+        method=method,
         continues=state.run_id,
         holder=runner.holder,
         lease_s=LEASE_S,

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
 from tula_client._errors import LaunchError
-from tula_client.launch.train import TrainOptions, train
+from tula_client.launch.train import train
 from tula_client.launch.tune import PlanOptions, work_through
 from tula_wire import Configuration, Instruction, Run, RunClaimed
 
@@ -55,7 +55,7 @@ def test_no_training_starts_from_a_run_that_was_not_asked_for(tmp_path, lie):
     service = LyingService(lie, chosen=configuration(2, 64))
     bench = bench_of(tmp_path, service)
     with pytest.raises(LaunchError, match=f"with {next(iter(lie))} "):
-        train(bench.runner, service.job("job-1"), TEMPLATE, TrainOptions())
+        train(bench.runner, service.job("job-1"), TEMPLATE)
     assert not bench.started
 
 
@@ -68,7 +68,7 @@ def test_a_recommendation_outside_the_specification_is_not_trained_with(tmp_path
     service = FakeService(chosen=chosen)
     bench = bench_of(tmp_path, service)
     with pytest.raises(LaunchError, match="the job's specification rules out"):
-        train(bench.runner, service.job("job-1"), TEMPLATE, TrainOptions())
+        train(bench.runner, service.job("job-1"), TEMPLATE)
     assert not bench.started
 
 

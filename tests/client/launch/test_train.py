@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
 from tula_client._errors import LaunchError
 from tula_client.launch.template import Template
-from tula_client.launch.train import TrainOptions, next_smaller, train
+from tula_client.launch.train import next_smaller, train
 
 RESUMING = Template((*TEMPLATE.words, "--resume={resume}"))
 
 
 def go(bench, service, template=RESUMING, **options):
-    return train(bench.runner, service.job("job-1"), template, TrainOptions(**options))
+    return train(bench.runner, service.job("job-1"), template, **options)
 
 
 def trained_with(attempts):
