@@ -1,22 +1,36 @@
-"""Questions that take several calls: generators, without I/O, that yield calls and are sent their answers."""
+"""Questions that take several calls, as generators that yield calls and are sent their answers; tables and charts.
+
+Without I/O, but for what is written into a file that the user named.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar, get_args
+
+from pydantic import BaseModel
 
 from tula_client._calls import calls
-from tula_client._errors import JobNotFoundError, NotFoundError, TulaError
+from tula_client._errors import JobNotFoundError, MissingExtraError, NotFoundError, TulaError, UsageError
 from tula_client._request import Flow, Question
-from tula_client.launch.spec import read_spec
-from tula_client.tables import TABLES, Row, Table, altair_chart, candidate_rows, data_frame, save, telemetry_rows
-from tula_client.tables import rows as model_rows
-from tula_wire import JobSpec, JobSummary, Objective, Recommendation, Run
+from tula_client.launch.spec import model_in, read_spec
+from tula_wire import Candidate, Configuration, Estimate, JobSpec, JobSummary, Objective, Recommendation, Run
 
+Cell = str | int | float | bool | None
+Row = dict[str, Cell]
+Table = Literal["candidates", "runs", "ledger", "samples", "telemetry", "events"]
+
+TABLES: Final[tuple[Table, ...]] = get_args(Table)
+FORMATS: Final = ("png", "svg", "json")
+_ESTIMATE: Final = (("", "value"), ("_low", "low"), ("_high", "high"))
 _PAGE: Final = 100
 _SAMPLES: Final = 5000
 _POINTS: Final = 20_000
@@ -100,31 +114,37 @@ def plot(
     """The chart as an Altair object, for notebooks; with `output`, written as PNG, SVG or JSON instead."""
     spec = yield from calls.chart(job_id, name, quantity=quantity, objective=objective)
     if output is None:
-        return altair_chart(spec)
+        return extra_module("altair", "a plot in a notebook").Chart.from_dict(spec)
     yield functools.partial(save, spec, Path(output))
     return None
 
 
 def to_dataframe(job_id: str, table: Table = "candidates") -> Flow[Any]:
     """A table as a pandas data frame; raises `MissingExtraError` without pandas."""
-    return data_frame((yield from rows(job_id, table)))
+    found = yield from rows(job_id, table)
+    return extra_module("pandas", "a data frame").DataFrame(found)
 
 
 def rows(job_id: str, table: Table = "candidates") -> Flow[list[Row]]:
-    """A table as a list of dictionaries; raises `TulaError` for an unknown one."""
+    """A table as a list of dictionaries, with the names of the wire; raises `TulaError` for an unknown one.
+
+    A configuration gives the columns of its fields and `world_size` and `global_batch_size`, an estimate a column and
+    the ends of its interval as `_low` and `_high`, other objects the columns of their fields, a list or a mapping JSON.
+    """
     if table == "candidates":
-        return candidate_rows((yield from calls.recommendation(job_id)))
+        answer = yield from calls.recommendation(job_id)
+        return [_row(Candidate, one) | roles(one, answer) for one in answer.candidates]
     if table == "runs":
-        return model_rows((yield from runs(job_id)))
+        return _rows((yield from runs(job_id)))
     if table == "ledger":
-        return model_rows((yield from calls.ledger(job_id)).entries)
+        return _rows((yield from calls.ledger(job_id)).entries)
     if table == "samples":
         pages = yield from _pages(lambda cursor: calls.samples(job_id, limit=_SAMPLES, cursor=cursor))
-        return model_rows(sample for page in pages for sample in page.samples)
+        return _rows(sample for page in pages for sample in page.samples)
     if table == "telemetry":
         return (yield from _telemetry(job_id))
     if table == "events":
-        return model_rows((yield from calls.past_events(job_id)))
+        return _rows((yield from calls.past_events(job_id)))
     raise TulaError(f"table: {table!r} is unknown: use one of {', '.join(TABLES)}")
 
 
@@ -148,7 +168,96 @@ def _points(run_id: str, column: str, first: int | None, last: int | None) -> Fl
     """The points from step `first` to `last`; a range with more than one answer holds is halved."""
     series = yield from calls.series(run_id, column, max_points=_POINTS, first_step=first, last_step=last)
     if not series.downsampled or series.steps[0] == series.steps[-1]:
-        return telemetry_rows(series)
+        same: Row = {"run_id": series.run_id, "rank": series.rank, "column": series.column}
+        points = zip(series.steps, series.values, strict=True)
+        return [{**same, "step": step, "value": value} for step, value in points]
     middle = (series.steps[0] + series.steps[-1]) // 2
     before = yield from _points(run_id, column, first, middle)
     return before + (yield from _points(run_id, column, middle + 1, last))
+
+
+def _rows(models: Iterable[BaseModel]) -> list[Row]:
+    return [_row(type(model), model) for model in models]
+
+
+def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, bool]:
+    """The role of a candidate in the answer."""
+
+    def is_same(other: Candidate | None) -> bool:
+        return other is not None and (other.configuration, other.spot) == (candidate.configuration, candidate.spot)
+
+    return {
+        "chosen": is_same(recommendation.chosen),
+        "least_time": is_same(recommendation.least_time),
+        "least_cost": is_same(recommendation.least_cost),
+        "knee": recommendation.knee.found and recommendation.knee.configuration == candidate.configuration,
+    }
+
+
+def _row(kind: type[BaseModel], model: BaseModel | None) -> Row:
+    """The columns of `kind`; all empty without a model."""
+    row: Row = {}
+    for name, field in kind.model_fields.items():
+        value = getattr(model, name, None)
+        inner = model_in(field.annotation)
+        if name == "configuration":
+            row |= _configuration(value)
+        elif inner is Estimate:
+            row |= {name + end: getattr(value, part, None) for end, part in _ESTIMATE}
+        elif inner is not None:
+            row |= _row(inner, value)
+        else:
+            row[name] = _cell(value)
+    return row
+
+
+def _configuration(value: Configuration | None) -> Row:
+    if value is None:
+        return dict.fromkeys((*Configuration.__annotations__, "world_size", "global_batch_size"))
+    return asdict(value) | {"world_size": value.world_size, "global_batch_size": value.global_batch_size}
+
+
+def _cell(value: Any) -> Cell:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return value if value is None or isinstance(value, (str, int, float, bool)) else json.dumps(value)
+
+
+def save(spec: dict[str, Any], path: Path, *, scale: float = 2.0) -> None:
+    """Write a Vega-Lite specification as PNG, SVG or JSON, according to the suffix of `path`.
+
+    `scale` is device pixels per chart pixel of a PNG. Rendering needs no network. Raises `UsageError` for another
+    suffix, or a path that cannot be written, `MissingExtraError` without the renderer.
+    """
+    kind = path.suffix.lower().lstrip(".")
+    if kind not in FORMATS:
+        raise UsageError(f"--output: {path.name!r} must end in one of {', '.join('.' + known for known in FORMATS)}")
+    content = json.dumps(spec, indent=1).encode() if kind == "json" else _render(spec, kind, scale)
+    write_file(path, content)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file that the user named; raises `UsageError` if it cannot be written."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def extra_module(name: str, what: str, extra: str = "notebook") -> Any:
+    """The module that `what` needs, of a package of `extra`; raises `MissingExtraError` without it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise MissingExtraError(what, extra) from None
+
+
+def _render(spec: dict[str, Any], kind: str, scale: float) -> bytes:
+    vl_convert = extra_module("vl_convert", f"a chart as {kind.upper()}")
+    try:
+        if kind == "png":
+            return bytes(vl_convert.vegalite_to_png(json.dumps(spec), scale=scale))
+        return str(vl_convert.vegalite_to_svg(json.dumps(spec))).encode()
+    except ValueError as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else "unknown"
+        raise TulaError(f"the chart could not be drawn ({first}): save it as .json and look at it") from None

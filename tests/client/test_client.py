@@ -22,9 +22,9 @@ from tula_client import (
     UnexpectedAnswerError,
 )
 from tula_client._calls import calls
+from tula_client._flows import TABLES
 from tula_client._request import Answer
 from tula_client._request import steps as send_steps
-from tula_client.tables import TABLES
 from tula_wire import (
     Candidate,
     ClaimRequest,

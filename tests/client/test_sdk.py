@@ -13,8 +13,7 @@ import pytest
 from tests.client.test_client import profile
 from tula_client import AsyncClient, AsyncJobHandle, Client, JobHandle, ProfileRun, TulaError, recommend
 from tula_client._client import AsyncProfileRun
-from tula_client._flows import jobs_named
-from tula_client.tables import save
+from tula_client._flows import jobs_named, save
 from tula_wire import Configuration, Job, JobSpec
 
 TOML = """

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tula_client._client import Client, JobHandle
-from tula_client._errors import MissingExtraError, TulaError, UsageError
+from tula_client._errors import TulaError, UsageError
+from tula_client._flows import Row, Table, extra_module, write_file
 from tula_client.cli.output import JobName, Json, emit
-from tula_client.tables import Row, Table, write_file
 from tula_wire import Run
 
 Format = Literal["csv", "parquet", "json"]
@@ -113,13 +113,9 @@ def _csv(rows: Sequence[Row]) -> str:
 
 
 def _parquet(rows: Sequence[Row]) -> bytes:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingExtraError("a Parquet file", "notebook") from None
+    parquet, pyarrow = (extra_module(name, "a Parquet file") for name in ("pyarrow.parquet", "pyarrow"))
     buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), buffer)
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), buffer)
     return buffer.getvalue()
 
 
@@ -129,15 +125,12 @@ def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
     A run that MLflow has from an earlier export is brought up to date. Raises `MissingExtraError` without MLflow,
     `TulaError` where it refuses.
     """
-    try:
-        from mlflow import MlflowClient
-    except ImportError:
-        raise MissingExtraError("an export to MLflow", "mlflow") from None
+    mlflow = extra_module("mlflow", "an export to MLflow", "mlflow")
     name, measured = handle.status().name, _measured(handle)
     predicted = {one.configuration: one for one in handle.recommendation().candidates if not one.spot}
     runs = [run for run in reversed(handle.runs()) if run.state in _STATUS]
     try:
-        store = MlflowClient()
+        store = mlflow.MlflowClient()
         found = store.get_experiment_by_name(name)
         experiment = store.create_experiment(name) if found is None else found.experiment_id
         for run in runs:
