@@ -8,12 +8,12 @@ from typing import Any
 
 from tula_agent.config import ProfilePlan
 from tula_agent.guard import Guard, logger
-from tula_agent.measure.step_timer import median_relative_error
 from tula_agent.rank_channel import Channel, RankRendezvous
 from tula_wire.bounds import FURTHER_WARMUP_STEPS
+from tula_wire.precision import FEWEST_STEPS, relative_error
 
-FIRST_DECISION, DECIDE_EVERY = 8, 4
-"""Measured steps before the first chance to end early, and between two."""
+DECIDE_EVERY = 4
+"""Steps between two chances to end early, from FEWEST_STEPS measured ones on."""
 TRAIN_WARMUP_STEPS = 5
 PEERS_WITHIN_S = 10.0
 LIMIT_EVERY = 16
@@ -73,7 +73,7 @@ class StopAgreement:
         channel = self._channel
         if channel is None:
             return wants_stop
-        if measured < FIRST_DECISION or (measured - FIRST_DECISION) % DECIDE_EVERY:
+        if measured < FEWEST_STEPS or (measured - FEWEST_STEPS) % DECIDE_EVERY:
             return False
         try:
             if channel.rank == 0:
@@ -197,8 +197,9 @@ class Profiling:
         measured = step + 1 - self.first_step - self.warmup_steps
         if not self._agreement.agreed or measured < 1:
             return False
-        precise = self.plan.precision > 0 and median_relative_error(self._times) <= self.plan.precision
-        enough = self._stop_requested == run_id or (self.leads and precise)
+        precision = self.plan.precision if self.leads else 0.0
+        precise = precision > 0 and relative_error(self._times) <= precision
+        enough = precise or self._stop_requested == run_id
         if measured >= self.plan.measure_steps or self._agreement.decide(measured, enough, self.first_step):
             self.stopping = True
             return True

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from statistics import fmean, median
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -147,19 +145,3 @@ class OptimizerCalls:
     def stop(self) -> None:
         """Count no more. Not to be called by an optimizer's hook: torch iterates over them."""
         self._hook.remove()
-
-
-def median_relative_error(times_s: Sequence[float]) -> float:
-    """Half-width of a 95 % interval of the median step time over that median; infinite below eight steps.
-
-    Infinite too while mean and median differ by more than 10 %: some steps are slow, and eight may not hold their share
-    of them. The service decides by the robust mean of the run's steps (`tula_service.perfmodel.step_summary`); this is
-    the agent's own check without NumPy.
-    """
-    if len(times_s) < 8:
-        return math.inf
-    centre = median(times_s)
-    if abs(fmean(times_s) - centre) > 0.1 * centre:
-        return math.inf
-    spread = 1.4826 * median(abs(value - centre) for value in times_s)
-    return float(1.96 * 1.2533 * spread / math.sqrt(len(times_s)) / centre) if centre > 0 else math.inf

@@ -1,19 +1,11 @@
-"""What the steps of a run say: robust figures for a fit, and whether enough were measured."""
+"""What the steps of a run say: robust figures for a fit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-from scipy import special
 
 from tula_service.domain import SampleColumns
-from tula_service.perfmodel.points import FloatArray, column
-
-_FEWEST_STEPS = 5
-_MEAN_OFF_MEDIAN = 0.1  # beyond it some steps are of another kind, and a few steps may not hold their share of them
-_BATCHES = 5
-_LEVEL = 0.95
+from tula_service.perfmodel.points import FloatArray
 
 
 def summarise(samples: SampleColumns) -> dict[str, float | int | None]:
@@ -55,28 +47,6 @@ def _without_outlier(values: FloatArray) -> FloatArray:
     second, largest = np.partition(values, (-2, -1))[-2:]
     alone = largest - second > second - values.min()
     return np.minimum(values, second) if alone else values
-
-
-def measured_precisely_enough(step_times_s: Sequence[float] | FloatArray, precision: float = 0.02) -> bool:
-    """True when the 95 % interval of the mean step time is within +- `precision` (relative): the run may end.
-
-    Needs at least five steps after warm-up. Steps that resemble their neighbours count for less: the error is at least
-    that of the means of five successive batches. Never true while the plain mean is more than 10 % off the median: one
-    slow step among few may recur. Raises ObservationError on a step that is not positive and finite.
-    """
-    column("precision", [precision], above=0.0)
-    times = column("step_times_s", step_times_s, above=0.0)
-    mean, error = robust_mean(times)
-    if mean is None or error is None or times.size < _FEWEST_STEPS:
-        return False
-    middle = float(np.median(times))
-    if abs(float(times.mean()) - middle) > _MEAN_OFF_MEDIAN * middle:
-        return False
-    if times.size >= 2 * _BATCHES:
-        means = [float(part.mean()) for part in np.array_split(_without_outlier(times), _BATCHES)]
-        error = max(error, float(np.std(means, ddof=1)) / np.sqrt(_BATCHES))
-    dof = min(times.size, _BATCHES) - 1 if times.size < 4 * _BATCHES else times.size - 1
-    return float(special.stdtrit(dof, 0.5 + _LEVEL / 2.0)) * error / mean <= precision
 
 
 def known_mean(values: FloatArray | None) -> float | None:

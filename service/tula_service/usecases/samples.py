@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from tula_service.background import BackgroundQueue
 from tula_service.domain import RunRecord
 from tula_service.errors import InvalidInput, NotFound
-from tula_service.perfmodel.step_summary import measured_precisely_enough, summarise
+from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, Transaction
 from tula_service.store.samples import SampleCursor, SampleFilter
 from tula_service.usecases import fabrics, monitoring
@@ -20,6 +20,7 @@ from tula_service.usecases.access import KnownRuns, Principal, visible_job
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, StepSample
 from tula_wire.enums import FINAL_STATES
 from tula_wire.format import percent
+from tula_wire.precision import relative_error
 
 _CURSOR: Final = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 
@@ -106,7 +107,7 @@ def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
     if recent.step.size >= wanted:
         return True, f"All {wanted} measuring steps are in."
     precision = float(run.instruction["precision"])
-    if recent.step.size and precision > 0 and measured_precisely_enough(recent.step_time_s, precision):
+    if precision > 0 and relative_error(recent.step_time_s.tolist()) <= precision:
         return True, f"The step time is known to within {percent(precision)} after {recent.step.size} steps."
     return False, None
 
