@@ -138,8 +138,7 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
             batches = [c.local_batch_size for c in candidates if c.instance_type == name]
             reference = float(max(batches or [c.local_batch_size for c in candidates]))
             # The job's own runs tell its scale better than the scales of other jobs do.
-            scales = () if measured else lessons.scales
-            scale = _scale(lessons, spec.model, cluster, hardware, reference, scales=scales)
+            scale = _scale(lessons, spec.model, cluster, hardware, reference, () if measured else lessons.scales)
             if related is None:
                 believed[name] = scale
             else:
@@ -170,17 +169,16 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
 def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:
     """What a job's runs taught about each instance type, for later jobs: parameters in the order of
     `perfmodel.PARAMETERS`, as JSON. `_as_prior` is the inverse."""
-    found = {}
-    for name in sorted(model.posteriors):
-        learned = model.posteriors[name].lesson()
-        reference = learned.reference_batch_size or 1.0
-        found[name] = {
+    lessons = {name: posterior.lesson() for name, posterior in sorted(model.posteriors.items())}
+    return {
+        name: {
             "mean": learned.mean.tolist(),
             "sd": learned.sd.tolist(),
-            "reference_batch_size": reference,
+            "reference_batch_size": learned.reference_batch_size or 1.0,
             "optimizer_s": model.optimizer_s.get(name, 0.0),
         }
-    return found
+        for name, learned in lessons.items()
+    }
 
 
 def guesses_of(spec: wire.JobSpec) -> list[str]:
@@ -245,7 +243,6 @@ def _scale(
     cluster: wire.ClusterSpec,
     hardware: Mapping[str, Hardware],
     reference: float,
-    *,
     scales: Sequence[EarlierScale],
 ) -> StepTimePrior:
     """The narrower of two guesses: the same network on other hardware, moved by the ratio of the data sheets, or the

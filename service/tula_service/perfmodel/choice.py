@@ -95,6 +95,14 @@ class Limits:
     budget_usd: float | None = None
     max_global_batch_size: int | None = None
 
+    def of_totals(self, estimate: Estimate) -> list[tuple[str, Interval, float]]:
+        """The deadline and the budget where they are set: (name, what the candidate takes of it, limit)."""
+        both = (
+            ("deadline_s", estimate.time_s, self.deadline_s),
+            ("budget_usd", estimate.cost_usd, self.budget_usd),
+        )
+        return [(name, value, limit) for name, value, limit in both if limit is not None]
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -486,13 +494,10 @@ def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
     if not math.isfinite(estimate.time_s.mean):
         sentence = "spot interruptions would practically never let it finish."
         return [*broken, Exclusion(estimate, "interruptions", True, sentence, math.inf)]
-    for name, value, limit, unit in (
-        ("deadline_s", estimate.time_s, limits.deadline_s, "s"),
-        ("budget_usd", estimate.cost_usd, limits.budget_usd, "USD"),
-    ):
-        if limit is not None and value.high > limit:
+    for name, value, limit in limits.of_totals(estimate):
+        if value.high > limit:
             certain = value.mean > limit
-            what, said = ("time", "deadline") if name == "deadline_s" else ("cost", "budget")
+            what, said, unit = ("time", "deadline", "s") if name == "deadline_s" else ("cost", "budget", "USD")
             mean, high, top = (f"{x:,.0f}" if x >= 1e3 else f"{x:.4g}" for x in (value.mean, value.high, limit))
             sentence = f"its expected {what}, {mean} {unit}, is above the {said} of {top} {unit}."
             if not certain:
@@ -504,12 +509,8 @@ def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
 
 def _margin(estimate: Estimate, limits: Limits) -> float:
     """Standard deviations of the logarithm from the mean to its tighter limit; negative where the mean breaks it."""
-    scores = [
-        math.log(limit / value.mean) / max(value.log_sd, 1e-9)
-        for value, limit in ((estimate.time_s, limits.deadline_s), (estimate.cost_usd, limits.budget_usd))
-        if limit is not None and value.mean > 0
-    ]
-    return min(scores, default=math.inf)
+    totals = [(value, limit) for _, value, limit in limits.of_totals(estimate) if value.mean > 0]
+    return min((math.log(limit / value.mean) / max(value.log_sd, 1e-9) for value, limit in totals), default=math.inf)
 
 
 def _order(estimate: Estimate) -> tuple[int, int, str, int, int]:

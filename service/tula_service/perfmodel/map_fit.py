@@ -324,16 +324,12 @@ def merge_repeats(observations: StepTimeObservations) -> tuple[StepTimeObservati
             known = getattr(observations, name)[group]
             known = known[np.isfinite(known)]
             columns[name].append(float(np.median(known)) if known.size else math.nan)
-        if len(group) > 1:  # the error of the middle follows from those within the runs and from how they differ
-            logs = np.log(times)
-            middle = float(np.median(logs))
-            between = _SD_PER_DEVIATION * float(np.median(np.abs(logs - middle)))
-            within = columns["relative_sd"].pop()
-            error = math.hypot(0.0 if math.isnan(within) else within, between) / math.sqrt(len(group))
-            columns["relative_sd"].append(error)
-            columns["step_time_s"].append(math.exp(middle))
-        else:
-            columns["step_time_s"].append(float(times[0]))
+        # The error of the middle follows from those within the runs and from how they differ.
+        middle = float(np.median(np.log(times)))
+        between = _SD_PER_DEVIATION * float(np.median(np.abs(np.log(times) - middle)))
+        within = float(np.nan_to_num(columns["relative_sd"].pop()))
+        columns["relative_sd"].append(math.hypot(within, between) / math.sqrt(len(group)))
+        columns["step_time_s"].append(math.exp(middle))
     merged = StepTimeObservations.at(points.take([group[0] for group in groups.values()]), **columns)
     return merged, np.array([float(len(group)) for group in groups.values()]), notes
 
@@ -371,6 +367,6 @@ def _implausible(observations: StepTimeObservations) -> list[str]:
 def _has_less_to_do(one: PointKey, other: PointKey) -> bool:
     """Fewer nodes at one local batch, or a smaller one on as many, with all else the same."""
     (name, nodes, world, batch, steps), (other_name, other_nodes, other_world, other_batch, other_steps) = one, other
-    comparable = (name, steps) == (other_name, other_steps) and math.isclose(world / nodes, other_world / other_nodes)
-    less = (nodes < other_nodes and batch == other_batch) or (nodes == other_nodes and batch < other_batch)
-    return comparable and less
+    if (name, steps) != (other_name, other_steps) or not math.isclose(world / nodes, other_world / other_nodes):
+        return False
+    return (nodes < other_nodes and batch == other_batch) or (nodes == other_nodes and batch < other_batch)

@@ -438,8 +438,7 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
 
     def rank(estimate: Estimate) -> tuple[float, float, int, Configuration]:
         sds = 0.0 if estimate.key in known else _BOUND_SDS
-        limited = ((estimate.time_s, limits.deadline_s), (estimate.cost_usd, limits.budget_usd))
-        excess = (_bound(value, sds) - math.log(limit) for value, limit in limited if limit is not None)
+        excess = (_bound(value, sds) - math.log(limit) for _, value, limit in limits.of_totals(estimate))
         bound = _bound(choice.goal.value(estimate), sds)
         # Among equals the smaller cluster: its run costs less.
         c = estimate.configuration

@@ -53,6 +53,8 @@ def column(
 class Points:
     """Configurations as columns, each of shape (n,); `world_size` may be no multiple of `num_nodes`."""
 
+    COLUMNS: ClassVar = ("num_nodes", "world_size", "local_batch_size", "grad_accum_steps")
+
     def __init__(
         self,
         num_nodes: Sequence[float] | FloatArray,
@@ -76,8 +78,7 @@ class Points:
         """The columns of a sequence of configurations, in its order."""
         if isinstance(configurations, Points):
             return configurations
-        names = ("num_nodes", "world_size", "local_batch_size", "grad_accum_steps")
-        columns = {name: [float(getattr(c, name)) for c in configurations] for name in names}
+        columns = {name: [float(getattr(c, name)) for c in configurations] for name in cls.COLUMNS}
         return cls(**columns, instance_type=[c.instance_type for c in configurations])
 
     def __len__(self) -> int:
@@ -95,8 +96,7 @@ class Points:
 
     def rows(self) -> list[PointKey]:
         """The key of each point."""
-        columns = (self.num_nodes, self.world_size, self.local_batch_size, self.grad_accum_steps)
-        return list(zip(self.instance_type, *(values.tolist() for values in columns), strict=True))
+        return list(zip(self.instance_type, *(getattr(self, name).tolist() for name in self.COLUMNS), strict=True))
 
     def rows_of(self, instance_type: str) -> npt.NDArray[np.intp]:
         """Row numbers of the points on an instance type."""
@@ -105,13 +105,8 @@ class Points:
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Points:
         """The points at these row numbers, or where this mask is true."""
         index = np.arange(len(self))[np.asarray(rows)] if len(self) else np.arange(0)
-        return Points(
-            self.num_nodes[index],
-            self.world_size[index],
-            self.local_batch_size[index],
-            self.grad_accum_steps[index],
-            [self.instance_type[i] for i in index.tolist()],
-        )
+        columns = {name: getattr(self, name)[index] for name in self.COLUMNS}
+        return Points(**columns, instance_type=[self.instance_type[i] for i in index.tolist()])
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def residual_variance(scales: ResidualScales) -> float:
 def same_points(first: Points, second: Points) -> npt.NDArray[np.bool_]:
     """Where both are the same configuration, shape (len(first), len(second)); instance types are not compared."""
     same = np.ones((len(first), len(second)), dtype=np.bool_)
-    for name in ("num_nodes", "world_size", "local_batch_size", "grad_accum_steps"):
+    for name in Points.COLUMNS:
         same &= getattr(first, name)[:, None] == getattr(second, name)[None, :]
     return same
 
