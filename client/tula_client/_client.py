@@ -20,7 +20,6 @@ from tula_client._request import (
     Answer,
     Awaited,
     Blocking,
-    Flow,
     Method,
     Question,
     Received,
@@ -179,7 +178,7 @@ class Client(Calls, Blocking):
 
 
 class AsyncClient(Calls, Awaited):
-    """Like `Client`, with methods to await."""
+    """Like `Client`, with methods to await, but without runs that the caller measures."""
 
     def __init__(
         self,
@@ -225,10 +224,6 @@ class AsyncClient(Calls, Awaited):
     async def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> AsyncJobHandle:
         """Like `Client.handle`, with a handle whose methods are to be awaited."""
         return AsyncJobHandle(self, await self.send(_flows.job_of(job)))
-
-    def profile_run(self, job: str, configuration: Configuration) -> AsyncProfileRun:
-        """Like `Client.profile_run`, for use in `async with`."""
-        return AsyncProfileRun(self, job, configuration)
 
     async def events(self, job_id: str, *, last_id: int | None = None, reconnect: bool = True) -> AsyncIterator[Event]:
         """Like `Client.events`."""
@@ -306,18 +301,36 @@ class AsyncJobHandle(_JobMethods, Awaited):
         return self.client.events(self.id, last_id=last_id)
 
 
-class _Steps:
-    """What both kinds of run keep, and the calls that they send."""
+class ProfileRun:
+    """Registers a run of `configuration` on entry and ends it on exit: succeeded, or failed with the exception.
+
+    `with client.profile_run(job, configuration) as run: run.log_steps([...])`; `job` is an id or a name. `run.run` is
+    the registered run.
+    """
 
     run: Run
 
-    def __init__(self, job: str, configuration: Configuration) -> None:
+    def __init__(self, client: Client, job: str, configuration: Configuration) -> None:
+        self.client = client
         self._job = job
         self._configuration = configuration
         self._boot_id = uuid.uuid4().hex
         self._steps = 0
 
-    @Method
+    def __enter__(self) -> Self:
+        job_id = self.client.send(_flows.job_id(self._job))
+        wanted = RunCreate(kind="profile", configuration=self._configuration)
+        self.run = self.client.create_run(job_id, wanted)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        patch = RunPatch(state="succeeded")
+        if isinstance(error, Exception):
+            patch = RunPatch(state="failed", message=printable(f"{type(error).__name__}: {error}")[:_MESSAGE_LENGTH])
+        elif error is not None:
+            patch = RunPatch(state="cancelled", message="It was stopped before its end.")
+        self.run = self.client.patch_run(self.run.id, patch)
+
     def log_steps(
         self,
         step_time_s: Sequence[float],
@@ -327,7 +340,7 @@ class _Steps:
         input_time_s: Sequence[float] | None = None,
         peak_bytes: int | None = None,
         warmup: bool = False,
-    ) -> Flow[bool]:
+    ) -> bool:
         """Store the next steps, one number each in seconds; True when the service knows the run precisely enough.
 
         `warmup` marks steps that the fit discards; `peak_bytes` is the largest memory of a rank. Raises `TulaError`,
@@ -351,57 +364,9 @@ class _Steps:
                 {"rank": 0, "boot_id": self._boot_id, "sequence": numbers, "step": numbers, **part}
                 | {"memory": memory, "warmup": warmup}
             )
-            stop = (yield from calls.send_samples(self.run.id, batch)).stop
+            stop = self.client.send_samples(self.run.id, batch).stop
             self._steps += len(numbers)
         return stop
-
-    def _begun(self) -> Flow[Run]:
-        job_id = yield from _flows.job_id(self._job)
-        return (yield from calls.create_run(job_id, RunCreate(kind="profile", configuration=self._configuration)))
-
-    def _ended(self, error: BaseException | None) -> Question[Run]:
-        patch = RunPatch(state="succeeded")
-        if isinstance(error, Exception):
-            patch = RunPatch(state="failed", message=printable(f"{type(error).__name__}: {error}")[:_MESSAGE_LENGTH])
-        elif error is not None:
-            patch = RunPatch(state="cancelled", message="It was stopped before its end.")
-        return calls.patch_run(self.run.id, patch)
-
-
-class ProfileRun(_Steps, Blocking):
-    """Registers a run of `configuration` on entry and ends it on exit: succeeded, or failed with the exception.
-
-    `with client.profile_run(job, configuration) as run: run.log_steps([...])`; `job` is an id or a name. `run.run` is
-    the registered run.
-    """
-
-    def __init__(self, client: Client, job: str, configuration: Configuration) -> None:
-        super().__init__(job, configuration)
-        self.client = client
-
-    def __enter__(self) -> Self:
-        self.run = self.client.send(self._begun())
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.run = self.client.send(self._ended(error))
-
-
-class AsyncProfileRun(_Steps, Awaited):
-    """Like `ProfileRun`, for `async with`, with a method to await."""
-
-    def __init__(self, client: AsyncClient, job: str, configuration: Configuration) -> None:
-        super().__init__(job, configuration)
-        self.client = client
-
-    async def __aenter__(self) -> Self:
-        self.run = await self.client.send(self._begun())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self.run = await self.client.send(self._ended(error))
 
 
 def recommend(

@@ -12,7 +12,6 @@ import pytest
 
 from tests.client.test_client import profile
 from tula_client import AsyncClient, AsyncJobHandle, Client, JobHandle, ProfileRun, TulaError, recommend
-from tula_client._client import AsyncProfileRun
 from tula_client._flows import jobs_named, save
 from tula_wire import Configuration, Job, JobSpec
 
@@ -76,27 +75,6 @@ def test_an_exception_within_an_own_run_fails_it_and_is_raised(client: Client, s
         ProfileRun(client, handle.id, Configuration(num_nodes=1, local_batch_size=32)).log_steps([0.1])
 
 
-def test_the_async_client_has_own_runs_too(async_client: AsyncClient, client: Client, spec: JobSpec) -> None:
-    job_id, chosen = client.handle(spec).id, Configuration(num_nodes=2, local_batch_size=64)
-
-    async def profile_one(error: Exception | None) -> str:
-        async with async_client.profile_run(spec.name, chosen) as run:
-            await run.log_steps([0.2] * 12, peak_bytes=2**30)
-            if error is not None:
-                raise error
-        return run.run.id
-
-    async def profile_two() -> str:
-        async with async_client:
-            with pytest.raises(ValueError, match="no data"):
-                await profile_one(ValueError("no data"))
-            return await profile_one(None)
-
-    run_id = asyncio.run(profile_two())
-    done, failed = [run for run in client.handle(job_id).runs() if run.configuration == chosen and run.num_samples]
-    assert (done.id, done.state, done.num_samples, failed.message) == (run_id, "succeeded", 12, "ValueError: no data")
-
-
 def test_a_prediction_takes_everything_that_the_route_takes(client: Client, spec: JobSpec) -> None:
     handle = client.handle(spec)
     (one,) = handle.predict(2, local_batch_size=64, instance_type="default", usd_per_node_hour=5.0).candidates
@@ -130,7 +108,7 @@ def test_the_async_handle_answers_as_the_other(async_client: AsyncClient, addres
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("kind", [Client, AsyncClient, JobHandle, AsyncJobHandle, ProfileRun, AsyncProfileRun])
+@pytest.mark.parametrize("kind", [Client, AsyncClient, JobHandle, AsyncJobHandle, ProfileRun])
 def test_every_public_method_has_a_signature_with_its_arguments_and_answer(kind: type) -> None:
     methods = {name: value for name, value in inspect.getmembers(kind, callable) if not name.startswith("_")}
     assert methods
@@ -143,11 +121,9 @@ def test_every_public_method_has_a_signature_with_its_arguments_and_answer(kind:
         assert method.__doc__, name
 
 
-@pytest.mark.parametrize(
-    ("sync", "awaited"), [(JobHandle, AsyncJobHandle), (ProfileRun, AsyncProfileRun), (Client, AsyncClient)]
-)
+@pytest.mark.parametrize(("sync", "awaited"), [(JobHandle, AsyncJobHandle), (Client, AsyncClient)])
 def test_the_async_kind_has_the_methods_of_the_other(sync: type, awaited: type) -> None:
-    not_awaited = {"close"}
+    not_awaited = {"close", "profile_run"}
     public = [{name for name, _ in inspect.getmembers(kind, callable) if name[0] != "_"} for kind in (sync, awaited)]
     assert public[0] - not_awaited == public[1] - {"aclose"}
     for name in public[0] & public[1]:
@@ -166,7 +142,7 @@ def test_methods_of_a_handle_are_those_of_its_class(client: Client, spec: JobSpe
         assert list(inspect.signature(method).parameters) == ["self"]
         assert inspect.signature(kind.wait).parameters["poll_s"].annotation is float
     assert not inspect.signature(handle.status).parameters
-    for awaited in (AsyncJobHandle.status, AsyncJobHandle.wait, AsyncProfileRun.log_steps, AsyncClient.job):
+    for awaited in (AsyncJobHandle.status, AsyncJobHandle.wait, AsyncClient.job):
         assert inspect.iscoroutinefunction(awaited)
     assert not inspect.iscoroutinefunction(JobHandle.status)
 
