@@ -240,7 +240,7 @@ def price_candidates(
     if missing := sorted({c.instance_type for c in candidates} - {*goal.offers, *goal.spot_offers}):
         raise ObservationError(f"no price for instance type {missing[0]!r}; add an offer for it.")
     predicted, peaks = model.predict(candidates), predict_peaks(memory or {}, candidates)
-    intervals, terms = predicted.intervals(), predicted.terms()
+    intervals, parts = predicted.intervals(), ("compute_s", "exposed_comm_s", "input_s")
     return tuple(
         price(
             c,
@@ -250,7 +250,7 @@ def price_candidates(
             peak_bytes=peaks[row] or assumed_peak,
             extrapolated=bool(predicted.extrapolated[row]),
             measured=bool(predicted.measured[row]),
-            terms=terms[row],
+            terms={part: float(getattr(predicted, part)[row]) for part in parts},
             steps_factor=goal.steps_factor.get(c, 1.0),
         )
         for offers in (goal.offers, goal.spot_offers)

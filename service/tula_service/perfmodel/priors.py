@@ -281,7 +281,7 @@ def scale_from_jobs(
     return replace(guess, mean=mean, sd=sd)
 
 
-def prior_from_other_type(learnt: StepTimePrior, measured: Hardware | None, wanted: Hardware | None) -> StepTimePrior:
+def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, wanted: Hardware) -> StepTimePrior:
     """The prior of a network on one instance type from its runs on another, basis `transfer`.
 
     The shape is kept. With W the memory bandwidth of a device and L that of a link, c' = c W / W', a' = a c / c' and
@@ -289,27 +289,24 @@ def prior_from_other_type(learnt: StepTimePrior, measured: Hardware | None, want
     each generation of devices uses to another degree. If a figure of either type is unknown, nothing moves and c is
     wider; c is also wider if the figures are uncertain.
     """
+
+    def times(name: str) -> float | None:
+        before, after = getattr(measured, name), getattr(wanted, name)
+        return None if before is None or after is None else math.log(after / before)
+
     shape = prior_from_jobs([learnt])
-    mean, sd = shape.mean.copy(), shape.sd.copy()
-    compute = _log_ratio(measured, wanted, "memory_gb_per_s")
-    if compute is None:
-        compute = _log_ratio(measured, wanted, "peak_tflops")
-    figures = [hardware.figures_sd for hardware in (measured, wanted) if hardware is not None]
-    sd[0] = _UNKNOWN_TYPE_SD if compute is None else math.hypot(float(learnt.sd[0]), _BETWEEN_TYPES_SD, *figures)
-    faster = compute or 0.0
-    mean[0] -= faster
-    mean[1] += faster
-    mean[4] += faster
-    mean[6] += faster - (_log_ratio(measured, wanted, "inter_node_gbps") or 0.0)
-    for entry in (4, 6):
-        sd[entry] = math.hypot(float(sd[entry]), _BETWEEN_TYPES_SD)
+    mean, sd, collectives = shape.mean.copy(), shape.sd.copy(), list(COLLECTIVES)
+    faster = times("memory_gb_per_s")
+    if faster is None:
+        faster = times("peak_tflops")
+    sd[0] = _UNKNOWN_TYPE_SD
+    if faster is not None:
+        sd[0] = math.hypot(learnt.sd[0], _BETWEEN_TYPES_SD, measured.figures_sd, wanted.figures_sd)
+        mean[0] -= faster
+        mean[[1, *collectives]] += faster
+    mean[6] -= times("inter_node_gbps") or 0.0
+    sd[collectives] = np.hypot(sd[collectives], _BETWEEN_TYPES_SD)
     return replace(shape, mean=mean, sd=sd)
-
-
-def _log_ratio(measured: Hardware | None, wanted: Hardware | None, name: str) -> float | None:
-    """log(wanted / measured) of one figure; None where either is not known."""
-    before, after = getattr(measured, name, None), getattr(wanted, name, None)
-    return None if before is None or after is None else math.log(after / before)
 
 
 def prior_from_jobs(
@@ -332,28 +329,25 @@ def prior_from_jobs(
     """
     if not posteriors:
         raise ObservationError("posteriors: there are none; give at least one earlier job.")
-    generic, base = generic_prior(), scale or generic_prior()
-    collectives = list(COLLECTIVES)
+    generic, base, collectives = generic_prior(), scale or generic_prior(), list(COLLECTIVES)
     b_ref = base.reference_batch_size
     b_ref = b_ref or next((p.reference_batch_size for p in posteriors if p.reference_batch_size is not None), None)
-    precision = np.array([p.sd**-2.0 - generic.sd**-2.0 for p in posteriors])
-    precision = np.where(precision > _LEAST_TAUGHT * generic.sd**-2.0, precision, 0.0)
-    means = np.array([p.mean for p in posteriors])
-    parted = (means * [p.sd**-2.0 for p in posteriors] - generic.mean * generic.sd**-2.0) / np.maximum(precision, 1e-12)
+    means, now = np.array([p.mean for p in posteriors]), np.array([p.sd for p in posteriors]) ** -2.0
+    log_c, before = means[:, :1].copy(), generic.sd**-2.0
+    precision = np.where(now > (1.0 + _LEAST_TAUGHT) * before, now - before, 0.0)
+    parted = (means * now - generic.mean * before) / np.maximum(precision, 1e-12)
     means = np.where(precision > 0.0, parted, means)
-    log_c = np.array([p.mean[0] for p in posteriors])
     # For another reference batch c grows with it, and what is relative to c shrinks.
     times = [b_ref / p.reference_batch_size if b_ref and p.reference_batch_size else 1.0 for p in posteriors]
     shift = np.exp(means[:, 2]) * np.log(times)
-    means[:, 0], means[:, 1] = log_c + shift, means[:, 1] - shift
-    means[:, collectives] += log_c[:, None]
-    if scale is not None:
-        ratios = gradient_ratios or [None] * len(posteriors)
-        means[:, collectives] += np.log([ratio or 1.0 for ratio in ratios])[:, None]
-        precision[:, collectives] *= np.array([ratio is not None for ratio in ratios])[:, None]
+    means[:, 0], means[:, 1] = log_c[:, 0] + shift, means[:, 1] - shift
+    means[:, collectives] += log_c
     centre = base.mean.copy()
-    known_c = scale.mean[0] if scale is not None else float(np.mean(means[:, 0]))
-    centre[collectives] += known_c
+    centre[collectives] += np.mean(means[:, 0]) if scale is None else scale.mean[0]
+    if scale is not None:
+        ratios = np.array(gradient_ratios or [None] * len(posteriors), np.float64)[:, None]  # NaN where unknown
+        means[:, collectives] += np.log(np.nan_to_num(ratios, nan=1.0))
+        precision[:, collectives] *= np.isfinite(ratios)
     mean, sd = _predictive(means, precision, centre, base.sd)
     sd[0] = max(float(sd[0]), 0.5)
     if scale is not None:

@@ -21,7 +21,7 @@ from tula_service.perfmodel.map_fit import (
 )
 from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
 from tula_service.perfmodel.points import FloatArray, ObservationError, PointKey, Points, StepTimeObservations
-from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior, prior_from_other_type
+from tula_service.perfmodel.priors import Hardware, Priors, StepTimePrior, generic_prior, prior_from_other_type
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Basis, StepTimeForm
 
@@ -58,12 +58,6 @@ class StepTimePredictions:
         """The same as one `Interval` per prediction."""
         rows = zip(self.mean_s, self.low_s, self.high_s, strict=True)
         return tuple(Interval(float(mean), float(low), float(high)) for mean, low, high in rows)
-
-    def terms(self) -> tuple[Mapping[str, float], ...]:
-        """The parts of each prediction in seconds: compute_s, exposed_comm_s, input_s."""
-        names = ("compute_s", "exposed_comm_s", "input_s")
-        rows = zip(*(getattr(self, name).tolist() for name in names), strict=True)
-        return tuple(dict(zip(names, row, strict=True)) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -332,7 +326,8 @@ def _believed(name: str, posteriors: Mapping[str, Posterior], priors: Priors) ->
     if not posteriors:
         return own
     most, measured = next(iter(posteriors.items()))
-    carried = prior_from_other_type(measured.as_prior(), priors.hardware.get(most), priors.hardware.get(name))
+    hardware = (priors.hardware.get(each, Hardware()) for each in (most, name))
+    carried = prior_from_other_type(measured.as_prior(), *hardware)
     return own if own is not None and own.absolute and own.sd[0] < carried.sd[0] else carried
 
 
