@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Final, Literal, Self, TypeVar
 
 from pydantic import Field, StringConstraints, model_validator
@@ -107,6 +108,12 @@ Times = Column[Elapsed | None] | None
 _BUCKETS = Field(min_length=1, max_length=MAX_BUCKETS, fail_fast=True)
 
 
+def _check_lengths(of: str, length: int, columns: Iterable[tuple[str, object]]) -> None:
+    for name, column in columns:
+        if isinstance(column, list) and len(column) != length:
+            raise ValueError(f"{name} has {len(column)} entries but {of} has {length}: send equal lengths")
+
+
 class BucketTimeline(WireModel):
     """When the gradients of each bucket that DistributedDataParallel reduces at once were complete, on one rank."""
 
@@ -117,11 +124,7 @@ class BucketTimeline(WireModel):
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:
-        if len(self.ready_s) != len(self.bucket_bytes):
-            raise ValueError(
-                f"ready_s has {len(self.ready_s)} entries but bucket_bytes has {len(self.bucket_bytes)}: "
-                "send equal lengths"
-            )
+        _check_lengths("bucket_bytes", len(self.bucket_bytes), [("ready_s", self.ready_s)])
         return self
 
 
@@ -158,10 +161,7 @@ class SampleBatch(WireModel):
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:
-        rows = len(self.sequence)
-        for name, column in self:
-            if isinstance(column, list) and len(column) != rows:
-                raise ValueError(f"{name} has {len(column)} entries but sequence has {rows}: send equal lengths")
+        _check_lengths("sequence", len(self.sequence), self)
         return self
 
 
@@ -227,11 +227,7 @@ class TelemetryChunk(ChunkIdentity):
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:
-        for name, column in self.columns.items():
-            if len(column) != len(self.steps):
-                raise ValueError(
-                    f"columns.{name} has {len(column)} values but steps has {len(self.steps)}: send one value per step"
-                )
+        _check_lengths("steps", len(self.steps), ((f"columns.{name}", each) for name, each in self.columns.items()))
         return self
 
 

@@ -174,7 +174,7 @@ class TestRefusals:
         refused(post(routes.RUN_TELEMETRY, packed(**changes), "application/msgpack"), 422, field)
 
     def test_columns_of_unequal_length_are_refused(self, post: Callable[..., httpx.Response]) -> None:
-        assert "send one value per step" in refused(
+        assert "columns.loss has 1 entries but steps has 3: send equal lengths" in refused(
             post(routes.RUN_TELEMETRY, chunk(3, columns={"loss": [1.0]})), 422, "body"
         )
 
