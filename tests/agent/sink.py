@@ -62,7 +62,7 @@ class Sink:
                 out += zip(*(body[name] for name in names), strict=True)
         return sorted(out)
 
-    def wait(self, condition: Any, within_s: float = 20.0) -> None:
+    def wait(self, condition: Any, within_s: float = 60.0) -> None:
         ends = time.monotonic() + within_s
         while not condition(self):
             assert time.monotonic() < ends, f"still waiting; so far {self.seen}"

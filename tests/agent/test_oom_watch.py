@@ -97,7 +97,7 @@ def test_all_ranks_end_and_the_batch_is_reported_once(capsys):
     ranks = [Rank(store, rank) for rank in range(3)]
     ranks[1].watch.notify("CUDA out of memory")
     ranks[1].watch.notify("again")
-    assert all(rank.ended.wait(5) for rank in ranks)
+    assert all(rank.ended.wait(60) for rank in ranks)
     assert [rank.codes for rank in ranks] == [[EXIT_CODE]] * 3
     assert [rank.reports for rank in ranks] == [[], [("CUDA out of memory", 64)], []]
     said = capsys.readouterr().err
@@ -115,7 +115,7 @@ def test_a_single_rank_reports_and_is_not_ended():
 def test_a_caught_allocator_error_ends_a_profiling_run():
     rank = Rank(FakeStore())
     rank.count = 1
-    assert rank.ended.wait(5)
+    assert rank.ended.wait(60)
     assert rank.reports == [("CUDA out of memory, caught by the script.", 64)]
 
 
@@ -126,13 +126,13 @@ def test_a_training_that_continues_after_a_caught_error_is_not_ended():
     rank.step = 2  # the script went on with a smaller batch
     assert not rank.ended.wait(0.5)
     rank.count = 2  # and now it does not go on
-    assert rank.ended.wait(5)
+    assert rank.ended.wait(60)
 
 
 def test_a_store_that_is_gone_does_not_keep_the_rank_alive():
     rank = Rank(Broken())
     rank.watch.notify("no memory")
-    assert rank.ended.wait(5)
+    assert rank.ended.wait(60)
     assert rank.reports == [("no memory", 64)]
 
 
@@ -170,12 +170,12 @@ def test_the_store_stays_open_until_the_other_ranks_acknowledge():
     )
     first_ends = threading.Thread(target=first.watch.notify, args=("no memory",))
     first_ends.start()
-    assert store.asked.wait(5)  # it waits for an acknowledgement
+    assert store.asked.wait(60)  # it waits for an acknowledgement
     assert not way
     assert first_ends.is_alive()
     second = Rank(store, 1)
-    assert second.ended.wait(5)
-    first_ends.join(5)
+    assert second.ended.wait(60)
+    first_ends.join(60)
     assert not first_ends.is_alive()
     held = weakref.ref(store)
     del store, second, first_ends
@@ -188,7 +188,7 @@ def test_the_store_stays_open_until_the_other_ranks_acknowledge():
 def test_a_rank_waits_at_most_two_looks_for_ranks_without_an_agent():
     rank = Rank(FakeStore(), 0)
     rank.watch.notify("no memory")
-    assert rank.ended.wait(5)
+    assert rank.ended.wait(60)
     assert rank.reports == [("no memory", 64)]
 
 
@@ -201,7 +201,7 @@ def test_a_notice_in_the_first_step_waits_for_the_connection(capsys):
 
     rank = Rank(way)
     rank.watch.notify("no memory")
-    assert rank.ended.wait(5)
+    assert rank.ended.wait(60)
     assert asked[-1] == CONNECT_WITHIN_S
     assert store.has("out_of_memory")
     unconnected = Rank(lambda within_s: None)

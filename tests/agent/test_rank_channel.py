@@ -63,7 +63,7 @@ class SecondRank(RankRendezvous):
 
     def connect(self, host: str, port: int, within_s: float) -> Channel:  # noqa: ARG002
         self.connecting.set()
-        assert self.may_connect.wait(10)
+        assert self.may_connect.wait(60)
         if not self.reachable:
             raise RuntimeError(f"{host}:{port} cannot be reached")
         return Channel(self.hosted, "tula/", 1, 2)
@@ -81,16 +81,16 @@ def test_a_thread_that_may_wait_gets_the_channel_that_another_is_connecting() ->
     publish(group_store, [["first", 1]])
     got: list[Channel | None] = []
     shipping = threading.Thread(target=rendezvous.channel)
-    training = threading.Thread(target=lambda: got.append(rendezvous.channel(10.0)))
+    training = threading.Thread(target=lambda: got.append(rendezvous.channel(60.0)))
     shipping.start()
-    assert rendezvous.connecting.wait(10)
+    assert rendezvous.connecting.wait(60)
     assert rendezvous.channel() is None  # without a wait there is none yet
     training.start()
     training.join(0.2)
     assert training.is_alive()
     rendezvous.may_connect.set()
     for thread in (shipping, training):
-        thread.join(10)
+        thread.join(60)
     assert got
     assert got[0] is not None
     assert got[0] is rendezvous.channel()
@@ -121,7 +121,7 @@ def test_every_rank_uses_the_first_ranks_store_and_skips_addresses_of_others(mon
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(elsewhere.port))
-    follows = RankRendezvous(group_store, "tula/", 1, 2).channel(10.0)
+    follows = RankRendezvous(group_store, "tula/", 1, 2).channel(60.0)
     assert follows is not None
     follows.set("message", 1)
     assert leads.wait("message", 10.0) == 1

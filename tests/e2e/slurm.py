@@ -124,7 +124,7 @@ def _addresses(nodes: Cluster) -> list[str]:
 
 
 def _wait_until_idle(folder: Path, environment: dict[str, str], num_nodes: int) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while time.monotonic() < until:
         state = subprocess.run(
             ["sinfo", "--noheader", "--format=%t %D"], env={**os.environ, **environment}, capture_output=True, text=True

@@ -71,7 +71,7 @@ def ssh(nodes: Cluster, folder: Path) -> Iterator[str]:
 
 
 def _wait_until_reached(name: str, path: str, folder: Path) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     asked = [str(folder / "ssh"), "-o", "BatchMode=yes", name, "hostname"]
     while True:
         done = subprocess.run(asked, capture_output=True, text=True, check=False, env={"PATH": path})

@@ -9,7 +9,6 @@ import sys
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -78,7 +77,7 @@ def round_trip_s(cluster: Cluster) -> float:
 
 
 def step_time_s(cluster: Cluster) -> float:
-    """The median step of a real DDP job over two nodes."""
+    """The fastest step of a real DDP job over two nodes: a busy machine only makes steps longer."""
     job = [launchers() / "python", "-m", "benchmarks._cluster_job"]
     job += ["--nodes=2", "--batch-size=8", "--steps=12", "--show-steps"]
     place = [f"--{name}={value}" for name, value in cluster.for_ranks.items()]
@@ -86,7 +85,7 @@ def step_time_s(cluster: Cluster) -> float:
     done = subprocess.run([*job, *place], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     times = [float(found) for found in re.findall(r"^step \d+ ([\d.]+)$", done.stdout, re.MULTILINE)]
-    return median(after - before for before, after in pairwise(times))
+    return min(after - before for before, after in pairwise(times))
 
 
 def test_links_hold_their_rate_and_training_feels_it() -> None:

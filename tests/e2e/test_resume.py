@@ -23,7 +23,7 @@ def test_the_remaining_steps_are_counted_from_the_checkpoint(server: Server, tmp
     wait_until(lambda: list(tmp_path.glob(".tula/*/checkpoints/*/complete.json")))
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    wait_until(lambda: not tula.processes(), within_s=30)
+    wait_until(lambda: not tula.processes())
 
     with Client(server.url, token="") as client:
         job_id = client.handle("goes-on").id

@@ -56,12 +56,12 @@ def proxy(pair: Path, port: int) -> Iterator[str]:
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    number, loop, ends = opened.get(timeout=10)
+    number, loop, ends = opened.get(timeout=60)
     try:
         yield f"https://localhost:{number}"
     finally:
         loop.call_soon_threadsafe(ends.set)
-        thread.join(10)
+        thread.join(60)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

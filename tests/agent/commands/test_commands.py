@@ -27,7 +27,7 @@ def command(function: object) -> typer.Typer:
 
 
 def look(environ: dict[str, str]) -> dict[str, Finding]:
-    with httpx.Client(timeout=5) as client:
+    with httpx.Client(timeout=60) as client:
         return {finding.name: finding for finding in examine(environ, client)}
 
 

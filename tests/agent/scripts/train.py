@@ -37,7 +37,7 @@ parser.add_argument("--trace", action="store_true", help="print a digest of the 
 parser.add_argument("--who", type=int, default=0, help="the rank that an end comes to")
 parser.add_argument("--no-sync", action="store_true", help="gradients are not reduced in all but the last micro-step")
 parser.add_argument("--overflow", action="store_true", help="some losses are infinite, and a GradScaler skips the step")
-parser.add_argument("--late", type=int, default=-1, help="a rank that takes 20 ms longer than the others")
+parser.add_argument("--late", type=int, default=-1, help="a rank that takes 60 ms longer than the others")
 parser.add_argument("--cut-spool", action="store_true", help="cut the agent's spool file at every step, somewhere else")
 parser.add_argument("--norm", action="store_true", help="batch normalization in the network")
 parser.add_argument("--compile", action="store_true", help="torch.compile, which compiles again for another batch")
@@ -175,7 +175,7 @@ def micro_step(arguments: argparse.Namespace, model: nn.Module, scaler: Any, bat
         if arguments.overflow and seen % 8 == 5:
             loss = loss * float("inf")
         if arguments.late == RANK:
-            time.sleep(0.02)
+            time.sleep(0.06)
         scaled = loss / arguments.accumulate
         (scaler.scale(scaled) if scaler else scaled).backward()
     return loss

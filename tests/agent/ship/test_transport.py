@@ -33,11 +33,11 @@ def test_an_answer_that_no_service_gives_is_dropped_in_time(delivery: str) -> No
 
 def test_a_connection_is_kept_and_its_deadline_begins_again_with_each_request() -> None:
     with lying(Liar({"/scaling": [Lie("late", "{}")] * 4})) as liar:
-        transport = Transport(liar.url, None, TIMEOUT_S)
+        transport = Transport(liar.url, None, 1.5)
         verdicts = []
         for _ in range(4):
             verdicts.append(transport.get("/v1/jobs/j/scaling").verdict)
-            time.sleep(0.15)
+            time.sleep(0.5)
         transport.close()
     assert verdicts == ["delivered"] * 4
 

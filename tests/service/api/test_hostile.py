@@ -51,18 +51,18 @@ class TestHostileBodies:
                 wire.sendall(self.head(prepared, "Content-Length: 1000") + b"{")
             began = time.monotonic()
             assert httpx.get(server.url + routes.JOBS, headers=headers).status_code == 200
-            assert time.monotonic() - began < BODY_TIMEOUT_S / 4
+            assert time.monotonic() - began < 0.75 * BODY_TIMEOUT_S
 
     def test_a_declared_gibibyte_is_refused_unread(self, served: tuple[Server, Prepared]) -> None:
         server, prepared = served
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as wire:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as wire:
             wire.sendall(self.head(prepared, f"Content-Length: {2**30}"))
             assert b" 413 " in wire.recv(4096).split(b"\r\n")[0]
 
     def test_an_undeclared_gibibyte_is_refused_on_the_way(self, served: tuple[Server, Prepared]) -> None:
         server, prepared = served
         sent = 0
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as wire:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as wire:
             wire.sendall(self.head(prepared, "Transfer-Encoding: chunked"))
             piece = b"10000\r\n" + bytes(0x10000) + b"\r\n"
             try:

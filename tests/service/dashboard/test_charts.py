@@ -236,6 +236,12 @@ def test_png_is_a_png_of_the_size_asked_for() -> None:
 
 def test_drawing_never_stops_the_rest_of_the_service() -> None:
     """vl-convert holds the interpreter's lock for seconds; in this process, requests and health checks would wait."""
+    # Another process may stop this one as well, but not in the middle of each of several drawings.
+    assert any(longest < took / 2 for longest, took in (longest_stop() for _ in range(5)))
+
+
+def longest_stop() -> tuple[float, float]:
+    """Seconds for which another thread stood still at a time while a chart was drawn, and those of the drawing."""
     spec = charts.job_chart("memory", models.job(), models.recommendation(), models.ledger())
     beats: list[float] = []
     over = threading.Event()
@@ -252,8 +258,7 @@ def test_drawing_never_stops_the_rest_of_the_service() -> None:
     over.set()
     heart.join()
     assert drawn.startswith("<svg")
-    longest = max(after - before for before, after in itertools.pairwise([started, *beats]))
-    assert longest < took / 2
+    return max(after - before for before, after in itertools.pairwise([started, *beats])), took
 
 
 def contrast(first: str, second: str) -> float:

@@ -87,7 +87,10 @@ def test_kills_in_the_middle_of_an_upgrade_leave_the_old_schema_or_the_new(tmp_p
         process = start_upgrade(forks, old, database)
         time.sleep(whole_s * (number + 0.5) / KILLS)
         process.send_signal(signal.SIGKILL)
-        killed += process.wait(60) == -signal.SIGKILL
+        if process.wait(60) == -signal.SIGKILL:
+            killed += 1
+        else:
+            whole_s *= 0.8  # it was faster than the one that was timed, as on a machine that has become idle
         holds_the_examples(open_engine(str(database)))
     assert killed >= KILLS // 2, "most were killed before they had ended"
 
