@@ -83,6 +83,9 @@ class InputWait:
         return np.array([wait if seen is None else seen for wait, seen in zip(waits, known, strict=True)])
 
 
+_NO_WAIT = InputWait(0.0, 0.0, 0.0, {})
+
+
 @dataclass(frozen=True)
 class StepTimeModel:
     """A fitted model. `notes` are sentences about what the data leave open; `basis` is what it rests on.
@@ -104,7 +107,7 @@ class StepTimeModel:
     reference_batch_size: float = field(repr=False)
     paper_fits: Mapping[str, PaperFit | None] = field(default_factory=dict, repr=False)
     interval_scale: float = 1.0
-    input_waits: Mapping[str, InputWait | None] = field(default_factory=dict, repr=False)
+    input_waits: Mapping[str, InputWait] = field(default_factory=dict, repr=False)
     optimizer_s: Mapping[str, float] = field(default_factory=dict, repr=False)
 
     def predict(self, configurations: Points | Sequence[Configuration]) -> StepTimePredictions:
@@ -113,26 +116,18 @@ class StepTimeModel:
         mean_s, low_s, high_s, log_sd, compute_s, comm_s, input_s = (np.zeros(len(points)) for _ in range(7))
         for name in set(points.instance_type):
             at = points.rows_of(name)
-            fit = self.paper_fits.get(name) or self.posterior_for(name)
-            predicted = fit.predict_step(points.take(at))
-            whole_s, computing_s, micro_steps = (
-                np.exp(predicted.mean),
-                np.exp(predicted.compute),
-                points.grad_accum_steps[at],
-            )
-            repeated_s = (micro_steps - 1.0) * np.minimum(
-                _of_type(self.optimizer_s, name, 0.0), computing_s / micro_steps
-            )
-            mean_s[at] = whole_s - repeated_s
-            log_sd[at] = predicted.sd * self.interval_scale * whole_s / mean_s[at]
-            wait = _of_type(self.input_waits, name, None)
-            if wait is not None:
-                input_s[at] = wait.predict(points.take(at), mean_s[at])
-                sd_s = np.hypot(log_sd[at] * mean_s[at], wait.relative_sd * input_s[at])
-                mean_s[at] += input_s[at]
-                log_sd[at] = sd_s / mean_s[at]
-            low_s[at], high_s[at] = log_interval(mean_s[at], log_sd[at], predicted.dof)
-            compute_s[at], comm_s[at] = computing_s - repeated_s, np.exp(predicted.communication)
+            here = points.take(at)
+            step = (self.paper_fits.get(name) or self.posterior_for(name)).predict_step(here)
+            whole_s, computing_s, micro_steps = np.exp(step.mean), np.exp(step.compute), here.grad_accum_steps
+            once_s = np.minimum(_of_type(self.optimizer_s, name, 0.0), computing_s / micro_steps)
+            repeated_s = (micro_steps - 1.0) * once_s
+            wait = _of_type(self.input_waits, name, _NO_WAIT)
+            input_s[at] = wait.predict(here, whole_s - repeated_s)
+            mean_s[at] = whole_s - repeated_s + input_s[at]
+            sd_s = np.hypot(step.sd * self.interval_scale * whole_s, wait.relative_sd * input_s[at])
+            log_sd[at] = sd_s / mean_s[at]
+            low_s[at], high_s[at] = log_interval(mean_s[at], log_sd[at], step.dof)
+            compute_s[at], comm_s[at] = computing_s - repeated_s, np.exp(step.communication)
         compute_s = np.minimum(compute_s, mean_s - input_s)
         seen = set() if self.observations is None else set(self.observations.points.rows())
         return StepTimePredictions(
@@ -202,7 +197,7 @@ def fit_step_time(
     by_count = sorted(counts, key=lambda name: -counts[name])
     posteriors: dict[str, Posterior] = {}
     paper_fits: dict[str, PaperFit | None] = {}
-    input_waits: dict[str, InputWait | None] = {}
+    input_waits: dict[str, InputWait] = {}
     for name in by_count:
         start = _believed(name, posteriors, priors) or generic_prior()
         rows = measured.rows_of(name)
@@ -233,8 +228,8 @@ def fit_step_time(
     )
 
 
-def fit_input_wait(observations: StepTimeObservations) -> InputWait | None:
-    """Least squares, relative to the step, over the rows of one type that wait or would; None where none does."""
+def fit_input_wait(observations: StepTimeObservations) -> InputWait:
+    """Least squares, relative to the step, over the rows of one type that wait or would."""
     from scipy.optimize import lsq_linear  # imported on use: few jobs wait for data
 
     reported = observations.take(np.isfinite(observations.input_time_s))
@@ -243,7 +238,7 @@ def fit_input_wait(observations: StepTimeObservations) -> InputWait | None:
     columns = np.column_stack([points.local_batch_size * points.grad_accum_steps / step_s, share - 1.0])
     waiting = share > _LEAST_SHARE
     if not waiting.any():
-        return None
+        return _NO_WAIT
     scale = float(columns[:, 0].max())
     for _ in range(_MOST_ROUNDS):
         known = np.vstack([columns[waiting] / [scale, 1.0], [0.0, _HIDES_NOTHING]])

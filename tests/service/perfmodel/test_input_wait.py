@@ -33,7 +33,6 @@ def measured(configurations: list[Configuration], hidden: float, noise: float = 
 @pytest.mark.parametrize("hidden", [0.0, 0.6, 1.0])
 def test_loading_and_what_hides_it_are_recovered(hidden: float) -> None:
     found = fit_input_wait(measured(PROFILED, hidden))
-    assert found is not None
     assert found.s_per_example == pytest.approx(0.001, rel=0.05)
     assert found.hidden == pytest.approx(hidden, abs=0.05)
 
@@ -60,13 +59,12 @@ def test_without_waits_nothing_changes() -> None:
     times = [rest(c) for c in PROFILED]
     plain = fit_step_time(StepTimeObservations.at(PROFILED, times), candidates=GRID).predict(GRID)
     none = StepTimeObservations.at(PROFILED, times, input_time_s=[0.0] * len(PROFILED))
-    assert fit_input_wait(none) is None
+    assert fit_input_wait(none).s_per_example == 0.0
     assert fit_step_time(none, candidates=GRID).predict(GRID).mean_s == pytest.approx(plain.mean_s, rel=1e-12)
 
 
 def test_one_run_says_how_long_an_example_takes() -> None:
     found = fit_input_wait(measured(PROFILED[1:2], 0.0))
-    assert found is not None
     assert found.s_per_example == pytest.approx(0.001, rel=0.02)
 
 
