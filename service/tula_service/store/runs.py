@@ -132,16 +132,6 @@ class Runs(Repository):
         found: str | None = self._scalar(sa.select(run_outputs.c.text).where(run_outputs.c.run_key == run_key))
         return found
 
-    def cancel_pending(self, job_id: str, run_ids: Sequence[str]) -> None:
-        """Cancel those of these runs that are still pending."""
-        statement = (
-            sa.update(runs)
-            .where(runs.c.job_id == job_id, runs.c.id.in_(run_ids), runs.c.state == "pending")
-            .values(state="cancelled", finished_at=self._now())
-        )
-        if run_ids and self._connection.execute(statement).rowcount:
-            self.bump(job_id)
-
     def count_by_state(self) -> dict[RunState, int]:
         """The number of runs in each state."""
         statement = sa.select(runs.c.state, sa.func.count()).group_by(runs.c.state)

@@ -263,10 +263,8 @@ class Samples(Repository):
         known = self._row(sa.select(*_MEMORY).where(table.source_key == source_key))
         if known is not None and (reading.peak_bytes < known["peak_bytes"] or reading == MemoryReading(**known)):
             return False
-        insert = self._insert(memory_readings).values(source_key=source_key, run_key=run_key, **asdict(reading))
-        values = {column.name: insert.excluded[column.name] for column in _MEMORY}
-        higher = insert.excluded.peak_bytes >= memory_readings.c.peak_bytes
-        self._connection.execute(insert.on_conflict_do_update(index_elements=["source_key"], set_=values, where=higher))
+        higher = table.peak_bytes <= reading.peak_bytes
+        self._put(memory_readings, {"source_key": source_key}, asdict(reading), where=higher, run_key=run_key)
         return True
 
     def _highest(self, run_keys: Sequence[int]) -> dict[int, MemoryReading]:
@@ -305,7 +303,12 @@ class Samples(Repository):
     def _compute(self, run_key: int, of_num_samples: int, summarise: Summarise) -> dict[str, Any]:
         table = step_samples.c
         measured = self._scalar(sa.select(sa.func.count()).where(table.run_key == run_key, table.warmup.is_(False)))
-        figures = self._figures(run_key, summarise)
+        try:
+            figures = summarise(self.recent(run_key))
+        except Exception:  # a run never fails its job
+            _LOG.exception("the samples of a run cannot be summarised", extra={"run_key": run_key})
+            names = ("step_time_s", "relative_sd", *_FLOATS, "straggler_rank")
+            figures = {"num_steps": 0, **dict.fromkeys(names)}
         seen = self._row(
             sa.select(sample_sources)
             .where(sample_sources.c.run_key == run_key)
@@ -317,15 +320,6 @@ class Samples(Repository):
         if self._writable:
             self._put(run_summaries, {"run_key": run_key}, values)
         return values
-
-    def _figures(self, run_key: int, summarise: Summarise) -> dict[str, Any]:
-        """Those of the newest samples; none where they cannot be computed, so that a run never fails its job."""
-        recent = self.recent(run_key)
-        try:
-            return summarise(recent)
-        except Exception:
-            _LOG.exception("the samples of a run cannot be summarised", extra={"run_key": run_key})
-            return {"num_steps": 0, **dict.fromkeys(("step_time_s", "relative_sd", *_FLOATS, "straggler_rank"))}
 
     def _reach(self, source: int, after: int, most: int) -> tuple[int, int]:
         """The number of rows of a process after `after`, up to `most`, and the last one's sequence number."""

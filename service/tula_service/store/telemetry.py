@@ -27,6 +27,7 @@ INSERT_SQLITE = _INSERT.format(f"VALUES ({', '.join('?' * 9)})")
 RUN_IS_THERE = "SELECT 1 FROM runs WHERE key = ? AND id = ?"
 INSERT_SQLITE_IF_THERE = _INSERT.format(f"SELECT {', '.join('?' * 9)} WHERE EXISTS ({RUN_IS_THERE})")
 """Takes a run's key and id after the row: SQLite reuses the key of a deleted run, perhaps for another tenant's run."""
+_LAST_STEP: Final = 2**63 - 1
 _EXPLICIT_STEPS: Final = 1
 _SINGLE_PRECISION: Final = 2
 _LEVEL: Final = -1
@@ -140,17 +141,12 @@ class Telemetry(Repository):
     ) -> tuple[IntArray, FloatArray]:
         """Steps and values of one column of one rank, by step; of a step sent twice, the later boot's value."""
         chunk = telemetry_chunks.c
-        statement = _chunks(column, rank).where(chunk.run_key == run_key)
-        if first_step is not None:
-            statement = statement.where(chunk.last_step >= first_step)
-        if last_step is not None:
-            statement = statement.where(chunk.first_step <= last_step)
+        first, last = first_step or 0, _LAST_STEP if last_step is None else last_step
+        statement = _chunks(column, rank).where(
+            chunk.run_key == run_key, chunk.last_step >= first, chunk.first_step <= last
+        )
         steps, values = _joined(self._connection.execute(statement), column)
-        keep = np.ones(steps.size, bool)
-        if first_step is not None:
-            keep &= steps >= first_step
-        if last_step is not None:
-            keep &= steps <= last_step
+        keep = (steps >= first) & (steps <= last)
         return steps[keep], values[keep]
 
     def num_steps(self, run_ids: Collection[str], *, rank: int = 0) -> dict[str, dict[str, int]]:

@@ -218,7 +218,8 @@ def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, decision: 
 
 
 def _store_plan(tx: Transaction, job: JobRecord, analysis: Analysis, decision: PlanDecision) -> JobRecord:
-    tx.runs.cancel_pending(job.id, decision.cancelled)
+    for run_id in decision.cancelled:
+        tx.runs.transition(run_id, expected=["pending"], to="cancelled")
     for run_id, step_time_s in decision.predicted_step_time_s.items():
         tx.runs.update(run_id, predicted_step_time_s=step_time_s)
     for new in decision.new:

@@ -122,7 +122,7 @@ class TestJobs:
         a_run(store, job.id, kind="train")
         with store.transaction() as tx:
             tx.runs.transition(done.id, expected=["pending"], to="succeeded")
-            tx.runs.cancel_pending(job.id, [cancelled.id])
+            tx.runs.transition(cancelled.id, expected=["pending"], to="cancelled")
             counted = tx.jobs.get(job.id)
         assert (counted.runs_done, counted.runs_planned) == (1, 2)
 
