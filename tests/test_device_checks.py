@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu import device_checks
 from benchmarks.gpu.device_checks import IMPOSSIBLE_BYTES, Device, check
-from tula_agent.measure.device_clock import DeviceClock
+from tula_agent.measure.step_timer import DeviceClock
 
 MIB = 2**20
 

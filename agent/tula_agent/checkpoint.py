@@ -309,7 +309,11 @@ def _restore_position(
 ) -> Resumed:
     """Continue where this rank's file (`own`) ends; `shape`: batch and world size now, those of then are in `facts`."""
     exact = all(facts[name] == size or size is None for name, size in shape.items())
-    consumed = own["consumed"] if exact else _same_examples(own["consumed"], facts, shape)
+    consumed = own["consumed"]
+    if not exact:  # as many examples
+        before = facts["local_batch_size"] or 1
+        after = (shape["local_batch_size"] or before) * shape["world_size"]
+        consumed = int(consumed * before * facts["world_size"] // after)
     position.epoch, position.step = own["epoch"], own["step"]
     position.epochs_before = float(own["epoch"])
     if exact:
@@ -317,12 +321,6 @@ def _restore_position(
     if own["consumed"]:
         position.restore(consumed, own["at_pass_start"], own["now"] if exact else None)
     return Resumed(own["epoch"], own["step"], consumed, exact, True, extra)
-
-
-def _same_examples(consumed: int, then: dict[str, Any], now: dict[str, Any]) -> int:
-    before = (then["local_batch_size"] or 1) * then["world_size"]
-    after = (now["local_batch_size"] or then["local_batch_size"] or 1) * now["world_size"]
-    return int(consumed * before // after)
 
 
 def _root(ranks: CollectiveCalls, directory: str | os.PathLike[str] | None) -> Path:

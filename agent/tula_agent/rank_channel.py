@@ -29,7 +29,6 @@ from typing import Any
 import torch.distributed as dist
 
 from tula_agent.config import AgentConfig
-from tula_agent.torch_private import default_store
 
 _stores: Any = dist  # untyped: torch builds without distributed lack its stores
 
@@ -127,12 +126,6 @@ class RankRendezvous:
                 addresses = [(host, store.port) for host in _hosts_of(group_store)]
             self._channel.set(_OPEN, True)
             self._over(group_store).set(_ADDRESS, addresses)
-
-    @classmethod
-    def of_default_group(cls, config: AgentConfig, name: str) -> RankRendezvous:
-        """For the default process group; `name` differs for each group that this process has trained in."""
-        prefix = f"tula/{config.run_id}/{config.restart}/{name}/"
-        return cls(default_store(), prefix, dist.get_rank(), dist.get_world_size())
 
     def channel(self, within_s: float = 0.0) -> Channel | None:
         """The channel, or None if the first rank has not published its address `within_s` seconds."""

@@ -16,10 +16,9 @@ from tula_agent.batches import LaunchBatches, batch_size_of, first_examples, seq
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched
 from tula_agent.guard import Guard, logger
 from tula_agent.measure.ddp import BucketTimer, CommSplit
-from tula_agent.measure.device_clock import DeviceClock, clock_for
 from tula_agent.measure.gradients import GradientReader
 from tula_agent.measure.memory import MemoryMonitor, device_of, device_use
-from tula_agent.measure.step_timer import OptimizerCalls, StepTimer
+from tula_agent.measure.step_timer import DeviceClock, OptimizerCalls, StepTimer, clock_for
 from tula_agent.profiling import Profiling, StopAgreement
 from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with_group_place
 from tula_agent.readings import Interval, Readings, StepTiming, to_number
@@ -28,7 +27,7 @@ from tula_agent.ship.joining import Joining
 from tula_agent.ship.request_builder import Identity, RequestBuilder
 from tula_agent.ship.spool import SpooledRequest, encode
 from tula_agent.ship.transport import Reply, Transport
-from tula_agent.torch_private import ddp_models
+from tula_agent.torch_private import ddp_models, default_store
 from tula_wire import routes
 
 if TYPE_CHECKING:
@@ -445,7 +444,9 @@ class Recorder:
         self.profiling.use(StopAgreement(None, self.guard, world_size))
         if world_size > 1 and current_group() is not None:
             with self.guard("finding the other ranks"):
-                self._rendezvous = RankRendezvous.of_default_group(self.config, f"{self._number}.{self._groups}")
+                # The last part differs for each group that this process has trained in.
+                prefix = f"tula/{self.config.run_id}/{self.config.restart}/{self._number}.{self._groups}/"
+                self._rendezvous = RankRendezvous(default_store(), prefix, self.config.rank, world_size)
                 self.profiling.use(StopAgreement(self._rendezvous, self.guard, world_size))
                 self._start_comm_split(models)
         if self.leads and self._device_clock is None:

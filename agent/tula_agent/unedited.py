@@ -71,9 +71,8 @@ class UneditedLoop:
             self._recorder.measure_whole_batches("no batch comes from a DataLoader")
             self._boundary()
             self._run.batch_arrived(torch.empty(self._recorder.config.local_batch_size or 1, 0))
-        elif (
-            self._ended
-        ):  # the last step of an epoch, of a loader that is a batch ahead or of a script that steps once more
+        elif self._ended:
+            # The last step of an epoch, of a loader that is a batch ahead or of a script that steps once more.
             self._ended = False
             self._ahead = self._ahead or self._micro_steps + 1 == self._recorder.timer.grad_accum_steps
             if self._ahead:

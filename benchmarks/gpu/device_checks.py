@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from tula_agent.config import read_config
-from tula_agent.measure.device_clock import DeviceClock, clock_for
 from tula_agent.measure.memory import MemoryMonitor
+from tula_agent.measure.step_timer import DeviceClock, clock_for
 from tula_agent.oom_watch import cuda_oom_count, is_out_of_memory
 from tula_agent.run import Run
 

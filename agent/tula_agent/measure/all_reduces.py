@@ -33,7 +33,9 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
     every = dist.new_group(timeout=_GROUP_WITHIN)
     groups = [every]
     try:
-        dist.all_gather_object(nodes, _node(), group=every)
+        # What the launcher calls this rank's node, else the host's name.
+        node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname()
+        dist.all_gather_object(nodes, node, group=every)
         ranks = Counter(nodes)
         if len(set(ranks.values())) > 1:
             raise ValueError(f"nodes have {sorted(ranks.values())} ranks: launch as many on each node")
@@ -65,11 +67,6 @@ def _backend(group: Any, device: torch.device) -> str:
     if found not in _LARGEST_BYTES:
         raise ValueError(f"{found} is not probed, only {' and '.join(_LARGEST_BYTES)}")
     return found
-
-
-def _node() -> str:
-    """What the launcher calls this rank's node, else the host's name."""
-    return os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname()
 
 
 def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[str, float]]:

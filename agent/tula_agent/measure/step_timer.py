@@ -1,18 +1,23 @@
-"""Where one step ends and the next begins, and how long each took."""
+"""Where one step ends and the next begins, and how long each took: by the host's clock, and by the device's."""
 
 from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tula_agent.readings import StepTiming
+from tula_agent.guard import logger
+from tula_agent.readings import Interval, StepTiming
 
 _PATIENCE = 8
 """Steps' worth of micro-steps to wait for a watched optimizer's first step."""
+POOL_SIZE = 256
+"""Events at most: four a step, so that 64 steps may be in flight; a step beyond that has wall time only."""
 
 
 class StepTimer:
@@ -73,23 +78,18 @@ class StepTimer:
             if micro == self._last or self._expected is None:
                 self._expected, self._known = micro, True
             self._last = micro
-        elif not self._ends_by_count(micro):
-            return None
+        else:
+            expected = self._expected or (None if self.watched else 1)
+            if self.watched and expected is not None and micro >= _PATIENCE * expected:
+                self._known = True  # no step is seen, as in a CUDA graph
+            if expected is None or micro < expected or (self.watched and not self._known):
+                return None
         uneven = micro > 1 and len(set(self._sizes)) > 1
         optimizer_s = None if self._optimizer_at is None else now - self._optimizer_at
         timing = StepTiming(self.step, now - self._started, self._input, micro, self._sizes[0], uneven, optimizer_s)
         self._begin(now)
         self.step += 1
         return timing
-
-    def _ends_by_count(self, micro_steps: int) -> bool:
-        if not self.watched:
-            return micro_steps >= (self._expected or 1)
-        if self._expected is None:
-            return False
-        if micro_steps >= _PATIENCE * self._expected:
-            self._known = True  # no step is seen, as in a CUDA graph
-        return self._known and micro_steps >= self._expected
 
     def batch_ready(self, local_batch_size: int | None) -> None:
         """The loader has delivered a batch."""
@@ -126,6 +126,96 @@ class StepTimer:
         """Begin the next step now, so that the agent's own work since the boundary does not count."""
         if self._started is not None and not self._sizes:
             self._started = self._wanted = self._clock()
+
+
+class DeviceClock:
+    """Marks the moments of a step in the device's stream; nothing waits for the device.
+
+    Called on the training thread, and never raises: `begin`, then `batch` and `optimizer` once each, then `end`. A
+    mark costs one event record, a few microseconds of the host's time.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        record: Callable[[Any], None],
+        pool_size: int = POOL_SIZE,
+        capturing: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.events_made = 0
+        self._make = make
+        self._pool_size = pool_size
+        self._free: deque[Any] = deque()  # this thread takes events, the shipping thread gives them back
+        self._record = record
+        self.capturing = capturing  # an event recorded while a CUDA graph is captured would be part of it
+        self._open: Interval | None = None
+        self._broken = False
+
+    def begin(self) -> None:
+        """A step begins; an unfinished one before it is discarded."""
+        self.drop()
+        start = self._mark()
+        self._open = None if start is None else Interval(self._free, start)
+
+    def batch(self) -> None:
+        """Its first batch has arrived."""
+        if self._open is not None and self._open.batch is None:
+            self._open.batch = self._mark()
+
+    def optimizer(self) -> None:
+        """Its first optimizer is about to step."""
+        if self._open is not None and self._open.optimizer is None and not self.capturing():
+            self._open.optimizer = self._mark()
+
+    def end(self) -> Interval | None:
+        """The step is over: poll the result for its times; None when it was not marked."""
+        interval, self._open = self._open, None
+        if interval is None:
+            return None
+        interval.end = self._mark()
+        if interval.end is None:
+            interval.release()
+            return None
+        return interval
+
+    def drop(self) -> None:
+        """Discard the step under way: the loop was left in it."""
+        if self._open is not None:
+            self._open.release()
+            self._open = None
+
+    def _mark(self) -> Any | None:
+        if self._broken:
+            return None
+        try:
+            if self._free:
+                event = self._free.popleft()
+            elif self.events_made < self._pool_size:
+                self.events_made += 1
+                event = self._make()
+            else:
+                return None  # all are in flight
+            self._record(event)
+        except Exception as error:  # a guard would cost more than the mark
+            self._broken = True
+            logger.warning("the device's clock failed, step times are wall time from now on: %r", error)
+            return None
+        return event
+
+
+def clock_for(device: torch.device) -> DeviceClock | None:
+    """The clock of `device`; None for everything but CUDA (and ROCm)."""
+    if device.type != "cuda" or not hasattr(torch.cuda, "Event") or not hasattr(torch.cuda, "current_stream"):
+        return None
+
+    def make() -> Any:
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def record(event: Any) -> None:
+        # The current device may differ from the one that the model runs on.
+        event.record(torch.cuda.current_stream(device))
+
+    return DeviceClock(make, record, capturing=torch.cuda.is_current_stream_capturing)
 
 
 class OptimizerCalls:

@@ -89,7 +89,7 @@ class Joining:
                     if self._process.config.rank != 0:
                         self._learn(2 * AT_END_WITHIN_S if last else 0.0)
                     elif self._process.seen_configuration() is not None:
-                        self._make_or_try_later(last)
+                        self._try_to_make(last)
             finally:
                 self._asking.release()
         return self.run_id is not None or self._refused
@@ -113,7 +113,7 @@ class Joining:
         channel = self._process.channel()
         return channel is None or channel.has(*(_host(channel, rank) for rank in range(1, channel.world_size)))
 
-    def _make_or_try_later(self, last: bool) -> None:
+    def _try_to_make(self, last: bool) -> None:
         if self._hosts_until is None or last:
             self._hosts_until = time.monotonic() + (AT_END_WITHIN_S if last else HOSTS_WITHIN_S)
         while not self._knows_hosts() and time.monotonic() <= self._hosts_until:

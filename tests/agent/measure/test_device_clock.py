@@ -20,7 +20,7 @@ from tests.agent.sink import Sink
 from tula_agent.batches import LaunchBatches
 from tula_agent.config import read_config
 from tula_agent.guard import Guard
-from tula_agent.measure.device_clock import DeviceClock, clock_for
+from tula_agent.measure.step_timer import DeviceClock, clock_for
 from tula_agent.readings import Readings, StepTiming
 from tula_agent.run import Run
 from tula_agent.ship.request_builder import Identity, RequestBuilder
