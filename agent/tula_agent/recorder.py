@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tula_agent.batches import LaunchBatches, batch_size_of, first_examples, sequence_length_of
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched
@@ -18,7 +19,7 @@ from tula_agent.guard import Guard, logger
 from tula_agent.measure.ddp import BucketTimer, CommSplit
 from tula_agent.measure.gradients import GradientReader
 from tula_agent.measure.memory import MemoryMonitor, device_of, device_use
-from tula_agent.measure.step_timer import DeviceClock, OptimizerCalls, StepTimer, clock_for
+from tula_agent.measure.step_timer import DeviceClock, StepTimer, clock_for
 from tula_agent.profiling import Profiling, StopAgreement
 from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with_group_place
 from tula_agent.readings import Interval, Readings, StepTiming, to_number
@@ -126,7 +127,8 @@ class Recorder:
         self._number = next(_recorders)
         self._comm_split: CommSplit | None = None
         self._bucket_timer: BucketTimer | None = None
-        self._optimizer_calls: OptimizerCalls | None = None
+        self._optimizer_calls: count[int] | None = None  # of any optimizer, where the script gives none to watch
+        self._counting: Any = None
         self._device_clock: DeviceClock | None = None
         self._rendezvous: RankRendezvous | None = None
         self._group: weakref.ref[Any] | None = None
@@ -257,7 +259,12 @@ class Recorder:
             self._begun = True
             self._begin_in_group()
             if self.leads and self.timer.step == 0 and not self.timer.watched:
-                self._optimizer_calls = OptimizerCalls()
+                counter = self._optimizer_calls = count()
+
+                def stepped(*_: Any) -> None:
+                    next(counter)
+
+                self._counting = register_optimizer_step_post_hook(stepped)
         for optimizer in self.objects.scaled:
             optimizer.next_epoch()
         self.exporter.start()
@@ -577,10 +584,10 @@ class Recorder:
             text = "the script accumulates %d micro-steps a step, but the run's are %d: pass grad_accum_steps on"
             logger.warning(text, seen, configured)
         if step == UNWATCHED_KNOWN_STEP and self._optimizer_calls is not None:
-            calls, self._optimizer_calls = self._optimizer_calls, None
-            calls.stop()
-            batches = round((step + 1) * seen / max(1, calls.count))
-            if calls.count and not self.timer.watched and batches > seen:
+            calls, self._optimizer_calls = next(self._optimizer_calls), None
+            self._counting.remove()  # not in an optimizer's hook: torch iterates over them
+            batches = round((step + 1) * seen / max(1, calls))
+            if calls and not self.timer.watched and batches > seen:
                 text = (
                     "the optimizer steps once in %d batches, which is measured as %d: call run.watch(model, optimizer)"
                 )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tula_agent.guard import logger
 from tula_agent.readings import Interval, StepTiming
@@ -216,22 +214,3 @@ def clock_for(device: torch.device) -> DeviceClock | None:
         event.record(torch.cuda.current_stream(device))
 
     return DeviceClock(make, record, capturing=torch.cuda.is_current_stream_capturing)
-
-
-class OptimizerCalls:
-    """How often any optimizer of this process has stepped, until `stop`, where the script gives none to watch."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        counted = weakref.ref(self)
-
-        def step(*_: Any) -> None:
-            calls = counted()
-            if calls is not None:
-                calls.count += 1
-
-        self._hook = register_optimizer_step_post_hook(step)
-
-    def stop(self) -> None:
-        """Count no more. Not to be called by an optimizer's hook: torch iterates over them."""
-        self._hook.remove()

@@ -87,14 +87,16 @@ class Spool:
             return False
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        with os.fdopen(os.open(self.path, flags, 0o600), "ab", buffering=0) as file:
-            start = os.fstat(file.fileno()).st_size
-            try:
-                if file.write(record) != len(record):
-                    raise OSError(errno.ENOSPC, "short write: the disk is full", str(self.path))
-            except OSError:
-                file.truncate(start)  # a torn record in the middle would hide what follows it
-                raise
+        descriptor = os.open(self.path, flags, 0o600)
+        try:
+            start = os.fstat(descriptor).st_size
+            if os.write(descriptor, record) != len(record):
+                raise OSError(errno.ENOSPC, "short write: the disk is full", str(self.path))
+        except OSError:
+            os.ftruncate(descriptor, start)  # a torn record in the middle would hide what follows it
+            raise
+        finally:
+            os.close(descriptor)
         self._size = start + len(record)
         return True
 
