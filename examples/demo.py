@@ -143,7 +143,7 @@ def measure(client: Client, job: JobHandle, candidate: Candidate, root: Path) ->
         except BaseException:
             runner.abandon(active)
             raise
-        _, outcome = runner.finish(active, status)
+        ((_, outcome),) = runner.finish(active, status)
     if outcome.state != "succeeded":
         raise TulaError(f"{configuration(candidate.configuration)}: {outcome.message}")
 

@@ -218,44 +218,33 @@ class Runner:
             self._send_output(active, active.run, "running")
         return None
 
-    def finish(self, active: ActiveRun, status: int) -> tuple[Run, Outcome]:
-        """Judge a command that ended with `status`, and report it; the run as the service then has it."""
-        self.work.delete(_SUBMITTED + active.launch_id)
-        lines = tail(active.log)
-        run = self._run_with_samples(active.run.id)
-        run, outcome = self._judge(active, run, status, lines)
-        for warning in agent_warnings(lines):
-            self.reporter.note(f"Run {run.id}: {warning}")
-        if outcome.state == "succeeded" and outcome.message:
-            self.reporter.note(f"Run {run.id}: {outcome.message.removeprefix(f'Run {run.id} ')}")
-        self._send_output(active, run, run.state)
-        self.reporter.finished(run, outcome, active.log, self.clock() - active.started_at)
-        return run, outcome
-
-    def finish_column(self, active: ActiveRun, status: int) -> list[tuple[Run, Outcome]]:
-        """Judge every run of a command that ended with `status`, in the order in which it measured them.
+    def finish(self, active: ActiveRun, status: int) -> list[tuple[Run, Outcome]]:
+        """Judge and report every run of a command that ended with `status`, in the order in which it measured them.
 
         A run that had not begun goes back to the plan, also that of the largest batch if one before it did not finish.
         """
+        self.work.delete(_SUBMITTED + active.launch_id)
         lines = tail(active.log)
+        for warning in agent_warnings(lines):
+            self.reporter.note(f"Run {active.run.id}: {warning}")
         largest = self._run_with_samples(active.run.id)
-        found: list[tuple[Run, Outcome]] = []
-        runs = [self.retrying(self.service.run, run.id) for run in active.smaller]
-        for run in runs:
-            if run.state in ("pending", "claimed"):
-                self.release(run)
-                continue
-            complete = run.state in ("succeeded", "cancelled")
-            ended, outcome = (run, Outcome(run.state)) if complete else self._judge(active, run, status, lines)
-            self._send_output(active, ended, ended.state)
-            self.reporter.finished(ended, outcome, active.log, 0.0)  # the launch's time is that of its largest batch
-            found.append((ended, outcome))
-        reached = not found or all(run.state == "succeeded" for run in runs)
+        runs = [*(self.retrying(self.service.run, run.id) for run in active.smaller), largest]
+        begun = [run for run in runs[:-1] if run.state not in ("pending", "claimed")]
+        reached = not begun or all(run.state == "succeeded" for run in runs[:-1])
         if reached or largest.num_samples or largest.state in _ENDED:
-            found.append(self.finish(active, status))
-        else:
-            self.work.delete(_SUBMITTED + active.launch_id)
-            self.release(active.run)
+            begun.append(largest)
+        self.release(*(run for run in runs if run not in begun))
+        found: list[tuple[Run, Outcome]] = []
+        for run in begun:
+            complete = run is not largest and run.state in ("succeeded", "cancelled")
+            ended, outcome = (run, Outcome(run.state)) if complete else self._judge(active, run, status, lines)
+            if outcome.state == "succeeded" and outcome.message:
+                self.reporter.note(f"Run {run.id}: {outcome.message.removeprefix(f'Run {run.id} ')}")
+            self._send_output(active, ended, ended.state)
+            # The launch's time is that of its largest batch.
+            took_s = self.clock() - active.started_at if run is largest else 0.0
+            self.reporter.finished(ended, outcome, active.log, took_s)
+            found.append((ended, outcome))
         return found
 
     def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str]) -> tuple[Run, Outcome]:

@@ -77,7 +77,7 @@ def train(
         state.restart += 1
         state.save(runner.work)
         status = _wait(runner, active)
-        run, outcome = runner.finish(active, status)
+        ((run, outcome),) = runner.finish(active, status)
         attempts.append((run, outcome))
         if outcome.state == "succeeded":
             runner.work.delete(_STATE)

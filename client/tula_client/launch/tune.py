@@ -164,7 +164,7 @@ class _PlanLoop:
             self._runner.abandon(active)
 
     def _finish(self, active: ActiveRun, status: int) -> None:
-        finished = self._runner.finish_column(active, status)
+        finished = self._runner.finish(active, status)
         self.finished += finished
         if active.smaller and [(run.id, outcome.state) for run, outcome in finished] == [(active.run.id, "succeeded")]:
             self._measure_single_batches()

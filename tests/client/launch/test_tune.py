@@ -462,7 +462,7 @@ def test_a_column_that_ends_early_keeps_what_was_measured_and_gives_the_rest_bac
     active = bench.runner.start(claimed.run, TEMPLATE, smaller=claimed.smaller)
     while (code := bench.runner.poll(active)) is None:
         bench.sleep(1.0)
-    assert len(bench.runner.finish_column(active, code)) == len(notes.ends) == outcomes
+    assert len(bench.runner.finish(active, code)) == len(notes.ends) == outcomes
     assert states_by_batch(service) == dict(zip((16, 32, 64), states, strict=True))
 
 
