@@ -130,6 +130,7 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
     """
     hardware = {cluster.instance_type: hardware_of(cluster, spec.model.precision) for cluster in spec.cluster}
     believed: dict[str, StepTimePrior] = {}
+    probed = set()
     for cluster in spec.cluster:
         name, related = cluster.instance_type, lessons.other_networks.get(cluster.instance_type)
         if name in lessons.same_network:
@@ -138,32 +139,34 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
             batches = [c.local_batch_size for c in candidates if c.instance_type == name]
             reference = float(max(batches or [c.local_batch_size for c in candidates]))
             # The job's own runs tell its scale better than the scales of other jobs do.
-            scale = _scale(lessons, spec.model, cluster, hardware, reference, () if measured else lessons.scales)
-            if related is None:
-                believed[name] = scale
-            else:
-                learned, ratios = zip(*related, strict=True)
-                believed[name] = prior_from_jobs(learned, scale=scale, gradient_ratios=ratios)
-    probed = set()
-    for cluster in spec.cluster:
-        name, fabric = cluster.instance_type, lessons.fabrics.get(cluster.instance_type)
-        buckets = lessons.buckets.get(name)
-        if buckets is None and spec.model.parameters is not None:
-            # Of all-reduces that pass as many bytes over a link as a step of this network does.
-            facts = facts_of(spec.model)
-            parameters = facts.parameter_count / job_data.devices_of(spec.model)
-            buckets = Buckets.of(parameters * BYTES_PER_NUMBER["fp32"] * facts.volumes / 2.0)
-        if fabric is not None and buckets is not None:
-            believed[name] = with_fabric(
-                believed.get(name) or generic_prior(),
-                fabric,
-                buckets=buckets,
-                max_nodes=cluster.max_nodes,
-                ranks_per_node=cluster.ranks_per_node,
+            believed[name] = _scale(
+                lessons, spec.model, cluster, hardware, reference, () if measured else lessons.scales
             )
-            if fabric.between_nodes and cluster.max_nodes > 1:
-                probed.add(name)
+            if related is not None:
+                learned, ratios = zip(*related, strict=True)
+                believed[name] = prior_from_jobs(learned, scale=believed[name], gradient_ratios=ratios)
+        fabric, buckets = lessons.fabrics.get(name), lessons.buckets.get(name) or _counted_buckets(spec.model)
+        if fabric is None or buckets is None:
+            continue
+        believed[name] = with_fabric(
+            believed.get(name) or generic_prior(),
+            fabric,
+            buckets=buckets,
+            max_nodes=cluster.max_nodes,
+            ranks_per_node=cluster.ranks_per_node,
+        )
+        if fabric.between_nodes and cluster.max_nodes > 1:
+            probed.add(name)
     return Priors(believed, hardware, probed=frozenset(probed))
+
+
+def _counted_buckets(model: wire.ModelSpec) -> Buckets | None:
+    """Of all-reduces that pass as many bytes over a link as a step does; None without a count of parameters."""
+    if model.parameters is None:
+        return None
+    facts = facts_of(model)
+    parameters = facts.parameter_count / job_data.devices_of(model)
+    return Buckets.of(parameters * BYTES_PER_NUMBER["fp32"] * facts.volumes / 2.0)
 
 
 def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:

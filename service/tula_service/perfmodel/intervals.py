@@ -73,9 +73,8 @@ def calibrate_intervals(
     right, and bounded to 0.5..5. Without pairs it is 1. All columns have shape (n,), in one unit, and are positive.
     """
     centre = column("predicted", predicted, above=0.0)
-    lows = column("low", low, centre.size, above=0.0)
-    highs = column("high", high, centre.size, above=0.0)
-    actual = column("measured", measured, centre.size, above=0.0)
+    names = {"low": low, "high": high, "measured": measured}
+    lows, highs, actual = (column(name, values, centre.size, above=0.0) for name, values in names.items())
     if centre.size == 0:
         return 1.0
     half = np.maximum(np.where(actual > centre, np.log(highs / centre), np.log(centre / lows)), 1e-6)

@@ -185,13 +185,13 @@ class _State:
 
     def launch(self, asked: Configuration, purpose: str) -> Plan:
         """The launch that measures this configuration, with further batches of its column."""
-        return Plan(tuple(PlannedRun(c, purpose) for c in self.batches_of(self.affordable, asked)), None)
+        found = self.batches_of(self.affordable, column_of(asked), asked)
+        return Plan(tuple(PlannedRun(c, purpose) for c in found), None)
 
-    def batches_of(self, among: Iterable[Configuration], asked: Configuration) -> list[Configuration]:
-        """What a launch measures: `asked`, and the smallest, largest and middle batch of its column, as many as it
-        may."""
-        column = sorted(c for c in among if column_of(c) == column_of(asked))
-        wanted = [asked, *column[:1], *column[-1:], *column[len(column) // 2 :][:1]]
+    def batches_of(self, among: Iterable[Configuration], column: Column, *asked: Configuration) -> list[Configuration]:
+        """What a launch of a column measures: `asked`, and the smallest, largest and middle batch, as far as it may."""
+        batches = sorted(c for c in among if column_of(c) == column)
+        wanted = [*asked, *batches[:1], *batches[-1:], *batches[len(batches) // 2 :][:1]]
         return sorted([*dict.fromkeys(wanted)][: self.batches])
 
     def _launch_of(self, c: Configuration) -> object:
@@ -252,12 +252,11 @@ def _first_columns(state: _State) -> list[PlannedRun]:
     begun = columns_of(state.used)
     first = sorted(first_columns(state.candidates, probed=state.priors.probed), key=lambda column: column not in begun)
     missing = [column for column in first if column not in begun]
-    sizes = [c.world_size for c in state.candidates]
+    sizes, among = [c.world_size for c in state.candidates], (*state.used, *state.affordable)
     runs = []
     for column in [*first[: len(first) - len(missing)], *missing[: state.runs_left]]:
-        left = [c for c in (*state.used, *state.affordable) if column_of(c) == column]
         purpose = f"Design: {_place(column.world_size, sizes)} cluster, with its other batches in one launch."
-        runs += [PlannedRun(c, purpose) for c in state.batches_of(left, min(left)) if c not in state.used]
+        runs += [PlannedRun(c, purpose) for c in state.batches_of(among, column) if c not in state.used]
     return runs
 
 

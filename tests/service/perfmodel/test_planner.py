@@ -274,3 +274,12 @@ def test_a_column_that_was_cut_short_is_completed_with_what_the_design_still_nee
     first = [run.configuration for run in plan("adaptive", GRID, goal=GOAL, budget=budget).runs]
     rest = plan("adaptive", GRID, fitted(first[1:], GRID), goal=GOAL, budget=budget)
     assert [run.configuration for run in rest.runs] == first[:1]
+
+
+def test_a_column_of_the_design_that_nothing_pays_for_is_left_out():
+    smallest = [c for c in GRID if c.num_nodes == 1]
+    model = fitted([*smallest, make_configuration(2, 4, 32)], GRID)
+    (cost,) = 30 * 32 * model.predict([make_configuration(8, 4, 32)]).mean_s
+    budget = PlanBudget(max_runs=8, by_column=True, max_gpu_seconds=0.9 * cost)
+    planned = plan("adaptive", GRID, model, goal=GOAL, budget=budget)
+    assert all(run.configuration.num_nodes < 8 for run in planned.runs)
