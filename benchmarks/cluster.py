@@ -44,7 +44,7 @@ from tula_client.launch.reporter import Reporter
 from tula_client.launch.run_loop import Runner, RunnerOptions
 from tula_client.launch.spec import load_spec
 from tula_client.launch.template import Template
-from tula_client.launch.tune import PlanOptions, work_through
+from tula_client.launch.tune import work_through
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Configuration, ProjectCreate, RunCreate, TokenCreate
 
@@ -371,7 +371,7 @@ class Bench:
         with work.locked() as holder:
             runner = Runner(client, work, holder, RunnerOptions(inherited=environment), Reporter(Console(quiet=True)))
             template = Template(tuple(command))
-            tuned = work_through(runner, job, template, PlanOptions(again=wanted))
+            tuned = work_through(runner, job, template, again=wanted)
         took_s = time.monotonic() - began
         print(f"{project}: {len(tuned.finished)} runs in {took_s:.1f} s", flush=True)
         return {

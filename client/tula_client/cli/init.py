@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -45,9 +44,9 @@ def init(
     as_json: Json = False,
 ) -> None:
     """Write a job.toml for a script from its command and this machine's devices, and print how to tune it."""
-    words = _Words.of(command)
-    devices = _devices()
-    text = _document(words, devices, output)
+    template, numbers = _varied(command)
+    tune = _tune(output, template)
+    text = _document(tune, _script(command), numbers, _devices())
     try:
         with output.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -55,11 +54,11 @@ def init(
         raise UsageError(f"{output} exists: give another file by --output, or remove it") from None
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error.strerror or error}") from None
-    Template(words.template).check(load_spec(output))
-    plain = {"written": str(output), "command": list(words.template)}
+    Template(template).check(load_spec(output))
+    plain = {"written": str(output), "command": list(template)}
     emit(plain, f"Wrote {output}: fill in what its comments ask for, then", as_json)
     if not as_json:
-        print(printable(f"    {_tune(output, words)}"))
+        print(printable(f"    {tune}"))
 
 
 def _devices() -> list[tuple[str, int]]:
@@ -74,38 +73,29 @@ def _devices() -> list[tuple[str, int]]:
     return found if visible is None else found[: sum(one.strip() not in ("", "-1") for one in visible.split(","))]
 
 
-@dataclass(frozen=True)
-class _Words:
-    """What a command says: its template, the script's name, and the numbers by name of `_OPTIONS`."""
-
-    template: tuple[str, ...]
-    name: str
-    numbers: dict[str, int]
-
-    @classmethod
-    def of(cls, command: Sequence[str]) -> _Words:
-        """Raises `UsageError` if the command has no batch size to vary."""
-        words, found = list(command), dict[str, int]()
-        for index, word in enumerate(words):
-            name, equals, value = word.partition("=")
-            option = next((one for one, known in _OPTIONS.items() if known.fullmatch(_bare(name, equals))), None)
-            at = index if equals else index + 1
-            if option is None or at == len(words):
-                continue
-            value = value if equals else words[at]
-            if value.isdecimal() and int(value) > 0:
-                found.setdefault(option, int(value))
-            elif option != "ranks_per_node" or value not in ("auto", "gpu", "cpu"):
-                continue
-            if option != "epochs":
-                words[at] = f"{name}={{{option}}}" if equals else f"{{{option}}}"
-        template = Template(tuple(words))
-        if not template.placeholders & {"local_batch_size", "global_batch_size"}:
-            raise UsageError(
-                "the command has no batch size: write {local_batch_size} where the script takes it, as in "
-                "`tula init -- torchrun train.py --batch-size {local_batch_size}`"
-            )
-        return cls(template.words, _script(command), found)
+def _varied(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
+    """The command as a template, and its numbers by name of `_OPTIONS`; raises `UsageError` without a batch size."""
+    words, found = list(command), dict[str, int]()
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        option = next((one for one, known in _OPTIONS.items() if known.fullmatch(_bare(name, equals))), None)
+        at = index if equals else index + 1
+        if option is None or at == len(words):
+            continue
+        value = value if equals else words[at]
+        if value.isdecimal() and int(value) > 0:
+            found.setdefault(option, int(value))
+        elif option != "ranks_per_node" or value not in ("auto", "gpu", "cpu"):
+            continue
+        if option != "epochs":
+            words[at] = f"{name}={{{option}}}" if equals else f"{{{option}}}"
+    template = Template(tuple(words))
+    if not template.placeholders & {"local_batch_size", "global_batch_size"}:
+        raise UsageError(
+            "the command has no batch size: write {local_batch_size} where the script takes it, as in "
+            "`tula init -- torchrun train.py --batch-size {local_batch_size}`"
+        )
+    return template.words, found
 
 
 def _bare(name: str, equals: str) -> str:
@@ -122,12 +112,12 @@ def _script(command: Sequence[str]) -> str:
     return script or Path(command[0]).stem
 
 
-def _document(words: _Words, devices: list[tuple[str, int]], output: Path) -> str:
+def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tuple[str, int]]) -> str:
     """The content of a job.toml; every value that is needed and unknown has a guess and a comment."""
-    ranks = len(devices) or words.numbers.get("ranks_per_node", 1)
-    stated = words.numbers.get("local_batch_size") or words.numbers.get("global_batch_size", 0) // ranks
+    ranks = len(devices) or numbers.get("ranks_per_node", 1)
+    stated = numbers.get("local_batch_size") or numbers.get("global_batch_size", 0) // ranks
     batch = stated or _DEFAULT_BATCH
-    name = json.dumps(words.name, ensure_ascii=False)
+    name = json.dumps(script, ensure_ascii=False)
     around = f"around the {batch} of your command" if stated else "FILL IN"
     device, of_ranks = [], "no NVIDIA device was found: one for each process that this machine runs"
     if devices:
@@ -136,7 +126,7 @@ def _document(words: _Words, devices: list[tuple[str, int]], output: Path) -> st
         device = [(f"accelerator = {json.dumps(devices[0][0])}", ""), (f"memory_bytes_per_rank = {least:_}", "")]
     lines = [
         (f"name = {name}", ""),
-        (f"epochs = {words.numbers.get('epochs', 1)}", ""),
+        (f"epochs = {numbers.get('epochs', 1)}", ""),
         ('objective = "balanced"', "or time, cost, knee, time_to_quality"),
         ("\n[model]", ""),
         (f"name = {name}", "FILL IN: jobs of one network learn from each other"),
@@ -153,10 +143,10 @@ def _document(words: _Words, devices: list[tuple[str, int]], output: Path) -> st
         (f"max_local_batch_size = {batch * _SPAN}", around),
     ]
     listed = (f"{setting:<40}# {comment}" if comment else setting for setting, comment in lines)
-    return "\n".join([f"# {_tune(output, words)}", *listed]) + "\n"
+    return "\n".join([f"# {tune}", *listed]) + "\n"
 
 
-def _tune(output: Path, words: _Words) -> str:
+def _tune(output: Path, template: Sequence[str]) -> str:
     """The command to tune with, for a shell; it leaves braces alone, so they are not quoted."""
-    listed = ("tula", "tune", str(output), "--", *words.template)
+    listed = ("tula", "tune", str(output), "--", *template)
     return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in listed)

@@ -27,7 +27,7 @@ from tula_client.launch.run_loop import Runner, RunnerOptions
 from tula_client.launch.spec import load_spec
 from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
 from tula_client.launch.train import train
-from tula_client.launch.tune import PlanOptions, Tuned, to_measure_again, work_through
+from tula_client.launch.tune import Tuned, to_measure_again, work_through
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Configuration, Job, Run
 from tula_wire.format import configuration
@@ -93,8 +93,15 @@ def tune(
                 reporter.note(note)
             reporter.job(job)
             options = RunnerOptions(time_limit_s=time_limit, stop_template=stop)
-            plan = PlanOptions(max_parallel, nodes, max_failures, _again(client, job, again))
-            tuned = work_through(Runner(client, work, holder, options, reporter), job, template, plan)
+            tuned = work_through(
+                Runner(client, work, holder, options, reporter),
+                job,
+                template,
+                max_parallel=max_parallel,
+                node_budget=nodes,
+                max_failures=max_failures,
+                again=_again(client, job, again),
+            )
             trained = None
             if then_run and tuned.job.state == "finished":
                 reporter.note("This job is trained already: use `tula run` to train it again.")

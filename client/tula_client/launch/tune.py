@@ -21,16 +21,6 @@ _SHAPE: Final = re.compile(r"(\d{1,9})x(\d{1,9})(?:x(\d{1,9}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
-class PlanOptions:
-    """How many runs and nodes are in use at once, when to give up, and what to measure again before the plan."""
-
-    max_parallel: int = 1
-    node_budget: int | None = None
-    max_failures: int = 3
-    again: tuple[Configuration, ...] = ()
-
-
-@dataclass(frozen=True)
 class Tuned:
     """The job and its recommendation after the plan, and the runs that ended meanwhile."""
 
@@ -40,9 +30,19 @@ class Tuned:
     reason: str
 
 
-def work_through(runner: Runner, job: Job, template: Template, options: PlanOptions) -> Tuned:
+def work_through(
+    runner: Runner,
+    job: Job,
+    template: Template,
+    *,
+    max_parallel: int = 1,
+    node_budget: int | None = None,
+    max_failures: int = 3,
+    again: Sequence[Configuration] = (),
+) -> Tuned:
     """Execute the pending runs of the plan, up to `max_parallel` at once on at most `node_budget` nodes.
 
+    `again`: measured once more before the plan.
     Stops if a run fails before any has succeeded, after `max_failures` failures in a row, and if a run used another
     configuration than planned. Measurements are kept. Raises `LaunchError`, also if every pending run needs more nodes
     than `node_budget`, `UsageError` if there is no such command, and the client's errors.
@@ -50,7 +50,8 @@ def work_through(runner: Runner, job: Job, template: Template, options: PlanOpti
     runner.cancel_pending()
     # Leases of an earlier `tula`, which is dead: this process holds the folder's lock.
     runner.release(*(run for run in job.plan if run.state in ("claimed", "running")))
-    plan = _PlanLoop(runner, job, template, options)
+    budget = node_budget or max(cluster.max_nodes for cluster in job.spec.cluster)
+    plan = _PlanLoop(runner, job, template, max_parallel, budget, max_failures, list(again))
     try:
         while (wait_s := plan.step()) is not None:
             runner.sleep(wait_s)
@@ -102,73 +103,74 @@ def _named(word: str, newest: dict[Configuration, Run], candidates: Iterable[Con
     )
 
 
+@dataclass
 class _PlanLoop:
     """The state of `work_through` between two steps."""
 
-    def __init__(self, runner: Runner, job: Job, template: Template, options: PlanOptions) -> None:
-        self._runner = runner
-        self._started_with = job
-        self._template = template
-        self._options = options
-        self._budget = options.node_budget or max(cluster.max_nodes for cluster in job.spec.cluster)
-        self._columns = job.spec.profiling.columns
-        self._again = list(options.again)
-        self._active: list[ActiveRun] = []
-        self._failures = 0
-        self._any_success = any(run.state == "succeeded" for run in job.plan)
-        self._checks_of_nodes = 0
+    runner: Runner
+    job: Job
+    template: Template
+    max_parallel: int
+    budget: int
+    max_failures: int
+    again: list[Configuration]
+
+    def __post_init__(self) -> None:
+        self.columns = self.job.spec.profiling.columns
+        self.active: list[ActiveRun] = []
+        self.failures = 0
+        self.any_success = any(run.state == "succeeded" for run in self.job.plan)
+        self.checks_of_nodes = 0
         self.finished: list[tuple[Run, Outcome]] = []
-        self.reason = job.plan_reason
+        self.reason = self.job.plan_reason
 
     def step(self) -> float | None:
         """Finish runs that ended and start the next; the seconds until the next step, or None once the plan is done."""
-        for active in list(self._active):
-            status = self._runner.poll(active)
+        for active in list(self.active):
+            status = self.runner.poll(active)
             if status is not None:
-                self._active.remove(active)
+                self.active.remove(active)
                 self._finish(active, status)
-        free = self._budget - sum(active.run.configuration.num_nodes for active in self._active)
-        if len(self._active) >= self._options.max_parallel or free <= 0:
+        free = self.budget - sum(active.run.configuration.num_nodes for active in self.active)
+        if len(self.active) >= self.max_parallel or free <= 0:
             return POLL_S
         if (run := self._next_again(free)) is not None:
-            self._active.append(self._runner.start(run, self._template))
+            self.active.append(self.runner.start(run, self.template))
             return POLL_S
-        claim = ClaimRequest(holder=self._runner.holder, lease_s=LEASE_S, max_nodes=free)
-        if self._columns:
+        claim = ClaimRequest(holder=self.runner.holder, lease_s=LEASE_S, max_nodes=free)
+        if self.columns:
             claim = claim.model_copy(update={"column": True})
-        claimed = self._runner.claim(self._started_with, claim)
+        claimed = self.runner.claim(self.job, claim)
         if claimed.run is not None:
-            self._active.append(self._runner.start(claimed.run, self._template, smaller=claimed.smaller))
+            self.active.append(self.runner.start(claimed.run, self.template, smaller=claimed.smaller))
             return POLL_S
         self.reason = claimed.reason
-        return _WAIT_BESIDE_RUNS_S if self._active else self._wait_s(claimed)
+        return _WAIT_BESIDE_RUNS_S if self.active else self._wait_s(claimed)
 
     def _next_again(self, free: int) -> Run | None:
         """A new run of the next configuration to measure again that needs at most `free` nodes."""
-        fitting = [one for one in self._again if one.num_nodes <= free]
-        if self._again and not fitting and not self._active:
-            raise LaunchError(
-                f"--again needs {self._again[0].num_nodes} nodes, but --nodes is {self._budget}: raise it"
-            )
+        fitting = [one for one in self.again if one.num_nodes <= free]
+        if self.again and not fitting and not self.active:
+            raise LaunchError(f"--again needs {self.again[0].num_nodes} nodes, but --nodes is {self.budget}: raise it")
         if not fitting:
             return None
-        self._again.remove(fitting[0])
-        wanted = RunCreate(kind="profile", configuration=fitting[0], holder=self._runner.holder, lease_s=LEASE_S)
-        return self._runner.create_run(self._started_with, wanted)
+        self.again.remove(fitting[0])
+        wanted = RunCreate(kind="profile", configuration=fitting[0], holder=self.runner.holder, lease_s=LEASE_S)
+        return self.runner.create_run(self.job, wanted)
 
     def abandon(self) -> None:
         """Stop all commands and give their runs back."""
-        for active in self._active:
+        for active in self.active:
             active.process.request_stop()
-        for active in self._active:
-            self._runner.abandon(active)
+        for active in self.active:
+            self.runner.abandon(active)
 
     def _finish(self, active: ActiveRun, status: int) -> None:
-        finished = self._runner.finish(active, status)
+        finished = self.runner.finish(active, status)
         self.finished += finished
         if active.smaller and [(run.id, outcome.state) for run, outcome in finished] == [(active.run.id, "succeeded")]:
             self._measure_single_batches()
-        self._runner.reporter.job(self._job())
+        self.runner.reporter.job(self._current())
         for run, outcome in finished:
             self._count(active, run, outcome)
 
@@ -179,34 +181,34 @@ class _PlanLoop:
                 f"{run.configuration_mismatch} The measurement is kept for the configuration that ran; once the "
                 f"command is corrected, repeat `tula tune` to measure the planned one. Log: {active.log}"
             )
-        self._any_success |= outcome.state == "succeeded"
-        self._failures = self._failures + 1 if outcome.state == "failed" else 0
-        if self._failures and (not self._any_success or self._failures >= self._options.max_failures):
-            raise LaunchError(_explain_failure(active, run, outcome, self._failures))
+        self.any_success |= outcome.state == "succeeded"
+        self.failures = self.failures + 1 if outcome.state == "failed" else 0
+        if self.failures and (not self.any_success or self.failures >= self.max_failures):
+            raise LaunchError(_explain_failure(active, run, outcome, self.failures))
 
     def _measure_single_batches(self) -> None:
         """The script's batches can't be cut, so the service plans single runs from now on."""
-        self._columns = False
-        self._runner.reporter.note(
+        self.columns = False
+        self.runner.reporter.note(
             "The launch measured its largest batch alone, so each further run gets a separate launch, as with "
             "profiling.columns = false in the job."
         )
-        self._runner.retrying(self._runner.service.patch_job, self._started_with.id, JobPatch(columns=False))
+        self.runner.retrying(self.runner.service.patch_job, self.job.id, JobPatch(columns=False))
 
     def _wait_s(self, claimed: RunClaimed) -> float | None:
         """Seconds until the next claim while nothing runs; None once the plan is done."""
         if claimed.retry_after_s is None:
             return None
         # Checked several times: a run of another `tula` may just have ended, and the service may be replanning.
-        problem = _explain_too_few_nodes(self._job(), self._budget)
-        self._checks_of_nodes = 0 if problem is None else self._checks_of_nodes + 1
-        if problem is not None and self._checks_of_nodes >= _MAX_CHECKS_OF_NODES:
+        problem = _explain_too_few_nodes(self._current(), self.budget)
+        self.checks_of_nodes = 0 if problem is None else self.checks_of_nodes + 1
+        if problem is not None and self.checks_of_nodes >= _MAX_CHECKS_OF_NODES:
             raise LaunchError(problem)
-        self._runner.reporter.waiting(claimed.reason)
+        self.runner.reporter.waiting(claimed.reason)
         return min(claimed.retry_after_s, _MAX_WAIT_S)
 
-    def _job(self) -> Job:
-        return self._runner.retrying(self._runner.service.job, self._started_with.id)
+    def _current(self) -> Job:
+        return self.runner.retrying(self.runner.service.job, self.job.id)
 
 
 def _explain_too_few_nodes(job: Job, budget: int) -> str | None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
 from tula_client._errors import LaunchError
 from tula_client.launch.train import train
-from tula_client.launch.tune import PlanOptions, work_through
+from tula_client.launch.tune import work_through
 from tula_wire import Configuration, Instruction, Run, RunClaimed
 
 ANOTHER = configuration(1, 4)
@@ -79,7 +79,7 @@ def test_no_measurement_starts_from_a_run_that_is_not_of_the_plan(tmp_path, lie)
     service = LyingService(lie, configurations=[configuration(1, 32)])
     bench = bench_of(tmp_path, service)
     with pytest.raises(LaunchError, match="the service answered"):
-        work_through(bench.runner, service.job("job-1"), TEMPLATE, PlanOptions())
+        work_through(bench.runner, service.job("job-1"), TEMPLATE)
     assert not bench.started
 
 
@@ -90,7 +90,7 @@ def test_runs_of_a_column_differ_in_a_smaller_batch_alone(tmp_path, smaller):
     service.claim = lambda *_: RunClaimed(run=service.runs["r0"], smaller=[service.runs["r1"]], reason="")
     bench = bench_of(tmp_path, service)
     with pytest.raises(LaunchError, match="with configuration"):
-        work_through(bench.runner, service.job("job-1"), TEMPLATE, PlanOptions())
+        work_through(bench.runner, service.job("job-1"), TEMPLATE)
     assert not bench.started
 
 
@@ -98,7 +98,7 @@ def test_a_run_measured_again_is_the_one_asked_for(tmp_path):
     service = LyingService({"configuration": ANOTHER})
     bench = bench_of(tmp_path, service)
     with pytest.raises(LaunchError, match="with configuration"):
-        work_through(bench.runner, service.job("job-1"), TEMPLATE, PlanOptions(again=(configuration(),)))
+        work_through(bench.runner, service.job("job-1"), TEMPLATE, again=(configuration(),))
     assert not bench.started
 
 

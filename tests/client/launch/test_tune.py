@@ -14,7 +14,7 @@ from tula_client import ServiceUnreachableError
 from tula_client._errors import LaunchError, UsageError
 from tula_client.launch.run_loop import RETRY_S
 from tula_client.launch.template import Template
-from tula_client.launch.tune import PlanOptions, to_measure_again, work_through
+from tula_client.launch.tune import to_measure_again, work_through
 from tula_wire import ClaimRequest
 
 THREE = [configuration(4, 32), configuration(2, 64), configuration(1, 128)]
@@ -31,7 +31,7 @@ def measured(service):
 
 
 def tune(bench, service, **options):
-    return work_through(bench.runner, service.job("job-1"), TEMPLATE, PlanOptions(**options))
+    return work_through(bench.runner, service.job("job-1"), TEMPLATE, **options)
 
 
 def test_every_run_of_the_plan_is_measured_with_its_own_numbers(tmp_path):
@@ -67,7 +67,7 @@ def test_a_run_of_one_rank_under_torchrun_has_as_many_threads_a_rank_as_the_othe
     service, notes = FakeService([configuration(1, 32), configuration(2, 32)]), Notes()
     bench = Bench(tmp_path, service, measured(service), notes)
     bench.runner.options.inherited.update(inherited)
-    work_through(bench.runner, service.job("job-1"), Template(words), PlanOptions())
+    work_through(bench.runner, service.job("job-1"), Template(words))
     assert [environment.get("OMP_NUM_THREADS") for _, environment, _ in bench.started] == [threads, threads]
 
 
