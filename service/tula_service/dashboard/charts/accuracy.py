@@ -13,7 +13,7 @@ from tula_wire.format import configuration as name_of
 from tula_wire.format import percent
 
 _KINDS = ("inside the interval", "outside the interval", "no interval kept")
-_SHAPES = ("circle", "diamond", "square")
+_COLOURS, _SHAPES = (PALETTE[2], PALETTE[1], PALETTE[0]), ("circle", "diamond", "square")
 _NORMAL = NormalDist()
 _Z90 = _NORMAL.inv_cdf(0.95)
 _NONE_FOLLOWED = "No training run has followed a recommendation yet:\ntula run starts one."
@@ -25,8 +25,18 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
     Runs of the plan and `trainings` count, where a prediction preceded the measurement.
     """
     title = f"{job.name}: predicted against measured"
-    rows = _rows(ledger, [*job.plan, *trainings])
-    return _agreement(title, rows) if rows else vega.message(title, _nothing([*job.plan, *trainings]))
+    runs = [*job.plan, *trainings]
+    rows = {entry.run_id: row for entry in ledger.entries if (row := _entry_row(entry)) is not None}
+    for run in runs:
+        if run.id not in rows and run.step_time_s is not None and run.predicted_step_time_s:
+            rows[run.id] = _row(run.configuration, run.predicted_step_time_s, run.step_time_s) | {"kind": _KINDS[2]}
+    if rows:
+        return _agreement(title, list(rows.values()))
+    if not any(run.step_time_s for run in runs):
+        return vega.message(title, "No run has been measured yet.")
+    if any(run.predicted_step_time_s for run in runs):
+        return vega.message(title, "The runs that have a prediction are not measured yet.")
+    return vega.message(title, "The runs measured so far have no prediction.")
 
 
 def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
@@ -98,13 +108,10 @@ def _agreement(title: str, rows: list[Row]) -> Spec:
         vega.field("measured:Q", format=",.3~g", title="Measured"),
         vega.field("error:Q", format="+.1%", title="Error"),
     ]
-    looks = [
-        look for look in zip(_KINDS, (PALETTE[2], PALETTE[1], PALETTE[0]), _SHAPES, strict=True) if look[0] in kinds
-    ]
-    names, colours, shapes = (list(each) for each in zip(*looks, strict=True))
-    named = {"title": None, "orient": "top", "columns": 2, "symbolOpacity": 1}
-    colour = vega.field("kind", scale={"domain": names, "range": colours}, legend=named)
-    shape = vega.field("kind", scale={"domain": names, "range": shapes}, legend=named)
+    shown = [kind for kind in _KINDS if kind in kinds]
+    legend = {"title": None, "orient": "top", "columns": 2, "symbolOpacity": 1, "values": shown}
+    colour = vega.field("kind", scale={"domain": list(_KINDS), "range": list(_COLOURS)}, legend=legend)
+    shape = vega.field("kind", scale={"domain": list(_KINDS), "range": list(_SHAPES)}, legend=legend)
     interval = {"x": vega.field("low:Q"), "x2": {"field": "high"}, "y": y, "color": colour}
     point = {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tips}
     # An interval of a first guess is a hundredfold wide.
@@ -120,24 +127,6 @@ def _agreement(title: str, rows: list[Row]) -> Spec:
     subtitle = f"{runs}, median error {percent(error)}; on the dashed line the prediction was right"
     line = [{"predicted": least, "measured": least}, {"predicted": most, "measured": most}]
     return vega.finish(chart, title, subtitle, {"runs": rows, "agreement": line})
-
-
-def _nothing(runs: Sequence[Run]) -> str:
-    if not any(run.step_time_s for run in runs):
-        return "No run has been measured yet."
-    if any(run.predicted_step_time_s for run in runs):
-        return "The runs that have a prediction are not measured yet."
-    return "The runs measured so far have no prediction."
-
-
-def _rows(ledger: Ledger, runs: Sequence[Run]) -> list[Row]:
-    followed = {entry.run_id: row for entry in ledger.entries if (row := _entry_row(entry)) is not None}
-    others = [
-        _row(run.configuration, run.predicted_step_time_s, run.step_time_s) | {"kind": _KINDS[2]}
-        for run in runs
-        if run.id not in followed and run.step_time_s is not None and run.predicted_step_time_s
-    ]
-    return [*followed.values(), *others]
 
 
 def _entry_row(entry: LedgerEntry) -> Row | None:
