@@ -200,7 +200,8 @@ class AgsPolicy:
         if self._factors is not None:
             pairs = zip(self._factors, self._found_for, strict=True)
             self._factors = [f if f is None else f.to(p.device) for f, p in pairs]
-        self._gate.previous = saved["previous"]
+        if saved["previous"] is not None:
+            self._gate.previous = saved["previous"]
         self._due, self._epochs_reported = bool(saved["due"]), bool(saved["epochs_reported"])
         self._known, self._mean_factor = list(saved["known"]), float(saved["mean_factor"])
         self._scaled, self._counted = saved["scaled"]
@@ -216,14 +217,10 @@ class SensitivityGate:
     """Equation 5 without leaving the device: 1 where the step may be scaled, 0 where it is sensitive."""
 
     def __init__(self) -> None:
-        self.previous: torch.Tensor | None = None
-        self.variability = torch.full((), math.inf)
+        self.previous = self.variability = torch.full((), math.nan, dtype=torch.float64)
 
     def __call__(self, norm_sq: torch.Tensor, delta: float) -> torch.Tensor:
         """Gate (0-d) for a step of squared gradient norm `norm_sq`; the first step counts as sensitive."""
-        if self.previous is None:
-            self.previous, self.variability = norm_sq.clone(), torch.full_like(norm_sq, math.inf)
-            return torch.zeros_like(norm_sq)
         previous = self.previous.to(norm_sq.device)
         self.variability = ((norm_sq - previous) / previous).abs()
         # A gradient with NaN or infinity is never scaled and never becomes the norm to compare with.

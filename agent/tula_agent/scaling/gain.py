@@ -158,19 +158,6 @@ class GainState:
     variability: float = math.nan
 
 
-def factors(
-    state: GainState, rule: GainRule, thresholds: ScalingThresholds, batch_ratio: float | None, power: float = 1.0
-) -> float:
-    """min(max(r^power, s_min), s_max), s_max = B / b_small unless given; 1 until something was measured."""
-    if thresholds.policy == "measure" or not state.noise.count:
-        return 1.0
-    ratio = batch_ratio or state.samples
-    gain: float = state.noise.gain(ratio, rule.noise_weight) ** power
-    if rule.growth is not None:
-        gain = min(gain, state.factor * rule.growth)
-    return min(max(gain, thresholds.s_min), ratio if thresholds.s_max is None else thresholds.s_max)
-
-
 class GainPolicy:
     """A factor from past steps only: independent of the batch that it scales, and never waited for."""
 
@@ -196,15 +183,25 @@ class GainPolicy:
         """The learning rate's factor at this step, from steps before it; measures this one and clips its spike."""
         self._receive()
         measurement = self._measure(thresholds)
-        ratio = self._meter.batch_ratio(thresholds.small_batch_size)
-        power = 1.0 if isinstance(self._meter.inner, PLAIN) else self._rule.adaptive_power
-        factor = self._state.factor = factors(self._state, self._rule, thresholds, ratio, power)
+        factor = self._state.factor = self._factor(thresholds)
         scales = thresholds.policy != "measure"
         if self._clip is not None and scales and (measurement is not None or self._state.noise.count):
             self._clip(self._meter.gradients(), clip=factor > 1.0)
         if measurement is not None:
             self._arrival, self._sent_at = self._meter.ranks.send(measurement), step
         return factor
+
+    def _factor(self, thresholds: ScalingThresholds) -> float:
+        """min(max(r^power, s_min), s_max), s_max = B / b_small unless given; 1 until something was measured."""
+        rule, state = self._rule, self._state
+        if thresholds.policy == "measure" or not state.noise.count:
+            return 1.0
+        ratio = self._meter.batch_ratio(thresholds.small_batch_size) or state.samples
+        power = 1.0 if isinstance(self._meter.inner, PLAIN) else rule.adaptive_power
+        gain: float = state.noise.gain(ratio, rule.noise_weight) ** power
+        if rule.growth is not None:
+            gain = min(gain, state.factor * rule.growth)
+        return min(max(gain, thresholds.s_min), ratio if thresholds.s_max is None else thresholds.s_max)
 
     def _receive(self) -> None:
         """Take up the reading that was sent at an earlier step."""
@@ -230,7 +227,7 @@ class GainPolicy:
     def _measure(self, thresholds: ScalingThresholds) -> torch.Tensor | None:
         """The step's measurement, to be summed over ranks."""
         meter = self._meter
-        if not meter.tap.armed:
+        if meter.tap.tapped is None:
             return None
         if meter.ranks.size > 1 or meter.tap.parts >= 2:
             return meter.measure()

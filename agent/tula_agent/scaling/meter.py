@@ -229,9 +229,11 @@ class Meter:
         small = torch.stack([s.to(self.device) for s in sums]).double().sum() if sums else zero
         large = norm_squared(mine).to(self.device) if mine else zero
         parts = float(tap.parts)
-        head = _head(small, parts, large, parts / size, parts, self.examples, float(tap.uneven))
-        projections = [x if x is None else x.to(self.device, torch.float64) for x in tap.projections()]
-        return torch.cat([head, torch.stack([zero if x is None else x for x in projections]) / size])
+        # `full` writes on the device; `tensor` would copy each number there, one transfer each.
+        slots = (small, parts, large, parts / size, parts, self.examples, float(tap.uneven))
+        head = [s if isinstance(s, torch.Tensor) else torch.full_like(zero, s) for s in slots]
+        projections = [zero if x is None else x.to(self.device, torch.float64) for x in tap.projections()]
+        return torch.cat([torch.stack(head), torch.stack(projections) / size])
 
     @property
     def probes(self) -> bool:
@@ -249,51 +251,46 @@ class Meter:
         rows, wanted = batch_size_of(self._batch) or 0, small_batch_size
         size = rows // 8 if wanted is None else math.ceil(wanted / self.ranks.size / self._per_row)
         size = max(1, size)
-        examples, sizes, too_short = self._over_ranks([self.examples, size * self._per_row, size >= rows])
+        vector = torch.tensor([self.examples, size * self._per_row, size >= rows], dtype=torch.float64)
+        # With several ranks the host waits for the device here, with one it does not.
+        summed = vector if self.ranks.size == 1 else self.ranks.sum_(vector.to(self.device))
+        examples, sizes, too_short = summed.tolist()
         if too_short:
             self.warn(
                 f"a probe of {size} examples does not fit into the {rows} that a rank observes in one micro-step: "
                 "steps are not measured; give a smaller small_batch_size"
             )
             return None
-        armed, self.tap.armed = self.tap.armed, False
+        tapped, self.tap.tapped = self.tap.tapped, None
         try:
             part = map_tensors(self._batch, lambda tensor: tensor[:size] if tensor.ndim else tensor)
             gradients = probe_gradients(self._model, self._loss, part, self.parameters(), ranks=self.ranks)
         finally:
-            self.tap.armed = armed
+            self.tap.tapped = tapped
         return gradients, examples / sizes
-
-    def _over_ranks(self, numbers: list[float]) -> list[float]:
-        """Their sums; with several ranks the host waits for the device here, with one it does not."""
-        if self.ranks.size == 1:
-            return numbers
-        vector = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        return [float(x) for x in self.ranks.sum_(vector).tolist()]
 
 
 class GradientTap:
-    """Hooks on the leaves of `parameters`; while it is not armed, each costs one Python call.
+    """Hooks on the leaves of parameters, which sum what `tapped` says; while that is None, each costs one Python call.
 
     Sums on this rank since the last step, in the unit of backward (loss scale included): `squares` by parameter, None
     where it had no dense gradient.
     """
 
     def __init__(self) -> None:
-        self.armed = False
-        self.tapped: Tapped = "tensor"
+        self.tapped: Tapped | None = None
         self.squares: Gradients = []
         self._parameters: list[torch.Tensor] = []
         self._counts: list[int] = []
         self._handles: list[RemovableHandle] = []
         self._calibrators: dict[int, _Calibrator] = {}
 
-    def watch(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Hook every parameter that needs a gradient; False, and sums from zero, when they are not those of before."""
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Hook every parameter that needs a gradient; drops sums and disarms where they are not those of before."""
         hooked = [p for p in parameters if p.requires_grad]
         same = len(hooked) == len(self._handles) and len(parameters) == len(self._parameters)
         if same and all(map(operator.is_, parameters, self._parameters)):
-            return True
+            return
         self.close()
         self._parameters = list(parameters)
         self.squares, self._counts = [None] * len(parameters), [0] * len(parameters)
@@ -302,12 +299,11 @@ class GradientTap:
                 hook = self._hook(index)
                 self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
         self._choose_calibrators()
-        return False
 
-    def arm(self, tapped: Tapped) -> None:
-        """Measure from the next backward on, from zero."""
+    def arm(self, tapped: Tapped | None) -> None:
+        """Sum this from the next backward on, from zero."""
         self.clear()
-        self.tapped, self.armed = tapped, True
+        self.tapped = tapped
 
     def clear(self) -> None:
         """Drop all sums; called when gradients are zeroed, so that a skipped step leaves nothing in them."""
@@ -344,18 +340,20 @@ class GradientTap:
 
     def close(self) -> None:
         """Remove every hook."""
+        self.tapped = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def observe(gradient: torch.Tensor) -> None:
-            if not self.armed or gradient.is_sparse:
+            tapped = self.tapped
+            if tapped is None or gradient.is_sparse:
                 return
             self._counts[index] += 1
             with torch.no_grad():
-                if self.tapped != "projections":
-                    square, held = squares(gradient, self.tapped), self.squares[index]
+                if tapped != "projections":
+                    square, held = squares(gradient, tapped), self.squares[index]
                     self.squares[index] = square if held is None else held.add_(square)
                 calibrator = self._calibrators.get(index)
                 if calibrator is not None:
@@ -426,11 +424,3 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in kept:
                 buffer.copy_(value)
-
-
-def _head(*slots: torch.Tensor | float) -> torch.Tensor:
-    device = next(slot.device for slot in slots if isinstance(slot, torch.Tensor))
-    # `full` writes on the device; `tensor` would copy each number there, one transfer each.
-    return torch.stack(
-        [s if isinstance(s, torch.Tensor) else torch.full((), s, dtype=torch.float64, device=device) for s in slots]
-    )

@@ -169,8 +169,8 @@ class TulaOptimizer(torch.optim.Optimizer):
         agreed = self._synced.poll(self._steps, self._thresholds, meter.device)
         if agreed is not None:
             self._switch(agreed)
-        if not (self._closed or meter.tap.watch(meter.parameters())):
-            meter.tap.armed = False  # its sums were of other parameters
+        if not self._closed:
+            meter.tap.watch(meter.parameters())
         policy = self._policy
         factors = 1.0 if policy is None else policy.factors(self._steps, self._thresholds)
         self._apply(factors)
@@ -240,8 +240,7 @@ class TulaOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's; the new parameters are watched from the next backward on."""
         self._inner.add_param_group(param_group)
-        if "_meter" in self.__dict__ and not self._closed:
-            self._meter.tap.watch(self._meter.parameters())
+        self._prepare()
 
     def telemetry(self) -> dict[str, float]:
         """Values of the last steps by telemetry column, as far as they are on the host; never waits for the device.
@@ -304,7 +303,6 @@ class TulaOptimizer(torch.optim.Optimizer):
         """Remove every hook from the parameters; later steps are the wrapped optimizer's."""
         self._closed = True
         self._meter.tap.close()
-        self._meter.tap.armed = False
 
     def __getattr__(self, name: str) -> Any:
         # train() and eval() of schedule-free optimizers, for example; never own fields, which may not exist yet.
@@ -343,11 +341,8 @@ class TulaOptimizer(torch.optim.Optimizer):
         """Arm the taps for the next step, or disarm them."""
         tap, policy = self._meter.tap, self._policy
         wanted = None if policy is None else policy.wants(self._steps, self._thresholds)
-        if wanted is None:
-            tap.clear()
-            tap.armed = False
-            return
-        tap.watch(self._meter.parameters())
+        if wanted is not None:
+            tap.watch(self._meter.parameters())
         tap.arm(wanted)
 
 
