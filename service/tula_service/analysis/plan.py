@@ -13,7 +13,7 @@ from tula_service.analysis.answer import Analysis, Answer, Infeasible
 from tula_service.analysis.evidence import leave_one_out
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.priors import posteriors_of
-from tula_service.domain import RunRecord
+from tula_service.domain import NewRun, RunRecord
 from tula_service.perfmodel.planner import Plan, PlanBudget, column_of, columns_of, plan
 from tula_service.perfmodel.points import ObservationError
 from tula_wire import Configuration
@@ -29,16 +29,6 @@ Span: TypeAlias = tuple[RunRecord, float, float]
 
 
 @dataclass(frozen=True)
-class NextRun:
-    """A run to profile; the lowest `position` is claimed first."""
-
-    configuration: Configuration
-    purpose: str
-    position: int
-    predicted_step_time_s: float
-
-
-@dataclass(frozen=True)
 class PlanDecision:
     """The plan for one version of a job's data; `usecases/recommendations.py` stores it.
 
@@ -47,7 +37,7 @@ class PlanDecision:
     the model predicts runs that it has not seen.
     """
 
-    new: tuple[NextRun, ...]
+    new: tuple[NewRun, ...]
     cancelled: tuple[str, ...]
     active: bool
     reason: str
@@ -74,19 +64,32 @@ def plan_of(analysis: Analysis) -> PlanDecision:
     reason = found.stop_reason or _progress(left, analysis.spec.profiling.columns)
     # A repeated run takes the place of the failed one, so that it comes before what waits.
     last = max((run.position for run in analysis.data.profile_runs), default=-1)
-    new = [(run.configuration, f"Repeats {run.id}, which failed.", run.position) for run in again]
-    new += [(each.configuration, each.purpose, last + row) for row, each in enumerate(found.runs, 1)]
-    planned = [*(configuration for configuration, _, _ in new), *(run.configuration for run in kept)]
-    expected: list[float] = analysis.model.predict(planned).mean_s.tolist() if planned else []
+    new = [_new(analysis, run.configuration, f"Repeats {run.id}, which failed.", run.position) for run in again]
+    new += [_new(analysis, each.configuration, each.purpose, last + row) for row, each in enumerate(found.runs, 1)]
     return PlanDecision(
-        new=tuple(NextRun(*each, step_time_s) for each, step_time_s in zip(new, expected, strict=False)),
+        new=tuple(new),
         cancelled=tuple(sorted({run.id for run in waiting} - {run.id for run in kept})),
         active=active,
         reason=reason + _failures(analysis),
-        predicted_step_time_s=dict(zip((run.id for run in kept), expected[len(new) :], strict=True)),
+        predicted_step_time_s={run.id: _step_time_s(analysis, run.configuration) for run in kept},
         posteriors=posteriors_of(analysis.model) if over else None,
         cross_validated_error=leave_one_out(analysis.evidence, analysis.prior, analysis.model.form) if over else None,
     )
+
+
+def _new(answer: Answer, configuration: Configuration, purpose: str, position: int) -> NewRun:
+    return NewRun(
+        "profile",
+        configuration,
+        purpose=purpose,
+        instruction=instruction_of(answer.data.spec),
+        position=position,
+        predicted_step_time_s=_step_time_s(answer, configuration),
+    )
+
+
+def _step_time_s(answer: Answer, configuration: Configuration) -> float:
+    return float(answer.model.predict([configuration]).mean_s[0])
 
 
 def instruction_of(spec: wire.JobSpec) -> dict[str, float]:

@@ -21,8 +21,8 @@ import tula_wire as wire
 from tula_service.analysis import explanation
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
 from tula_service.analysis.job_data import EarlierJob, JobData
-from tula_service.analysis.plan import PlanDecision, instruction_of, plan_of
-from tula_service.domain import EarlierLessons, FloatArray, JobRecord, NewRun, RunRecord
+from tula_service.analysis.plan import PlanDecision, plan_of
+from tula_service.domain import EarlierLessons, FloatArray, JobRecord, RunRecord
 from tula_service.perfmodel.choice import Estimate
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, Transaction
@@ -223,17 +223,7 @@ def _store_plan(tx: Transaction, job: JobRecord, analysis: Analysis, decision: P
     for run_id, step_time_s in decision.predicted_step_time_s.items():
         tx.runs.update(run_id, predicted_step_time_s=step_time_s)
     for new in decision.new:
-        run = tx.runs.create(
-            job.id,
-            NewRun(
-                "profile",
-                new.configuration,
-                purpose=new.purpose,
-                instruction=instruction_of(spec_of(job)),
-                position=new.position,
-                predicted_step_time_s=new.predicted_step_time_s,
-            ),
-        )
+        run = tx.runs.create(job.id, new)
         tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state, "purpose": run.purpose})
     if decision.posteriors is not None:
         tx.lessons.put_posteriors(job.id, decision.posteriors)

@@ -68,7 +68,7 @@ def test_memory_shows_the_ceiling_and_the_batch_that_ran_out() -> None:
     assert [row["batch"] for row in data["crashes"]] == [512]
     assert [row["batch"] for row in data["curve"]] == [32, 64, 128, 256, 512]
     profiled = {c.configuration.local_batch_size for c in models.recommendation().candidates if c.profiled}
-    assert {row["batch"] for row in data["curve"] if row["read"]} == profiled
+    assert {row["batch"] for row in data["curve"] if row["profiled"]} == profiled
     assert 0 < len(profiled) < 5
 
 

@@ -10,10 +10,24 @@ from collections.abc import Sequence
 from typing import Final
 
 from tula_service.dashboard.charts.accuracy import accuracy, accuracy_of_all, calibration
-from tula_service.dashboard.charts.candidates import Quantity, frontier, named_candidates, step_breakdown, tradeoff
-from tula_service.dashboard.charts.memory import memory, rank_memory
+from tula_service.dashboard.charts.candidates import (
+    Quantity,
+    frontier,
+    memory,
+    named_candidates,
+    step_breakdown,
+    tradeoff,
+)
 from tula_service.dashboard.charts.render import javascript, png, svg
-from tula_service.dashboard.charts.runs import RUN_CHARTS, Over, QualityRun, columns_of, quality_chart, run_chart
+from tula_service.dashboard.charts.runs import (
+    RUN_CHARTS,
+    Over,
+    QualityRun,
+    columns_of,
+    quality_chart,
+    rank_memory,
+    run_chart,
+)
 from tula_service.dashboard.charts.vega import PALETTE, Spec
 from tula_wire import Job, Ledger, LedgerEntry, Recommendation, Run
 

@@ -1,4 +1,4 @@
-"""Charts of a job's candidates: time against cost, time or cost against global batch, and where a step's time goes."""
+"""Charts of a job's candidates: time against cost, time or memory against the batch, and where a step's time goes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal
 
 from tula_service.dashboard.charts import vega
-from tula_service.dashboard.charts.vega import DASHES, FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit
+from tula_service.dashboard.charts.vega import ALARM, DASHES, FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit
 from tula_service.dashboard.format import duration_interval, money_interval
-from tula_wire import Candidate, Configuration, Estimate, Job, Recommendation
+from tula_wire import DEFAULT_INSTANCE_TYPE, Candidate, Configuration, Estimate, Job, Recommendation
 from tula_wire.format import cluster_name, configuration, duration, money, percent, size
 
 Quantity = Literal["time", "cost"]
@@ -102,7 +102,7 @@ def _frontier_layers(recommendation: Recommendation, x: Spec, y: Spec) -> list[S
     allowed = base | {"color": colour, "shape": shape, "fill": vega.filled_where("datum.profiled", colour)}
     steps: Spec = {"interpolate": "step-after", "strokeWidth": 2, "color": FAINT, "tooltip": None}
     interval: Spec = {"where": "datum.crossed", "strokeWidth": 1.4, "opacity": 0.75, "tooltip": None}
-    point = {"size": 60, "strokeWidth": 1.8, "filled": False, "opacity": 1, "cursor": "pointer"}
+    point: Spec = {**vega.POINT, "cursor": "pointer"}
     return [
         vega.layer("frontier", "line", {"x": x, "y": y, "order": vega.field("x:Q")}, **steps),
         vega.layer("candidates", "rule", along, **interval),
@@ -142,27 +142,17 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
     rows = [_row(candidate) | unit.interval(each) for candidate, each in drawn]
     batches = sorted({row["batch"] for row in rows})
     ends = vega.reach([row[end] for row in rows for end in ("low", "high")])
-    x = vega.field(
-        "batch:Q",
-        title="Global batch size (examples a step)",
-        scale={"type": "log", "base": 2, "nice": False},
-        axis={"values": batches, "format": "d", "labelOverlap": True},
-    )
+    x = vega.batch_axis("Global batch size (examples a step)", batches)
     y = vega.field("value:Q", title=f"Total {quantity} ({unit.name})", **vega.axis_between(ends))
     colour, dash = _by_cluster(recommendation.candidates, lines=True)
     marked = _marked(recommendation, quantity, unit)
     ruled = _ruled(recommendation, batches)
     base = {"x": x, "y": y, "tooltip": _TIPS}
-    point = base | {"color": colour, "fill": vega.filled_where("datum.profiled", colour)}
-    band = {"x": x, "y": vega.field("low:Q"), "y2": {"field": "high"}, "color": colour}
-    line = {"x": x, "y": y, "color": colour, "strokeDash": dash}
     chart = vega.layered(
         *_limits(job, quantity, batches, (ends[0] * unit.size, ends[1] * unit.size), unit),
-        vega.layer("candidates", "area", band, where=_ALLOWED, opacity=0.14, tooltip=None),
         vega.layer("candidates", "point", base, where=_EXCLUDED, **_CROSS),
-        vega.layer("candidates", "line", line, where=_ALLOWED, strokeWidth=2),
         _rings(marked, x, y),
-        vega.layer("candidates", "point", point, where=_ALLOWED, size=50, strokeWidth=1.8, filled=False),
+        *vega.predicted("candidates", base, {"color": colour, "strokeDash": dash}, where=_ALLOWED),
         *_rules(ruled),
     )
     basis = _BASIS[recommendation.basis]
@@ -244,6 +234,61 @@ def _rules(ruled: list[Row]) -> list[Spec]:
         only, at = f"datum.line === {row['line']}", {"x": vega.field("batch:Q")}
         layers += vega.ruled("rules", at, where=only, y=2 + 16 * row["line"], baseline="top", **side)
     return layers
+
+
+def memory(job: Job, recommendation: Recommendation) -> Spec:
+    """Peak memory of one rank (equation 3, fitted) against local batch size."""
+    title = f"{job.name}: memory of a rank"
+    found = {
+        (c.configuration.instance_type, c.configuration.local_batch_size): c.memory_bytes
+        for c in recommendation.candidates
+        if c.memory_bytes is not None
+    }
+    if not found:
+        return vega.message(title, "No memory reading yet: the first profiling runs bring them.")
+    profiled = [c.configuration for c in recommendation.candidates if c.profiled]
+    read = {(each.instance_type, each.local_batch_size) for each in profiled}
+    ceilings = {c.instance_type: c.memory_bytes_per_rank for c in job.spec.cluster if c.memory_bytes_per_rank}
+    unit = vega.bytes_unit([*(e.value for e in found.values()), *ceilings.values()])
+    curve: list[Row] = [
+        {"type": kind, "batch": batch, "profiled": (kind, batch) in read} | unit.interval(estimate)
+        for (kind, batch), estimate in sorted(found.items())
+    ]
+    limits: list[Row] = [
+        {"value": most / unit.size, "label": "memory of " + ("a rank" if kind == DEFAULT_INSTANCE_TYPE else kind)}
+        for kind, most in ceilings.items()
+    ]
+    over = [run.configuration for run in job.plan if run.state == "out_of_memory"]
+    crashes: list[Row] = [
+        {
+            "batch": each.local_batch_size,
+            "value": ceilings.get(each.instance_type, curve[-1]["high"] * unit.size) / unit.size,
+            "label": f"out of memory at {each.local_batch_size} a rank",
+        }
+        for each in over
+    ]
+    kinds = sorted({row["type"] for row in curve})
+    x = vega.batch_axis("Local batch size (examples a rank and micro-step)", sorted({row["batch"] for row in curve}))
+    y = vega.field("value:Q", title=f"Peak memory ({unit.name})", scale={"zero": True}, axis={"tickCount": 6})
+    look = {"domain": kinds, "range": list(PALETTE[: len(kinds)])}
+    colour = vega.field("type", scale=look, legend=None if len(kinds) == 1 else vega.legend(kinds))
+    heads = {"batch": "Local batch", "value": "Peak", "low": "Low (90 %)", "high": "High (90 %)"}
+    tips = [vega.field(f"{name}:Q", format=",.3~g", title=head) for name, head in heads.items()]
+    crash = {"x": vega.field("batch:Q"), "y": vega.field("value:Q"), "tooltip": vega.field("label")}
+    layers = [
+        *vega.predicted("curve", {"x": x, "y": y, "tooltip": tips}, {"color": colour}),
+        *vega.ruled("ceiling", {"y": vega.field("value:Q")}, color=ALARM, align="left", x=4, dy=-7),
+        vega.layer("crashes", "point", crash, shape="cross", angle=45, size=130, filled=True, color=ALARM),
+    ]
+    largest = ", ".join(
+        f"{'' if kind == DEFAULT_INSTANCE_TYPE else f'{kind} '}{batch}"
+        for kind, batch in sorted(recommendation.max_local_batch_size.items())
+    )
+    subtitle = "Band holds 90 %, filled points were profiled; the dashed line is the ceiling, a cross an out-of-memory"
+    if largest:
+        subtitle += f"; largest batch that fits: {largest}"
+    datasets = {"curve": curve, "ceiling": limits, "crashes": crashes}
+    return vega.finish(vega.layered(*layers), title, subtitle, datasets)
 
 
 def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:

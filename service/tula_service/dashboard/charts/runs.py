@@ -1,4 +1,4 @@
-"""Charts of runs: downsampled telemetry over steps, and training runs of a job side by side by one column."""
+"""Charts of runs: downsampled telemetry over steps, memory by rank, and training runs side by side by one column."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from math import isinf
 from typing import Final, Literal, NamedTuple
 
 from tula_service.dashboard.charts import vega
-from tula_service.dashboard.charts.vega import DASHES, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit
+from tula_service.dashboard.charts.vega import ALARM, DASHES, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit
+from tula_service.domain import MemoryReading
 from tula_wire import Job, Run, ScalingThresholds, TelemetrySeries
-from tula_wire.format import configuration
+from tula_wire.format import configuration, size
 
 Over = Literal["epoch", "step"]
+_COMPONENTS: Final = ("parameters", "gradients", "optimizer", "activations", "batch", "not attributed")
 _MOST_NAMED: Final = 24
 """Of more methods than these no legend names any."""
 _FEW_A_RUN: Final = 80
@@ -273,3 +275,47 @@ def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = F
     subtitle = f"{name.capitalize()} of {count}{smooth}{'' if named else '; the pointer names a line'}"
     chart = {**lines, "width": WIDTH, "height": HEIGHT}
     return vega.finish(chart, title, subtitle, {"runs": listed, "points": rows})
+
+
+def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
+    """Stacked components (equation 3) of each rank's peak; `readings` by rank, at least one."""
+    peaks = [reading.peak_bytes for reading in readings.values()]
+    capacities = [reading.capacity_bytes for reading in readings.values() if reading.capacity_bytes]
+    unit = vega.bytes_unit([*peaks, *capacities])
+    rows: list[Row] = [
+        {
+            "rank": f"rank {rank}",
+            "at": rank,
+            "part": part,
+            "order": order,
+            "value": held / unit.size,
+            "peak": reading.peak_bytes / unit.size,
+        }
+        for rank, reading in sorted(readings.items())
+        for order, (part, held) in enumerate(zip(_COMPONENTS, _split(reading), strict=True))
+        if held > 0
+    ]
+    tips = [
+        vega.field("rank", title="Rank"),
+        vega.field("part", title="Part"),
+        vega.field("value:Q", title=unit.name, format=",.3~g"),
+        vega.field("peak:Q", title=f"Peak ({unit.name})", format=",.3~g"),
+    ]
+    y = vega.field("rank", sort={"field": "at", "op": "min"}, title=None)
+    bars = {"y": y, "tooltip": tips, **vega.stacked(rows, _COMPONENTS, f"Peak memory ({unit.name})")}
+    chart = vega.layered(
+        vega.layer("ranks", "bar", bars),
+        *vega.ruled("capacity", {"x": vega.field("value:Q")}, color=ALARM, align="right", baseline="top", dx=-5, y=3),
+        height={"step": max(22, min(60, 220 // len(readings)))},
+    )
+    title = f"{run.id}, {configuration(run.configuration)}: memory by rank"
+    ceiling = [{"value": min(capacities) / unit.size, "label": "memory of a rank"}] if capacities else []
+    subtitle = f"Highest peak of each rank; the greatest is {size(max(peaks))}"
+    return vega.finish(chart, title, subtitle, {"ranks": rows, "capacity": ceiling})
+
+
+def _split(reading: MemoryReading) -> list[int]:
+    """Bytes of each of `_COMPONENTS`; they add up to the peak unless the components alone exceed it."""
+    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "batch_bytes")
+    known = [getattr(reading, part) or 0 for part in parts]
+    return [*known, max(0, reading.peak_bytes - sum(known))]

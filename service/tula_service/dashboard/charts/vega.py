@@ -21,11 +21,14 @@ FAINT: Final = "#7f8894"
 PALETTE: Final = ("#0f83ad", "#d1670c", "#25935a", "#c4559c", "#8a7a10", "#7a72d8", "#cf4f4f", "#5b8a8f")
 """Luminance between 0.13 and 0.30: each holds 3:1 against the light and the dark page (WCAG 2.1, 1.4.11)."""
 
+ALARM: Final = PALETTE[6]
 DASHES: Final = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (12, 4), (4, 2, 1, 2), (1, 3), (10, 2, 2, 2))
 """Lines differ in dash as well as in colour, for those who cannot tell the colours apart."""
 
 _MANY: Final = 500
 """Of more rows a page draws pixels: a browser takes longer for as many elements of an SVG."""
+POINT: Final = {"size": 50, "strokeWidth": 1.8, "filled": False, "opacity": 1}
+"""The look of a candidate, of which an encoding says whether it is filled."""
 _TYPES: Final = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
 
 Ends = tuple[float, float]
@@ -111,6 +114,24 @@ def axis_between(ends: Ends) -> Spec:
     # A "nice" logarithmic domain ends at powers of ten and leaves most of the area empty.
     scale = {"type": "log", "domain": [low, high], "nice": False} if low > 0 else {"type": "linear", "zero": False}
     return {"scale": scale, "axis": {"labelOverlap": True, "grid": True, **ticks}}
+
+
+def batch_axis(title: str, batches: Sequence[int]) -> Spec:
+    """The field `batch` along an axis on which a doubling has one length, with a tick at each of these."""
+    ticks = {"values": batches, "format": "d", "labelOverlap": True}
+    return field("batch:Q", title=title, scale={"type": "log", "base": 2, "nice": False}, axis=ticks)
+
+
+def predicted(data: str, base: Spec, look: Spec, *, where: str = "") -> list[Spec]:
+    """`value` as a line, `low` to `high` as a band, with a point for each row, filled for those `profiled`."""
+    band = {"x": base["x"], "y": field("low:Q"), "y2": {"field": "high"}, "color": look["color"]}
+    line = {"x": base["x"], "y": base["y"], **look}
+    fill = filled_where("datum.profiled", look["color"])
+    return [
+        layer(data, "area", band, where=where, opacity=0.14, tooltip=None),
+        layer(data, "line", line, where=where, strokeWidth=2),
+        layer(data, "point", {**base, "color": look["color"], "fill": fill}, where=where, **POINT),
+    ]
 
 
 def legend(names: Sequence[str], *, lines: bool = True) -> Spec:
