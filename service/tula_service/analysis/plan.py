@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import median
 from typing import Any, TypeAlias
 
 import tula_wire as wire
@@ -183,41 +183,31 @@ def _spent_gpu_seconds(data: JobData) -> float:
 def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) -> ProfilingCost:
     """What the plan's runs have taken by `now_s`, in seconds since 1970, and what those that have not ended will take.
 
-    A launch takes its start-up, the median of those that ended, and its steps as predicted, of which it needs the share
-    of the planned ones that earlier runs needed. Before the first has ended these are 30 s and all steps. A launch
-    whose leases have expired ended with them, and is to come again; once its runs are leased again it is forgotten.
+    A launch takes its start-up, the median of those that ended or, before the first, 30 s, and its steps as predicted.
+    One whose leases have expired ended with them, and is to come again; once its runs are leased again it is forgotten.
     """
     begun = [(run, run.started_at.timestamp(), _ended_s(run, now_s)) for run in plan if run.started_at is not None]
     launches = _launches(begun, spec)
-    further = {run.id for spans in launches for run in _ascending(run for run, _, _ in spans)[1:]}
-    measured = [run for run in plan if run.step_time_s is not None and run.state in FINAL_STATES]
-    shares = [_needed(run, further) / _steps(run.instruction, run.id in further) for run in measured]
-    share = fmean(shares) if shares else 1.0
-    ended = [
-        spans
-        for spans in launches
-        if any(run.step_time_s for run, _, _ in spans) and all(run.state in FINAL_STATES for run, _, _ in spans)
-    ]
-    around_s = [max(0.0, _taken(spans)[1] - _in_steps_s(spans, further)) for spans in ended]
-    start_up_s = median(around_s) if ended else _START_UP_S
-    under_way = {
-        _launch(spans[0][0], spec): spans
-        for spans in launches
-        if any(run.state not in FINAL_STATES and ended_s >= now_s for run, _, ended_s in spans)
-    }
+    start_ups_s = []
+    under_way: set[object] = set()
+    for spans in launches:
+        if any(run.state not in FINAL_STATES for run, _, _ in spans):
+            if any(ended_s >= now_s for _, _, ended_s in spans):
+                under_way.add(_launch(spans[0][0], spec))
+        elif in_steps_s := sum(run.num_samples * (run.step_time_s or 0.0) for run, _, _ in spans):
+            start_ups_s.append(max(0.0, _taken(spans)[1] - in_steps_s))
+    start_up_s = median(start_ups_s) if start_ups_s else _START_UP_S
     waiting: dict[object, list[RunRecord]] = {}
-    for run in plan:
+    for run in sorted(plan, key=lambda run: run.configuration.local_batch_size):
         if run.state not in FINAL_STATES:
             waiting.setdefault(_launch(run, spec), []).append(run)
     left = []
     for launch, runs in waiting.items():
-        spans = under_way.get(launch, [])
-        first = _ascending([*runs, *(run for run, _, _ in spans)])[0]
-        steps_s = share * sum(
-            _steps(run.instruction, run is not first) * (run.predicted_step_time_s or 0.0) for run in runs
-        )
-        taken_s = _taken(spans)[1] - _in_steps_s(spans, further) if spans else 0.0
-        left.append((runs[0].configuration, max(0.0, start_up_s + steps_s - taken_s)))
+        seconds = 0.0 if launch in under_way else start_up_s
+        for place, run in enumerate(runs):
+            further = place > 0 or launch in under_way
+            seconds += _steps(run.instruction, further) * (run.predicted_step_time_s or 0.0)
+        left.append((runs[0].configuration, seconds))
     spent, spent_usd = _totals(spec, [_taken(spans) for spans in launches])
     left_gpu_seconds, left_usd = _totals(spec, left)
     return ProfilingCost(
@@ -257,20 +247,6 @@ def _ended_s(run: RunRecord, now_s: float) -> float:
     if run.finished_at is not None:
         return run.finished_at.timestamp()
     return now_s if run.lease_expires_at is None else min(now_s, run.lease_expires_at.timestamp())
-
-
-def _ascending(runs: Iterable[RunRecord]) -> list[RunRecord]:
-    """The runs of a launch in the order in which it measures them."""
-    return sorted(runs, key=lambda run: run.configuration.local_batch_size)
-
-
-def _in_steps_s(spans: Sequence[Span], further: Collection[str]) -> float:
-    """Seconds that the runs of a launch which have ended spent in steps."""
-    return sum(_needed(run, further) * (run.step_time_s or 0.0) for run, _, _ in spans if run.state in FINAL_STATES)
-
-
-def _needed(run: RunRecord, further: Collection[str]) -> int:
-    return min(run.num_samples, _steps(run.instruction, run.id in further))
 
 
 def _steps(instruction: Mapping[str, float] | None, further: bool = False) -> int:
