@@ -12,6 +12,10 @@ from fastapi.responses import JSONResponse
 
 from tula_service.api.deps import AppServices, Services, reject_unknown_query
 from tula_service.dashboard import charts
+from tula_service.dashboard.charts import render
+from tula_service.dashboard.charts.candidates import Quantity
+from tula_service.dashboard.charts.runs import RUN_CHARTS, Over, drawn_columns, quality_chart, rank_memory, run_chart
+from tula_service.dashboard.charts.vega import Spec
 from tula_service.dashboard.pages import MAX_COMPARED, compare_runs
 from tula_service.dashboard.session import CurrentUser, User
 from tula_service.errors import Busy, NotFound
@@ -38,11 +42,11 @@ async def get_job_chart(
     name: str,
     user: CurrentUser,
     services: AppServices,
-    quantity: Annotated[charts.Quantity, Query(description="What `tradeoff` draws.")] = "time",
+    quantity: Annotated[Quantity, Query(description="What `tradeoff` draws.")] = "time",
     objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
     column: Annotated[str | None, Query(max_length=64, description="Metric that `quality` draws.")] = None,
     logarithmic: Annotated[bool, Query(description="Logarithmic axis of `quality`.")] = False,
-    over: Annotated[charts.Over, Query(description="What `quality` draws over.")] = "epoch",
+    over: Annotated[Over, Query(description="What `quality` draws over.")] = "epoch",
     trend: Annotated[int, Query(ge=0, le=1000, description="Medians in a long line of `quality`; 0: none.")] = 150,
     run: Annotated[list[str], Query(max_length=MAX_COMPARED, description="Only these runs in `quality`.")] = [],  # noqa: B006 - FastAPI copies defaults
     cursor: Annotated[str | None, Query(max_length=40, description="`quality` of the runs before it.")] = None,
@@ -50,11 +54,11 @@ async def get_job_chart(
 ) -> Response:
     """A chart of a job: frontier, tradeoff, memory, step_breakdown, accuracy or quality."""
 
-    def make() -> charts.Spec:
+    def make() -> Spec:
         job = jobs.get(*user, job_id)
         if name == "quality":
             found = compare_runs(user, job_id, column, trend=trend, cursor=cursor, only=run)
-            return charts.quality_chart(job, found.runs, logarithmic=logarithmic, over=over)
+            return quality_chart(job, found.runs, logarithmic=logarithmic, over=over)
         _check_known("job", name, (*charts.JOB_CHARTS, "quality"))
         recommendation = read(Recommendation, recommendations.get(*user, job_id, objective))
         entries = ledger.entries(*user, job_id)
@@ -70,7 +74,7 @@ async def get_job_chart(
 async def get_chart(name: str, user: CurrentUser, services: AppServices, format: Format = "json") -> Response:
     """A chart of the accuracy page: accuracy (predicted against measured) or calibration (of intervals)."""
 
-    def make() -> charts.Spec:
+    def make() -> Spec:
         _check_known("service", name, charts.SERVICE_CHARTS)
         found = ledger.outcomes(*user)
         return charts.service_chart(name, [(f"{each.network} on {each.device}", each.entry) for each in found])
@@ -100,26 +104,26 @@ async def get_run_chart(
     return await _answer(services, user.principal.sender, lambda: _run_chart(user, name, where, logarithmic), format)
 
 
-def _run_chart(user: User, name: str, where: SeriesQuery, logarithmic: bool) -> charts.Spec:
+def _run_chart(user: User, name: str, where: SeriesQuery, logarithmic: bool) -> Spec:
     run = runs.get(*user, where.run_id)
     reported = columns_of(*user, run.id)
-    _check_known("run", name, (*charts.RUN_CHARTS, *reported))
+    _check_known("run", name, (*RUN_CHARTS, *reported))
     found, trends = {}, {}
-    for column in charts.columns_of(name):
+    for column in drawn_columns(name):
         if column in reported:
             found[column], smooth = read_with_trend(*user, replace(where, column=column))
             if smooth is not None:
                 trends[column] = smooth
     if name == "memory" and not found and (readings := memory_of(*user, run.id)):
-        return charts.rank_memory(run, readings)
+        return rank_memory(run, readings)
     limits = None
     if name == "gradient":
         body = scaling.current(*user, run.job_id).body
         limits = None if body is None else read(ScalingThresholds, body)
-    return charts.run_chart(name, run, found, limits, trends, logarithmic=logarithmic)
+    return run_chart(name, run, found, limits, trends, logarithmic=logarithmic)
 
 
-async def _answer(services: Services, sender: str, make: Callable[[], charts.Spec], format: Format) -> Response:
+async def _answer(services: Services, sender: str, make: Callable[[], Spec], format: Format) -> Response:
     """The chart; an image waits for its turn without a thread. Raises Busy if too many images wait."""
     if format == "json":
         return await to_thread.run_sync(lambda: JSONResponse(make()))
@@ -130,7 +134,7 @@ async def _answer(services: Services, sender: str, make: Callable[[], charts.Spe
     waiting.add(sender)
     try:
         spec = await to_thread.run_sync(make)
-        draw, media_type = (charts.png, "image/png") if format == "png" else (charts.svg, "image/svg+xml")
+        draw, media_type = (render.png, "image/png") if format == "png" else (render.svg, "image/svg+xml")
         return Response(await to_thread.run_sync(draw, spec, limiter=services.drawers), media_type=media_type)
     finally:
         waiting.remove(sender)

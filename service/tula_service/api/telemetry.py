@@ -11,7 +11,7 @@ from tula_service.api.bodies import MSGPACK, Body, parse, read_body, request_bod
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.dashboard.session import CurrentUser
 from tula_service.domain import NewChunk
-from tula_service.usecases.telemetry import SeriesQuery, chunk_from_packed, chunk_from_wire, columns_of, read_series
+from tula_service.usecases.telemetry import SeriesQuery, chunk_from_packed, chunk_from_wire, columns_of, read_with_trend
 from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
 
 router = APIRouter(tags=["telemetry"])
@@ -69,4 +69,5 @@ def get_telemetry(
         available = columns_of(*user, run_id)
         nothing: dict[str, Any] = {"column": "", "steps": [], "values": [], "total_points": 0, "downsampled": False}
         return TelemetrySeries(run_id=run_id, rank=rank, available=available, **nothing)
-    return read_series(*user, SeriesQuery(run_id, column, rank, max_points, first_step, last_step))
+    query = SeriesQuery(run_id, column, rank, max_points, first_step, last_step, trend_points=0)
+    return read_with_trend(*user, query)[0]

@@ -16,7 +16,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, JSONResponse
 
 from tula_service.analysis.what_if import WhatIf
-from tula_service.dashboard import charts
+from tula_service.dashboard.charts.candidates import named_candidates
+from tula_service.dashboard.charts.runs import RUN_CHARTS, Over, QualityRun, drawn_columns
 from tula_service.dashboard.format import render
 from tula_service.dashboard.session import CurrentUser, User
 from tula_service.domain import JobOrder
@@ -145,7 +146,7 @@ def job_page(
         recommendation=recommendation,
         candidates=ranked[:MAX_CANDIDATES],
         left_out=max(0, len(ranked) - MAX_CANDIDATES),
-        landmarks=charts.named_candidates(recommendation),
+        landmarks=named_candidates(recommendation),
         frontier=set(recommendation.frontier),
         objectives=get_args(Objective),
         trainings=trained.runs,
@@ -196,7 +197,7 @@ def quality_page(
     column: Annotated[str | None, Query(max_length=64)] = None,
     logarithmic: bool = False,
     trend: Annotated[int, Query(ge=0, le=1000)] = 150,
-    over: charts.Over = "epoch",
+    over: Over = "epoch",
     run: Annotated[list[str], Query(max_length=MAX_COMPARED)] = [],  # noqa: B006 - FastAPI copies defaults
     cursor: Cursor = None,
 ) -> HTMLResponse:
@@ -236,9 +237,9 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
     run = runs.get(*user, run_id)
     job = jobs.get(*user, run.job_id)
     listed = events.recent(*user, job.id, kinds=KINDS, run_id=run_id, limit=MAX_EVENTS)
-    drawn = {column for name in charts.RUN_CHARTS for column in charts.columns_of(name)}
+    drawn = {column for name in RUN_CHARTS for column in drawn_columns(name)}
     logged = [name for name in columns_of(*user, run_id) if name not in drawn]
-    names = {name: charts.columns_of(name)[0] for name in (*charts.RUN_CHARTS, *logged[:MAX_LOGGED])}
+    names = {name: drawn_columns(name)[0] for name in (*RUN_CHARTS, *logged[:MAX_LOGGED])}
     return _page(
         user,
         "run.html",
@@ -269,7 +270,7 @@ class Comparison(NamedTuple):
 
     column: str
     columns: list[str]
-    runs: list[charts.QualityRun]
+    runs: list[QualityRun]
     next_cursor: str | None
 
 
@@ -294,7 +295,7 @@ def compare_runs(
     points = min(_MOST_POINTS, max(_LEAST_POINTS, _POINTS_OF_ALL // max(1, len(listed))))
     query = SeriesQuery("", wanted, max_points=points, trend_points=min(trend, points))
     series = read_of_runs(*user, job_id, listed, query)
-    found = [charts.QualityRun(run, series[run.id]) for run in listed if run.id in series]
+    found = [QualityRun(run, series[run.id]) for run in listed if run.id in series]
     return Comparison(wanted, columns, found, page.next_cursor)
 
 
@@ -327,7 +328,7 @@ def _accuracy(network: str, device: str, found: list[ledger.Outcome]) -> dict[st
     }
 
 
-def _compared(found: list[charts.QualityRun], column: str) -> list[dict[str, Any]]:
+def _compared(found: list[QualityRun], column: str) -> list[dict[str, Any]]:
     """A row per run, the least loss first, else the greatest value."""
     rows: list[dict[str, Any]] = []
     for each in found:

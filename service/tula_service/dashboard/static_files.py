@@ -10,7 +10,7 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from tula_service.dashboard import charts
+from tula_service.dashboard.charts.render import javascript
 from tula_service.errors import NotFound
 
 router = APIRouter(include_in_schema=False)
@@ -44,7 +44,7 @@ def get_static(name: str, request: Request) -> Response:
 def _file(name: str) -> tuple[bytes, str]:
     """Body and ETag."""
     if name == _VEGA:
-        body = charts.javascript().encode()
+        body = javascript().encode()
     else:
         body = (resources.files(_FILES[name]) / "static" / name).read_bytes().replace(_LOGO, b"data:,")
     return body, f'"{hashlib.sha256(body).hexdigest()[:24]}"'

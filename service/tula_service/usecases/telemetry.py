@@ -94,16 +94,13 @@ def columns_of(store: Store, principal: Principal, run_id: str) -> list[str]:
         return _names(run, tx.telemetry.columns(run.key))
 
 
-def read_series(store: Store, principal: Principal, query: SeriesQuery) -> TelemetrySeries:
-    """A column of a run; step times fall back on its samples. Raises NotFound for an unknown run or column."""
-    available, steps, values = _read(store, principal, query)
-    return _series(query, available, steps, *downsample(steps, values, query.max_points))
-
-
 def read_with_trend(
     store: Store, principal: Principal, query: SeriesQuery
 ) -> tuple[TelemetrySeries, TelemetrySeries | None]:
-    """The same, and its `trend`, in which a person sees a noisy series at a glance; None with few points."""
+    """A column of a run, and its `trend`, in which a person sees a noisy series at a glance; None with few points.
+
+    Step times fall back on the run's samples. Raises NotFound for an unknown run or column.
+    """
     available, steps, values = _read(store, principal, query)
     smooth = trend(steps, values, query.trend_points)
     raw = _series(query, available, steps, *downsample(steps, values, query.max_points))

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from tests.service.api.conftest import SPEC, Service
 from tests.service.api.test_ingest import batch, chunk, packed
 from tula_service.dashboard import charts
+from tula_service.dashboard.charts.runs import RUN_CHARTS
 from tula_service.domain import SampleColumns
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.usecases.recommendations import spec_of
@@ -74,7 +75,7 @@ def everything(job_id: str, run_ids: list[str]) -> list[str]:
     asked += [routes.JOB_CHART.format(job_id=job_id, name=name) for name in (*charts.JOB_CHARTS, "quality")]
     for run_id in run_ids:
         asked += [f"/runs/{run_id}", routes.RUN.format(run_id=run_id)]
-        asked += [routes.RUN_CHART.format(run_id=run_id, name=name) for name in charts.RUN_CHARTS]
+        asked += [routes.RUN_CHART.format(run_id=run_id, name=name) for name in RUN_CHARTS]
     return asked
 
 

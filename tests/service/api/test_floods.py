@@ -21,7 +21,7 @@ from starlette.types import Message, Scope
 from tests.service.api.conftest import HOST, Service, Tenant
 from tests.service.api.test_ingest import batch
 from tula_service.api import deps, middleware
-from tula_service.dashboard import charts
+from tula_service.dashboard.charts import render
 from tula_wire import routes
 
 
@@ -244,7 +244,7 @@ def test_a_sender_beyond_its_limits_waits_for_that_answer_and_takes_no_room(
     service = start(sqlite_url, max_in_flight=54, requests_per_minute=10 if flood == "requests" else 6000)
     senders = service.settings.max_ordinary_in_flight
     red, blue, drawn = service.tenant("red"), service.tenant("blue"), threading.Event()
-    monkeypatch.setattr(charts, "png", lambda _: drawn.wait() and b"png")
+    monkeypatch.setattr(render, "png", lambda _: drawn.wait() and b"png")
     url = HOST + routes.RUN_CHART.format(run_id=red.run_id, name="loss")
     headers = {"a wrong token": as_("tula_wrong"), "no token": {}}.get(flood, as_(red.user))
     asked = {"format": "png" if flood == "images" else "json"}
@@ -271,7 +271,7 @@ def test_images_of_one_token_leave_threads_and_turns_for_others(
 ) -> None:
     """One of each token, six in all; the others are refused, and what needs no image is answered."""
     red, blue, released = service.tenant("red"), service.tenant("blue"), threading.Event()
-    monkeypatch.setattr(charts, "png", lambda _: released.wait() and b"png")
+    monkeypatch.setattr(render, "png", lambda _: released.wait() and b"png")
 
     async def at_once() -> tuple[list[int], list[int]]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url=HOST) as client:
@@ -296,7 +296,7 @@ def test_images_of_one_token_leave_threads_and_turns_for_others(
 
 def test_drawing_yields_to_answering() -> None:
     """Two images at a time take two cores for seconds; 19 is the lowest priority."""
-    script = Path(charts.__file__).with_name("render.py")
+    script = Path(render.__file__)
     with subprocess.Popen([sys.executable, "-I", str(script)], stdin=subprocess.PIPE) as drawing:
         process, ends = psutil.Process(drawing.pid), time.monotonic() + 60
         while process.nice() < 19 and time.monotonic() < ends:

@@ -8,10 +8,10 @@ import altair as alt
 import vl_convert
 from altair.utils.schemapi import validate_jsonschema
 
-from tula_service.dashboard import charts
+from tula_service.dashboard.charts.vega import Spec
 
 
-def compiles(spec: charts.Spec) -> str:
+def compiles(spec: Spec) -> str:
     """The SVG of a specification: Vega-Lite's schema, its compiler and Vega's runtime accept it, and its numbers are
     finite."""
     validate_jsonschema({**spec, "datasets": {}}, alt.load_schema())

@@ -17,13 +17,15 @@ import tula_wire as wire
 from tests.service.dashboard import models
 from tests.service.dashboard.drawing import compiles
 from tula_service.dashboard import charts
-from tula_service.dashboard.charts.vega import stacked
+from tula_service.dashboard.charts.render import png, svg
+from tula_service.dashboard.charts.runs import RUN_CHARTS, QualityRun, drawn_columns, quality_chart, run_chart
+from tula_service.dashboard.charts.vega import PALETTE, Spec, stacked
 from tula_service.dashboard.format import configuration
 
 GIB = 2**30
 
 
-def everything(job: wire.Job, found: wire.Recommendation) -> dict[str, charts.Spec]:
+def everything(job: wire.Job, found: wire.Recommendation) -> dict[str, Spec]:
     """All charts of a job."""
     return {name: charts.job_chart(name, job, found, models.ledger()) for name in charts.JOB_CHARTS}
 
@@ -36,10 +38,10 @@ def test_every_job_chart_is_drawn_by_vega(name: str) -> None:
     assert drawn.count("<path") > 5
 
 
-@pytest.mark.parametrize("name", charts.RUN_CHARTS)
+@pytest.mark.parametrize("name", RUN_CHARTS)
 def test_every_run_chart_is_drawn_by_vega(name: str) -> None:
-    found = {column: models.series(column) for column in charts.columns_of(name)}
-    drawn = compiles(charts.run_chart(name, models.run(), found, wire.ScalingThresholds()))
+    found = {column: models.series(column) for column in drawn_columns(name)}
+    drawn = compiles(run_chart(name, models.run(), found, wire.ScalingThresholds()))
     assert "run_2" in drawn
     assert drawn.count("<path") > 3
 
@@ -52,7 +54,7 @@ def test_a_job_without_data_says_so_instead_of_drawing_nothing(name: str) -> Non
 
 
 def test_a_run_without_the_column_says_which_it_waits_for() -> None:
-    spec = charts.run_chart("gradient", models.run(), {})
+    spec = run_chart("gradient", models.run(), {})
     assert "gradient_variability" in spec["usermeta"]["message"]
 
 
@@ -113,7 +115,7 @@ def test_accuracy_counts_training_runs_and_says_why_there_are_none() -> None:
     assert [row["error"] for row in spec["datasets"]["runs"]] == pytest.approx([0.05])
     early = models.run("run_1", predicted_step_time_s=None)
     spec = charts.job_chart("accuracy", models.job(plan=[early]), found, none)
-    assert "have no prediction" in spec["usermeta"]["message"]
+    assert "No run with a prediction" in spec["usermeta"]["message"]
 
 
 def test_calibration_says_how_often_intervals_of_every_width_held() -> None:
@@ -131,7 +133,7 @@ def test_calibration_says_how_often_intervals_of_every_width_held() -> None:
 
 def test_a_trend_is_drawn_over_the_pale_series_it_sums_up() -> None:
     series, smooth = models.series("loss", points=1000, total=30_000), models.series("loss", points=150, total=30_000)
-    spec = charts.run_chart("loss", models.run(), {"loss": series}, None, {"loss": smooth})
+    spec = run_chart("loss", models.run(), {"loss": series}, None, {"loss": smooth})
     pale, line = spec["layer"][:2]
     assert (pale["data"]["name"], line["data"]["name"]) == ("loss", "loss_trend")
     assert pale["mark"]["opacity"] < line["mark"]["opacity"]
@@ -141,14 +143,14 @@ def test_a_trend_is_drawn_over_the_pale_series_it_sums_up() -> None:
 
 def test_delta_is_drawn_where_variability_is() -> None:
     found = {"gradient_variability": models.series("gradient_variability")}
-    spec = charts.run_chart("gradient", models.run(), found, wire.ScalingThresholds(delta=0.7))
+    spec = run_chart("gradient", models.run(), found, wire.ScalingThresholds(delta=0.7))
     assert "δ = 0.7:" in json.dumps(spec, ensure_ascii=False)
-    unset = charts.run_chart("gradient", models.run(), found, None)
+    unset = run_chart("gradient", models.run(), found, None)
     assert "δ = 0.5 by default" in json.dumps(unset, ensure_ascii=False)
 
 
 def test_a_thinned_series_says_how_many_points_there_were() -> None:
-    spec = charts.run_chart("loss", models.run(), {"loss": models.series("loss", points=1000, total=1_000_000)})
+    spec = run_chart("loss", models.run(), {"loss": models.series("loss", points=1000, total=1_000_000)})
     assert "1,000 of 1,000,000" in spec["title"]["subtitle"]
     assert len(spec["datasets"]["loss"]) == 999, "all but the one without a value"
 
@@ -157,7 +159,7 @@ def test_a_value_at_every_tenth_step_is_drawn_as_a_line_with_its_points() -> Non
     """Between nulls there is no line: the chart of a loss that was logged at every tenth step was blank."""
     series = models.series("loss", points=120)
     sparse = series.model_copy(update={"values": [v if i % 10 == 5 else None for i, v in enumerate(series.values)]})
-    spec = charts.run_chart("loss", models.run(), {"loss": sparse})
+    spec = run_chart("loss", models.run(), {"loss": sparse})
     assert [row["step"] for row in spec["datasets"]["loss"]] == list(range(5, 120, 10))
     drawn = compiles(spec)
     (line,) = re.findall(r'aria-roledescription="line mark"[^>]* d="([^"]+)"', drawn)
@@ -167,34 +169,33 @@ def test_a_value_at_every_tenth_step_is_drawn_as_a_line_with_its_points() -> Non
 
 def test_any_column_is_drawn_by_its_name_and_on_a_logarithmic_axis() -> None:
     found = {"tokens_per_s": models.series("tokens_per_s", points=30, level=1e4)}
-    spec = charts.run_chart("tokens_per_s", models.run(), found, logarithmic=True)
+    spec = run_chart("tokens_per_s", models.run(), found, logarithmic=True)
     assert "tokens per s" in spec["title"]["text"]
     assert spec["layer"][0]["encoding"]["y"]["scale"]["type"] == "log"
     assert spec["usermeta"]["readout"] == [{"column": "tokens_per_s", "name": "tokens per s", "unit": ""}]
     compiles(spec)
     negative = {"reward": models.series("reward", points=30, level=-1.0)}
-    spec = charts.run_chart("reward", models.run(), negative, logarithmic=True)
+    spec = run_chart("reward", models.run(), negative, logarithmic=True)
     assert spec["layer"][0]["encoding"]["y"]["scale"]["type"] == "symlog"
     compiles(spec)
 
 
 def test_runs_stand_side_by_side_over_epochs_or_steps() -> None:
     runs = [
-        charts.QualityRun(models.run(f"run_{method}", method=method), models.series("accuracy"))
-        for method in ("lbt", "ags")
+        QualityRun(models.run(f"run_{method}", method=method), models.series("accuracy")) for method in ("lbt", "ags")
     ]
-    runs.append(charts.QualityRun(models.run("run_plain"), models.series("accuracy")))
-    spec = charts.quality_chart(models.job(), runs, logarithmic=True)
+    runs.append(QualityRun(models.run("run_plain"), models.series("accuracy")))
+    spec = quality_chart(models.job(), runs, logarithmic=True)
     assert {row["method"] for row in spec["datasets"]["runs"]} == {"lbt", "ags", "run_plain"}
     assert spec["encoding"]["x"]["field"] == "epoch"
     assert spec["transform"][1] == {"calculate": "(datum.step + 1) * datum.batch / 50000", "as": "epoch"}
     assert ">run_plain<" in compiles(spec)
-    assert charts.quality_chart(models.job(), runs, over="step")["encoding"]["x"]["field"] == "step"
+    assert quality_chart(models.job(), runs, over="step")["encoding"]["x"]["field"] == "step"
 
 
 def test_two_hundred_runs_are_thin_lines_drawn_as_pixels_without_a_legend_of_them_all() -> None:
-    runs = [charts.QualityRun(models.run(f"run_{at}"), models.series("loss", points=30)) for at in range(200)]
-    spec = charts.quality_chart(models.job(), runs)
+    runs = [QualityRun(models.run(f"run_{at}"), models.series("loss", points=30)) for at in range(200)]
+    spec = quality_chart(models.job(), runs)
     assert spec["usermeta"] == {"renderer": "canvas"}
     assert spec["encoding"]["color"]["legend"] is None
     assert compiles(spec).count('aria-roledescription="line mark"') == 200
@@ -222,13 +223,13 @@ def test_any_set_of_candidates_is_drawn_and_none_is_invented(found: list[tuple[i
 @pytest.mark.parametrize("ground", ["#ffffff", "#12181e"])
 def test_every_series_colour_holds_three_to_one_on_both_grounds(ground: str) -> None:
     """WCAG 2.1, 1.4.11 (graphical objects)."""
-    for colour in charts.PALETTE:
+    for colour in PALETTE:
         assert contrast(colour, ground) >= 3.0, colour
 
 
 def test_png_is_a_png_of_the_size_asked_for() -> None:
     spec = charts.job_chart("memory", models.job(), models.recommendation(), models.ledger())
-    small, large = charts.png(spec, scale=1), charts.png(spec, scale=2)
+    small, large = png(spec, scale=1), png(spec, scale=2)
     assert small[:8] == b"\x89PNG\r\n\x1a\n"
     widths = [int.from_bytes(image[16:20], "big") for image in (small, large)]
     assert widths[1] == pytest.approx(2 * widths[0], abs=2)
@@ -253,7 +254,7 @@ def longest_stop() -> tuple[float, float]:
     heart = threading.Thread(target=beat)
     heart.start()
     started = time.perf_counter()
-    drawn = charts.svg(spec)
+    drawn = svg(spec)
     took = time.perf_counter() - started
     over.set()
     heart.join()

@@ -10,6 +10,7 @@ import tula_wire as wire
 from tests.service.dashboard import models
 from tests.service.dashboard.drawing import compiles
 from tula_service.dashboard import charts
+from tula_service.dashboard.charts.vega import Spec
 
 
 def marked(candidates: list[wire.Candidate]) -> list[wire.Candidate]:
@@ -30,7 +31,7 @@ def usd(candidate: wire.Candidate) -> float:
     return candidate.cost_usd.value
 
 
-def frontier_of(found: wire.Recommendation) -> charts.Spec:
+def frontier_of(found: wire.Recommendation) -> Spec:
     return charts.job_chart("frontier", models.job(), found, models.ledger())
 
 

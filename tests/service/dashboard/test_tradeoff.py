@@ -10,7 +10,7 @@ import tula_wire as wire
 from tests.service.dashboard import models
 from tests.service.dashboard.drawing import compiles
 from tula_service.dashboard import charts
-from tula_service.dashboard.charts.vega import log_ticks
+from tula_service.dashboard.charts.vega import Spec, log_ticks
 
 
 def test_tradeoff_holds_the_best_candidate_of_every_cluster_and_batch_with_its_interval() -> None:
@@ -49,7 +49,7 @@ def test_no_knee_no_rule() -> None:
     assert len(without["layer"]) == len(with_knee["layer"]) - 3  # the rule, its label and the label's outline
 
 
-def ruled(sensible: int | None, *, knee: float | None = 900.0) -> charts.Spec:
+def ruled(sensible: int | None, *, knee: float | None = 900.0) -> Spec:
     """The trade-off where more than `sensible` examples hardly help a step and the knee is at `knee`."""
     found = models.recommendation(knee=knee is not None)
     changes = {"max_sensible_batch_size": sensible, "knee": found.knee.model_copy(update={"global_batch_size": knee})}

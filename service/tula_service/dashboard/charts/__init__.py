@@ -10,47 +10,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from tula_service.dashboard.charts.accuracy import accuracy, accuracy_of_all, calibration
-from tula_service.dashboard.charts.candidates import (
-    Quantity,
-    frontier,
-    memory,
-    named_candidates,
-    step_breakdown,
-    tradeoff,
-)
-from tula_service.dashboard.charts.render import javascript, png, svg
-from tula_service.dashboard.charts.runs import (
-    RUN_CHARTS,
-    Over,
-    QualityRun,
-    columns_of,
-    quality_chart,
-    rank_memory,
-    run_chart,
-)
-from tula_service.dashboard.charts.vega import PALETTE, Spec
+from tula_service.dashboard.charts.candidates import Quantity, frontier, memory, step_breakdown, tradeoff
+from tula_service.dashboard.charts.vega import Spec
 from tula_wire import Job, Ledger, LedgerEntry, Recommendation, Run
-
-__all__ = [
-    "JOB_CHARTS",
-    "PALETTE",
-    "RUN_CHARTS",
-    "SERVICE_CHARTS",
-    "Over",
-    "QualityRun",
-    "Quantity",
-    "Spec",
-    "columns_of",
-    "javascript",
-    "job_chart",
-    "named_candidates",
-    "png",
-    "quality_chart",
-    "rank_memory",
-    "run_chart",
-    "service_chart",
-    "svg",
-]
 
 _OF_CANDIDATES: Final = {"frontier": frontier, "memory": memory, "step_breakdown": step_breakdown}
 JOB_CHARTS: Final = ("frontier", "tradeoff", "memory", "step_breakdown", "accuracy")

@@ -25,18 +25,13 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
     Runs of the plan and `trainings` count, where a prediction preceded the measurement.
     """
     title = f"{job.name}: predicted against measured"
-    runs = [*job.plan, *trainings]
     rows = {entry.run_id: row for entry in ledger.entries if (row := _entry_row(entry)) is not None}
-    for run in runs:
+    for run in [*job.plan, *trainings]:
         if run.id not in rows and run.step_time_s is not None and run.predicted_step_time_s:
             rows[run.id] = _row(run.configuration, run.predicted_step_time_s, run.step_time_s) | {"kind": _KINDS[2]}
     if rows:
         return _agreement(title, list(rows.values()))
-    if not any(run.step_time_s for run in runs):
-        return vega.message(title, "No run has been measured yet.")
-    if any(run.predicted_step_time_s for run in runs):
-        return vega.message(title, "The runs that have a prediction are not measured yet.")
-    return vega.message(title, "The runs measured so far have no prediction.")
+    return vega.message(title, "No run with a prediction has been measured yet.")
 
 
 def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:

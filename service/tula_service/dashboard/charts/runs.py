@@ -57,11 +57,6 @@ _CHARTS: Final[dict[str, tuple[str, str, tuple[Panel, ...]]]] = {
         "A TulaOptimizer reports it.",
         (Panel("Scale factor", ("scale",)), Panel("Share of scaled steps", ("scaled_share",))),
     ),
-    "loss": (
-        "loss",
-        "run.log(loss=...) in the training script reports it.",
-        (Panel("Loss", ("loss",)),),
-    ),
     "accuracy": (
         "accuracy",
         "run.log(validation_accuracy=...) in the training script reports it.",
@@ -69,18 +64,18 @@ _CHARTS: Final[dict[str, tuple[str, str, tuple[Panel, ...]]]] = {
     ),
 }
 """What a chart is of, where its columns come from (for the message while there are none), and its panels."""
-RUN_CHARTS: Final = tuple(_CHARTS)
+RUN_CHARTS: Final = ("step_time", "memory", "gradient", "scale", "loss", "accuracy")
 _UNITS: Final = {"step_time_s": vega.time_unit, "skew_s": vega.time_unit, "memory_bytes": vega.bytes_unit}
 
 
 def _chart(name: str) -> tuple[str, str, tuple[Panel, ...]]:
-    """A name that is none of `RUN_CHARTS` is that of a column."""
+    """A name that has no entry is that of a column."""
     words = name.replace("_", " ")
     source = f"run.log({name}=...) in the training script reports it."
     return _CHARTS.get(name) or (words, source, (Panel(words[:1].upper() + words[1:], (name,)),))
 
 
-def columns_of(name: str) -> tuple[str, ...]:
+def drawn_columns(name: str) -> tuple[str, ...]:
     """The telemetry columns that a chart of a run draws."""
     return tuple(column for panel in _chart(name)[2] for column in panel.columns)
 
@@ -119,7 +114,7 @@ def run_chart(
         areas.append([*_lines(panel, rows, smooth, unit, logarithmic), *_level(columns[0], unit, run, thresholds)])
         datasets |= rows | smooth
     if not areas:
-        wanted = " or ".join(columns_of(name))
+        wanted = " or ".join(drawn_columns(name))
         return vega.message(title, f"Nothing received yet. {source}\nThis chart draws {wanted}.")
     # The selection is of one panel, so that it exists once however many there are.
     areas[0][0]["params"] = [{"name": _BRUSH, "select": {"type": "interval", "encodings": ["x"]}}]
