@@ -223,16 +223,16 @@ def _cell(value: Any) -> Cell:
     return value if value is None or isinstance(value, (str, int, float, bool)) else json.dumps(value)
 
 
-def save(spec: dict[str, Any], path: Path, *, scale: float = 2.0) -> None:
+def save(spec: dict[str, Any], path: Path) -> None:
     """Write a Vega-Lite specification as PNG, SVG or JSON, according to the suffix of `path`.
 
-    `scale` is device pixels per chart pixel of a PNG. Rendering needs no network. Raises `UsageError` for another
-    suffix, or a path that cannot be written, `MissingExtraError` without the renderer.
+    Rendering needs no network. Raises `UsageError` for another suffix, or a path that cannot be written,
+    `MissingExtraError` without the renderer.
     """
     kind = path.suffix.lower().lstrip(".")
     if kind not in FORMATS:
         raise UsageError(f"--output: {path.name!r} must end in one of {', '.join('.' + known for known in FORMATS)}")
-    content = json.dumps(spec, indent=1).encode() if kind == "json" else _render(spec, kind, scale)
+    content = json.dumps(spec, indent=1).encode() if kind == "json" else _render(spec, kind)
     write_file(path, content)
 
 
@@ -252,11 +252,11 @@ def extra_module(name: str, what: str, extra: str = "notebook") -> Any:
         raise MissingExtraError(what, extra) from None
 
 
-def _render(spec: dict[str, Any], kind: str, scale: float) -> bytes:
+def _render(spec: dict[str, Any], kind: str) -> bytes:
     vl_convert = extra_module("vl_convert", f"a chart as {kind.upper()}")
     try:
         if kind == "png":
-            return bytes(vl_convert.vegalite_to_png(json.dumps(spec), scale=scale))
+            return bytes(vl_convert.vegalite_to_png(json.dumps(spec), scale=2.0))
         return str(vl_convert.vegalite_to_svg(json.dumps(spec))).encode()
     except ValueError as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else "unknown"
