@@ -148,23 +148,20 @@ class Buckets:
 
 
 def nearest_form(
-    buckets: Buckets,
-    reduce_s: Sequence[FloatArray],
-    *,
-    nodes: FloatArray,
-    inner_s: float,
-    mean: FloatArray,
-    sd: FloatArray,
+    buckets: Buckets, fabric: Fabric, nodes: FloatArray, ranks_per_node: int, mean: FloatArray, sd: FloatArray
 ) -> FloatArray:
-    """log seconds between two nodes, its growth, and log(g - 1), of the form that is nearest to the simulated steps.
+    """log seconds between two nodes, its growth, and log(g - 1), of the form that is nearest to simulated steps.
 
-    reduce_s: seconds of each bucket on each of `nodes`. inner_s: seconds of collectives within a node. mean, sd, shape
-    (3,): the three before the simulation. A bucket is reduced once it is complete and the one before is done; what ends
-    after the backward pass is exposed. Local batches of half to four times the timed one are simulated, by a backward
-    pass as many times as long.
+    mean, sd, shape (3,): the three before the simulation. A bucket is reduced once it is complete and the one before is
+    done; what ends after the backward pass is exposed. Local batches of half to four times the timed one are simulated,
+    by a backward pass as many times as long.
     """
     from scipy.optimize import least_squares
 
+    sizes = buckets.size_bytes.tolist()
+    inner = fabric.within(ranks_per_node, sum(sizes), len(sizes))
+    inner_s = 0.0 if inner is None else inner[0]
+    reduce_s = [np.array([fabric.whole(int(n), ranks_per_node, size)[0] for size in sizes]) for n in nodes]
     compute_s = np.asarray(_PACES)[:, None] * np.asarray(buckets.ready_s)[-1]
     steps = np.log([[buckets.end_s(each, pace) for each in reduce_s] for pace in _PACES])
 
@@ -203,16 +200,8 @@ def with_fabric(
         line = np.polyfit(np.log(nodes / 2.0), np.log(seconds), 1)[::-1]
         line_sd = np.array([math.hypot(max(log_sds), _OF_A_STEP_SD), min(sd[7], _GROWTH_SD)])
     if buckets.ready_s is not None and nodes[-1] * ranks_per_node > 1 and sd[9] > _OVERLAP_SD:
-        sizes = buckets.size_bytes.tolist()
-        reduce_s = [np.array([fabric.whole(int(n), ranks_per_node, size)[0] for size in sizes]) for n in nodes]
-        found = nearest_form(
-            buckets,
-            reduce_s,
-            nodes=nodes,
-            inner_s=inner[0] if inner else 0.0,
-            mean=np.append(line, mean[9]),
-            sd=np.append(line_sd, sd[9]),
-        )
+        start, start_sd = np.append(line, mean[9]), np.append(line_sd, sd[9])
+        found = nearest_form(buckets, fabric, nodes, ranks_per_node, start, start_sd)
         line, mean[9], sd[9] = found[:2], found[2], _OVERLAP_SD
     if nodes[0] > 1 and line_sd[0] < sd[6]:
         mean[6:8] = line[0] - mean[8] * math.log(ranks_per_node) - mean[0], line[1]
