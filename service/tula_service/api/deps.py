@@ -148,27 +148,24 @@ async def identify(request: Request) -> Principal:
     if known is not None:
         return known
     services: Services = request.app.state.services
+    access, lookups = services.access, services.lookups
     try:
-        principal = request.scope["tula.principal"] = await _found(request, services)
+        secret = _secret(request)
+        principal = access.cached(secret)
+        if principal is None and secret is not None:
+            principal = await to_thread.run_sync(access.authenticate, secret, limiter=lookups)
+        elif principal is None and access.tokenless_allowed:
+            principal = await to_thread.run_sync(access.tokenless, limiter=lookups)
+        if principal is None:
+            raise Unauthenticated(
+                "A token is needed: set TULA_TOKEN, or send `Authorization: Bearer TOKEN` (see `tula token create`)."
+            )
+        if secret is None:
+            _refuse_foreign(request)
     except Unauthenticated:
         services.limiter.refuse_wrong(request)
         raise
-    return principal
-
-
-async def _found(request: Request, services: Services) -> Principal:
-    secret = _secret(request)
-    principal = services.access.cached(secret)
-    if principal is None and secret is not None:
-        principal = await to_thread.run_sync(services.access.authenticate, secret, limiter=services.lookups)
-    elif principal is None and services.access.tokenless_allowed:
-        principal = await to_thread.run_sync(services.access.tokenless, limiter=services.lookups)
-    if principal is None:
-        raise Unauthenticated(
-            "A token is needed: set TULA_TOKEN, or send `Authorization: Bearer TOKEN` (see `tula token create`)."
-        )
-    if secret is None:
-        _refuse_foreign(request)
+    request.scope["tula.principal"] = principal
     return principal
 
 

@@ -38,8 +38,13 @@ async def _opened(
 
     Raises NotFound, InvalidInput, or Busy.
     """
-    newest = await to_thread.run_sync(events.last_id, services.store, caller, job_id)
-    start = _start(last_event_id, after, newest)
+    start = await to_thread.run_sync(events.last_id, services.store, caller, job_id)
+    if last_event_id is not None:
+        if not last_event_id.isascii() or not last_event_id.isdigit() or len(last_event_id) > 18:
+            raise InvalidInput("Last-Event-ID must be the id of an event: leave it out to start from now.")
+        start = int(last_event_id)
+    elif after is not None:
+        start = after
     sender, most = caller.sender, services.settings.max_streams
     own = services.streams.count(sender) >= max(1, most // _SHARES)
     if own or len(services.streams) >= most:
@@ -97,11 +102,3 @@ async def stream(
                 return
             with move_on_after(poll_s):
                 await stopping.wait()
-
-
-def _start(header: str | None, after: int | None, newest: int) -> int:
-    if header is not None:
-        if not header.isascii() or not header.isdigit() or len(header) > 18:
-            raise InvalidInput("Last-Event-ID must be the id of an event: leave it out to start from now.")
-        return int(header)
-    return newest if after is None else after
