@@ -289,18 +289,23 @@ class Access:
 
     def cached(self, secret: str | None) -> Principal | None:
         """The principal of a secret (None: of no secret) that was checked just now, else None. Never blocks."""
-        until, principal = self._trusted.get(secret, (0.0, None))
-        return principal if time.monotonic() < until else None
+        cache, now = self._trusted, time.monotonic()
+        check_at, ends_at, principal = cache.get(secret, (0.0, 0.0, None))
+        if principal is not None and check_at <= now < ends_at:
+            with self._lock:
+                cache[secret] = ends_at, ends_at, principal  # other requests use the cache while this one checks
+            return None
+        return principal if now < ends_at else None
 
     def authenticate(self, secret: str) -> Principal:
         """The principal of a secret. Raises Unauthenticated if it is unknown, expired or revoked."""
         cache = self._trusted
         with self._store.reading() as tx:
             token, now = tx.tokens.by_hash(digest(secret)), tx.now()
-        if token is None:
-            raise Unauthenticated("This token is unknown: create one with `tula token create`.")
-        ended = _ended(token, now)
-        if ended is not None:
+        ended = "is unknown" if token is None else _ended(token, now)
+        if token is None or ended is not None:
+            with self._lock:
+                cache.pop(secret, None)
             raise Unauthenticated(f"This token {ended}: create one with `tula token create`.")
         if token.last_used_at is None or (now - token.last_used_at).total_seconds() >= TOUCH_EVERY_S:
             with self._store.transaction() as tx:
@@ -325,10 +330,11 @@ class Access:
         self._trusted: _Trusted = BoundedDict(CACHED_TOKENS)
 
     def _trust(self, cache: _Trusted, secret: str | None, principal: Principal, left_s: float) -> Principal:
+        now = time.monotonic()
         with self._lock:
-            cache[secret] = time.monotonic() + min(self.cache_s, left_s), principal
+            cache[secret] = now + self.cache_s, now + min(2 * self.cache_s, left_s), principal
         return principal
 
 
-_Trusted: TypeAlias = BoundedDict[str | None, tuple[float, Principal]]
-"""Until when the principal of a secret, or of no secret, is trusted."""
+_Trusted: TypeAlias = BoundedDict[str | None, tuple[float, float, Principal]]
+"""When the principal of a secret, or of no secret, is to be checked, and until when it is trusted meanwhile."""

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from tests.service.api.conftest import SPEC, Service, Tenant
 from tula_service.__main__ import app
 from tula_service.api.deps import AGENT_MAY, OPEN
+from tula_service.errors import Unauthenticated
 from tula_service.store import Store
 from tula_service.store.access import Tokens
 from tula_service.store.tables import audit_log
@@ -255,6 +256,19 @@ def test_a_cached_token_costs_no_query_until_it_is_read_again(
     for client in clients * 4:
         assert client.get(routes.JOBS).status_code == 200
     assert len(reads) == len(secrets)
+
+
+def test_one_request_checks_a_token_that_others_use_meanwhile(service: Service) -> None:
+    access, secret = service.app.state.services.access, service.token("user")
+    access.cache_s = 0.5
+    access.authenticate(secret)
+    while access.cached(secret) is not None:
+        pass  # until a check is due
+    assert access.cached(secret) is not None, "the request that got None checks"
+    revoke_token(service.store, ANONYMOUS, access.cached(secret).token_id)
+    with pytest.raises(Unauthenticated):
+        access.authenticate(secret)
+    assert access.cached(secret) is None, "and what it finds holds for all"
 
 
 def test_a_token_read_before_its_revocation_is_not_cached_after_it(
