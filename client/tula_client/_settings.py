@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import ssl
 import stat
 import tomllib
 from collections.abc import Callable
@@ -127,17 +126,6 @@ def _usable_token(place: Access) -> str:
     if place.file is not None and place.file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
         raise TulaError(f"{place.file} holds a token and others can read it: run chmod 600 {place.file}")
     return secret
-
-
-def tls_verification(url: str) -> ssl.SSLContext | bool:
-    """The argument `verify` of httpx; over plain HTTP, an empty context, as loading all authorities takes 30 ms."""
-    return url.startswith("https:") or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-
-
-def headers(token: str) -> dict[str, str]:
-    """Headers of every request."""
-    agent = {"User-Agent": f"tula/{package_version()}"}
-    return {**agent, "Authorization": f"Bearer {token}"} if token else agent
 
 
 def package_version() -> str:
