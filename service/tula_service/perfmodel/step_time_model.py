@@ -116,13 +116,13 @@ class StepTimeModel:
         mean_s, low_s, high_s, log_sd, compute_s, comm_s, input_s = (np.zeros(len(points)) for _ in range(7))
         for name in set(points.instance_type):
             at = points.rows_of(name)
-            here = points.take(at)
-            step = (self.paper_fits.get(name) or self.posterior_for(name)).predict_step(here)
-            whole_s, computing_s, micro_steps = np.exp(step.mean), np.exp(step.compute), here.grad_accum_steps
+            rows = points.take(at)
+            step = (self.paper_fits.get(name) or self.posterior_for(name)).predict_step(rows)
+            whole_s, computing_s, micro_steps = np.exp(step.mean), np.exp(step.compute), rows.grad_accum_steps
             once_s = np.minimum(_of_type(self.optimizer_s, name, 0.0), computing_s / micro_steps)
             repeated_s = (micro_steps - 1.0) * once_s
             wait = _of_type(self.input_waits, name, _NO_WAIT)
-            input_s[at] = wait.predict(here, whole_s - repeated_s)
+            input_s[at] = wait.predict(rows, whole_s - repeated_s)
             mean_s[at] = whole_s - repeated_s + input_s[at]
             sd_s = np.hypot(step.sd * self.interval_scale * whole_s, wait.relative_sd * input_s[at])
             log_sd[at] = sd_s / mean_s[at]

@@ -103,8 +103,8 @@ def _agreement(title: str, rows: list[Row]) -> Spec:
         vega.field("measured:Q", format=",.3~g", title="Measured"),
         vega.field("error:Q", format="+.1%", title="Error"),
     ]
-    shown = [kind for kind in _KINDS if kind in kinds]
-    legend = {"title": None, "orient": "top", "columns": 2, "symbolOpacity": 1, "values": shown}
+    drawn = [kind for kind in _KINDS if kind in kinds]
+    legend = {"title": None, "orient": "top", "columns": 2, "symbolOpacity": 1, "values": drawn}
     colour = vega.field("kind", scale={"domain": list(_KINDS), "range": list(_COLOURS)}, legend=legend)
     shape = vega.field("kind", scale={"domain": list(_KINDS), "range": list(_SHAPES)}, legend=legend)
     interval = {"x": vega.field("low:Q"), "x2": {"field": "high"}, "y": y, "color": colour}
