@@ -12,8 +12,9 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py
 	$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('Python 3.11 or newer is needed: make PYTHON=python3.12')"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores; some packages carry files of other Pythons
 	touch $(STAMP)
 
 demo: $(STAMP)  ## serve, tune a real DDP script, recommend, verify, train; under five minutes
@@ -29,7 +30,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint test  ## what CI runs
+check: $(STAMP)  ## what CI runs; the lint beside the tests, which leave cores idle, and printed after them
+	@$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
+	$(MAKE) --no-print-directory test; tests=$$?; \
+	wait $$lint; lint=$$?; cat $(VENV)/lint.log; [ $$tests = 0 ] && [ $$lint = 0 ]
 
 pictures: $(STAMP)  ## the documents' pictures, from a real run; two minutes
 	tests/system-packages.sh
