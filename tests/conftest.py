@@ -27,7 +27,10 @@ os.environ.pop("COLUMNS", None)  # commands would print for the width of this te
 
 NETWORK_FIRST = ("tests/e2e/test_cluster.py", "tests/e2e/test_recipes.py", "tests/test_benchmarks.py")
 """They add network interfaces, whereupon a browser on the same machine aborts its requests (ERR_NETWORK_CHANGED)."""
-LONG_FIRST = ("test_crash.py", "tests/e2e/", "tests/test_documents.py", "tests/agent/test_failures_ddp.py")
+LONG_FIRST = (
+    "test_crash.py", "tests/e2e/", "tests/test_documents.py", "tests/agent/test_failures_ddp.py",
+    "tests/test_gpu_pack.py", "tests/test_container.py", "tests/experiments/",
+)  # fmt: skip
 
 
 WHY_NO_CLUSTER = {
