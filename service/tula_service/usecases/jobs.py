@@ -164,22 +164,17 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
 
 
 def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
-    changed: dict[str, Any] = {}
-    if patch.objective is not None:
-        changed["objective"] = patch.objective
+    changed: dict[str, Any] = {"objective": patch.objective or spec.objective, "limits": patch.limits or spec.limits}
     if "usd_per_hour_of_waiting" in patch.model_fields_set:
         changed["usd_per_hour_of_waiting"] = patch.usd_per_hour_of_waiting
-    if patch.limits is not None:
-        changed["limits"] = patch.limits
     if patch.columns is not None:
         changed["profiling"] = spec.profiling.model_copy(update={"columns": patch.columns})
     if patch.prices is not None:
         known = {cluster.instance_type for cluster in spec.cluster}
-        for name in patch.prices:
-            if name not in known:
-                raise InvalidInput(
-                    f"This job has no instance type {name!r}: use {', '.join(sorted(known))}.", field=f"prices.{name}"
-                )
+        for name in patch.prices.keys() - known:
+            raise InvalidInput(
+                f"This job has no instance type {name!r}: use {', '.join(sorted(known))}.", field=f"prices.{name}"
+            )
         changed["cluster"] = [
             cluster.model_copy(update={"price": patch.prices.get(cluster.instance_type, cluster.price)})
             for cluster in spec.cluster
