@@ -196,18 +196,19 @@ class TulaOptimizer(torch.optim.Optimizer):
             with scaled_learning_rate(self._inner.param_groups, factors):
                 self._inner.step()
             return
-        scaled = [
-            (parameter, factor)
+        scaled = {
+            id(parameter): factor
             for parameter, factor in zip(self._meter.parameters(), factors.by_parameter, strict=True)
             if factor is not None and parameter.grad is not None and not parameter.grad.is_sparse
-        ]
-        if isinstance(self._inner, PLAIN):
-            for parameter, factor in scaled:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(_gated(factor, factors.gate).to(parameter.device, parameter.grad.dtype))
-            self._inner.step()
-        else:
-            self._step_with_scaled_updates({id(parameter): factor for parameter, factor in scaled}, factors.gate)
+        }
+        if not isinstance(self._inner, PLAIN):
+            self._step_with_scaled_updates(scaled, factors.gate)
+            return
+        for parameter in self._meter.parameters():
+            if parameter.grad is not None and id(parameter) in scaled:
+                factor = _gated(scaled[id(parameter)], factors.gate)
+                parameter.grad.mul_(factor.to(parameter.device, parameter.grad.dtype))
+        self._inner.step()
 
     def _step_with_scaled_updates(self, factors: dict[int, torch.Tensor], gate: torch.Tensor) -> None:
         """w <- w_before + s (w - w_before), which is exactly w where the gate is 0 or s is 1.

@@ -21,7 +21,7 @@ from tula_service.dashboard.session import CurrentUser, User
 from tula_service.errors import Busy, NotFound
 from tula_service.usecases import jobs, ledger, recommendations, runs, scaling
 from tula_service.usecases.telemetry import SeriesQuery, columns_of, memory_of, read_with_trend
-from tula_wire import Objective, Recommendation, ScalingThresholds, read, routes
+from tula_wire import Objective, Recommendation, read, routes
 
 router = APIRouter(tags=["charts"], dependencies=[Depends(reject_unknown_query)])
 
@@ -116,10 +116,7 @@ def _run_chart(user: User, name: str, where: SeriesQuery, logarithmic: bool) -> 
                 trends[column] = smooth
     if name == "memory" and not found and (readings := memory_of(*user, run.id)):
         return rank_memory(run, readings)
-    limits = None
-    if name == "gradient":
-        body = scaling.current(*user, run.job_id).body
-        limits = None if body is None else read(ScalingThresholds, body)
+    limits = scaling.current(*user, run.job_id) if name == "gradient" else None
     return run_chart(name, run, found, limits, trends, logarithmic=logarithmic)
 
 

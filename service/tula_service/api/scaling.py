@@ -30,12 +30,14 @@ async def get_scaling(
     if_none_match: Annotated[str | None, Header(description="ETag of the thresholds at hand.")] = None,
 ) -> Response:
     """Thresholds with their ETag; `If-None-Match` with the last one costs no body while nothing changed."""
-    read = partial(scaling.current, services.store, caller, job_id, policy=policy, etag=if_none_match)
-    served = await to_thread.run_sync(read, limiter=services.intake)
-    headers = {"ETag": served.etag, "Cache-Control": "private, no-cache"}
-    if served.body is None:
+    read = partial(scaling.current, services.store, caller, job_id, policy=policy)
+    found = await to_thread.run_sync(read, limiter=services.intake)
+    tag = f'"{found.version}-{found.policy}"'
+    headers = {"ETag": tag, "Cache-Control": "private, no-cache"}
+    known = {part.strip().removeprefix("W/") for part in (if_none_match or "").split(",")}
+    if tag in known or "*" in known:
         return Response(status_code=304, headers=headers)
-    return Response(served.body, headers=headers, media_type="application/json")
+    return Response(found.model_dump_json(), headers=headers, media_type="application/json")
 
 
 @router.patch(routes.JOB_SCALING, openapi_extra=request_body(ScalingPatch))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import tula_wire as wire
 from tula_service.analysis import scaling
@@ -21,17 +20,7 @@ _DEFAULT_POLICY = "gain"
 _DEFAULT_S_MIN = 1e-3  # of the agent
 
 
-@dataclass(frozen=True)
-class Served:
-    """Thresholds as JSON with their entity tag (RFC 9110); `body` is None when the caller's tag is still current."""
-
-    etag: str
-    body: str | None
-
-
-def current(
-    store: Store, principal: Principal, job_id: str, *, policy: str | None = None, etag: str | None = None
-) -> Served:
+def current(store: Store, principal: Principal, job_id: str, *, policy: str | None = None) -> wire.ScalingThresholds:
     """The thresholds in force for a script's policy, after a look at new telemetry if one is due.
 
     A policy that a user set for the job overrides the script's.
@@ -53,10 +42,7 @@ def current(
                 if found is not None and found.get("gradient_noise_scale") != body.get("gradient_noise_scale"):
                     tx.jobs.bump(job_id)  # recommendations rest on the noise scale
             version, body = _latest(tx, job_id)
-    thresholds = _view(version, body, policy)
-    tag = f'"{thresholds.version}-{thresholds.policy}"'
-    known = {part.strip().removeprefix("W/") for part in (etag or "").split(",")}
-    return Served(tag, None if tag in known or "*" in known else thresholds.model_dump_json())
+    return _view(version, body, policy)
 
 
 def change(

@@ -201,8 +201,12 @@ def test_thresholds_cost_no_body_while_they_stand(client: httpx.Client) -> None:
     assert wire.read(wire.ScalingThresholds, first.content).version == 1
     unchanged = client.get(where, headers={"If-None-Match": etag})
     assert (unchanged.status_code, unchanged.content, unchanged.headers["etag"]) == (304, b"", etag)
+    assert client.get(where, headers={"If-None-Match": f'"other", W/{etag}'}).status_code == 304
     assert client.get(where, headers={"If-None-Match": etag}, params={"policy": "ags"}).status_code == 200
     problem(client.get(where, params={"policy": "more"}), 422, "policy")
+    ok(client.patch(where, json={"s_max": 2.0}))
+    changed = client.get(where, headers={"If-None-Match": etag})
+    assert (changed.status_code, changed.headers["etag"] == etag) == (200, False)
 
 
 def events(client: httpx.Client, job_id: str, count: int, **options: Any) -> list[wire.Event]:
