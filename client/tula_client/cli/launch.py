@@ -87,27 +87,20 @@ def tune(
     template.check(job_spec)
     with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json) as reporter:
         registered = register(client, job_spec, retry_failed=True)
-        job, work = registered.job, WorkDir(work_dir, registered.job.id)
-        with work.locked() as holder, _signals_interrupt():
+        job, options = registered.job, RunnerOptions(time_limit_s=time_limit, stop_template=stop)
+        with _runner(client, job, work_dir, options, reporter) as runner:
             for note in registered.notes:
                 reporter.note(note)
             reporter.job(job)
-            options = RunnerOptions(time_limit_s=time_limit, stop_template=stop)
-            tuned = work_through(
-                Runner(client, work, holder, options, reporter),
-                job,
-                template,
-                max_parallel=max_parallel,
-                node_budget=nodes,
-                max_failures=max_failures,
-                again=_again(client, job, again),
-            )
+            wanted = _again(client, job, again)
+            limits = {"max_parallel": max_parallel, "max_failures": max_failures}
+            tuned = work_through(runner, job, template, node_budget=nodes, again=wanted, **limits)
             trained = None
             if then_run and tuned.job.state == "finished":
                 reporter.note("This job is trained already: use `tula run` to train it again.")
             elif then_run:
                 reporter.note(tuned.recommendation.why)
-                runner = Runner(client, work, holder, dataclasses.replace(options, time_limit_s=None), reporter)
+                runner.options = dataclasses.replace(options, time_limit_s=None)
                 trained = train(runner, job, template)
     emit(_tuned_plain(tuned, trained), _tuned_view(tuned, trained), as_json)
 
@@ -135,10 +128,8 @@ def run(
     with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json, quiet) as reporter:
         found = client.handle(job).status()
         template.check(found.spec)
-        work = WorkDir(work_dir, found.id)
-        with work.locked() as holder, _signals_interrupt():
-            options = RunnerOptions(time_limit_s=time_limit, grace_s=_TRAINING_GRACE_S, stop_template=stop)
-            runner = Runner(client, work, holder, options, reporter)
+        options = RunnerOptions(time_limit_s=time_limit, grace_s=_TRAINING_GRACE_S, stop_template=stop)
+        with _runner(client, found, work_dir, options, reporter) as runner:
             wanted = {"fresh": fresh, "reconfigure": reconfigure}
             trained = train(runner, found, template, method=method, max_restarts=max_restarts, **wanted)
     emit(_trained_plain(trained), _trained_view(trained), as_json)
@@ -185,18 +176,21 @@ def _reporter(as_json: bool, quiet: bool = False) -> Reporter:
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP like Ctrl-C, so that commands are stopped and leases given back."""
+def _runner(client: Client, job: Job, work_dir: Path, options: RunnerOptions, reporter: Reporter) -> Iterator[Runner]:
+    """The runner of a job, whose folder is locked; SIGTERM and SIGHUP are like Ctrl-C, so that commands are stopped and
+    leases given back."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    work = WorkDir(work_dir, job.id)
+    with work.locked() as holder:
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield Runner(client, work, holder, options, reporter)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _tuned_plain(tuned: Tuned, trained: _Runs | None) -> dict[str, Any]:
