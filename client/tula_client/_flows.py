@@ -6,11 +6,11 @@ Without I/O, but for what is written into a file that the user named.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -114,7 +114,9 @@ def plot(
     """The chart as an Altair object, for notebooks; with `output`, written as PNG, SVG or JSON instead."""
     spec = yield from calls.chart(job_id, name, quantity=quantity, objective=objective)
     if output is None:
-        return extra_module("altair", "a plot in a notebook").Chart.from_dict(spec)
+        with needs_extra("a plot in a notebook"):
+            import altair
+        return altair.Chart.from_dict(spec)
     yield functools.partial(save, spec, Path(output))
     return None
 
@@ -122,7 +124,9 @@ def plot(
 def to_dataframe(job_id: str, table: Table = "candidates") -> Flow[Any]:
     """A table as a pandas data frame; raises `MissingExtraError` without pandas."""
     found = yield from rows(job_id, table)
-    return extra_module("pandas", "a data frame").DataFrame(found)
+    with needs_extra("a data frame"):
+        import pandas
+    return pandas.DataFrame(found)
 
 
 def rows(job_id: str, table: Table = "candidates") -> Flow[list[Row]]:
@@ -244,16 +248,18 @@ def write_file(path: Path, content: bytes) -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-def extra_module(name: str, what: str, extra: str = "notebook") -> Any:
-    """The module that `what` needs, of a package of `extra`; raises `MissingExtraError` without it."""
+@contextmanager
+def needs_extra(what: str, extra: str = "notebook") -> Iterator[None]:
+    """Around the import of what `extra` installs; raises `MissingExtraError` where it is not installed."""
     try:
-        return importlib.import_module(name)
+        yield
     except ImportError:
         raise MissingExtraError(what, extra) from None
 
 
 def _render(spec: dict[str, Any], kind: str) -> bytes:
-    vl_convert = extra_module("vl_convert", f"a chart as {kind.upper()}")
+    with needs_extra(f"a chart as {kind.upper()}"):
+        import vl_convert
     try:
         if kind == "png":
             return bytes(vl_convert.vegalite_to_png(json.dumps(spec), scale=2.0))

@@ -16,7 +16,7 @@ import typer
 
 from tula_client._client import Client, JobHandle
 from tula_client._errors import TulaError, UsageError
-from tula_client._flows import Row, Table, extra_module, write_file
+from tula_client._flows import Row, Table, needs_extra, write_file
 from tula_client.cli.output import JobName, Json, emit
 from tula_wire import Run
 
@@ -113,9 +113,11 @@ def _csv(rows: Sequence[Row]) -> str:
 
 
 def _parquet(rows: Sequence[Row]) -> bytes:
-    parquet, pyarrow = (extra_module(name, "a Parquet file") for name in ("pyarrow.parquet", "pyarrow"))
+    with needs_extra("a Parquet file"):
+        import pyarrow
+        import pyarrow.parquet
     buffer = io.BytesIO()
-    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), buffer)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), buffer)
     return buffer.getvalue()
 
 
@@ -125,7 +127,8 @@ def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
     A run that MLflow has from an earlier export is brought up to date. Raises `MissingExtraError` without MLflow,
     `TulaError` where it refuses.
     """
-    mlflow = extra_module("mlflow", "an export to MLflow", "mlflow")
+    with needs_extra("an export to MLflow", "mlflow"):
+        import mlflow
     name, measured = handle.status().name, _measured(handle)
     predicted = {one.configuration: one for one in handle.recommendation().candidates if not one.spot}
     runs = [run for run in reversed(handle.runs()) if run.state in _STATUS]
