@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -88,6 +89,7 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tula-forks-")
+        self._one_at_a_time = threading.Lock()
         self._parent = subprocess.Popen(
             [sys.executable, __file__, self._folder.name, *modules],
             stdin=subprocess.PIPE,
@@ -110,9 +112,10 @@ class ForkServer:
         assert self._parent.stdout is not None
         order = {"argv": list(argv), "env": env, "stdout": str(stdout), "stderr": str(stderr or stdout)}
         order["folder"] = str(folder)
-        self._parent.stdin.write(json.dumps(order) + "\n")
-        self._parent.stdin.flush()
-        pid = int(self._parent.stdout.readline())
+        with self._one_at_a_time:
+            self._parent.stdin.write(json.dumps(order) + "\n")
+            self._parent.stdin.flush()
+            pid = int(self._parent.stdout.readline())
         return ForkedProcess(pid, Path(self._folder.name) / str(pid))
 
     def close(self) -> None:

@@ -83,19 +83,17 @@ def programs(forks: ForkServer, words_of: Mapping[str, Sequence[str]]) -> Path:
 
 def _serve(listening: socket.socket, forks: ForkServer) -> None:
     """Fork a process for each program that connects."""
-    one_at_a_time = threading.Lock()
     while True:
         link, _ = listening.accept()
-        threading.Thread(target=_stand_for, args=(link, forks, one_at_a_time), daemon=True).start()
+        threading.Thread(target=_stand_for, args=(link, forks), daemon=True).start()
 
 
-def _stand_for(link: socket.socket, forks: ForkServer, one_at_a_time: threading.Lock) -> None:
+def _stand_for(link: socket.socket, forks: ForkServer) -> None:
     """Fork what one program asks for, and tell it the process id and the exit status."""
     with suppress(OSError), link, link.makefile("rw") as lines:
         order = json.loads(lines.readline())
         out, err = (f"/proc/{order['pid']}/fd/{descriptor}" for descriptor in (1, 2))
-        with one_at_a_time:
-            process = forks.start(order["argv"], order["env"], out, err, folder=order["folder"])
+        process = forks.start(order["argv"], order["env"], out, err, folder=order["folder"])
         lines.write(f"{process.pid}\n")
         lines.flush()
         lines.write(f"{_wait(process, link)}\n")
