@@ -274,11 +274,12 @@ def resume(
         for step in (shards.gather, shards.read, shards.apply):
             ranks.on_each(step)
     objects = {"model": _unwrapped(model), "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    with _unchanged_by_failure(model) if "model" in whole else nullcontext():
+    before = ranks.on_each(lambda: _copied(model) if "model" in whole else [])
+    shape = _shape(ranks, loader)
+    with _unchanged_by_failure(before):
         for each in objects.items():
             ranks.on_each(partial(load, *each))
-    shape = _shape(ranks, loader)
-    resumed = ranks.on_each(lambda: _restore_position(position, facts, own, shape, loader, whole["extra"]))
+        resumed = ranks.on_each(lambda: _restore_position(position, facts, own, shape, loader, whole["extra"]))
     if not resumed.exact:
         logger.warning(
             "resumed with another batch size or world size: the data continues at the same example, shuffled"
@@ -286,16 +287,21 @@ def resume(
     return resumed
 
 
+def _copied(model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights and buffers, each with its present value in the host's memory."""
+    return [(t, t.detach().to("cpu", copy=True)) for t in (*model.parameters(), *model.buffers())]
+
+
 @contextmanager
-def _unchanged_by_failure(model: torch.nn.Module) -> Iterator[None]:
-    """Restores weights and buffers after an exception: torch loads those that fit before it raises for the others."""
-    before = [(tensor, tensor.detach().cpu().clone()) for tensor in (*model.parameters(), *model.buffers())]
+def _unchanged_by_failure(before: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Restores these values after an exception: torch loads weights that fit before it raises for the others."""
     try:
         yield
     except Exception:
         with torch.no_grad():
             for tensor, value in before:
-                tensor.copy_(value)
+                if not torch.equal(tensor.cpu(), value):  # an expanded buffer takes no copy, and none was loaded
+                    tensor.copy_(value)
         raise
 
 

@@ -303,6 +303,42 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, then, now, gro
     assert inner.state_dict()["state"] == {}
 
 
+def test_a_position_that_cannot_be_restored_leaves_the_weights_too(tmp_path):
+    model, optimizer = small()
+    folder = init().checkpoint(model, optimizer, directory=tmp_path)
+    own = torch.load(folder / "rank-0.pt", weights_only=True)
+    del own["now"]["python"]
+    torch.save(own, folder / "rank-0.pt")
+    model, optimizer = small()
+    torch.nn.init.ones_(model.weight)
+    with pytest.raises(CheckpointError, match="KeyError"):
+        init().resume(model, optimizer, directory=tmp_path)
+    assert torch.equal(model.weight, torch.ones_like(model.weight))
+
+
+def test_a_buffer_that_takes_no_copy_does_not_hide_why_a_checkpoint_does_not_fit(tmp_path):
+    init().checkpoint(*layers(2, 2, 1), directory=tmp_path)
+    model, optimizer = layers(2, 2, 3)
+    model[0].register_buffer("mask", torch.zeros(1).expand(4), persistent=False)
+    before = model[0].weight.clone()
+    with pytest.raises(CheckpointError, match="size mismatch"):
+        init().resume(model, optimizer, directory=tmp_path)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_weights_that_cannot_be_copied_are_reported_to_all_ranks(tmp_path, monkeypatch):
+    model, optimizer = small()
+    init().checkpoint(model, optimizer, directory=tmp_path)
+
+    def no_room(*_: object, **__: object) -> None:
+        raise RuntimeError("not enough memory")
+
+    for name in ("to", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, no_room)
+    with pytest.raises(CheckpointError, match="not enough memory"):
+        init().resume(model, optimizer, directory=tmp_path)
+
+
 def test_gradient_scaling_of_an_earlier_version_is_refused_and_changes_nothing(tmp_path):
     model, inner = layers(3, 2)
     folder = init().checkpoint(model, TulaOptimizer(inner), directory=tmp_path)
