@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tula_agent.ship.spool import REJECTED, TAKEN, WRITE_WITHIN_S, Spool, read_records, spool_files
+from tula_agent.ship.spool import REJECTED, TAKEN, Spool, read_records, spool_files
 from tula_agent.ship.transport import Transport
 
 _CONFLICT = 409  # the run has left that state already, which loses no measurement
@@ -36,11 +36,14 @@ def upload_spool(directory: Path, transport: Transport) -> Uploaded:
     done = Uploaded()
     for path in spool_files(directory):
         taken = path
-        if path.suffix != TAKEN:
-            taken = path.rename(path.with_suffix(path.suffix + TAKEN))  # its process writes to a new file from now on
-            time.sleep(WRITE_WITHIN_S)
+        try:
+            if path.suffix != TAKEN:  # its process writes to a new file from now on
+                taken = path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{TAKEN}"))
+            requests = list(read_records(taken))
+        except FileNotFoundError:  # another upload has taken or sent it
+            continue
         refused = []
-        for request in read_records(taken):
+        for request in requests:
             reply = transport.send(request)
             if reply.verdict == "retry":
                 done.left += 1

@@ -9,6 +9,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +19,10 @@ _MAGIC = b"TUL1"
 _MAX_RECORD = 16 * 2**20
 SUFFIX = ".spool"
 REJECTED = ".rejected"
-TAKEN = ".uploading"
+TAKEN = ".uploading"  # after a random part, so that no other file has that name
 _RUN = r"/v1/runs/[\w-][\w.:-]{0,199}"
 _AGENTS_ROUTES = re.compile(rf"PATCH {_RUN}|POST {_RUN}/(samples|telemetry)", re.ASCII)
 """What `tula upload` sends with the token of its user: a job can write any record into its spool."""
-WRITE_WITHIN_S = 0.05
-"""How long `tula upload` waits after it has renamed a file, for a write that had opened it before."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,9 @@ def encode(body: dict[str, Any]) -> bytes:
 class Spool:
     """One file of this process: created with the first record, deleted once everything in it has been sent.
 
-    A write is one `write` call, so that `kill -9` leaves a torn tail at most, which `read_records` leaves out. It opens
-    the file, so that `tula upload` may take the file away at any time by renaming it.
+    A write is one `write` call, so that `kill -9` leaves a torn tail at most, which `read_records` leaves out.
+    `tula upload` takes the file by renaming it, at any time: a write into a file that has lost its name meanwhile, and
+    may have been read before, is repeated into a new one.
     Raises OSError when the disk refuses; returns False from `append` when the bound is reached.
     """
 
@@ -86,19 +86,27 @@ class Spool:
         if len(payload) > _MAX_RECORD or self._size + len(record) > self.limit_bytes:
             return False
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        descriptor = os.open(self.path, flags, 0o600)
+        if not self._write(record):
+            self._write(record)
+        return True
+
+    def _write(self, record: bytes) -> bool:
+        """Append to the file; False where it has lost its name meanwhile."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            start = os.fstat(descriptor).st_size
-            if os.write(descriptor, record) != len(record):
-                raise OSError(errno.ENOSPC, "short write: the disk is full", str(self.path))
-        except OSError:
-            os.ftruncate(descriptor, start)  # a torn record in the middle would hide what follows it
-            raise
+            opened = os.fstat(descriptor)
+            try:
+                if os.write(descriptor, record) != len(record):
+                    raise OSError(errno.ENOSPC, "short write: the disk is full", str(self.path))
+            except OSError:
+                os.ftruncate(descriptor, opened.st_size)  # a torn record in the middle would hide what follows it
+                raise
+            self._size = opened.st_size + len(record)
+            with suppress(FileNotFoundError):
+                return os.path.samestat(opened, self.path.stat())
         finally:
             os.close(descriptor)
-        self._size = start + len(record)
-        return True
+        return False
 
     def requests(self) -> Iterator[SpooledRequest]:
         """What it holds, oldest first."""

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from tests.agent.sink import Sink
 from tula_agent.commands.doctor import Finding, doctor, examine
-from tula_agent.commands.upload import upload
-from tula_agent.ship.spool import Spool, SpooledRequest, read_records
+from tula_agent.commands.upload import upload, upload_spool
+from tula_agent.ship.spool import Spool, SpooledRequest, read_records, spool_files
+from tula_agent.ship.transport import Reply
 
 HEALTHY = {"/healthz": 200, "/readyz": 200, "/v1/jobs": 200}
 
@@ -104,6 +105,29 @@ def test_an_upload_without_a_service_loses_nothing(sink: Sink, tmp_path: Path) -
     assert "start it and try again" in result.output
     assert CliRunner().invoke(command(upload), [str(tmp_path), "--url", sink.url]).exit_code == 0
     assert sink.states == ["succeeded"]
+
+
+def test_two_uploads_at_once_lose_nothing(tmp_path: Path) -> None:
+    """While the first waits for an answer, the agent writes again and another upload takes that but cannot send it."""
+    spool = Spool(tmp_path / "r-0-boot.spool", 2**20)
+    items = [SpooledRequest("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, 1) for n in range(2)]
+    spool.append(items[0])
+    sent: list[SpooledRequest] = []
+
+    class Second:
+        def send(self, request: SpooledRequest) -> Reply:
+            sent.append(request)
+            return Reply("delivered" if request == items[0] else "retry", 200)
+
+    class First(Second):
+        def send(self, request: SpooledRequest) -> Reply:
+            spool.append(items[1])
+            upload_spool(tmp_path, Second())  # type: ignore[arg-type]
+            return super().send(request)
+
+    upload_spool(tmp_path, First())  # type: ignore[arg-type]
+    assert [list(read_records(path)) for path in spool_files(tmp_path)] == [[items[1]]]
+    assert sent == [items[0], items[1], items[0]]
 
 
 def test_upload_of_no_directory_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,25 @@ def test_a_write_goes_to_a_new_file_once_an_upload_has_renamed_the_one_before(tm
     assert spool.append(items[1])
     assert list(read_records(tmp_path / "a.spool.uploading")) == [items[0]]
     assert list(read_records(path)) == [items[1]]
+
+
+def test_a_write_that_an_upload_overtakes_is_repeated_into_a_new_file(tmp_path: Path, monkeypatch) -> None:
+    """Between the open and the write: the upload has read and deleted the file by then."""
+    path, write = tmp_path / "a.spool", os.write
+    item = SpooledRequest("POST", "/v1/runs/r/samples", b"{}", 1)
+
+    def overtaken(descriptor: int, data: bytes) -> int:
+        monkeypatch.undo()
+        path.rename(tmp_path / "a.spool.1.uploading")
+        assert list(read_records(tmp_path / "a.spool.1.uploading")) == []
+        (tmp_path / "a.spool.1.uploading").unlink()
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", overtaken)
+    spool = Spool(path, 10**6)
+    assert spool.append(item)
+    assert list(read_records(path)) == [item]
+    assert not spool.empty
 
 
 def test_a_full_spool_refuses_and_keeps_what_it_has(tmp_path: Path) -> None:
