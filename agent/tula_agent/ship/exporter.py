@@ -161,21 +161,26 @@ class Exporter:
             return
         while self._queue and not self._abandoned:
             request = self._sending = self._queue.popleft()
-            taken = self._attempt(request, last)
-            if not taken:
-                self._queue.appendleft(request)
-            self._sending = None  # after that, so that `_save` misses it at no moment
+            taken = False
+            try:
+                taken = self._attempt(request, last)
+            finally:
+                if not taken:
+                    self._queue.appendleft(request)
+                self._sending = None  # after that, so that `_save` misses it at no moment
             if not taken:
                 return
         if self._poll is not None and not last:
             self._poll(self._transport)
 
     def _replay(self, last: bool) -> bool:
+        size = self._spool.size
         for request in self._spool.requests():
             if self._abandoned or not self._attempt(request, last):
                 return False
-        self._spool.clear()
-        return True
+        if self._spool.size == size and not self._abandoned:  # else another thread adds to it, and all is sent again
+            self._spool.clear()
+        return self._spool.empty
 
     def _attempt(self, request: SpooledRequest, last: bool) -> bool:
         """True when the request was delivered or refused."""

@@ -72,18 +72,18 @@ class Spool:
     def __init__(self, path: Path, limit_bytes: int) -> None:
         self.path = path
         self.limit_bytes = limit_bytes
-        self._size = 0
+        self.size = 0
 
     @property
     def empty(self) -> bool:
         """True when it holds nothing."""
-        return self._size == 0
+        return self.size == 0
 
     def append(self, request: SpooledRequest) -> bool:
         """Add one request; False when there is no room."""
         payload = request.to_record()
         record = _HEAD.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
-        if len(payload) > _MAX_RECORD or self._size + len(record) > self.limit_bytes:
+        if len(payload) > _MAX_RECORD or self.size + len(record) > self.limit_bytes:
             return False
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not self._write(record):
@@ -101,7 +101,7 @@ class Spool:
             except OSError:
                 os.ftruncate(descriptor, opened.st_size)  # a torn record in the middle would hide what follows it
                 raise
-            self._size = opened.st_size + len(record)
+            self.size = opened.st_size + len(record)
             with suppress(FileNotFoundError):
                 return os.path.samestat(opened, self.path.stat())
         finally:
@@ -116,7 +116,7 @@ class Spool:
     def clear(self) -> None:
         """Delete everything: it has been sent."""
         self.path.unlink(missing_ok=True)
-        self._size = 0
+        self.size = 0
 
 
 def read_records(path: Path) -> Iterator[SpooledRequest]:

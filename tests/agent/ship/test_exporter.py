@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,57 @@ def test_a_queue_over_its_bound_goes_to_disk_oldest_first(tmp_path: Path) -> Non
     assert on_disk == list(range(len(on_disk)))
     assert len(on_disk) >= 4
     assert exporter.dropped == 7 * (20 - 2 - len(on_disk))
+
+
+class Answers:
+    """A connection whose answer to each request is the result of a function."""
+
+    def __init__(self, answer: Callable[[SpooledRequest], Reply]) -> None:
+        self.send = answer
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_a_request_whose_sending_raises_waits_for_the_next_delivery(tmp_path: Path) -> None:
+    sent: list[SpooledRequest] = []
+
+    def answer(request: SpooledRequest) -> Reply:
+        sent.append(request)
+        if len(sent) == 1:
+            raise RuntimeError("no library is without faults")
+        return Reply("delivered", 202)
+
+    connection: Any = Answers(answer)
+    exporter = Exporter(lambda: connection, lambda _last: [], tmp_path / "a.spool", guard=Guard())
+    items = [SpooledRequest("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, 1) for n in range(2)]
+    for item in items:
+        exporter.put(item)
+    with pytest.raises(RuntimeError):
+        exporter.deliver()
+    exporter.deliver()
+    assert sent == [items[0], *items]
+
+
+def test_what_is_written_to_disk_during_the_last_replay_stays_there(tmp_path: Path) -> None:
+    """The service takes the last request on disk so late that the end of the run has saved the queue meanwhile."""
+    items = [SpooledRequest("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, 1) for n in range(2)]
+    answered = threading.Event()
+
+    def answer(_request: SpooledRequest) -> Reply:
+        assert answered.wait(60)
+        return Reply("delivered", 202)
+
+    connection: Any = Answers(answer)
+    exporter = Exporter(lambda: connection, lambda _last: [], tmp_path / "a.spool", guard=Guard())
+    exporter._to_disk(items[0])
+    exporter.put(items[1])
+    exporter.close(0.5, list)
+    thread = exporter._thread
+    answered.set()
+    assert thread is not None
+    thread.join(60)
+    assert items[1] in list(read_records(tmp_path / "a.spool"))
 
 
 def test_a_token_goes_in_the_header_and_never_into_the_spool(sink: Sink, tmp_path: Path) -> None:
