@@ -9,12 +9,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from tula_service.domain import JobRecord, RunRecord
-from tula_service.errors import Forbidden, InvalidInput, NotFound, Unauthenticated
+from tula_service.errors import Forbidden, InvalidInput, NotFound, StoreUnavailable, Unauthenticated
 from tula_service.store import DEFAULT_PROJECT_ID, Store, Transaction
 from tula_service.store.access import MADE
 from tula_wire import Project, Scope, Token, TokenCreated
@@ -285,6 +286,7 @@ class Access:
         self.cache_s = cache_s
         self.tokenless_allowed = tokenless_allowed
         self._lock = threading.Lock()
+        self._touched: BoundedDict[str, float] = BoundedDict(CACHED_TOKENS)
         self.forget()
 
     def cached(self, secret: str | None) -> Principal | None:
@@ -307,12 +309,12 @@ class Access:
             with self._lock:
                 cache.pop(secret, None)
             raise Unauthenticated(f"This token {ended}: create one with `tula token create`.")
-        if token.last_used_at is None or (now - token.last_used_at).total_seconds() >= TOUCH_EVERY_S:
-            with self._store.transaction() as tx:
-                tx.tokens.touch(token.id)
         left_s = math.inf if token.expires_at is None else (token.expires_at - now).total_seconds()
         principal = Principal(token.name, token.scope, token.id, token.project, token.job_id)
-        return self._trust(cache, secret, principal, left_s)
+        self._trust(cache, secret, principal, left_s)
+        if token.last_used_at is None or (now - token.last_used_at).total_seconds() >= TOUCH_EVERY_S:
+            self._touch(token.id)
+        return principal
 
     def tokenless(self) -> Principal | None:
         """The anonymous principal while it is allowed: on loopback, before the first token that is ever made."""
@@ -324,6 +326,16 @@ class Access:
                 self.tokenless_allowed = False  # for good: no later request has to ask
                 return None
         return self._trust(cache, None, ANONYMOUS, math.inf)
+
+    def _touch(self, token_id: str) -> None:
+        """Store the time of last use, at most once a minute; a database that takes no write still lets readers in."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._touched.get(token_id, -TOUCH_EVERY_S) < TOUCH_EVERY_S:
+                return
+            self._touched[token_id] = now
+        with suppress(StoreUnavailable), self._store.transaction() as tx:
+            tx.tokens.touch(token_id)
 
     def forget(self) -> None:
         """Begin an empty cache, after a token was created or revoked in this process."""

@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import socket
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 
@@ -269,6 +270,23 @@ def test_one_request_checks_a_token_that_others_use_meanwhile(service: Service) 
     with pytest.raises(Unauthenticated):
         access.authenticate(secret)
     assert access.cached(secret) is None, "and what it finds holds for all"
+
+
+def test_a_token_is_right_where_its_time_of_last_use_cannot_be_written(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk refuses writes; pages and lists are read on, and not each check of a token tries to write."""
+    touches: list[str] = []
+
+    def full(_: Tokens, token_id: str) -> None:
+        touches.append(token_id)
+        raise sa.exc.OperationalError("UPDATE", {}, sqlite3.OperationalError("database or disk is full"))
+
+    monkeypatch.setattr(Tokens, "touch", full)
+    service.app.state.services.access.cache_s = 0.0
+    with service.client(service.token("user")) as client:
+        assert [client.get(routes.JOBS).status_code for _ in range(4)] == [200] * 4
+    assert len(touches) == 1
 
 
 def test_a_token_read_before_its_revocation_is_not_cached_after_it(
