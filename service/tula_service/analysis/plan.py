@@ -194,7 +194,7 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) 
         if any(run.state not in FINAL_STATES for run, _, _ in spans):
             if any(ended_s >= now_s for _, _, ended_s in spans):
                 under_way.add(_launch(spans[0][0], spec))
-        elif in_steps_s := sum(run.num_samples * (run.step_time_s or 0.0) for run, _, _ in spans):
+        elif in_steps_s := _in_steps_s(spans):
             start_ups_s.append(max(0.0, _taken(spans)[1] - in_steps_s))
     start_up_s = median(start_ups_s) if start_ups_s else _START_UP_S
     waiting: dict[object, list[RunRecord]] = {}
@@ -240,6 +240,16 @@ def _launches(spans: Iterable[Span], spec: wire.JobSpec) -> list[list[Span]]:
 def _taken(spans: Sequence[Span]) -> tuple[Configuration, float]:
     """A configuration of a launch, and the seconds that the launch took."""
     return spans[0][0].configuration, max(ended for _, _, ended in spans) - spans[0][1]
+
+
+def _in_steps_s(spans: Sequence[Span]) -> float:
+    """Seconds that the runs of a launch which has ended spent in steps.
+
+    No run counts more than its planned steps: every rank sends rows, the others a few with their memory.
+    """
+    runs = sorted((run for run, _, _ in spans), key=lambda run: run.configuration.local_batch_size)
+    counted = [min(run.num_samples, _steps(run.instruction, place > 0)) for place, run in enumerate(runs)]
+    return sum(number * (run.step_time_s or 0.0) for number, run in zip(counted, runs, strict=True))
 
 
 def _ended_s(run: RunRecord, now_s: float) -> float:

@@ -87,6 +87,12 @@ def test_a_launch_to_come_starts_up_once_as_earlier_ones_did() -> None:
     assert cost([*early, *waiting]).left_s == pytest.approx((20 - 4.5) + 6 * (1 + 2))
 
 
+def test_rows_of_other_ranks_are_no_steps_of_a_launch() -> None:
+    waiting = [run(32, "pending", nodes=2, predicted_step_time_s=1.0)]
+    crowd = [replace(each, num_samples=6 + 63) for each in COLUMN]
+    assert cost([*crowd, *waiting]).left_s == cost([*COLUMN, *waiting]).left_s == pytest.approx(11 + 6)
+
+
 def test_a_launch_in_progress_has_less_left_and_what_ended_in_it_is_not_to_come() -> None:
     half = [
         run(32, "succeeded", 111, 3, step_time_s=0.5, num_samples=6, nodes=2),
