@@ -303,8 +303,9 @@ class Samples(Repository):
     def _compute(self, run_key: int, of_num_samples: int, summarise: Summarise) -> dict[str, Any]:
         table = step_samples.c
         measured = self._scalar(sa.select(sa.func.count()).where(table.run_key == run_key, table.warmup.is_(False)))
+        recent = self.recent(run_key)
         try:
-            figures = summarise(self.recent(run_key))
+            figures = summarise(recent)
         except Exception:  # a run never fails its job
             _LOG.exception("the samples of a run cannot be summarised", extra={"run_key": run_key})
             names = ("step_time_s", "relative_sd", *_FLOATS, "straggler_rank")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import sqlalchemy as sa
 import tula_wire as wire
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
 from tula_service.domain import BucketTimeline, MemoryReading
+from tula_service.errors import StoreUnavailable
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store
+from tula_service.store.samples import Samples
 
 
 class TestSamples:
@@ -95,6 +98,22 @@ class TestSamples:
         with store.reading() as tx:
             assert tx.samples.summaries(job.id, summarise) == [summary], "a reader without write access sees the same"
             assert tx.runs.get(run.id).step_time_s == pytest.approx(0.5, rel=1e-6)
+
+    def test_a_database_that_fails_while_samples_are_read_leaves_no_summary_without_figures(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = a_job(store)
+        run = a_run(store, job.id)
+        with store.transaction() as tx:
+            tx.samples.add(run.key, job.id, samples(5))
+        failing = Mock(side_effect=sa.exc.OperationalError("SELECT", {}, Exception("disk I/O error")))
+        with monkeypatch.context() as broken:
+            broken.setattr(Samples, "recent", failing)
+            with pytest.raises(StoreUnavailable), store.transaction() as tx:
+                tx.samples.summaries(job.id, summarise)
+        with store.transaction() as tx:
+            (summary,) = tx.samples.summaries(job.id, summarise)
+        assert summary.step_time_s is not None
 
     def test_a_resent_batch_changes_no_version(self, store: Store) -> None:
         job = a_job(store)
