@@ -93,7 +93,7 @@ def _endpoint(
             arguments = {
                 name: value
                 for name, value in list(bound.arguments.items())[1:]
-                if f"{{{name}}}" in route or value != signature.parameters[name].default
+                if f"{{{name}}}" in route or value is not signature.parameters[name].default
             }
             if "idempotency_key" in signature.parameters:
                 arguments.setdefault("idempotency_key", uuid.uuid4().hex)
@@ -210,7 +210,7 @@ _PARSERS: Final[dict[Any, Callable[[Answer], Any]]] = {
 class Calls(Unsent):
     """Every call, declared by its route, its arguments and its answer, from which `_endpoint` builds it.
 
-    Without an argument that is None or has its default, and without fields of a body that were not set.
+    Without an argument that is None or its default, and without fields of a body that were not set.
     """
 
     @_endpoint("POST", routes.JOBS, idempotent=True)

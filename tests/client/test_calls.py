@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +66,7 @@ def test_a_claim_is_not_repeatable_because_it_may_act_twice() -> None:
 def test_a_list_becomes_a_repeated_parameter() -> None:
     request = calls.predictions("j", num_nodes=[1, 2], global_batch_size=64).request
     assert request.query == (("num_nodes", "1"), ("num_nodes", "2"), ("global_batch_size", "64"))
+    assert calls.predictions("j", np.array([1, 2]), 64).request == request
 
 
 def test_only_what_differs_from_its_default_is_sent() -> None:
