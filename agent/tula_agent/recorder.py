@@ -64,11 +64,17 @@ class TrackedObjects:
     def add(self, models: Iterable[Any], optimizers: Iterable[Any]) -> list[Any]:
         """Track these; returns the optimizers that are new."""
         self.models.update((model, None) for model in models if isinstance(model, torch.nn.Module))
-        new = [optimizer for optimizer in optimizers if optimizer not in self.optimizers]
-        for optimizer in new:
-            self.optimizers[optimizer] = None
-            if hasattr(optimizer, "observe_batch"):
-                self.scaled[optimizer], self.scales = {}, True
+        new = []
+        for optimizer in optimizers:
+            try:
+                if optimizer in self.optimizers:
+                    continue
+                self.optimizers[optimizer] = None
+                if hasattr(optimizer, "observe_batch"):
+                    self.scaled[optimizer], self.scales = {}, True
+            except TypeError:  # a wrapper of the script's, with slots or with an equality of its own
+                logger.warning("%s can't be a key: its state is not measured", type(optimizer).__name__)
+            new.append(optimizer)
         return new
 
     def changed_values(self) -> Iterator[tuple[str, float]]:

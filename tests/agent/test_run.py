@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
@@ -393,6 +394,24 @@ def test_the_host_times_no_optimizer_of_another_device(sink: Sink, tmp_path: Pat
     run.finish()
     assert len(sink.steps()) == 3
     assert {row[0] for body in sink.samples for row in zip(body.get("optimizer_time_s", [None]))} == {None}
+
+
+def test_an_optimizer_that_is_no_key_does_not_hide_the_others(sink: Sink, tmp_path: Path) -> None:
+    """A script's own wrapper, which has slots or an equality of its own."""
+
+    class Slots:
+        __slots__ = ("state",)
+
+    @dataclass
+    class Equal:
+        state: dict[str, float]
+
+    run = Run(read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "r", "TULA_SPOOL_DIR": str(tmp_path)}))
+    model = torch.nn.Linear(2, 1)
+    run.watch(model, [Slots(), Equal({}), torch.optim.SGD(model.parameters(), lr=0.1)])
+    assert run.recorder is not None
+    assert run.recorder.timer.watched
+    run.finish()
 
 
 def test_the_optimizer_s_hooks_raise_nothing(sink: Sink, tmp_path: Path) -> None:
