@@ -39,7 +39,7 @@ def get_ready(services: AppServices) -> Status:
 
 @router.get(routes.METRICS, response_class=Response)
 def get_metrics(services: AppServices) -> Response:
-    """Counters of this replica's workers; queue, agents, fits and prediction error over all replicas."""
+    """Counters of this replica's workers; queue, agents and prediction error over all replicas."""
     lines = "\n".join(_lines(overview(services.store)))
     return Response(services.metrics.render() + lines.encode() + b"\n", media_type=CONTENT_TYPE_LATEST)
 

@@ -202,8 +202,10 @@ class Leases(Repository):
             return False
         length = lease_s if lease_s is not None else row["lease_s"]
         if length is not None:
-            of_column = [*_same_column(_run_record(row)), runs.c.holder == row["holder"]]
-            held = sa.update(runs).where(*(of_column if column else [runs.c.id == run_id]), runs.c.state.in_(_HELD))
+            wanted = [runs.c.id == run_id]
+            if column and row["holder"] is not None:
+                wanted = [*_same_column(_run_record(row)), runs.c.holder == row["holder"]]
+            held = sa.update(runs).where(*wanted, runs.c.state.in_(_HELD))
             values = {"lease_s": length, "lease_expires_at": self._now() + timedelta(seconds=length)}
             return self._connection.execute(held.values(values)).rowcount > 0
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
@@ -211,6 +212,16 @@ class TestRuns:
             again = tx.leases.claim(job.id, holder="i", lease_s=60)
             assert again is not None
             assert len(tx.leases.claim_column(again)) == 2
+
+    def test_runs_without_a_holder_are_no_column(self, store: Store, clock: ManualClock) -> None:
+        job = a_job(store)
+        options = {"state": "claimed", "lease_s": 60.0}
+        first, other = (a_run(store, job.id, configuration=make_configuration(4, 1, b), **options) for b in (32, 64))
+        clock.advance(50)
+        with store.transaction() as tx:
+            assert tx.leases.renew(first.id, column=True)
+            renewed, expires_at = tx.runs.get(first.id).lease_expires_at, tx.runs.get(other.id).lease_expires_at
+            assert (renewed, expires_at) == (clock() + timedelta(seconds=60), other.lease_expires_at)
 
     def test_many_claimants_never_share_a_run(self, store: Store) -> None:
         job = a_job(store)
