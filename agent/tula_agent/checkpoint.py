@@ -332,9 +332,13 @@ def _restore_position(
 def _root(ranks: CollectiveCalls, directory: str | os.PathLike[str] | None) -> Path:
     ranks.failing, ranks.remedy = "no checkpoint directory", "set TULA_CHECKPOINT_DIR or pass directory="
     name = directory or os.environ.get("TULA_CHECKPOINT_DIR")
-    if not name:
-        raise CheckpointError(f"{ranks.failing}: {ranks.remedy}")
-    return ranks.on_each(lambda: Path(name))
+
+    def named() -> Path:
+        if not name:
+            raise LookupError("none is given")
+        return Path(name)
+
+    return ranks.on_each(named)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -128,6 +128,12 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_refused_on_all_and_leaves_th
         assert on_disk == (before if attempt.startswith("again") else "step-0000000001")
 
 
+def test_a_directory_that_one_rank_has_not_is_refused_on_all(apart):
+    results = apart[1]["the first has no directory"]
+    assert results["rank 0"] == results["rank 1"]
+    assert results["rank 0"][2].startswith("refused: no checkpoint directory (rank 0: LookupError: none is given): set")
+
+
 def test_a_checkpoint_that_one_rank_cannot_read_or_that_does_not_fit_it_is_resumed_by_none(apart):
     sharded, said = apart
     failures = {

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import os
 import resource
 from pathlib import Path
 
@@ -51,8 +52,9 @@ def main() -> None:
     model = build(args.sharded)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = tula_agent.init()
+    del os.environ["TULA_CHECKPOINT_DIR"]
 
-    def attempt(name: str, directory: Path, *, full: bool = False, of: nn.Module = model) -> None:
+    def attempt(name: str, directory: Path | None, *, full: bool = False, of: nn.Module = model) -> None:
         before, what = digest(model), run.resume if name.startswith("resume") else run.checkpoint
         full_disk(full)
         try:
@@ -74,6 +76,7 @@ def main() -> None:
             attempt("first", args.shared)
     apart = args.shared if rank == 0 else args.elsewhere
     attempt("unshared", apart)
+    attempt("the first has no directory", None if rank == 0 else args.shared)
     attempt("first rank blocked", args.elsewhere / "a-file" if rank == 0 else args.shared)
     attempt("full on the first", args.shared, full=rank == 0)
     if not args.sharded:  # the newest is of the step before: loading it would move the weights
