@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
@@ -34,12 +35,11 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
     knee, rule = choice.knee, None
     if choice.chosen is not None:
         rule = scaling.scaling_rule(answer.spec.model, _times_base(answer, choice.chosen.configuration))
-    estimates = (*answer.estimates, *answer.estimate(tuple(evidence.ruled_out)))
-    candidates = candidates_of(answer, estimates)
-    by_key = {estimate.key: candidate for estimate, candidate in zip(estimates, candidates, strict=True)}
+    candidates = candidates_of(answer, (*answer.estimates, *answer.estimate(tuple(evidence.ruled_out))))
+    by_key = {(candidate.configuration, candidate.spot): candidate for candidate in candidates}
 
     def found(estimate: Estimate | None) -> wire.Candidate | None:
-        return None if estimate is None else by_key[estimate.key]
+        return None if estimate is None else by_key.get(estimate.key)
 
     return {
         "basis": answer.model.basis,
@@ -80,10 +80,14 @@ def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
 
 
 def candidates_of(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Candidate]:
-    """Estimates with everything that is predicted of them, in the order given."""
+    """Estimates with everything that is predicted of them, in the order given.
+
+    Without those that spot interruptions would practically never let finish: JSON has no infinite time.
+    """
     frontier = {each.key for each in answer.choice.frontier}
     limits = {found.estimate.key: found.sentence for found in reversed(answer.choice.excluded)}  # decisive ones last
-    return [_candidate(answer, estimate, frontier, limits) for estimate in estimates]
+    finite = [each for each in estimates if math.isfinite(each.time_s.mean)]
+    return [_candidate(answer, estimate, frontier, limits) for estimate in finite]
 
 
 def model_report(answer: Answer, cross_validated_error: float | None = None) -> wire.ModelReport:

@@ -138,6 +138,21 @@ def test_spot_at_no_interruptions_is_on_demand_and_each_more_costs_more_time_and
         assert all(rough[key].cost_usd.value > calm[key].cost_usd.value for key in calm)  # type: ignore[union-attr]
 
 
+def test_spot_whose_interruptions_let_no_training_finish_leaves_the_candidates_on_demand(client: httpx.Client) -> None:
+    """An infinite time is no number of JSON: such a job was refused, and yet stored."""
+    spot = {"usd_per_node_hour": 1.0, "interruptions_per_node_hour": 60.0, "checkpoint_interval_s": 7200.0}
+    job_id = register(client, {"price": {"usd_per_node_hour": 2.0, "spot": spot}}, objective="cost")
+    found = recommended(client, job_id)
+    assert found.chosen is not None
+    assert not any(candidate.spot for candidate in (found.chosen, *found.candidates))
+    assert "interruptions" in found.why
+    predicted = client.get(wire.routes.JOB_PREDICTIONS.format(job_id=job_id), params={"num_nodes": 2})
+    assert ok(predicted)["candidates"]
+    only = register(client, {"price": {"spot": spot}}, name="only")
+    assert recommended(client, only).candidates == []
+    assert ok(client.get(wire.routes.JOB_LEDGER.format(job_id=only))) is not None
+
+
 def test_several_types_each_at_its_own_way_of_charging_compete_in_one_job(client: httpx.Client) -> None:
     small = {"instance_type": "small", "price": {"usd_per_node_hour": 1.0}}
     large = {"instance_type": "large", "max_nodes": 1, "price": {"usd_per_gb_hour": 0.5}}
