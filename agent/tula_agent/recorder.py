@@ -72,7 +72,7 @@ class TrackedObjects:
                 self.optimizers[optimizer] = None
                 if hasattr(optimizer, "observe_batch"):
                     self.scaled[optimizer], self.scales = {}, True
-            except TypeError:  # a wrapper of the script's, with slots or with an equality of its own
+            except TypeError:  # a wrapper of the script's, with slots, or that defines equality
                 logger.warning("%s can't be a key: its state is not measured", type(optimizer).__name__)
             new.append(optimizer)
         return new

@@ -397,7 +397,7 @@ def test_the_host_times_no_optimizer_of_another_device(sink: Sink, tmp_path: Pat
 
 
 def test_an_optimizer_that_is_no_key_does_not_hide_the_others(sink: Sink, tmp_path: Path) -> None:
-    """A script's own wrapper, which has slots or an equality of its own."""
+    """A script's own wrapper, which has slots or defines equality."""
 
     class Slots:
         __slots__ = ("state",)

@@ -69,7 +69,7 @@ def test_a_request_whose_sending_raises_waits_for_the_next_delivery(tmp_path: Pa
     assert sent == [items[0], *items]
 
 
-def test_what_is_written_to_disk_during_the_last_replay_stays_there(tmp_path: Path) -> None:
+def test_a_request_written_to_disk_during_the_last_replay_stays_there(tmp_path: Path) -> None:
     """The service takes the last request on disk so late that the end of the run has saved the queue meanwhile."""
     items = [SpooledRequest("POST", "/v1/runs/r/samples", b'{"n": %d}' % n, 1) for n in range(2)]
     answered = threading.Event()
