@@ -230,7 +230,7 @@ def test_revocation_reaches_every_other_worker_soon(
             tx.tokens.revoke(found.id)
         revoked_at = time.monotonic()
         while bad.get(routes.JOBS).status_code == 200:
-            assert time.monotonic() - revoked_at < 60, "a revoked token is trusted on and on"
+            assert time.monotonic() - revoked_at < 15, "a revoked token is trusted on and on"
         assert good.get(routes.JOBS).status_code == 200
 
 
@@ -242,7 +242,7 @@ def test_a_token_made_elsewhere_ends_the_first_start(sqlite_url: str, start: Cal
         issue_token(worker.store, ANONYMOUS, name="first", scope="admin")
         made_at = time.monotonic()
         while stranger.get(routes.JOBS).status_code == 200:
-            assert time.monotonic() - made_at < 60, "strangers are let in on and on"
+            assert time.monotonic() - made_at < 15, "strangers are let in on and on"
 
 
 def test_a_cached_token_costs_no_query_until_it_is_read_again(
