@@ -30,10 +30,12 @@ _SHARED_LINK_SD = 0.05  # of k_share: the probe had as many ranks on each node's
 
 @dataclass(frozen=True)
 class AllReduceCost:
-    """Logarithms of alpha in seconds and beta in seconds per byte, shape (2,), and their covariance, shape (2, 2)."""
+    """Logarithms of alpha in seconds and beta in seconds per byte, shape (2,), and their covariance, shape (2, 2);
+    `log_readings`, shape (2, n): logarithms of the sizes that were probed, ascending, and of their seconds."""
 
     mean: FloatArray
     covariance: FloatArray
+    log_readings: FloatArray | None = None
 
     @property
     def latency_s(self) -> Interval:
@@ -47,12 +49,18 @@ class AllReduceCost:
 
     def ring(self, probed: int, ranks: int, messages: float, size_bytes: float) -> tuple[float, float]:
         """Seconds of `size_bytes` in so many messages over a ring of `ranks`, and the standard deviation of their
-        logarithm, from a probe of `probed` ranks: a ring of N takes 2 (N - 1) hops of s / N bytes each.
+        logarithm, from a probe of `probed` ranks: a ring of N takes 2 (N - 1) hops of s / N bytes each. On as many
+        ranks as were probed, the readings count and not the line through them, which sums what may overlap.
         """
         hops = (ranks - 1) / (probed - 1)
         parts = np.exp(self.mean) * [messages * hops, size_bytes * hops * probed / ranks]
-        shares = parts / parts.sum()
-        return float(parts.sum()), math.sqrt(float(shares @ self.covariance @ shares))
+        seconds, shares = float(parts.sum()), parts / parts.sum()
+        if ranks == probed and self.log_readings is not None:
+            sizes, log_s = self.log_readings
+            size = math.log(size_bytes / messages)
+            if sizes[0] <= size <= sizes[-1]:
+                seconds = messages * math.exp(float(np.interp(size, sizes, log_s)))
+        return seconds, math.sqrt(float(shares @ self.covariance @ shares))
 
     def _interval(self, entry: int) -> Interval:
         mean, sd = np.exp(self.mean[[entry]]), np.sqrt(self.covariance[[entry], entry])
@@ -113,7 +121,8 @@ def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relativ
     found = least_squares(residuals, start, loss="huber")
     missed = np.abs(residuals(found.x)[: sizes.size])
     excess = float(np.sum(np.minimum(missed**2, 2.0 * missed))) / max(sizes.size - 2, 1)
-    return AllReduceCost(found.x, np.linalg.inv(found.jac.T @ found.jac) * max(excess, 1.0))
+    readings = np.array([np.log(sizes[order]), log_s[order]])
+    return AllReduceCost(found.x, np.linalg.inv(found.jac.T @ found.jac) * max(excess, 1.0), readings)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,18 @@ def test_the_prior_holds_what_was_probed_over_nodes_and_within_one() -> None:
     assert prior.in_seconds == (4, 6)
 
 
+def test_readings_count_on_as_many_ranks_as_were_probed() -> None:
+    """A line through latency and bandwidth sums what overlaps: 5 ms and 5 ms are 5 ms here, not 10."""
+    sizes = [2.0**power for power in range(10, 24, 2)]
+    seconds = [max(5e-3, size * 7.5e-8) for size in sizes]
+    cost = fit_all_reduce(sizes, seconds, [0.01] * len(sizes))
+    fabric = Fabric(8, 1, cost)
+    assert fabric.whole(8, 1, 2.0**16)[0] == pytest.approx(5e-3)
+    assert fabric.whole(8, 1, 2.0**18, messages=4)[0] == pytest.approx(20e-3)
+    assert fabric.whole(4, 1, 2.0**16)[0] == pytest.approx(np.exp(cost.mean) @ [3 / 7, 6 / 7 * 2.0**16])
+    assert fabric.whole(8, 1, 2.0**30)[0] == pytest.approx(2.0**30 * 7.5e-8, rel=0.1)
+
+
 def test_a_prior_that_knows_its_collectives_better_keeps_them() -> None:
     prior = generic_prior()
     sure = type(prior)(prior.mean, np.minimum(prior.sd, 0.1), in_seconds=(4, 6))
