@@ -79,14 +79,17 @@ def test_a_request_written_to_disk_during_the_last_replay_stays_there(tmp_path: 
         return Reply("delivered", 202)
 
     connection: Any = Answers(answer)
-    exporter = Exporter(lambda: connection, lambda _last: [], tmp_path / "a.spool", guard=Guard())
-    exporter._to_disk(items[0])
+    exporter = Exporter(lambda: connection, lambda _last: [], tmp_path / "a.spool", guard=Guard(), queue_limit=0)
+    exporter.put(items[0])
+    exporter.queue_limit = 1
     exporter.put(items[1])
+    others = threading.enumerate()
     exporter.close(0.5, list)
-    thread = exporter._thread
+    started = [each for each in threading.enumerate() if each not in others]
+    assert started
     answered.set()
-    assert thread is not None
-    thread.join(60)
+    for thread in started:
+        thread.join(60)
     assert items[1] in list(read_records(tmp_path / "a.spool"))
 
 
