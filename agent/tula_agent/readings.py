@@ -7,6 +7,7 @@ two packages imports the other.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -166,5 +167,11 @@ class Readings:
 
 
 def take(queue: deque[T]) -> list[T]:
-    """All that `queue` holds, oldest first; it is empty then."""
-    return [queue.popleft() for _ in range(len(queue))]
+    """All that `queue` holds, oldest first; it is empty then. Another thread may take from it meanwhile."""
+    found: list[T] = []
+    with suppress(IndexError):
+        # Not until it is empty, since a training thread may add as fast as this one takes; and one by one, so that what
+        # was taken is kept.
+        for _ in range(len(queue)):
+            found.append(queue.popleft())  # noqa: PERF401
+    return found

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tula_agent.guard import Guard, logger
@@ -83,8 +84,9 @@ class Exporter:
     def put(self, request: SpooledRequest) -> None:
         """Queue a request, from any thread; over the bound the oldest go to disk, or are counted as dropped."""
         self._queue.append(request)
-        while len(self._queue) > self.queue_limit:
-            self._to_disk(self._queue.popleft())
+        with suppress(IndexError):  # another thread has emptied it
+            while len(self._queue) > self.queue_limit:
+                self._to_disk(self._queue.popleft())
 
     def wake(self) -> None:
         """Deliver now rather than at the next interval."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.agent.sink import Sink
 from tula_agent.config import read_config
 from tula_agent.guard import GIVE_UP_AFTER, Guard
 from tula_agent.oom_watch import OomWatch
+from tula_agent.readings import take
 from tula_agent.recorder import Recorder
 from tula_agent.run import Run
 from tula_agent.ship.exporter import LONGEST_PAUSE_S, TRIES_BEFORE_OPEN, Exporter
@@ -37,6 +39,20 @@ def test_a_queue_over_its_bound_goes_to_disk_oldest_first(tmp_path: Path) -> Non
     assert on_disk == list(range(len(on_disk)))
     assert len(on_disk) >= 4
     assert exporter.dropped == 7 * (20 - 2 - len(on_disk))
+
+
+class Shared(deque[int]):
+    """Another thread takes the oldest entry just after its length was asked for."""
+
+    def __len__(self) -> int:
+        found = super().__len__()
+        if found:
+            self.popleft()
+        return found
+
+
+def test_a_queue_that_another_thread_takes_from_gives_what_is_left() -> None:
+    assert take(Shared([1, 2, 3])) == [2, 3]
 
 
 class Answers:
