@@ -194,8 +194,7 @@ class Exporter:
                 self._count_outcome(request, reply)
                 return True
             self._failures += 1
-            bounds = {"base_s": FIRST_PAUSE_S, "cap_s": LONGEST_PAUSE_S}
-            pause = backoff_s(self._failures, random.random(), **bounds, asked_s=reply.retry_after_s)
+            pause = pause_s(self._failures, reply)
             self._not_before = self._clock() + pause
             if self._failures == TRIES_BEFORE_OPEN:
                 logger.warning("the service does not take measurements (%s); they wait on disk", _reason(reply))
@@ -230,6 +229,12 @@ class Exporter:
             kept = self._spool.append(request)
         if not kept:
             self.dropped += request.values
+
+
+def pause_s(failures: int, reply: Reply) -> float:
+    """Seconds until the next try, after so many failures of which this is the last reply."""
+    bounds = {"base_s": FIRST_PAUSE_S, "cap_s": LONGEST_PAUSE_S}
+    return backoff_s(failures, random.random(), **bounds, asked_s=reply.retry_after_s)
 
 
 def _started(target: Callable[[], None], name: str) -> threading.Thread | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
 import threading
 import time
@@ -14,11 +13,10 @@ from urllib.parse import urlencode
 from tula_agent.config import AgentConfig, WantedJob, is_id
 from tula_agent.guard import Guard, logger
 from tula_agent.rank_channel import Channel
-from tula_agent.ship.exporter import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from tula_agent.ship.exporter import pause_s
 from tula_agent.ship.spool import encode
 from tula_agent.ship.transport import Reply, Transport
 from tula_wire import routes
-from tula_wire.retry import backoff_s
 
 LEASE_S: Final = 600.0
 """Samples renew it; the service fails a training that is killed once it has expired."""
@@ -129,9 +127,7 @@ class Joining:
             reply = getattr(error, "reply", None)
             if reply is not None and reply.verdict == "retry":
                 self._failures += 1
-                bounds = {"base_s": FIRST_PAUSE_S, "cap_s": LONGEST_PAUSE_S}
-                pause = backoff_s(self._failures, random.random(), **bounds, asked_s=reply.retry_after_s)
-                self._not_before = time.monotonic() + pause
+                self._not_before = time.monotonic() + pause_s(self._failures, reply)
                 if self._failures == 1:
                     logger.warning("no run of job %r could be made yet (%s)", self._wanted.name, error)
                 return

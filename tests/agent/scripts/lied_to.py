@@ -95,8 +95,7 @@ def train(policy: str, arguments: argparse.Namespace) -> float:
 def main() -> None:
     arguments = parser.parse_args()
     recorder.REQUEST_TIMEOUT_S, joining.TIMEOUT_S, thresholds.POLL_EVERY_S = 0.3, 0.3, 0.0
-    for module in (exporter, joining):
-        module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = 0.001
+    exporter.FIRST_PAUSE_S = exporter.LONGEST_PAUSE_S = 0.001
     apply = tula_agent.TulaOptimizer.apply_thresholds
 
     def record(optimizer: Any, wanted: ScalingThresholds) -> None:
