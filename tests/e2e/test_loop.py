@@ -7,6 +7,7 @@ from pathlib import Path
 from benchmarks.support.forked import Server
 from tests.e2e.command import Tula
 from tula_client import Client
+from tula_wire.precision import FEWEST_STEPS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_ddp.py"
 SPEC = """
@@ -47,8 +48,8 @@ def test_a_spec_becomes_trained_weights_by_way_of_real_measurements(tmp_path: Pa
 
         answer = tuned["recommendation"]
         assert answer["basis"] == "profiled"
-        # Both ranks report, and every measuring step of rank 0 arrived.
-        assert answer["model"]["num_samples"] >= 15 * len(profiled)
+        # 15 steps of each run arrived, or fewer where they agree so well that the agent ended its batch.
+        assert answer["model"]["num_samples"] >= FEWEST_STEPS * len(profiled)
         between = next(one for one in answer["candidates"] if one["configuration"]["local_batch_size"] == 32)
         assert between["step_time_s"]["low"] <= between["step_time_s"]["value"] <= between["step_time_s"]["high"]
         measured = {run.configuration.local_batch_size: run.step_time_s or 0.0 for run in profiled}
