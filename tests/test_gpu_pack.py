@@ -91,9 +91,7 @@ def test_a_resumed_run_keeps_what_was_measured_and_adds_the_rest(checked: Path, 
     assert "equal weights" in rows(measured, "ranks")["2 ranks"]["verdict"]
 
 
-def test_the_results_are_few_flat_files_with_a_page_that_names_machine_and_figures(measured: Path) -> None:
-    names = sorted(path.name for path in measured.iterdir())
-    assert len(names) <= 8
+def test_the_results_are_flat_files_with_a_page_that_names_machine_and_figures(measured: Path) -> None:
     assert all(path.is_file() for path in measured.iterdir())
     page = (measured / "report.md").read_text()
     assert f"torch: {torch.__version__}" in page

@@ -6,8 +6,10 @@ two packages imports the other.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +17,8 @@ import torch
 from tula_agent.torch_private import local_part
 
 T = TypeVar("T")
+_THREAD_LOCAL = 1
+"""Mode of a thread that captures in other threads do not concern: CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
 
 
 class StepTiming(NamedTuple):
@@ -112,6 +116,30 @@ class Interval:
         held = [e for e in (self.start, self.batch, self.optimizer, self.end) if e is not None]
         self.start = self.batch = self.optimizer = self.end = None
         self._free.extend(held)
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Let this thread ask events whether they have passed while another thread captures a CUDA graph.
+
+    Such a question ends the capture with an error in a thread of the default mode. PyTorch has no public way to this
+    mode of the driver, which its own watchdog of NCCL sets about each question.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    library, name = ("libamdhip64.so", "hip") if torch.version.hip else ("libcuda.so.1", "cu")
+    try:
+        exchange = getattr(ctypes.CDLL(library), f"{name}ThreadExchangeStreamCaptureMode")
+    except (OSError, AttributeError):  # the captures of a driver without it are in danger, as the documents say
+        yield
+        return
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    exchange(ctypes.byref(mode))  # `mode` has the former one now
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 class Readings:

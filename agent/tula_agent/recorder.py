@@ -22,7 +22,7 @@ from tula_agent.measure.memory import MemoryMonitor, device_of, device_use
 from tula_agent.measure.step_timer import DeviceClock, StepTimer, clock_for
 from tula_agent.profiling import Profiling, StopAgreement
 from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with_group_place
-from tula_agent.readings import Interval, Readings, StepTiming, to_number
+from tula_agent.readings import Interval, Readings, StepTiming, beside_captures, to_number
 from tula_agent.ship.exporter import Exporter
 from tula_agent.ship.joining import Joining
 from tula_agent.ship.request_builder import Identity, RequestBuilder
@@ -631,7 +631,8 @@ class Recorder:
         """The requests that are due; none before the run is known, and none ever where there will be no run."""
         if self.joining is not None and not self.joining.ready(last):
             return []
-        due = self.requests.collect(last)
+        with beside_captures():
+            due = self.requests.collect(last)
         return due if self.joining is None or self.joining.run_id is not None else []
 
     def seen_configuration(self) -> tuple[int, int] | None:

@@ -59,6 +59,27 @@ def _tables(rows: dict[str, Row]) -> Iterator[str]:
     yield from (f"- {name}: {why}" for name, why in failed.items())
 
 
+def _tune(rows: dict[str, Row]) -> Iterator[str]:
+    for name, row in rows.items():
+        if "failed" in row:
+            yield f"{name}: {row['failed']}"
+            continue
+        value, low, high = (1e3 * bound for bound in row["predicted_s"])
+        measured = 1e3 * row["trained_s"]
+        yield f"{name}: `tula tune` took {row['tune_s']:.0f} s. {row['why']}"
+        yield ""
+        yield (
+            f"A batch of {row['chosen']} was predicted at {value:.2f} ms [{low:.2f}, {high:.2f}] a step, "
+            f"and trained at {measured:.2f} ms ({_percent(value / measured - 1.0)})."
+        )
+        yield ""
+        found = [
+            [str(one["local_batch_size"]), str(one["state"]), f"{1e3 * one['step_s']:.2f}" if one["step_s"] else ""]
+            for one in row["runs"]
+        ]
+        yield from table(["batch", "profiling run", "step ms"], found)
+
+
 def _ranks(rows: dict[str, Row]) -> Iterator[str]:
     found = [
         [name, str(row.get("backend", "")), str(row.get("verdict", row.get("failed")))] for name, row in rows.items()
@@ -94,4 +115,4 @@ def _mib(size: int | None) -> str:
     return "" if size is None else f"{size / 2**20:.0f}"
 
 
-LAYOUTS = {"checks": _checks, "tables": _tables, "ranks": _ranks, "scaling": _scaling}
+LAYOUTS = {"checks": _checks, "tables": _tables, "tune": _tune, "ranks": _ranks, "scaling": _scaling}

@@ -20,15 +20,37 @@ def prepare() -> None:
     if importlib.util.find_spec("tula_agent") is None:
         sys.path[:0] = [str(ROOT / "agent"), str(ROOT / "client")]
     if importlib.util.find_spec("pydantic") is None:
-        # The agent imports three modules of the contract that need no Pydantic; the package's own file does.
+        # Most modules of the contract that the agent imports need no Pydantic; the package's own file does. Thresholds
+        # are taken as they are: here the script sets them.
+        pydantic: Any = types.ModuleType("pydantic")
+        pydantic.ValidationError = ValueError
+        problems: Any = types.ModuleType("tula_wire.problems")
+        problems.remedy = str
         wire: Any = types.ModuleType("tula_wire")
         wire.__path__ = [str(ROOT / "client" / "tula_wire")]
-        sys.modules.setdefault("tula_wire", wire)
+        wire.ScalingThresholds = _Unchecked
+        sys.modules |= {"pydantic": pydantic, "tula_wire": wire, "tula_wire.problems": problems}
     if importlib.util.find_spec("httpx") is None:
         client: Any = types.ModuleType("httpx")
         client.Client, client.Limits, client.Timeout = _Client, _Options, _Options
         client.HTTPError, client.InvalidURL = http.client.HTTPException, ValueError
         sys.modules.setdefault("httpx", client)
+
+
+class _Unchecked:
+    """Takes the place of `tula_wire.ScalingThresholds`, which checks values by Pydantic."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    @classmethod
+    def model_validate(cls, values: dict[str, Any], *, strict: bool) -> _Unchecked:
+        del strict
+        return cls(values)
+
+    def model_dump(self, *, exclude_unset: bool) -> dict[str, Any]:
+        del exclude_unset
+        return self._values
 
 
 class _Options:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 PRECISIONS = {"fp32": "single", "bf16": "bf16", "tf32": "tf32", "fp16": "mixed"}
 """By name, as the column `precision` of tests/data/single_device.csv has them."""
 SMOKE_PRECISIONS = ("fp32", "fp16")
-FIRST_BATCH, SMOKE_BATCHES, BISECTIONS, MEASURED_S = 8, 2, 5, 1.0
+FIRST_BATCH, SMOKE_BATCHES, BISECTIONS, MEASURED_S = 8, 2, 5, 0.3
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 STEP_COLUMNS = (
     "source", "gpu", "network", "precision", "local_batch_size", "step_time_s", "parameters", "flops_per_sample",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from tula_wire._base import Count, WireModel, optional
-from tula_wire.bounds import MAX_DELTA, MAX_FACTOR, MAX_NUMBER, MIN_DELTA, MIN_FACTOR, ScalingPolicy
+from tula_wire.bounds import MAX_DELTA, MAX_FACTOR, MAX_NUMBER, MIN_DELTA, MIN_FACTOR, Granularity, ScalingPolicy
 
 Delta = Annotated[float, Field(ge=MIN_DELTA, le=MAX_DELTA)]
 Factor = Annotated[float, Field(ge=MIN_FACTOR, le=MAX_FACTOR)]
-Granularity = Literal["tensor", "element"]
 
 
 class _Numbers(WireModel):

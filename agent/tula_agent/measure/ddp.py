@@ -167,6 +167,8 @@ class BucketTimer:
 
 
 def _event() -> Any:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("an event that is recorded in a capture has no time")
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

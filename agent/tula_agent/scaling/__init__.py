@@ -5,6 +5,6 @@ from __future__ import annotations
 from tula_agent.scaling.gain import GainRule
 from tula_agent.scaling.optimizer import TulaOptimizer
 from tula_agent.scaling.thresholds import PolicyName, ScalingThresholds
-from tula_wire.scaling import Granularity
+from tula_wire.bounds import Granularity
 
 __all__ = ["GainRule", "Granularity", "PolicyName", "ScalingThresholds", "TulaOptimizer"]

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from tula_agent.batches import batch_size_of, map_tensors
 from tula_agent.scaling.ranks import Ranks
 from tula_agent.torch_private import norm_squared
-from tula_wire.scaling import Granularity
+from tula_wire.bounds import Granularity
 
 _LOG = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from tula_agent.scaling.meter import LossFunction, Meter
 from tula_agent.scaling.ranks import Ranks
 from tula_agent.scaling.thresholds import PolicyName, ScalingThresholds, SyncedThresholds
 from tula_agent.torch_private import is_sharded
-from tula_wire.scaling import Granularity
+from tula_wire.bounds import Granularity
 
 _STATE_KEY = "tula"
 _STATE_FORMAT = 2

@@ -18,9 +18,8 @@ from pydantic import ValidationError
 import tula_wire as wire
 from tula_agent.guard import logger
 from tula_agent.scaling.ranks import Arrival, Ranks
-from tula_wire.bounds import ScalingPolicy
+from tula_wire.bounds import Granularity, ScalingPolicy
 from tula_wire.problems import remedy
-from tula_wire.scaling import Granularity
 
 if TYPE_CHECKING:
     from tula_agent.ship.transport import Transport

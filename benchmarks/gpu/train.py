@@ -1,0 +1,62 @@
+"""A script as users have it, which has never heard of Tula: ResNet-50 under DDP for one epoch, in TF32.
+
+torchrun --nproc-per-node 1 benchmarks/gpu/train.py --batch-size 64 --examples 20000
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.append(str(Path(__file__).parents[2]))  # a script's own folder is on its path, the checkout is not
+
+from benchmarks.support.resnet import resnet
+
+DIFFERENT = 64
+
+
+class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Random images that lie on the device, so that no loader limits the speed; a few are used again and again."""
+
+    def __init__(self, examples: int, side: int, device: torch.device) -> None:
+        self.examples = examples
+        self.images = torch.randn(DIFFERENT, 3, side, side, device=device)
+        self.labels = torch.randint(1000, (DIFFERENT,), device=device)
+
+    def __len__(self) -> int:
+        return self.examples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.images[index % DIFFERENT], self.labels[index % DIFFERENT]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--examples", type=int, default=20_000)
+    parser.add_argument("--smoke", action="store_true", help="ResNet-18, small images, on the CPU")
+    args = parser.parse_args()
+    device = torch.device("cpu") if args.smoke else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if args.smoke else "nccl")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    network = resnet(18 if args.smoke else 50, channels=3, num_classes=1000)
+    model = DistributedDataParallel(network.to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = DataLoader(Images(args.examples, 32 if args.smoke else 224, device), args.batch_size, drop_last=True)
+    for images, labels in loader:
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

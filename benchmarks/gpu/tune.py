@@ -1,0 +1,139 @@
+"""Part 6: what a user does. `tula tune` on a script without a line of Tula, `tula run`, predicted against measured.
+
+Needs the command and the service (`pip install 'tula[agent,service]'`), which the other parts do without.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.store import Results, Row
+from benchmarks.gpu.tables import free_memory
+
+NAME = "resnet50 tf32, one device"
+SCRIPT = Path(__file__).with_name("train.py")
+NEEDS = ("tula_client", "tula_service", "fastapi", "sqlalchemy")
+BATCHES, SMOKE_BATCHES = (32, 1024), (2, 8)
+SPEC = """\
+name = "gpu"
+epochs = 90
+model = {{ name = "resnet50", parameters = 25_557_032, precision = "{precision}" }}
+dataset = {{ size = 1_281_167 }}
+cluster = {{ min_nodes = 1, max_nodes = 1, price = {{ usd_per_node_hour = 3.0 }} }}
+batch = {{ min_local_batch_size = {least}, max_local_batch_size = {most} }}
+"""
+
+
+def measure(seconds: float, smoke: bool) -> Row:
+    """Serve, tune, train one short epoch with what was recommended; step times in seconds by local batch."""
+    from tula_client import Client
+
+    least, most = SMOKE_BATCHES if smoke else BATCHES
+    script = [str(SCRIPT), "--batch-size", "{local_batch_size}", *(["--smoke"] if smoke else [])]
+    with tempfile.TemporaryDirectory() as folder, _Service(Path(folder)) as service:
+        spec = Path(folder) / "job.toml"
+        spec.write_text(SPEC.format(least=least, most=most, precision="fp32" if smoke else "tf32"))
+        began = time.monotonic()
+        tuned = service.tula(seconds, "tune", str(spec), "--launcher", "torchrun", "--json", "--", *script)
+        tuned_s = time.monotonic() - began
+        with Client(service.url) as client:
+            job = client.handle("gpu")
+            before = job.recommendation()
+            examples = ["--examples", str(64 if smoke else 40_000)]
+            service.tula(seconds, "run", "gpu", "--launcher", "torchrun", "--json", "--", *script, *examples)
+            runs = job.runs()
+        trained = next(run for run in runs if run.kind == "train")
+        chosen = next(
+            one for one in before.candidates if one.configuration == trained.configuration and one.excluded_by is None
+        )
+        return {
+            "tune_s": tuned_s,
+            "runs": [
+                {"local_batch_size": run.configuration.local_batch_size, "state": run.state, "step_s": run.step_time_s}
+                for run in runs
+                if run.kind == "profile"
+            ],
+            "why": tuned["recommendation"]["why"],
+            "candidates": [
+                {"local_batch_size": one.configuration.local_batch_size, "excluded_by": one.excluded_by}
+                | {"step_s": [one.step_time_s.value, one.step_time_s.low, one.step_time_s.high]}
+                | {"profiled": one.profiled}
+                for one in before.candidates
+            ],
+            "chosen": chosen.configuration.local_batch_size,
+            "predicted_s": [chosen.step_time_s.value, chosen.step_time_s.low, chosen.step_time_s.high],
+            "trained_s": trained.step_time_s,
+        }
+
+
+class _Service:
+    """`tula serve` on a database in `folder`, and commands that ask it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._variables = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        self.url = ""
+
+    def __enter__(self) -> _Service:
+        from benchmarks.support.gloo import free_port
+
+        port = str(free_port())
+        self.url = f"http://127.0.0.1:{port}"
+        database = str(self._folder / "tula.db")
+        command = [sys.executable, "-m", "tula_client.cli", "serve", "--database", database, "--port", port]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._variables["TULA_URL"] = self.url
+        from tula_client import Client, TulaError
+
+        with Client(self.url) as client:
+            for _ in range(300):
+                try:
+                    client.ready()
+                except TulaError:
+                    time.sleep(0.1)
+                else:
+                    return self
+        self._process.kill()
+        raise RuntimeError("the service did not start in half a minute")
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(15)
+
+    def tula(self, seconds: float, *arguments: str) -> dict[str, Any]:
+        """What a `tula` command prints; raises RuntimeError with its words where it fails or takes too long."""
+        done = subprocess.run(
+            [sys.executable, "-m", "tula_client.cli", *arguments],
+            cwd=self._folder,
+            env=self._variables,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+        if done.returncode:
+            logs = [path.read_text(errors="replace")[-2000:] for path in self._folder.glob(".tula/*/logs/*.log")]
+            raise RuntimeError(f"tula {arguments[0]}: {done.stdout[-1500:]}{done.stderr[-1500:]}{''.join(logs)}")
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+
+def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
+    """Part 6: one row."""
+    for name in results.missing([NAME]):
+        free_memory(device)
+        lacks = [module for module in NEEDS if importlib.util.find_spec(module) is None]
+        if lacks:
+            results.add(name, {"failed": f"needs {', '.join(lacks)}: pip install 'tula[agent,service]'"})
+        else:
+            results.add(name, measure(seconds, smoke))
