@@ -41,7 +41,7 @@ from benchmarks.support.server import Server, make_token, migrate
 from tula_client import Client
 from tula_client.launch.registration import register
 from tula_client.launch.reporter import Reporter
-from tula_client.launch.run_loop import Runner, RunnerOptions
+from tula_client.launch.run_loop import Runner
 from tula_client.launch.spec import load_spec
 from tula_client.launch.template import Template
 from tula_client.launch.tune import work_through
@@ -369,9 +369,9 @@ class Bench:
         job = register(client, load_spec(self.spec(folder, "adaptive", space, budget, columns=not again))).job
         work = WorkDir(folder, job.id)
         with work.locked() as holder:
-            runner = Runner(client, work, holder, RunnerOptions(inherited=environment), Reporter(Console(quiet=True)))
-            template = Template(tuple(command))
-            tuned = work_through(runner, job, template, again=wanted)
+            reporter, template = Reporter(Console(quiet=True)), Template(tuple(command))
+            with Runner(client, work, holder, reporter, inherited=environment) as runner:
+                tuned = work_through(runner, job, template, again=wanted)
         took_s = time.monotonic() - began
         print(f"{project}: {len(tuned.finished)} runs in {took_s:.1f} s", flush=True)
         return {

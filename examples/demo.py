@@ -23,7 +23,7 @@ from rich.console import Console
 from tula_client import Client, JobHandle, TulaError
 from tula_client.cli.output import estimate, table
 from tula_client.launch.reporter import Reporter
-from tula_client.launch.run_loop import Runner, RunnerOptions
+from tula_client.launch.run_loop import Runner
 from tula_client.launch.template import Template, with_launcher
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Candidate, Recommendation, Run, RunCreate
@@ -133,16 +133,11 @@ def measure(client: Client, job: JobHandle, candidate: Candidate, root: Path) ->
     """Profile one configuration that the search did not choose; raises `TulaError` when its command fails."""
     words, _ = with_launcher("torchrun", SCRIPT)
     work = WorkDir(root, job.id)
-    with work.locked() as holder:
-        runner = Runner(client, work, holder, RunnerOptions(), Reporter(Console(quiet=True)))
+    with work.locked() as holder, Runner(client, work, holder, Reporter(Console(quiet=True))) as runner:
         wanted = RunCreate(kind="profile", configuration=candidate.configuration, holder=holder)
         active = runner.start(client.create_run(job.id, wanted), Template(tuple(words)))
-        try:
-            while (status := runner.poll(active)) is None:
-                time.sleep(0.1)
-        except BaseException:
-            runner.abandon(active)
-            raise
+        while (status := runner.poll(active)) is None:
+            time.sleep(0.1)
         ((_, outcome),) = runner.finish(active, status)
     if outcome.state != "succeeded":
         raise TulaError(f"{configuration(candidate.configuration)}: {outcome.message}")

@@ -23,7 +23,7 @@ from tula_client.cli.output import JobName, Json, console, emit
 from tula_client.launch.judge import Outcome
 from tula_client.launch.registration import register
 from tula_client.launch.reporter import Reporter
-from tula_client.launch.run_loop import Runner, RunnerOptions
+from tula_client.launch.run_loop import Runner
 from tula_client.launch.spec import load_spec
 from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
 from tula_client.launch.train import train
@@ -87,8 +87,8 @@ def tune(
     template.check(job_spec)
     with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json) as reporter:
         registered = register(client, job_spec, retry_failed=True)
-        job, options = registered.job, RunnerOptions(time_limit_s=time_limit, stop_template=stop)
-        with _runner(client, job, work_dir, options, reporter) as runner:
+        job = registered.job
+        with _runner(client, job, work_dir, reporter, time_limit_s=time_limit, stop_template=stop) as runner:
             for note in registered.notes:
                 reporter.note(note)
             reporter.job(job)
@@ -100,7 +100,7 @@ def tune(
                 reporter.note("This job is trained already: use `tula run` to train it again.")
             elif then_run:
                 reporter.note(tuned.recommendation.why)
-                runner.options = dataclasses.replace(options, time_limit_s=None)
+                runner.time_limit_s = None
                 trained = train(runner, job, template)
     emit(_tuned_plain(tuned, trained), _tuned_view(tuned, trained), as_json)
 
@@ -128,8 +128,8 @@ def run(
     with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json, quiet) as reporter:
         found = client.handle(job).status()
         template.check(found.spec)
-        options = RunnerOptions(time_limit_s=time_limit, grace_s=_TRAINING_GRACE_S, stop_template=stop)
-        with _runner(client, found, work_dir, options, reporter) as runner:
+        options = {"time_limit_s": time_limit, "grace_s": _TRAINING_GRACE_S, "stop_template": stop}
+        with _runner(client, found, work_dir, reporter, **options) as runner:
             wanted = {"fresh": fresh, "reconfigure": reconfigure}
             trained = train(runner, found, template, method=method, max_restarts=max_restarts, **wanted)
     emit(_trained_plain(trained), _trained_view(trained), as_json)
@@ -176,7 +176,7 @@ def _reporter(as_json: bool, quiet: bool = False) -> Reporter:
 
 
 @contextmanager
-def _runner(client: Client, job: Job, work_dir: Path, options: RunnerOptions, reporter: Reporter) -> Iterator[Runner]:
+def _runner(client: Client, job: Job, work_dir: Path, reporter: Reporter, **options: Any) -> Iterator[Runner]:
     """The runner of a job, whose folder is locked; SIGTERM and SIGHUP are like Ctrl-C, so that commands are stopped and
     leases given back."""
 
@@ -187,7 +187,8 @@ def _runner(client: Client, job: Job, work_dir: Path, options: RunnerOptions, re
     with work.locked() as holder:
         before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
-            yield Runner(client, work, holder, options, reporter)
+            with Runner(client, work, holder, reporter, **options) as runner:
+                yield runner
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -196,7 +197,7 @@ def _runner(client: Client, job: Job, work_dir: Path, options: RunnerOptions, re
 def _tuned_plain(tuned: Tuned, trained: _Runs | None) -> dict[str, Any]:
     return {
         "job": tuned.job,
-        "reason": tuned.reason,
+        "reason": tuned.job.plan_reason,
         "runs": _runs_plain(tuned.finished),
         "recommendation": tuned.recommendation,
         "trained": None if trained is None else _trained_plain(trained),
@@ -237,7 +238,7 @@ def logs(
 
 def _tuned_view(tuned: Tuned, trained: _Runs | None) -> RenderableType:
     lines: list[RenderableType] = [
-        Text(f"{tuned.job.name} ({tuned.job.id}): {tuned.reason}"),
+        Text(f"{tuned.job.name} ({tuned.job.id}): {tuned.job.plan_reason}"),
         Text(),
         recommendation_view(tuned.recommendation, candidates=True),
     ]

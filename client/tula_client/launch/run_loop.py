@@ -14,9 +14,9 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from tula_client._client import Client
 from tula_client._errors import (
@@ -44,6 +44,7 @@ from tula_wire import (
     RunState,
     TokenCreate,
 )
+from tula_wire.enums import FINAL_STATES
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,21 +67,6 @@ _STOP_COMMAND_TIMEOUT_S: Final = 30.0
 TOKEN_EXPIRES_S: Final = 30 * 86_400.0
 """Lifetime of the token that a command gets; every start of `tula` makes one."""
 _SUBMITTED: Final = "submitted-"
-_ENDED: Final = ("succeeded", "failed", "out_of_memory", "cancelled")
-
-
-@dataclass(frozen=True)
-class RunnerOptions:
-    """How runs are launched.
-
-    time_limit_s: longest duration of a run. grace_s: seconds between SIGTERM and SIGKILL. stop_template: the command
-    that cancels a cluster job. inherited: environment variables of the commands.
-    """
-
-    time_limit_s: float | None = None
-    grace_s: float = 10.0
-    stop_template: Template | None = None
-    inherited: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
 
 @dataclass
@@ -105,17 +91,39 @@ class ActiveRun:
 
 @dataclass
 class Runner:
-    """Starts commands for runs that `holder` has leased, and supervises them until they end."""
+    """Starts commands for runs that `holder` has leased, and supervises them until they end; for use in `with`.
+
+    On entry, runs the stop commands that an earlier `tula` left behind; on exit, stops the commands that still run, and
+    gives their runs back. The caller holds the lock of the folder `work`.
+
+    time_limit_s: longest duration of a run. grace_s: seconds between SIGTERM and SIGKILL. stop_template: the command
+    that cancels a cluster job. inherited: environment variables of the commands. active: what runs now.
+    """
 
     service: Client
     work: WorkDir
     holder: str
-    options: RunnerOptions
     reporter: Reporter
-    start_command: Callable[..., Process] = field(default=start, kw_only=True)
-    clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)
-    sleep: Callable[[float], None] = field(default=time.sleep, kw_only=True)
+    _: KW_ONLY
+    time_limit_s: float | None = None
+    grace_s: float = 10.0
+    stop_template: Template | None = None
+    inherited: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    start_command: Callable[..., Process] = start
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    active: list[ActiveRun] = field(default_factory=list, init=False)
     _tokens: dict[str, str] = field(default_factory=dict, init=False)
+
+    def __enter__(self) -> Self:
+        self._cancel_pending()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for active in self.active:
+            active.process.request_stop()
+        for active in list(self.active):
+            self.abandon(active)
 
     def retrying(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The answer of `call`, repeated while the service is unreachable; after RETRY_S, raises the last error."""
@@ -132,16 +140,17 @@ class Runner:
                     self.reporter.waiting(f"The service is unreachable ({error}): retrying for {RETRY_S:g} s.")
                 self.sleep(_RETRY_INTERVAL_S)
 
-    def claim(self, job: Job, claim: ClaimRequest) -> RunClaimed:
+    def claim(self, job: Job, max_nodes: int, **wanted: Any) -> RunClaimed:
         """What the service leases of the plan of `job`, checked; raises `LaunchError` for what was not asked for."""
+        claim = ClaimRequest(holder=self.holder, lease_s=LEASE_S, max_nodes=max_nodes, **wanted)
         claimed = self.retrying(self.service.claim, job.id, claim)
-        _check_claim(claimed, claim, job)
+        _check_claim(claimed, max_nodes, job)
         return claimed
 
-    def create_run(self, job: Job, wanted: RunCreate) -> Run:
+    def create_run(self, job: Job, kind: RunKind, configuration: Configuration, **wanted: Any) -> Run:
         """A run outside the plan of `job`, checked; raises `LaunchError` for another than the one asked for."""
-        run = self.retrying(self.service.create_run, job.id, wanted)
-        return _check_run(run, job, wanted.kind, wanted.configuration)
+        create = RunCreate(kind=kind, configuration=configuration, holder=self.holder, lease_s=LEASE_S, **wanted)
+        return _check_run(self.retrying(self.service.create_run, job.id, create), job, kind, configuration)
 
     def start(
         self,
@@ -174,16 +183,16 @@ class Runner:
         )
         env_file = str(self.work.env_file(run.id, variables)) if "env_file" in template.placeholders else ""
         command = template.fill(run.configuration, run_id=run.id, launch_id=launch_id, resume=resume, env_file=env_file)
-        stop = self.options.stop_template
+        stop = self.stop_template
         stop_command = None if stop is None else stop.fill(run.configuration, run_id=run.id, launch_id=launch_id)
         if stop_command is not None:
             self.work.save(_SUBMITTED + launch_id, {"stop_command": stop_command})
         try:
             process = self.start_command(
                 command,
-                environment=command_environment(self.options.inherited, variables, command),
+                environment=command_environment(self.inherited, variables, command),
                 log=log,
-                grace_s=self.options.grace_s,
+                grace_s=self.grace_s,
                 stop_command=stop_command,
             )
         except TulaError:
@@ -192,6 +201,7 @@ class Runner:
             raise
         now = self.clock()
         active = ActiveRun(run, launch_id, process, log, started_at=now, next_heartbeat_at=now, smaller=tuple(smaller))
+        self.active.append(active)
         self.reporter.started(run, log)
         self.poll(active)
         return active
@@ -202,12 +212,12 @@ class Runner:
         if status is not None:
             return status
         now = self.clock()
-        limit = self.options.time_limit_s
+        limit = self.time_limit_s
         if limit is not None and active.stacks_dumped_at is None and now - active.started_at > limit:
             active.stacks_dumped_at = now
             active.process.dump_stacks()
             active.process.request_stop()
-        elif now - (active.stacks_dumped_at or now) > self.options.grace_s + _DUMP_TIMEOUT_S:
+        elif now - (active.stacks_dumped_at or now) > self.grace_s + _DUMP_TIMEOUT_S:
             active.process.stop()
         if not active.silence_checked and now - active.started_at >= SILENT_S:
             active.silence_checked = True
@@ -223,7 +233,7 @@ class Runner:
 
         A run that had not begun goes back to the plan, also that of the largest batch if one before it did not finish.
         """
-        self.work.delete(_SUBMITTED + active.launch_id)
+        self._ended(active)
         lines = tail(active.log)
         for warning in agent_warnings(lines):
             self.reporter.note(f"Run {active.run.id}: {warning}")
@@ -231,7 +241,7 @@ class Runner:
         runs = [*(self.retrying(self.service.run, run.id) for run in active.smaller), largest]
         begun = [run for run in runs[:-1] if run.state not in ("pending", "claimed")]
         reached = not begun or all(run.state == "succeeded" for run in runs[:-1])
-        if reached or largest.num_samples or largest.state in _ENDED:
+        if reached or largest.num_samples or largest.state in FINAL_STATES:
             begun.append(largest)
         self.release(*(run for run in runs if run not in begun))
         found: list[tuple[Run, Outcome]] = []
@@ -249,7 +259,7 @@ class Runner:
 
     def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str]) -> tuple[Run, Outcome]:
         """One run of a command that ended with `status`, as the service then knows it, and its outcome."""
-        limit = self.options.time_limit_s if active.stacks_dumped_at is not None else None
+        limit = self.time_limit_s if active.stacks_dumped_at is not None else None
         outcome = judge(run, status, lines, timed_out_after_s=limit)
         if active.cancelled:
             outcome = Outcome("cancelled", "The run was cancelled at the service.")
@@ -263,15 +273,18 @@ class Runner:
     def abandon(self, active: ActiveRun) -> None:
         """Stop the command and give its run back."""
         active.process.stop()
-        self.work.delete(_SUBMITTED + active.launch_id)
+        self._ended(active)
         self.release(active.run, *active.smaller)
 
-    def cancel_pending(self) -> None:
+    def _ended(self, active: ActiveRun) -> None:
+        self.active.remove(active)
+        self.work.delete(_SUBMITTED + active.launch_id)
+
+    def _cancel_pending(self) -> None:
         """Run the stop commands that an earlier `tula` in this folder left behind.
 
-        A stop command is on disk while its command runs, so that a cluster job is cancelled even after a reboot. The
-        caller holds the folder's lock, so no other `tula` supervises these starts. A stop command that fails is not
-        repeated: most often its job is gone because the supervisor cancelled it.
+        A stop command is on disk while its command runs, so that a cluster job is cancelled even after a reboot. One
+        that fails is not repeated: most often its job is gone because the supervisor cancelled it.
         """
         for name in self.work.names(_SUBMITTED):
             words = (self.work.load(name) or {}).get("stop_command")
@@ -293,7 +306,7 @@ class Runner:
 
         None where `tula` itself has none.
         """
-        if not self.options.inherited.get("TULA_TOKEN"):
+        if not self.inherited.get("TULA_TOKEN"):
             return None
         if job_id not in self._tokens:
             wanted = TokenCreate(name=self.holder, scope="agent", job_id=job_id, expires_in_s=TOKEN_EXPIRES_S)
@@ -313,7 +326,7 @@ class Runner:
 
     def _succeeds(self, command: list[str], timeout_s: float, **variables: str) -> bool:
         """Run a short command with the environment of this `tula` and `variables`."""
-        environment = {**self.options.inherited, "TULA_URL": self.service.url, **variables}
+        environment = {**self.inherited, "TULA_URL": self.service.url, **variables}
         try:
             done = subprocess.run(
                 command,
@@ -343,7 +356,7 @@ class Runner:
 
     def _send_output(self, active: ActiveRun, run: Run, state: RunState) -> None:
         """Send the end of what rank 0 has written, if it is new and the user agrees; a failure leaves it in the log."""
-        if self.options.inherited.get("TULA_SEND_OUTPUT") == "0":
+        if self.inherited.get("TULA_SEND_OUTPUT") == "0":
             return
         output = "\n".join(of_first_rank(tail(active.log))).encode(errors="replace")[-_MOST_OUTPUT_BYTES:]
         text = output.decode(errors="ignore")
@@ -383,13 +396,12 @@ def _check_run(run: Run, job: Job, kind: RunKind, configuration: Configuration) 
     return run
 
 
-def _check_claim(claimed: RunClaimed, claim: ClaimRequest, job: Job) -> None:
-    """Check the runs that `claim` got: of the job's plan, and of a column only the local batch differs."""
+def _check_claim(claimed: RunClaimed, max_nodes: int, job: Job) -> None:
+    """Check the runs that were claimed: of the job's plan, and of a column only the local batch differs."""
     if claimed.run is None:
         return
     largest = check_configuration(claimed.run.configuration, job)
-    nodes = min(largest.num_nodes, claim.max_nodes or largest.num_nodes)
-    _check_run(claimed.run, job, "profile", replace(largest, num_nodes=nodes))
+    _check_run(claimed.run, job, "profile", replace(largest, num_nodes=min(largest.num_nodes, max_nodes)))
     for run in claimed.smaller:
         batch = min(check_configuration(run.configuration, job).local_batch_size, largest.local_batch_size - 1)
         _check_run(run, job, "profile", replace(largest, local_batch_size=batch))

@@ -13,10 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 from tula_client._errors import InvalidInputError, LaunchError
 from tula_client.launch.judge import Outcome
 from tula_client.launch.process import LogLines
-from tula_client.launch.run_loop import LEASE_S, POLL_S, ActiveRun, Runner, check_configuration
+from tula_client.launch.run_loop import POLL_S, ActiveRun, Runner, check_configuration
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir, may_hold_files
-from tula_wire import Configuration, Job, Run, RunCreate
+from tula_wire import Configuration, Job, Run
 
 _STATE = "training"
 _PREEMPTED = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGUSR1, 128 + signal.SIGHUP)
@@ -62,7 +62,6 @@ def train(
 
     Raises `LaunchError`, and the client's errors.
     """
-    runner.cancel_pending()
     state = _begin(runner, job, fresh, reconfigure)
     checkpoints = runner.work.checkpoints(state.training)
     attempts: list[tuple[Run, Outcome]] = []
@@ -122,38 +121,26 @@ def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool) -> _State:
 
 
 def _wait(runner: Runner, active: ActiveRun) -> int:
-    """The exit status of the command, whose output is reported; if the wait is interrupted, stops the command."""
+    """The exit status of the command, whose output is reported."""
     log = LogLines(active.log)
-    try:
-        while (status := runner.poll(active)) is None:
-            runner.reporter.output(log.new())
-            runner.sleep(POLL_S)
-    except BaseException:
-        runner.abandon(active)
-        raise
+    while (status := runner.poll(active)) is None:
+        runner.reporter.output(log.new())
+        runner.sleep(POLL_S)
     runner.reporter.output(log.new(last=True))
     return status
 
 
 def _create_run(runner: Runner, job: Job, state: _State, method: str | None) -> Run:
     """Register a run that continues the one before, or none if the service does not know that one any more."""
-    create = RunCreate(
-        kind="train",
-        configuration=state.configuration,
-        method=method,
-        continues=state.run_id,
-        holder=runner.holder,
-        lease_s=LEASE_S,
-    )
     try:
-        return runner.create_run(job, create)
+        return runner.create_run(job, "train", state.configuration, method=method, continues=state.run_id)
     except InvalidInputError as error:
         if error.field != "continues":
             raise
     runner.reporter.note(
         f"The service does not know run {state.run_id} any more: its time and cost do not count toward the limits."
     )
-    return runner.create_run(job, create.model_copy(update={"continues": None}))
+    return runner.create_run(job, "train", state.configuration, method=method)
 
 
 def _recommended(runner: Runner, job: Job) -> Configuration:

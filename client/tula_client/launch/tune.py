@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from tula_client._errors import LaunchError, UsageError
 from tula_client.launch.judge import Outcome
-from tula_client.launch.run_loop import LEASE_S, POLL_S, ActiveRun, Runner
+from tula_client.launch.run_loop import POLL_S, ActiveRun, Runner
 from tula_client.launch.template import Template
-from tula_wire import ClaimRequest, Configuration, Job, JobPatch, Recommendation, Run, RunClaimed, RunCreate
+from tula_wire import Configuration, Job, JobPatch, Recommendation, Run, RunClaimed
 
 _MAX_WAIT_S = 5.0
 _WAIT_BESIDE_RUNS_S = 0.2
@@ -27,7 +27,6 @@ class Tuned:
     job: Job
     recommendation: Recommendation
     finished: tuple[tuple[Run, Outcome], ...]
-    reason: str
 
 
 def work_through(
@@ -47,20 +46,15 @@ def work_through(
     configuration than planned. Measurements are kept. Raises `LaunchError`, also if every pending run needs more nodes
     than `node_budget`, `UsageError` if there is no such command, and the client's errors.
     """
-    runner.cancel_pending()
     # Leases of an earlier `tula`, which is dead: this process holds the folder's lock.
     runner.release(*(run for run in job.plan if run.state in ("claimed", "running")))
     budget = node_budget or max(cluster.max_nodes for cluster in job.spec.cluster)
     plan = _PlanLoop(runner, job, template, max_parallel, budget, max_failures, list(again))
-    try:
-        while (wait_s := plan.step()) is not None:
-            runner.sleep(wait_s)
-    except BaseException:
-        plan.abandon()
-        raise
+    while (wait_s := plan.step()) is not None:
+        runner.sleep(wait_s)
     job = runner.retrying(runner.service.job, job.id)
     recommendation = runner.retrying(runner.service.recommendation, job.id)
-    return Tuned(job, recommendation, tuple(plan.finished), plan.reason)
+    return Tuned(job, recommendation, tuple(plan.finished))
 
 
 def to_measure_again(
@@ -114,56 +108,42 @@ class _PlanLoop:
     budget: int
     max_failures: int
     again: list[Configuration]
+    failures: int = 0
+    checks_of_nodes: int = 0
+    finished: list[tuple[Run, Outcome]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.columns = self.job.spec.profiling.columns
-        self.active: list[ActiveRun] = []
-        self.failures = 0
         self.any_success = any(run.state == "succeeded" for run in self.job.plan)
-        self.checks_of_nodes = 0
-        self.finished: list[tuple[Run, Outcome]] = []
-        self.reason = self.job.plan_reason
 
     def step(self) -> float | None:
         """Finish runs that ended and start the next; the seconds until the next step, or None once the plan is done."""
-        for active in list(self.active):
-            status = self.runner.poll(active)
+        runner = self.runner
+        for active in list(runner.active):
+            status = runner.poll(active)
             if status is not None:
-                self.active.remove(active)
                 self._finish(active, status)
-        free = self.budget - sum(active.run.configuration.num_nodes for active in self.active)
-        if len(self.active) >= self.max_parallel or free <= 0:
+        free = self.budget - sum(active.run.configuration.num_nodes for active in runner.active)
+        if len(runner.active) >= self.max_parallel or free <= 0:
             return POLL_S
         if (run := self._next_again(free)) is not None:
-            self.active.append(self.runner.start(run, self.template))
+            runner.start(run, self.template)
             return POLL_S
-        claim = ClaimRequest(holder=self.runner.holder, lease_s=LEASE_S, max_nodes=free)
-        if self.columns:
-            claim = claim.model_copy(update={"column": True})
-        claimed = self.runner.claim(self.job, claim)
+        claimed = runner.claim(self.job, free, **({"column": True} if self.columns else {}))
         if claimed.run is not None:
-            self.active.append(self.runner.start(claimed.run, self.template, smaller=claimed.smaller))
+            runner.start(claimed.run, self.template, smaller=claimed.smaller)
             return POLL_S
-        self.reason = claimed.reason
-        return _WAIT_BESIDE_RUNS_S if self.active else self._wait_s(claimed)
+        return _WAIT_BESIDE_RUNS_S if runner.active else self._wait_s(claimed)
 
     def _next_again(self, free: int) -> Run | None:
         """A new run of the next configuration to measure again that needs at most `free` nodes."""
         fitting = [one for one in self.again if one.num_nodes <= free]
-        if self.again and not fitting and not self.active:
+        if self.again and not fitting and not self.runner.active:
             raise LaunchError(f"--again needs {self.again[0].num_nodes} nodes, but --nodes is {self.budget}: raise it")
         if not fitting:
             return None
         self.again.remove(fitting[0])
-        wanted = RunCreate(kind="profile", configuration=fitting[0], holder=self.runner.holder, lease_s=LEASE_S)
-        return self.runner.create_run(self.job, wanted)
-
-    def abandon(self) -> None:
-        """Stop all commands and give their runs back."""
-        for active in self.active:
-            active.process.request_stop()
-        for active in self.active:
-            self.runner.abandon(active)
+        return self.runner.create_run(self.job, "profile", fitting[0])
 
     def _finish(self, active: ActiveRun, status: int) -> None:
         finished = self.runner.finish(active, status)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 from tula_client import ConflictError, InvalidInputError, ServiceUnreachableError
-from tula_client.launch.run_loop import Runner, RunnerOptions
+from tula_client.launch.run_loop import Runner
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir
 from tula_wire import (
@@ -192,8 +192,9 @@ class Bench:
             service,
             self.work,
             "me",
-            RunnerOptions(inherited={"PATH": "/bin", **(inherited or {})}, **options),
             reporter,
+            inherited={"PATH": "/bin", **(inherited or {})},
+            **options,
             start_command=self.start,
             clock=lambda: self.now,
             sleep=self.sleep,

@@ -19,7 +19,8 @@ RESUMING = Template((*TEMPLATE.words, "--resume={resume}"))
 
 
 def go(bench, service, template=RESUMING, **options):
-    return train(bench.runner, service.job("job-1"), template, **options)
+    with bench.runner:
+        return train(bench.runner, service.job("job-1"), template, **options)
 
 
 def trained_with(attempts):

@@ -31,7 +31,8 @@ def measured(service):
 
 
 def tune(bench, service, **options):
-    return work_through(bench.runner, service.job("job-1"), TEMPLATE, **options)
+    with bench.runner:
+        return work_through(bench.runner, service.job("job-1"), TEMPLATE, **options)
 
 
 def test_every_run_of_the_plan_is_measured_with_its_own_numbers(tmp_path):
@@ -66,7 +67,7 @@ def test_every_run_of_the_plan_is_measured_with_its_own_numbers(tmp_path):
 def test_a_run_of_one_rank_under_torchrun_has_as_many_threads_a_rank_as_the_others(tmp_path, words, inherited, threads):
     service, notes = FakeService([configuration(1, 32), configuration(2, 32)]), Notes()
     bench = Bench(tmp_path, service, measured(service), notes)
-    bench.runner.options.inherited.update(inherited)
+    bench.runner.inherited.update(inherited)
     work_through(bench.runner, service.job("job-1"), Template(words))
     assert [environment.get("OMP_NUM_THREADS") for _, environment, _ in bench.started] == [threads, threads]
 
@@ -79,7 +80,7 @@ def test_a_command_gets_a_token_for_its_job_that_expires_and_never_the_users(tmp
     assert all("TULA_TOKEN" not in environment for _, environment, _ in bench.started)  # a service without tokens
     service = FakeService([configuration(1, 32), configuration(2, 32)])
     bench = Bench(tmp_path, service, measured(service), notes)
-    bench.runner.options.inherited["TULA_TOKEN"] = "the user's"
+    bench.runner.inherited["TULA_TOKEN"] = "the user's"
     tune(bench, service)
     assert [environment["TULA_TOKEN"] for _, environment, _ in bench.started] == ["secret of job-1"] * 2
     (wanted,) = [details[0] for name, *details in service.calls if name == "create_token"]
@@ -282,7 +283,7 @@ def test_a_cluster_job_left_by_a_vanished_machine_is_cancelled_by_the_next_tula(
     bench.runner.start(service.runs["r0"], TEMPLATE)  # then the machine is gone: the run is neither stopped nor judged
     service.holders = {"r0": "me"}
     again = Bench(tmp_path, service, measured(service), notes, stop_template=stop)
-    again.runner.options.inherited["PATH"] = os.environ["PATH"]
+    again.runner.inherited["PATH"] = os.environ["PATH"]
     tune(again, service)
     (left,) = tmp_path.glob("cancelled-r0-*")
     assert notes.notes == [
