@@ -7,9 +7,10 @@ import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 import httpx
 
@@ -28,7 +29,6 @@ from tula_client._request import (
     RetryPolicy,
     Step,
     steps,
-    unanswered,
 )
 from tula_wire import (
     MAX_STEPS,
@@ -46,10 +46,13 @@ from tula_wire import (
 from tula_wire.text import printable
 
 T = TypeVar("T")
+C = TypeVar("C", bound="Client | AsyncClient")
 
 TIMEOUT: Final = httpx.Timeout(30.0, connect=5.0)
 STREAM_TIMEOUT: Final = httpx.Timeout(10.0, read=60.0)
 """The service sends a comment every few seconds, so a stream of events is never silent for 60 s."""
+_BROKEN: Final = (httpx.TransportError, ServiceUnavailableError)
+"""After which a stream of events is opened again."""
 MAX_ANSWER_BYTES: Final = 256 * 2**20
 """A longer answer is dropped: no Tula service gives one."""
 _MESSAGE_LENGTH: Final = 500
@@ -147,26 +150,18 @@ class Client(Calls, Blocking):
         """A profiling run whose steps the caller measures itself, for use in `with`; `job` is an id or a name."""
         return ProfileRun(self, job, configuration)
 
-    def events(self, job_id: str, *, last_id: int | None = None, reconnect: bool = True) -> Iterator[Event]:
-        """Events of a job, each once; after a lost connection, reconnects and resumes after the last event.
-
-        Ends when the caller stops, or with `reconnect=False` at the end of the stream.
-        """
+    def events(self, job_id: str, *, last_id: int | None = None) -> Iterator[Event]:
+        """Events of a job, each once, until the caller stops; after a lost connection, reconnects and resumes after the
+        last event. `past_events` is those until now."""
         reader = EventReader(last_id=last_id)
         while True:
             arguments = _arguments(events(job_id, last_id=reader.last_id))
-            try:
-                with self._http.stream(**arguments, timeout=STREAM_TIMEOUT) as response:
-                    if response.status_code != 200:
-                        raise parse_error(Answer(response.status_code, response.headers, response.read()))
-                    for line in response.iter_lines():
-                        if (event := reader.feed(line)) is not None:
-                            yield event
-            except (httpx.TransportError, ServiceUnavailableError) as error:
-                if not reconnect:
-                    raise unanswered(self.url, error) from error
-            if not reconnect:
-                return
+            with suppress(*_BROKEN), self._http.stream(**arguments, timeout=STREAM_TIMEOUT) as response:
+                if response.status_code != 200:
+                    raise parse_error(Answer(response.status_code, response.headers, response.read()))
+                for line in response.iter_lines():
+                    if (event := reader.feed(line)) is not None:
+                        yield event
             time.sleep(reader.disconnected())
 
     def close(self) -> None:
@@ -228,23 +223,18 @@ class AsyncClient(Calls, Awaited):
         """Like `Client.handle`, with a handle whose methods are to be awaited."""
         return AsyncJobHandle(self, await self.send(_flows.job_of(job)))
 
-    async def events(self, job_id: str, *, last_id: int | None = None, reconnect: bool = True) -> AsyncIterator[Event]:
+    async def events(self, job_id: str, *, last_id: int | None = None) -> AsyncIterator[Event]:
         """Like `Client.events`."""
         reader = EventReader(last_id=last_id)
         while True:
             arguments = _arguments(events(job_id, last_id=reader.last_id))
-            try:
+            with suppress(*_BROKEN):
                 async with self._http.stream(**arguments, timeout=STREAM_TIMEOUT) as response:
                     if response.status_code != 200:
                         raise parse_error(Answer(response.status_code, response.headers, await response.aread()))
                     async for line in response.aiter_lines():
                         if (event := reader.feed(line)) is not None:
                             yield event
-            except (httpx.TransportError, ServiceUnavailableError) as error:
-                if not reconnect:
-                    raise unanswered(self.url, error) from error
-            if not reconnect:
-                return
             await asyncio.sleep(reader.disconnected())
 
     async def aclose(self) -> None:
@@ -258,11 +248,12 @@ class AsyncClient(Calls, Awaited):
         await self.aclose()
 
 
-class _JobMethods:
+class _JobMethods(Generic[C]):
     """What both handles can do: calls and flows that take the job's id first."""
 
-    client: Client | AsyncClient
-    id: str
+    def __init__(self, client: C, job_id: str) -> None:
+        self.client: C = client
+        self.id = job_id
 
     status = Method(calls.job, "id")
     recommendation = Method(calls.recommendation, "id")
@@ -278,24 +269,16 @@ class _JobMethods:
         return f"{type(self).__name__}({self.id!r}, url={self.client.url!r})"
 
 
-class JobHandle(_JobMethods, Blocking):
+class JobHandle(_JobMethods[Client], Blocking):
     """One job of one service. Every access queries the service: the handle caches nothing."""
-
-    def __init__(self, client: Client, job_id: str) -> None:
-        self.client: Client = client
-        self.id = job_id
 
     def events(self, last_id: int | None = None) -> Iterator[Event]:
         """Events of the job as they happen; ends when the caller stops."""
         return self.client.events(self.id, last_id=last_id)
 
 
-class AsyncJobHandle(_JobMethods, Awaited):
+class AsyncJobHandle(_JobMethods[AsyncClient], Awaited):
     """Like `JobHandle`, with methods to await."""
-
-    def __init__(self, client: AsyncClient, job_id: str) -> None:
-        self.client: AsyncClient = client
-        self.id = job_id
 
     def events(self, last_id: int | None = None) -> AsyncIterator[Event]:
         """Like `JobHandle.events`."""

@@ -14,7 +14,6 @@ from typing import (
     Concatenate,
     Final,
     Generic,
-    Literal,
     ParamSpec,
     Protocol,
     TypeVar,
@@ -31,12 +30,13 @@ from tula_wire.retry import backoff_s, retry_after_s
 P = ParamSpec("P")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-Failure = Literal["not_sent", "lost"]
 
 NOT_PROCESSED: Final = frozenset({429, 503})
 """Statuses by which a server says that it has not processed the request."""
 MAYBE_PROCESSED: Final = frozenset({502, 504})
 """Statuses of a gateway that does not know what the server did with the request."""
+NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+"""Failures without a connection, so that the service has seen nothing; after every other it may have acted."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,6 @@ returns the result."""
 Step = Request | float | Work
 """A request to send, seconds to wait, or work to do."""
 Received = Answer | httpx.TransportError | None
-
-NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 class Question(Protocol[T_co]):
@@ -169,28 +167,10 @@ def _signature(build: Callable[..., Any]) -> inspect.Signature:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The result of an attempt: a status, or the failure that left it without one.
-
-    `not_sent`: no connection was made, so the service has seen nothing. `lost`: it may have acted.
-    """
-
-    status: int | None = None
-    failure: Failure | None = None
-    retry_after_s: float | None = None
-
-    def worth_repeating(self, idempotent: bool) -> bool:
-        """True if another attempt may succeed and does no harm."""
-        if self.failure == "not_sent" or self.status in NOT_PROCESSED:
-            return True
-        return idempotent and (self.failure == "lost" or self.status in MAYBE_PROCESSED)
-
-
-@dataclass(frozen=True)
 class RetryPolicy:
     """Exponential backoff with full jitter (`tula_wire.retry`), bounded in attempts and in seconds of waiting.
 
-    Requests that are not idempotent are repeated only if the service cannot have acted on them.
+    Requests that are not idempotent are repeated only if the service cannot have acted on them (`worth_repeating`).
     """
 
     max_attempts: int = 5
@@ -198,18 +178,26 @@ class RetryPolicy:
     cap_s: float = 5.0
     budget_s: float = 30.0
 
-    def wait_s(self, outcome: Outcome, *, attempt: int, waited_s: float, idempotent: bool, dice: float) -> float | None:
+    def wait_s(self, *, attempt: int, waited_s: float, asked_s: float | None, dice: float) -> float | None:
         """Seconds to wait before the next attempt, or None to give up.
 
-        `attempt` counts from 1, `waited_s` is the sum of earlier waits, `dice` is uniform in [0, 1).
+        `attempt` counts from 1, `waited_s` is the sum of earlier waits, `asked_s` is what the service asked for, `dice`
+        is uniform in [0, 1).
         """
-        if attempt >= self.max_attempts or not outcome.worth_repeating(idempotent):
+        if attempt >= self.max_attempts:
             return None
-        wait = backoff_s(attempt, dice, base_s=self.base_s, cap_s=self.cap_s, asked_s=outcome.retry_after_s)
+        wait = backoff_s(attempt, dice, base_s=self.base_s, cap_s=self.cap_s, asked_s=asked_s)
         return wait if waited_s + wait <= self.budget_s else None
 
 
 NO_RETRY: Final = RetryPolicy(max_attempts=1)
+
+
+def worth_repeating(received: Received, *, idempotent: bool) -> bool:
+    """True if another attempt may succeed and does no harm."""
+    if isinstance(received, Answer):
+        return received.status in NOT_PROCESSED or (idempotent and received.status in MAYBE_PROCESSED)
+    return idempotent or isinstance(received, NOT_SENT)
 
 
 def steps(question: Question[T], policy: RetryPolicy, url: str) -> Generator[Step, Received, T]:
@@ -235,27 +223,22 @@ def _attempts(call: Call[T], policy: RetryPolicy, url: str) -> Generator[Step, R
     while True:
         attempt += 1
         received = yield call.request
-        if isinstance(received, Answer):
-            asked = retry_after_s(received.headers.get("retry-after"), datetime.now(timezone.utc))
-            outcome = Outcome(status=received.status, retry_after_s=asked)
-        else:
-            outcome = Outcome(failure="not_sent" if isinstance(received, NOT_SENT) else "lost")
-        wait = policy.wait_s(
-            outcome, attempt=attempt, waited_s=waited_s, idempotent=call.request.idempotent, dice=random.random()
-        )
+        wait = None
+        if worth_repeating(received, idempotent=call.request.idempotent):
+            header = received.headers.get("retry-after") if isinstance(received, Answer) else None
+            asked_s = retry_after_s(header, datetime.now(timezone.utc))
+            wait = policy.wait_s(attempt=attempt, waited_s=waited_s, asked_s=asked_s, dice=random.random())
         if wait is not None:
             waited_s += wait
             yield wait
         elif isinstance(received, Answer):
             return call.parse(received)
         else:
-            raise unanswered(url, received) from received
+            raise _unanswered(url, received) from received
 
 
-def unanswered(url: str, error: Exception | None) -> TulaError:
-    """The exception for every way to get no answer; a `TulaError` is itself."""
-    if isinstance(error, TulaError):
-        return error
+def _unanswered(url: str, error: Exception | None) -> ServiceUnreachableError:
+    """The exception for every way to get no answer."""
     reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
     remedy = "start one with tula serve, or set TULA_URL"
     if "CERTIFICATE_VERIFY_FAILED" in reason:

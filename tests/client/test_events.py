@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_client import Client, ServiceUnreachableError, TulaError
+from tula_client import Client, TulaError
 from tula_client._calls import EventReader
 from tula_wire import Event
 
@@ -83,17 +83,6 @@ def test_the_client_reconnects_and_resumes_after_the_last_event() -> None:
         stream = client.events("j")
         assert [next(stream).id for _ in range(5)] == [1, 2, 3, 4, 5]
     assert transport.asked == [None, "2", "2", "4"]
-
-
-def test_without_reconnection_a_break_raises() -> None:
-    def break_off(request: httpx.Request) -> httpx.Response:
-        raise httpx.ReadError("gone", request=request)
-
-    with (
-        Client(transport=httpx.MockTransport(break_off)) as client,
-        pytest.raises(ServiceUnreachableError, match="gone"),
-    ):
-        list(client.events("j", reconnect=False))
 
 
 def test_a_refusal_ends_the_stream() -> None:
