@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tula_wire.configurations import Configuration
-from tula_wire.enums import FINAL_STATES, Basis, EndCause, Objective, RunKind, RunOrigin, RunState
+from tula_wire.enums import FINAL_STATES, EndCause, Objective, RunKind, RunOrigin, RunState
 from tula_wire.memory_breakdown import MemoryBreakdown
 
 MemoryReading = MemoryBreakdown
@@ -275,42 +275,6 @@ class NewChunk:
     steps: IntArray
     names: Sequence[str]
     values: FloatArray
-
-
-@dataclass(frozen=True)
-class LedgerRecord:
-    """A recommendation as it was given, never changed; intervals are (value, low, high).
-
-    `interval_scale` is how much wider calibration had made the step time's interval than the model gave it; None in
-    entries from before it was kept. The figures from `run_id` on are the measured result of one run that followed it.
-    """
-
-    id: str
-    job_id: str
-    objective: Objective
-    basis: Basis
-    configuration: Configuration | None
-    prices: Mapping[str, Any]
-    model_version: str
-    data_version: int
-    predicted_step_time_s: tuple[float, float, float] | None
-    predicted_cost_usd: tuple[float, float, float] | None
-    interval_scale: float | None = None
-    created_at: datetime | None = None
-    run_id: str | None = None
-    measured_step_time_s: float | None = None
-    error: float | None = None
-    within_interval: bool | None = None
-
-
-@dataclass(frozen=True)
-class JobOutcome:
-    """An entry of the ledger with its outcome, and what it was of."""
-
-    entry: LedgerRecord
-    job_name: str
-    model_name: str
-    spec: JsonObject
 
 
 @dataclass(frozen=True)

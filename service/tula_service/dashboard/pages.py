@@ -320,7 +320,7 @@ def _accuracy(network: str, device: str, found: list[ledger.Outcome]) -> dict[st
         "network": network,
         "device": device,
         "runs": len(found),
-        "jobs": len({each.job_id for each in found}),
+        "jobs": len({each.entry.job_id for each in found}),
         "median": median(sizes) if sizes else None,
         "most": sizes[math.ceil(0.9 * len(sizes)) - 1] if sizes else None,
         "bias": median(errors) if errors else None,

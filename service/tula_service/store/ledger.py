@@ -6,40 +6,49 @@ Beside it what jobs teach later jobs: posteriors by instance type, and predictio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from typing import Any
 
 import sqlalchemy as sa
+from pydantic import Field
 
-from tula_service.domain import (
-    EarlierLessons,
-    JobOutcome,
-    JsonObject,
-    LedgerRecord,
-    PredictionPairs,
-)
-from tula_service.store._base import Repository, RowMap, new_id, same_fields
+from tula_service.domain import EarlierLessons, JsonObject, PredictionPairs
+from tula_service.store._base import Repository, RowMap, new_id
 from tula_service.store.tables import job_lessons, jobs, ledger, ledger_outcomes
-from tula_wire import Configuration
+from tula_wire import Configuration, Estimate, LedgerEntry
 from tula_wire.enums import Objective
 
 _STEP_TIME = ("step_time_s", "step_time_low_s", "step_time_high_s")
 _COST = ("cost_usd", "cost_low_usd", "cost_high_usd")
-_SAME = {field.name for field in fields(LedgerRecord)} & set(ledger.c.keys())
+_OUTCOME = [ledger_outcomes.c[name] for name in ("run_id", "measured_step_time_s", "error", "within_interval")]
+
+
+class LedgerRecord(LedgerEntry):
+    """A recommendation as it was given, never changed, with the measured result of one run that followed it.
+
+    `interval_scale` is how much wider calibration had made the step time's interval than the model gave it; None in
+    entries from before it was kept.
+    """
+
+    recommendation_id: str = Field(default_factory=lambda: new_id("rec"))
+    job_id: str
+    data_version: int
+    interval_scale: float | None = None
+
+
+_SAME = LedgerRecord.model_fields.keys() & set(ledger.c.keys())
 
 
 class Ledger(Repository):
     """Recommendations and their outcomes; a trigger of the database refuses to update an entry."""
 
-    def append(self, entry: LedgerRecord) -> LedgerRecord:
-        """Write an entry; an empty id is given one."""
-        entry = replace(entry, id=entry.id or new_id("rec"), created_at=entry.created_at or self._now())
-        values: dict[str, Any] = {name: getattr(entry, name) for name in _SAME}
+    def append(self, entry: LedgerRecord) -> None:
+        """Write an entry."""
+        values: dict[str, Any] = {name: getattr(entry, name) for name in _SAME} | {"id": entry.recommendation_id}
         values["configuration"] = None if entry.configuration is None else asdict(entry.configuration)
-        for names, interval in ((_STEP_TIME, entry.predicted_step_time_s), (_COST, entry.predicted_cost_usd)):
-            values |= dict(zip(names, interval or (None, None, None), strict=True))
+        for names, estimate in ((_STEP_TIME, entry.predicted_step_time_s), (_COST, entry.predicted_cost_usd)):
+            values |= dict(zip(names, dict(estimate or ()).values() or [None] * 3, strict=True))
         self._connection.execute(sa.insert(ledger).values(values))
-        return entry
 
     def record_outcome(
         self, recommendation_id: str, run_id: str, measured_step_time_s: float, *, error: float, within_interval: bool
@@ -71,8 +80,11 @@ class Ledger(Repository):
         newest = known.where(ledger_outcomes.c.error.is_not(None)).order_by(ledger.c.key.desc()).limit(limit)
         return self._connection.execute(newest).scalars().all()
 
-    def outcomes(self, *, project_id: str | None = None, limit: int = 1000) -> Sequence[JobOutcome]:
-        """Entries whose outcome is known, over all jobs (of a project), newest first, each with what its job says."""
+    def outcomes(
+        self, *, project_id: str | None = None, limit: int = 1000
+    ) -> Sequence[tuple[LedgerRecord, str, str, JsonObject]]:
+        """Entries whose outcome is known, over all jobs (of a project), newest first, each with its job's name, network
+        and specification."""
         query = (
             sa.select(ledger, *_OUTCOME, jobs.c.name.label("job_name"), jobs.c.model_name, jobs.c.spec)
             .join(ledger_outcomes, ledger_outcomes.c.ledger_id == ledger.c.id)
@@ -82,7 +94,7 @@ class Ledger(Repository):
         )
         if project_id is not None:
             query = query.where(jobs.c.project_id == project_id)
-        return [JobOutcome(_record(row), row["job_name"], row["model_name"], row["spec"]) for row in self._rows(query)]
+        return [(_record(row), row["job_name"], row["model_name"], row["spec"]) for row in self._rows(query)]
 
     def _records(self, *wanted: sa.ColumnElement[bool], limit: int) -> Sequence[LedgerRecord]:
         statement = (
@@ -95,21 +107,19 @@ class Ledger(Repository):
         return [_record(row) for row in self._rows(statement)]
 
 
-_OUTCOME = [ledger_outcomes.c[name] for name in ("run_id", "measured_step_time_s", "error", "within_interval")]
-
-
-def _interval(row: RowMap, names: Sequence[str]) -> tuple[float, float, float] | None:
+def _estimate(row: RowMap, names: Sequence[str]) -> Estimate | None:
     value, low, high = (row[name] for name in names)
-    return None if value is None else (value, low, high)
+    return None if value is None else Estimate.model_construct(value=value, low=low, high=high)
 
 
 def _record(row: RowMap) -> LedgerRecord:
-    values = same_fields(LedgerRecord, row) | {
+    """Not validated again: it was valid when it was stored."""
+    values = {name: row[name] for name in LedgerRecord.model_fields if name in row} | {
         "configuration": None if row["configuration"] is None else Configuration(**row["configuration"]),
-        "predicted_step_time_s": _interval(row, _STEP_TIME),
-        "predicted_cost_usd": _interval(row, _COST),
+        "predicted_step_time_s": _estimate(row, _STEP_TIME),
+        "predicted_cost_usd": _estimate(row, _COST),
     }
-    return LedgerRecord(**values)
+    return LedgerRecord.model_construct(recommendation_id=row["id"], **values)
 
 
 class Lessons(Repository):

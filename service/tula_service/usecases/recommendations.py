@@ -193,7 +193,7 @@ def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, decision: 
     elif (newer := _cached(tx, job.id, objective, version, or_newer=True)) is not None:
         return newer
     entry = ledger.enter(tx, job, analysis, version)
-    fields: dict[str, object] = {"id": entry.id, "job_id": job.id, "created_at": entry.created_at or tx.now()}
+    fields: dict[str, object] = {"id": entry.recommendation_id, "job_id": job.id, "created_at": entry.created_at}
     if isinstance(analysis, Answer):
         validated = (job.cross_validated_model, tuple(job.cross_validated_runs))
         error = job.cross_validated_error if validated == (MODEL_VERSION, analysis.evidence.run_ids) else None

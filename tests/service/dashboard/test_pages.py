@@ -19,8 +19,8 @@ from tests.service.dashboard import models
 from tula_service.app import create_app
 from tula_service.dashboard import pages
 from tula_service.dashboard.session import COOKIE
-from tula_service.domain import LedgerRecord
 from tula_service.settings import Settings
+from tula_service.store.ledger import LedgerRecord
 
 HTML = {"Accept": "text/html"}
 
@@ -611,9 +611,11 @@ def test_a_service_that_only_reads_shows_accuracy_to_anyone_and_changes_nothing(
     run_id = train(browser, job_id)
     with browser.app.state.services.store.transaction() as tx:
         values = {"objective": "time", "basis": "profiled", "configuration": tx.runs.get(run_id).configuration}
-        record = LedgerRecord("", job_id, **values, prices={}, model_version="1", data_version=1,
-                              predicted_step_time_s=(0.5, 0.4, 0.6), predicted_cost_usd=None)  # fmt: skip
-        tx.ledger.record_outcome(tx.ledger.append(record).id, run_id, 0.55, error=0.1, within_interval=True)
+        values |= {"created_at": tx.now(), "prices": {}, "model_version": "1", "data_version": 1}
+        step_time = wire.Estimate(value=0.5, low=0.4, high=0.6)
+        record = LedgerRecord(job_id=job_id, **values, predicted_step_time_s=step_time)
+        tx.ledger.append(record)
+        tx.ledger.record_outcome(record.recommendation_id, run_id, 0.55, error=0.1, within_interval=True)
     assert "secret-name" in browser.page("/accuracy")
     secret = token(browser, "admin")
     app = create_app(Settings(database=sqlite_url, read_only=True))

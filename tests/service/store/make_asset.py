@@ -13,9 +13,9 @@ import sqlalchemy as sa
 from benchmarks.support.postgres import PostgresServer
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
 from tests.support.clock import ManualClock
-from tula_service.domain import LedgerRecord
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store
+from tula_service.store.ledger import LedgerRecord
 from tula_service.store.migrations import head_revision, upgrade_schema
 
 ASSETS = Path(__file__).parent / "assets"
@@ -32,8 +32,10 @@ def fill(store: Store) -> None:
         tx.samples.refresh(run.key, summarise)
         add_chunk(tx, run.key, a_chunk(0, 10))
         tx.answers.put(job.id, "kept", data_version=1, model_version="1", body="{}")
-        entry = LedgerRecord("", job.id, "knee", "profiled", None, {}, "1", 1, (0.5, 0.4, 0.6), None)
-        tx.ledger.append(entry)
+        facts = {"job_id": job.id, "objective": "knee", "basis": "profiled", "model_version": "1", "data_version": 1}
+        step_time = {"value": 0.5, "low": 0.4, "high": 0.6}
+        values = {"created_at": tx.now(), "configuration": None, "prices": {}, "predicted_step_time_s": step_time}
+        tx.ledger.append(LedgerRecord.model_validate(facts | values))
 
 
 def sqlite_dump(folder: Path) -> str:

@@ -12,11 +12,13 @@ import sqlalchemy as sa
 from tests.service.store.examples import CONFIGURATION, a_chunk, a_job, a_run, add_chunk, samples
 from tests.support.clock import ManualClock
 from tests.support.configurations import make_configuration
-from tula_service.domain import LedgerRecord, MemoryReading, NewJob, NewRun
+from tula_service.domain import MemoryReading, NewJob, NewRun
 from tula_service.errors import Conflict, NotFound
 from tula_service.perfmodel.step_summary import summarise
-from tula_service.store import DEFAULT_PROJECT_ID, Store
+from tula_service.store import DEFAULT_PROJECT_ID, Store, Transaction
+from tula_service.store.ledger import LedgerRecord
 from tula_service.store.tables import audit_log
+from tula_wire import Estimate
 
 
 def test_a_reading_transaction_sees_one_snapshot(store: Store) -> None:
@@ -288,9 +290,10 @@ class TestRuns:
 class TestLedgerFitsScalingEvents:
     """What is written about a job."""
 
-    def entry(self, job_id: str) -> LedgerRecord:
-        return LedgerRecord(
-            id="",
+    def entry(self, tx: Transaction, job_id: str) -> LedgerRecord:
+        """An entry that the transaction has written."""
+        entry = LedgerRecord(
+            created_at=tx.now(),
             job_id=job_id,
             objective="knee",
             basis="profiled",
@@ -298,18 +301,19 @@ class TestLedgerFitsScalingEvents:
             prices={"default": {"usd_per_node_hour": 2.5}},
             model_version="1",
             data_version=3,
-            predicted_step_time_s=(0.5, 0.4, 0.6),
-            predicted_cost_usd=None,
+            predicted_step_time_s=Estimate(value=0.5, low=0.4, high=0.6),
         )
+        tx.ledger.append(entry)
+        return entry
 
     def test_an_entry_keeps_its_prices_and_gets_its_outcome_beside_it(self, store: Store) -> None:
         job = a_job(store)
         run = a_run(store, job.id)
         with store.transaction() as tx:
-            entry = tx.ledger.append(self.entry(job.id))
+            entry = self.entry(tx, job.id)
             assert list(tx.ledger.list(job.id, followed=True)) == []
-            tx.ledger.record_outcome(entry.id, run.id, 0.55, error=0.1, within_interval=True)
-            tx.ledger.record_outcome(entry.id, run.id, 0.56, error=0.12, within_interval=True)
+            tx.ledger.record_outcome(entry.recommendation_id, run.id, 0.55, error=0.1, within_interval=True)
+            tx.ledger.record_outcome(entry.recommendation_id, run.id, 0.56, error=0.12, within_interval=True)
         with store.reading() as tx:
             (found,) = tx.ledger.list(job.id)
             assert tx.ledger.latest(job.id, "knee") == found
@@ -317,15 +321,15 @@ class TestLedgerFitsScalingEvents:
             assert list(tx.ledger.errors()) == [0.12]
             assert list(tx.ledger.outcomes(project_id="another")) == []
             (of_job,) = tx.ledger.outcomes(project_id=DEFAULT_PROJECT_ID)
-            assert (of_job.entry, of_job.job_name, of_job.spec) == (found, job.name, job.spec)
+            assert of_job == (found, job.name, job.model_name, job.spec)
         assert found.prices == {"default": {"usd_per_node_hour": 2.5}}
-        assert found.predicted_step_time_s == (0.5, 0.4, 0.6)
+        assert found.predicted_step_time_s == Estimate(value=0.5, low=0.4, high=0.6)
         assert found.measured_step_time_s == 0.56
 
     def test_the_database_itself_refuses_to_change_an_entry(self, store: Store) -> None:
         job = a_job(store)
         with store.transaction() as tx:
-            tx.ledger.append(self.entry(job.id))
+            self.entry(tx, job.id)
         with pytest.raises(sa.exc.DBAPIError, match="immutable"), store.transaction() as tx:
             tx.connection.execute(sa.text("UPDATE ledger SET basis = 'prior'"))
 
@@ -470,8 +474,8 @@ def test_a_deleted_job_takes_everything_with_it(store: Store) -> None:
         tx.events.append(job.id, "job")
         tx.answers.put(job.id, "x", data_version=1, model_version="1", body="{}")
         tx.scaling.publish(job.id, {}, after=0)
-        entry = tx.ledger.append(TestLedgerFitsScalingEvents().entry(job.id))
-        tx.ledger.record_outcome(entry.id, run.id, 1.0, error=0.0, within_interval=True)
+        entry = TestLedgerFitsScalingEvents().entry(tx, job.id)
+        tx.ledger.record_outcome(entry.recommendation_id, run.id, 1.0, error=0.0, within_interval=True)
         tx.tokens.create(sha256="z", name="z", scope="agent", project_id=DEFAULT_PROJECT_ID, job_id=job.id)
     with store.transaction() as tx:
         tx.jobs.delete(job.id)

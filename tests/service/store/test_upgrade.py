@@ -30,6 +30,7 @@ from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, migrations, open_engine
 from tula_service.store.migrations import check_schema, head_revision, is_empty, upgrade_schema
 from tula_service.store.tables import METADATA, scaling_versions
+from tula_wire import Estimate
 
 MIGRATIONS = Path(__file__).parents[3] / "migrations"
 KILLS = int(os.environ.get("TULA_MIGRATION_KILLS", "6"))
@@ -142,7 +143,7 @@ def holds_the_examples(engine: sa.Engine) -> None:
         assert values[4] == 2.0
         assert tx.answers.get(job.id, "kept", data_version=1, model_version="1") == "{}"
         (entry,) = tx.ledger.list(job.id)
-        assert entry.predicted_step_time_s == (0.5, 0.4, 0.6)
+        assert entry.predicted_step_time_s == Estimate(value=0.5, low=0.4, high=0.6)
     assert a_job(store).cursor > job.cursor
     store.close()
 
