@@ -11,9 +11,9 @@ from fastapi import APIRouter, Depends, Query, Response
 from fastapi.responses import JSONResponse
 
 from tula_service.api.deps import AppServices, Services, reject_unknown_query
-from tula_service.dashboard import charts
 from tula_service.dashboard.charts import render
-from tula_service.dashboard.charts.candidates import Quantity
+from tula_service.dashboard.charts.accuracy import accuracy, accuracy_of_all, calibration
+from tula_service.dashboard.charts.candidates import CANDIDATE_CHARTS, Quantity, tradeoff
 from tula_service.dashboard.charts.runs import RUN_CHARTS, Over, drawn_columns, quality_chart, rank_memory, run_chart
 from tula_service.dashboard.charts.vega import Spec
 from tula_service.dashboard.pages import MAX_COMPARED, compare_runs
@@ -59,13 +59,14 @@ async def get_job_chart(
         if name == "quality":
             found = compare_runs(user, job_id, column, trend=trend, cursor=cursor, only=run)
             return quality_chart(job, found.runs, logarithmic=logarithmic, over=over)
-        _check_known("job", name, (*charts.JOB_CHARTS, "quality"))
-        recommendation = read(Recommendation, recommendations.get(*user, job_id, objective))
-        entries = ledger.entries(*user, job_id)
-        trainings = []
         if name == "accuracy":
             trainings = runs.list_runs(*user, job_id, kind="train", limit=MAX_TRAININGS).runs
-        return charts.job_chart(name, job, recommendation, entries, quantity=quantity, trainings=trainings)
+            return accuracy(job, ledger.entries(*user, job_id), trainings)
+        _check_known("job", name, (*CANDIDATE_CHARTS, "accuracy", "quality"))
+        recommendation = read(Recommendation, recommendations.get(*user, job_id, objective))
+        if name == "tradeoff":
+            return tradeoff(job, recommendation, quantity)
+        return CANDIDATE_CHARTS[name](job, recommendation)
 
     return await _answer(services, user.principal.sender, make, format)
 
@@ -75,9 +76,11 @@ async def get_chart(name: str, user: CurrentUser, services: AppServices, format:
     """A chart of the accuracy page: accuracy (predicted against measured) or calibration (of intervals)."""
 
     def make() -> Spec:
-        _check_known("service", name, charts.SERVICE_CHARTS)
+        _check_known("service", name, ("accuracy", "calibration"))
         found = ledger.outcomes(*user)
-        return charts.service_chart(name, [(f"{each.network} on {each.device}", each.entry) for each in found])
+        if name == "calibration":
+            return calibration([each.entry for each in found])
+        return accuracy_of_all([(f"{each.network} on {each.device}", each.entry) for each in found])
 
     return await _answer(services, user.principal.sender, make, format)
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from tests.service.api.conftest import SPEC, Service
 from tests.service.api.test_ingest import batch, chunk, packed
-from tula_service.dashboard import charts
+from tula_service.dashboard.charts.candidates import CANDIDATE_CHARTS
 from tula_service.dashboard.charts.runs import RUN_CHARTS
 from tula_service.domain import SampleColumns
 from tula_service.perfmodel.step_summary import summarise
@@ -72,7 +72,7 @@ def everything(job_id: str, run_ids: list[str]) -> list[str]:
     asked = [f"/jobs/{job_id}", f"/jobs/{job_id}/what-if", f"/jobs/{job_id}/quality", "/", routes.METRICS]
     read = [routes.JOB, routes.JOB_RUNS, routes.JOB_SAMPLES, routes.JOB_RECOMMENDATION, routes.JOB_PREDICTIONS]
     asked += [route.format(job_id=job_id) for route in (*read, routes.JOB_SCALING, routes.JOB_LEDGER)]
-    asked += [routes.JOB_CHART.format(job_id=job_id, name=name) for name in (*charts.JOB_CHARTS, "quality")]
+    asked += [routes.JOB_CHART.format(job_id=job_id, name=name) for name in (*CANDIDATE_CHARTS, "accuracy", "quality")]
     for run_id in run_ids:
         asked += [f"/runs/{run_id}", routes.RUN.format(run_id=run_id)]
         asked += [routes.RUN_CHART.format(run_id=run_id, name=name) for name in RUN_CHARTS]

@@ -16,24 +16,28 @@ from hypothesis import strategies as st
 import tula_wire as wire
 from tests.service.dashboard import models
 from tests.service.dashboard.drawing import compiles
-from tula_service.dashboard import charts
+from tula_service.dashboard.charts import candidates
+from tula_service.dashboard.charts.accuracy import accuracy, accuracy_of_all, calibration
+from tula_service.dashboard.charts.candidates import CANDIDATE_CHARTS
 from tula_service.dashboard.charts.render import png, svg
 from tula_service.dashboard.charts.runs import RUN_CHARTS, QualityRun, drawn_columns, quality_chart, run_chart
 from tula_service.dashboard.charts.vega import PALETTE, Spec, stacked
 from tula_service.dashboard.format import configuration
 
 GIB = 2**30
+JOB_CHARTS = (*CANDIDATE_CHARTS, "accuracy")
 
 
 def everything(job: wire.Job, found: wire.Recommendation) -> dict[str, Spec]:
     """All charts of a job."""
-    return {name: charts.job_chart(name, job, found, models.ledger()) for name in charts.JOB_CHARTS}
+    drawn = {name: draw(job, found) for name, draw in CANDIDATE_CHARTS.items()}
+    return drawn | {"accuracy": accuracy(job, models.ledger())}
 
 
-@pytest.mark.parametrize("name", charts.JOB_CHARTS)
+@pytest.mark.parametrize("name", JOB_CHARTS)
 def test_every_job_chart_is_drawn_by_vega(name: str) -> None:
     job = models.job(deadline_s=500.0, max_global_batch_size=2048)
-    drawn = compiles(charts.job_chart(name, job, models.recommendation(), models.ledger()))
+    drawn = compiles(everything(job, models.recommendation())[name])
     assert "resnet50-cifar" in drawn
     assert drawn.count("<path") > 5
 
@@ -46,9 +50,11 @@ def test_every_run_chart_is_drawn_by_vega(name: str) -> None:
     assert drawn.count("<path") > 3
 
 
-@pytest.mark.parametrize("name", charts.JOB_CHARTS)
+@pytest.mark.parametrize("name", JOB_CHARTS)
 def test_a_job_without_data_says_so_instead_of_drawing_nothing(name: str) -> None:
-    spec = charts.job_chart(name, models.job(plan=[]), models.recommendation([]), wire.Ledger(entries=[]))
+    job = models.job(plan=[])
+    none = accuracy(job, wire.Ledger(entries=[]))
+    spec = none if name == "accuracy" else CANDIDATE_CHARTS[name](job, models.recommendation([]))
     assert spec["usermeta"]["empty"] is True
     assert spec["usermeta"]["message"] in compiles(spec)
 
@@ -60,12 +66,12 @@ def test_a_run_without_the_column_says_which_it_waits_for() -> None:
 
 def test_cost_without_prices_is_explained() -> None:
     found = models.recommendation(models.grid(priced=False))
-    cost = charts.job_chart("tradeoff", models.job(), found, models.ledger(), quantity="cost")
+    cost = candidates.tradeoff(models.job(), found, quantity="cost")
     assert "no prices" in cost["usermeta"]["message"]
 
 
 def test_memory_shows_the_ceiling_and_the_batch_that_ran_out() -> None:
-    data = charts.job_chart("memory", models.job(), models.recommendation(), models.ledger())["datasets"]
+    data = candidates.memory(models.job(), models.recommendation())["datasets"]
     assert [row["value"] for row in data["ceiling"]] == [pytest.approx(16)]
     assert [row["batch"] for row in data["crashes"]] == [512]
     assert [row["batch"] for row in data["curve"]] == [32, 64, 128, 256, 512]
@@ -76,14 +82,14 @@ def test_memory_shows_the_ceiling_and_the_batch_that_ran_out() -> None:
 
 def test_the_parts_of_a_step_add_up_to_its_prediction() -> None:
     found = models.recommendation()
-    rows = charts.job_chart("step_breakdown", models.job(), found, models.ledger())["datasets"]["parts"]
+    rows = candidates.step_breakdown(models.job(), found)["datasets"]["parts"]
     assert found.chosen is not None
     first = [row["value"] for row in rows if row["place"] == 0]
     assert sum(first) / 1e3 == pytest.approx(found.chosen.step_time_s.value)
 
 
 def test_candidates_are_named_in_full_above_their_bars_however_narrow_the_page() -> None:
-    spec = charts.job_chart("step_breakdown", models.job(), models.recommendation(), models.ledger())
+    spec = candidates.step_breakdown(models.job(), models.recommendation())
     first = spec["datasets"]["labels"][0]
     assert (first["name"], first["landmarks"]) == ("8 nodes, global batch 1024 (local 128)", "recommended")
     for layer in spec["layer"]:
@@ -104,31 +110,31 @@ def test_a_part_of_a_stack_keeps_its_colour_whichever_others_are_there() -> None
 
 def test_accuracy_counts_a_run_once_and_keeps_its_error() -> None:
     job = models.job(plan=[models.run("run_10"), models.run("run_3")])
-    rows = charts.job_chart("accuracy", job, models.recommendation(), models.ledger())["datasets"]["runs"]
+    rows = accuracy(job, models.ledger())["datasets"]["runs"]
     assert [row["kind"] for row in rows] == ["inside the interval", "outside the interval", "no interval kept"]
     assert [row["error"] for row in rows] == pytest.approx([0.025, 0.3, 0.05])
 
 
 def test_accuracy_counts_training_runs_and_says_why_there_are_none() -> None:
-    found, none = models.recommendation(), wire.Ledger(entries=[])
-    spec = charts.job_chart("accuracy", models.job(plan=[]), found, none, trainings=[models.run("run_9")])
+    none = wire.Ledger(entries=[])
+    spec = accuracy(models.job(plan=[]), none, [models.run("run_9")])
     assert [row["error"] for row in spec["datasets"]["runs"]] == pytest.approx([0.05])
     early = models.run("run_1", predicted_step_time_s=None)
-    spec = charts.job_chart("accuracy", models.job(plan=[early]), found, none)
+    spec = accuracy(models.job(plan=[early]), none)
     assert "No run with a prediction" in spec["usermeta"]["message"]
 
 
 def test_calibration_says_how_often_intervals_of_every_width_held() -> None:
-    entries = [("resnet50 on V100", entry) for entry in models.ledger().entries]
-    spec = charts.service_chart("calibration", entries)
+    entries = models.ledger().entries
+    spec = calibration(entries)
     inside = {round(row["stated"], 2): row["inside"] for row in spec["datasets"]["levels"]}
     # 2.5 % off lies inside of a third of the intervals of +-10 % at 90 %, and 30 % off in none.
     assert (inside[0.3], inside[0.35], inside[0.95]) == (0, 0.5, 0.5)
     assert "2 runs" in compiles(spec)
-    drawn = charts.service_chart("accuracy", entries)["datasets"]["runs"]
+    drawn = accuracy_of_all([("resnet50 on V100", entry) for entry in entries])["datasets"]["runs"]
     assert [row["error"] for row in drawn] == pytest.approx([0.025, 0.3])
     assert drawn[0]["configuration"].startswith("resnet50 on V100: 4 nodes")
-    assert charts.service_chart("calibration", [])["usermeta"]["empty"]
+    assert calibration([])["usermeta"]["empty"]
 
 
 def test_a_trend_is_drawn_over_the_pale_series_it_sums_up() -> None:
@@ -228,7 +234,7 @@ def test_every_series_colour_holds_three_to_one_on_both_grounds(ground: str) -> 
 
 
 def test_png_is_a_png_of_the_size_asked_for() -> None:
-    spec = charts.job_chart("memory", models.job(), models.recommendation(), models.ledger())
+    spec = candidates.memory(models.job(), models.recommendation())
     small, large = png(spec, scale=1), png(spec, scale=2)
     assert small[:8] == b"\x89PNG\r\n\x1a\n"
     widths = [int.from_bytes(image[16:20], "big") for image in (small, large)]
@@ -243,7 +249,7 @@ def test_drawing_never_stops_the_rest_of_the_service() -> None:
 
 def longest_stop() -> tuple[float, float]:
     """Seconds for which another thread stood still at a time while a chart was drawn, and those of the drawing."""
-    spec = charts.job_chart("memory", models.job(), models.recommendation(), models.ledger())
+    spec = candidates.memory(models.job(), models.recommendation())
     beats: list[float] = []
     over = threading.Event()
 

@@ -9,7 +9,7 @@ import pytest
 import tula_wire as wire
 from tests.service.dashboard import models
 from tests.service.dashboard.drawing import compiles
-from tula_service.dashboard import charts
+from tula_service.dashboard.charts.candidates import frontier
 from tula_service.dashboard.charts.vega import Spec
 
 
@@ -32,7 +32,7 @@ def usd(candidate: wire.Candidate) -> float:
 
 
 def frontier_of(found: wire.Recommendation) -> Spec:
-    return charts.job_chart("frontier", models.job(), found, models.ledger())
+    return frontier(models.job(), found)
 
 
 def test_every_candidate_is_a_point_and_the_line_holds_those_that_none_beats() -> None:

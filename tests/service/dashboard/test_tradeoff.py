@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import tula_wire as wire
 from tests.service.dashboard import models
 from tests.service.dashboard.drawing import compiles
-from tula_service.dashboard import charts
+from tula_service.dashboard.charts.candidates import tradeoff
 from tula_service.dashboard.charts.vega import Spec, log_ticks
 
 
@@ -19,9 +19,7 @@ def test_tradeoff_holds_the_best_candidate_of_every_cluster_and_batch_with_its_i
         update={"configuration": wire.Configuration(num_nodes=2, local_batch_size=32, grad_accum_steps=2)}
     )
     slow = slower.model_copy(update={"total_time_s": wire.Estimate(value=1e6, low=9e5, high=2e6)})
-    spec = charts.job_chart(
-        "tradeoff", models.job(), found.model_copy(update={"candidates": [*found.candidates, slow]}), models.ledger()
-    )
+    spec = tradeoff(models.job(), found.model_copy(update={"candidates": [*found.candidates, slow]}))
     rows = spec["datasets"]["candidates"]
     by_place = {(row["cluster"], row["batch"]): row for row in rows}
     assert len(rows) == len(by_place) == len(found.candidates)
@@ -37,13 +35,13 @@ def test_tradeoff_holds_the_best_candidate_of_every_cluster_and_batch_with_its_i
 def test_tradeoff_names_what_coincides_once() -> None:
     found = models.recommendation()
     same = found.model_copy(update={"chosen": found.least_time, "runner_up": None, "least_cost": None})
-    marks = charts.job_chart("tradeoff", models.job(), same, models.ledger())["datasets"]["landmarks"]
+    marks = tradeoff(models.job(), same)["datasets"]["landmarks"]
     assert [mark["label"] for mark in marks] == ["recommended, least time"]
 
 
 def test_no_knee_no_rule() -> None:
-    with_knee = charts.job_chart("tradeoff", models.job(), models.recommendation(), models.ledger())
-    without = charts.job_chart("tradeoff", models.job(), models.recommendation(knee=False), models.ledger())
+    with_knee = tradeoff(models.job(), models.recommendation())
+    without = tradeoff(models.job(), models.recommendation(knee=False))
     assert with_knee["datasets"]["rules"] == [{"batch": 900.0, "label": "knee", "left": True, "line": 0}]
     assert without["datasets"]["rules"] == []
     assert len(without["layer"]) == len(with_knee["layer"]) - 3  # the rule, its label and the label's outline
@@ -53,7 +51,7 @@ def ruled(sensible: int | None, *, knee: float | None = 900.0) -> Spec:
     """The trade-off where more than `sensible` examples hardly help a step and the knee is at `knee`."""
     found = models.recommendation(knee=knee is not None)
     changes = {"max_sensible_batch_size": sensible, "knee": found.knee.model_copy(update={"global_batch_size": knee})}
-    return charts.job_chart("tradeoff", models.job(), found.model_copy(update=changes), models.ledger())
+    return tradeoff(models.job(), found.model_copy(update=changes))
 
 
 @pytest.mark.parametrize("sensible", [32, 700, 900, 1000, 1800, 4096])
@@ -84,7 +82,7 @@ def test_a_largest_sensible_batch_outside_the_frame_is_said_and_stretches_nothin
 
 def test_limits_are_shaded_only_where_they_bind() -> None:
     def shades(job: wire.Job) -> int:
-        spec = charts.job_chart("tradeoff", job, models.recommendation(), models.ledger())
+        spec = tradeoff(job, models.recommendation())
         return sum(layer["mark"]["type"] == "rect" for layer in spec["layer"])
 
     assert shades(models.job()) == 0
@@ -94,7 +92,7 @@ def test_limits_are_shaded_only_where_they_bind() -> None:
 
 
 def test_a_limit_outside_the_frame_shades_all_of_it_and_stretches_nothing() -> None:
-    spec = charts.job_chart("tradeoff", models.job(deadline_s=1.0), models.recommendation(), models.ledger())
+    spec = tradeoff(models.job(deadline_s=1.0), models.recommendation())
     shade = next(layer for layer in spec["layer"] if layer["mark"]["type"] == "rect")
     line = next(layer for layer in spec["layer"] if layer["mark"]["type"] == "line")
     assert shade["data"]["values"][0]["value"] == pytest.approx(line["encoding"]["y"]["scale"]["domain"][0])
@@ -110,9 +108,7 @@ def test_lines_differ_in_look_and_equal_clusters_share_a_colour() -> None:
         for kind in kinds
         for nodes in (1, 2, 4, 8, 16)
     ]
-    spec = charts.job_chart(
-        "tradeoff", models.job(), found.model_copy(update={"candidates": candidates}), models.ledger()
-    )
+    spec = tradeoff(models.job(), found.model_copy(update={"candidates": candidates}))
     encoding = next(layer for layer in spec["layer"] if layer["mark"]["type"] == "line")["encoding"]
     names = encoding["color"]["scale"]["domain"]
     colours, dashes = encoding["color"]["scale"]["range"], encoding["strokeDash"]["scale"]["range"]
@@ -131,7 +127,7 @@ def test_ticks_of_a_logarithmic_axis_are_few_round_and_inside(low: float, ratio:
 
 def test_the_legend_names_landmarks_each_with_a_shape_of_its_own() -> None:
     found = models.recommendation()
-    marks = charts.job_chart("tradeoff", models.job(), found, models.ledger())
+    marks = tradeoff(models.job(), found)
     labels = [row["label"] for row in marks["datasets"]["landmarks"]]
     (shape,) = [layer["encoding"]["shape"] for layer in marks["layer"] if "shape" in layer["encoding"]]
     assert shape["scale"]["domain"] == labels

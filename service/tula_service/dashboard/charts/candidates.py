@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal
 
 from tula_service.dashboard.charts import vega
@@ -402,3 +402,9 @@ def _row(candidate: Candidate) -> Row:
         "excluded": candidate.excluded_by or "",
         "profiled": candidate.profiled,
     }
+
+
+CANDIDATE_CHARTS: Final[dict[str, Callable[[Job, Recommendation], Spec]]] = {
+    "frontier": frontier, "tradeoff": tradeoff, "memory": memory, "step_breakdown": step_breakdown,
+}  # fmt: skip
+"""The charts of a job's candidates by name."""
