@@ -24,7 +24,7 @@ from tula_service.domain import JobOrder
 from tula_service.errors import InvalidInput
 from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs
 from tula_service.usecases.access import visible_projects, visible_tokens
-from tula_service.usecases.telemetry import SeriesQuery, columns_of, columns_of_runs, read_of_runs
+from tula_service.usecases.telemetry import SeriesQuery, columns_of, compare
 from tula_wire import JOBS_COUNTED, Candidate, EventKind, JobSpec, JobState, Objective, Recommendation, read
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
@@ -46,7 +46,6 @@ MAX_FOLLOWED = 20
 MAX_TRAININGS = 20
 KINDS: tuple[EventKind, ...] = ("job", "run", "recommendation", "scaling", "drift", "advice")
 """All but `samples`, of which there are thousands."""
-QUALITY_COLUMNS = ("validation_accuracy", "accuracy", "loss")
 MAX_COMPARED = 200
 _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 400, 30, 6_000
 
@@ -275,28 +274,19 @@ class Comparison(NamedTuple):
 
 
 def compare_runs(
-    user: User,
-    job_id: str,
-    column: str | None = None,
-    *,
-    trend: int = 150,
-    cursor: str | None = None,
-    only: Collection[str] = (),
+    user: User, job_id: str, column: str | None, *, trend: int, cursor: str | None, only: Collection[str] = ()
 ) -> Comparison:
     """The newest 200 training runs, or those before the cursor, that reported `column`; `only` some of them, by id.
 
-    Without a column, the first that any reported of accuracy on held-out data, accuracy, loss and whatever else. The
-    more runs, the fewer points of each.
+    Without a column, the one that `compare` chooses. The more runs, the fewer points of each.
     """
     page = runs.list_runs(*user, job_id, kind="train", cursor=cursor, limit=MAX_COMPARED)
     listed = [run for run in page.runs if not only or run.id in only]
-    columns = sorted({name for names in columns_of_runs(*user, job_id, listed).values() for name in names})
-    wanted = column or next((name for name in (*QUALITY_COLUMNS, *columns) if name in columns), QUALITY_COLUMNS[0])
     points = min(_MOST_POINTS, max(_LEAST_POINTS, _POINTS_OF_ALL // max(1, len(listed))))
-    query = SeriesQuery("", wanted, max_points=points, trend_points=min(trend, points))
-    series = read_of_runs(*user, job_id, listed, query)
+    query = SeriesQuery("", "", max_points=points, trend_points=min(trend, points))
+    drawn, columns, series = compare(*user, job_id, listed, column, query)
     found = [QualityRun(run, series[run.id]) for run in listed if run.id in series]
-    return Comparison(wanted, columns, found, page.next_cursor)
+    return Comparison(drawn, columns, found, page.next_cursor)
 
 
 def _ranked(recommendation: Recommendation) -> list[Candidate]:

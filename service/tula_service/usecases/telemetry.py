@@ -8,6 +8,7 @@ values a second from it as from JSON.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
@@ -28,6 +29,7 @@ from tula_wire import MAX_STEPS, Run, TelemetryAccepted, TelemetryChunk, Telemet
 from tula_wire.samples import ChunkIdentity, ColumnName
 
 _STEP_TIME = "step_time_s"
+_OF_QUALITY = ("validation_accuracy", "accuracy", "loss")
 _MOST_SAMPLES = 200_000
 _MAX_STEP: Final = 2**53
 _MOST_STEPS_COMPARED: Final = 5_000_000
@@ -107,45 +109,42 @@ def read_with_trend(
     return raw, None if smooth is None else _series(query, available, steps, *smooth)
 
 
-def columns_of_runs(store: Store, principal: Principal, job_id: str, runs: Sequence[Run]) -> dict[str, dict[str, int]]:
-    """What rank 0 of each of these runs of a job has reported by step, with the number of steps. Raises NotFound."""
+def compare(
+    store: Store, principal: Principal, job_id: str, runs: Sequence[Run], column: str | None, query: SeriesQuery
+) -> tuple[str, list[str], dict[str, TelemetrySeries]]:
+    """A column, the names of all that rank 0 of these runs of a job reported by step, and the column by run id.
+
+    Without `column`, the first that any reported of accuracy on held-out data, accuracy, loss and whatever else. Of a
+    long series it is the trend. Of histories of more than 5 million steps in all, only the first in the given order are
+    read. Raises NotFound.
+    """
+    found: dict[str, TelemetrySeries] = {}
+    chosen: list[str] = []
+    left = _MOST_STEPS_COMPARED
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
-        found = tx.telemetry.num_steps([run.id for run in runs])
-    for run in runs:
-        if run.num_samples:
-            found.setdefault(run.id, {}).setdefault(_STEP_TIME, run.num_samples)
-    return found
-
-
-def read_of_runs(
-    store: Store, principal: Principal, job_id: str, runs: Sequence[Run], query: SeriesQuery
-) -> dict[str, TelemetrySeries]:
-    """`query.column` of those of these runs of a job that reported it, by run id: of a long one its trend.
-
-    Of histories of more than 5 million steps in all, only the first in the given order are read. Raises NotFound.
-    """
-    sizes = columns_of_runs(store, principal, job_id, runs)
-    chosen: list[str] = []
-    most = _MOST_STEPS_COMPARED
-    for run in runs:
-        most -= sizes.get(run.id, {}).get(query.column, 0)
-        if query.column in sizes.get(run.id, {}) and (most >= 0 or not chosen):
-            chosen.append(run.id)
-    found = {}
-
-    def keep(run_id: str, steps: IntArray, values: FloatArray) -> None:
-        drawn = trend(steps, values, query.trend_points) or downsample(steps, values, query.max_points)
-        found[run_id] = _series(replace(query, run_id=run_id), sorted(sizes[run_id]), steps, *drawn)
-
-    with store.reading() as tx:
-        for run_id, steps, values in tx.telemetry.read_runs(chosen, query.column):
-            keep(run_id, steps, values)
-        for run_id in chosen:
-            if run_id not in found:  # only its samples have its step times
-                where: dict[str, Any] = {"rank": 0, "first_step": None, "last_step": None, "limit": _MOST_SAMPLES}
-                keep(run_id, *tx.samples.step_times(tx.runs.get(run_id).key, **where))
-    return found
+        sizes = tx.telemetry.num_steps([run.id for run in runs])
+        for run in runs:
+            if run.num_samples:
+                sizes.setdefault(run.id, {}).setdefault(_STEP_TIME, run.num_samples)
+        names = sorted({name for of_run in sizes.values() for name in of_run})
+        column = column or next((name for name in (*_OF_QUALITY, *names) if name in names), _OF_QUALITY[0])
+        for run in runs:
+            size = sizes.get(run.id, {}).get(column)
+            left -= size or 0
+            if size is not None and (left >= 0 or not chosen):
+                chosen.append(run.id)
+        where: dict[str, Any] = {"rank": 0, "first_step": None, "last_step": None, "limit": _MOST_SAMPLES}
+        sampled = (  # whose step times only samples have
+            (run_id, *tx.samples.step_times(tx.runs.get(run_id).key, **where))
+            for run_id in chosen
+            if run_id not in found
+        )
+        for run_id, steps, values in itertools.chain(tx.telemetry.read_runs(chosen, column), sampled):
+            drawn = trend(steps, values, query.trend_points) or downsample(steps, values, query.max_points)
+            of_run = replace(query, run_id=run_id, column=column)
+            found[run_id] = _series(of_run, sorted(sizes[run_id]), steps, *drawn)
+    return column, names, found
 
 
 def memory_of(store: Store, principal: Principal, run_id: str, *, limit: int = 16) -> dict[int, MemoryReading]:
