@@ -91,7 +91,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
         drawers=anyio.CapacityLimiter(2),
     )
 
-    at_end: list[Callable[[], None]] = [services.telemetry.close, background.close, store.close]
+    at_end: list[Callable[[], None]] = [services.telemetry.writer.close, background.close, store.close]
     tracer = _tracer() if settings.trace else None
     if tracer is not None:
         at_end.append(tracer.shutdown)

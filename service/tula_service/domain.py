@@ -284,11 +284,3 @@ class EarlierLessons:
     spec: JsonObject
     posteriors: JsonObject
     prediction_pairs: PredictionPairs
-
-
-@dataclass(frozen=True)
-class FabricRecord:
-    """What a probe measured of a fabric (`tula_wire.FabricProbe`)."""
-
-    probe: JsonObject
-    created_at: datetime

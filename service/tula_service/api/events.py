@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Final
@@ -13,9 +12,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from tula_service.api.deps import AppServices, Caller
 from tula_service.errors import Busy, InvalidInput, NotFound, Unauthenticated
-from tula_service.store import Store
 from tula_service.usecases import events
-from tula_service.usecases.access import Principal
 from tula_wire import routes
 
 POLL_S: Final = 1.0
@@ -69,36 +66,19 @@ async def stream_events(
 
     With `Last-Event-ID` (or `after`) also the events since that one; 0 is from the beginning. `data` is an `Event`.
     """
-    async for event in stream(services.store, caller, job_id, start, services.stopping, follow=follow):
-        yield event
-
-
-async def stream(
-    store: Store,
-    caller: Principal,
-    job_id: str,
-    after: int,
-    stopping: asyncio.Event,
-    *,
-    poll_s: float = POLL_S,
-    follow: bool = True,
-) -> AsyncIterator[ServerSentEvent]:
-    """Events after that id; ends with the caller's token, the job, the service, and after an hour.
-
-    Without `follow`, ends after the events until now.
-    """
+    # Ends with the caller's token, the job, the service, and after an hour.
     yield ServerSentEvent(retry=_RETRY_MS)
     started = time.monotonic()
-    while time.monotonic() - started < LONGEST_S and not stopping.is_set():
+    while time.monotonic() - started < LONGEST_S and not services.stopping.is_set():
         try:
-            found = await to_thread.run_sync(events.read_on, store, caller, job_id, after)
+            found = await to_thread.run_sync(events.read_on, services.store, caller, job_id, start)
         except (Unauthenticated, NotFound):  # a reader that reconnects gets this error as its answer
             return
         for event in found:
-            after = event.id
+            start = event.id
             yield ServerSentEvent(data=event, event=event.kind, id=str(event.id))
         if not found:
             if not follow:
                 return
-            with move_on_after(poll_s):
-                await stopping.wait()
+            with move_on_after(POLL_S):
+                await services.stopping.wait()

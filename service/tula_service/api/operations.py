@@ -33,7 +33,7 @@ def get_health() -> Status:
 def get_ready(services: AppServices) -> Status:
     """Ready: the database answers, has the schema of this version and a disk with room, and takes telemetry; or 503."""
     check_ready(services.store)
-    services.telemetry.check()
+    services.telemetry.writer.check()
     return Status(status="ready")
 
 

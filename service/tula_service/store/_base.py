@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import datetime
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
@@ -16,6 +16,8 @@ from tula_wire import Configuration
 
 Clock: TypeAlias = Callable[[], datetime]
 RowMap: TypeAlias = sa.RowMapping
+WRITES: Final = "tula_writes"
+"""Execution option: the transaction will write, so SQLite takes its write lock at the start instead of half-way."""
 
 
 class Repository:

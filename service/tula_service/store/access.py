@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 import sqlalchemy as sa
 
@@ -60,27 +60,10 @@ class Projects(Repository):
 class Tokens(Repository):
     """API tokens by the SHA-256 of their secret; the secret itself is never here."""
 
-    def create(
-        self,
-        *,
-        sha256: str,
-        name: str,
-        scope: Scope,
-        project_id: str | None = None,
-        job_id: str | None = None,
-        expires_at: datetime | None = None,
-    ) -> Token:
-        """Store a new token."""
-        token = Token(
-            id=new_id("token"),
-            name=name,
-            scope=scope,
-            project=project_id,
-            job_id=job_id,
-            created_at=self._now(),
-            expires_at=expires_at,
-        )
-        values = token.model_dump(exclude={"project"}) | {"project_id": project_id, "sha256": sha256}
+    def create(self, sha256: str, name: str, scope: Scope, **bound_to: Any) -> Token:
+        """Store a new token, with `project`, `job_id` and `expires_at` as `Token` has them."""
+        token = Token(id=new_id("token"), name=name, scope=scope, created_at=self._now(), **bound_to)
+        values = token.model_dump(exclude={"project"}) | {"project_id": token.project, "sha256": sha256}
         self._connection.execute(sa.insert(tokens).values(values))
         return token
 

@@ -37,7 +37,7 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from tula_service.errors import Busy, InvalidInput, StoreUnavailable
-from tula_service.store._base import Clock
+from tula_service.store._base import WRITES, Clock
 from tula_service.store.access import Audit, Projects, Sessions, Tokens
 from tula_service.store.events import Events
 from tula_service.store.fabrics import Fabrics
@@ -48,9 +48,6 @@ from tula_service.store.runs import Leases, Runs
 from tula_service.store.samples import Samples
 from tula_service.store.scaling import Scaling
 from tula_service.store.telemetry import Telemetry
-
-WRITES: Final = "tula_writes"
-"""Execution option: the transaction will write, so SQLite takes its write lock at the start instead of half-way."""
 
 BUSY_TIMEOUT_S: Final = 15.0
 LEAST_FREE_BYTES: Final = 2**20
@@ -78,13 +75,13 @@ def utc_now() -> datetime:
 class Transaction:
     """Everything in it is stored together or not at all."""
 
-    def __init__(self, connection: sa.Connection, now: Clock, *, writable: bool) -> None:
+    def __init__(self, connection: sa.Connection, now: Clock) -> None:
         self.connection = connection
         self.now = now
         self.jobs = Jobs(connection, now)
         self.runs = Runs(connection, now)
         self.leases = Leases(connection, now)
-        self.samples = Samples(connection, now, writable=writable)
+        self.samples = Samples(connection, now)
         self.telemetry = Telemetry(connection, now)
         self.ledger = Ledger(connection, now)
         self.answers = AnswerCache(connection, now)
@@ -141,17 +138,13 @@ class Store:
         with self._begin(writes=False) as tx:
             yield tx
 
-    @contextmanager
-    def compute_slot(self) -> Iterator[None]:
+    def compute_slot(self) -> AbstractContextManager[None]:
         """Holds one of the slots for fits and searches. Raises Busy after `_LONGEST_QUEUE_S` without a free slot."""
-        with _acquired(self._compute_slots):
-            yield
+        return _acquired(self._compute_slots)
 
-    @contextmanager
-    def job_lock(self, job_id: str) -> Iterator[None]:
+    def job_lock(self, job_id: str) -> AbstractContextManager[None]:
         """Serialises computation for one job within this process, from reading to writing. Raises Busy."""
-        with _acquired(self._job_locks[hash(job_id) % _JOB_LOCKS]):
-            yield
+        return _acquired(self._job_locks[hash(job_id) % _JOB_LOCKS])
 
     @contextmanager
     def _begin(self, *, writes: bool) -> Iterator[Transaction]:
@@ -162,7 +155,7 @@ class Store:
                     options["isolation_level"] = "REPEATABLE READ"
                 connection = connection.execution_options(**options)
                 with connection.begin():
-                    yield Transaction(connection, self.now, writable=writes)
+                    yield Transaction(connection, self.now)
         except sa.exc.TimeoutError as error:
             raise StoreUnavailable("All database connections are in use: try again in a second.") from error
         except sa.exc.DataError as error:

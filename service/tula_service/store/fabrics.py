@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from datetime import datetime
 
 import sqlalchemy as sa
 
-from tula_service.domain import FabricRecord, JsonObject
+from tula_service.domain import JsonObject
 from tula_service.store._base import Repository
 from tula_service.store.tables import fabrics, jobs
 
@@ -17,13 +18,14 @@ _AFFECTED = ("planning", "ready")
 class Fabrics(Repository):
     """The fabrics table; see `tula_wire.FabricProbe` for the body of a probe."""
 
-    def add(self, project_id: str, instance_type: str, probe: JsonObject) -> FabricRecord:
-        """Store a probe, keep the newest 50 of the type, and mark stale what the project's open jobs have planned."""
-        record = FabricRecord(probe, self._now())
-        row = sa.insert(fabrics).values(
-            project_id=project_id, instance_type=instance_type, probe=probe, created_at=record.created_at
-        )
-        self._connection.execute(row)
+    def add(self, project_id: str, instance_type: str, probe: JsonObject) -> datetime:
+        """Store a probe, keep the newest 50 of the type, and mark stale what the project's open jobs have planned.
+
+        Returns the time of storing.
+        """
+        now = self._now()
+        values = {"project_id": project_id, "instance_type": instance_type, "probe": probe, "created_at": now}
+        self._connection.execute(sa.insert(fabrics).values(values))
         same = (fabrics.c.project_id == project_id, fabrics.c.instance_type == instance_type)
         newest = sa.select(fabrics.c.key).where(*same).order_by(fabrics.c.key.desc()).limit(_KEPT_OF_A_TYPE)
         self._connection.execute(sa.delete(fabrics).where(*same, fabrics.c.key.not_in(newest.scalar_subquery())))
@@ -35,15 +37,15 @@ class Fabrics(Repository):
                 plan_state=sa.case((jobs.c.plan_state == "current", "stale"), else_=jobs.c.plan_state),
             )
         )
-        return record
+        return now
 
     def list(
         self, project_id: str | None, *, instance_types: Collection[str] | None = None, limit: int
-    ) -> list[FabricRecord]:
-        """The newest probes of a project, or of all, newest first."""
+    ) -> list[tuple[JsonObject, datetime]]:
+        """The newest probes of a project, or of all, newest first, each with the time of storing."""
         statement = sa.select(fabrics.c.probe, fabrics.c.created_at).order_by(fabrics.c.key.desc()).limit(limit)
         if project_id is not None:
             statement = statement.where(fabrics.c.project_id == project_id)
         if instance_types is not None:
             statement = statement.where(fabrics.c.instance_type.in_(instance_types))
-        return [FabricRecord(**row) for row in self._rows(statement)]
+        return [(probe, at) for probe, at in self._connection.execute(statement)]

@@ -11,7 +11,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from tula_service.domain import BucketTimeline, FloatArray, IntArray, MemoryReading, RunSummary, SampleColumns
-from tula_service.store._base import Clock, Repository, RowMap, configuration_from, same_fields
+from tula_service.store._base import WRITES, Repository, RowMap, configuration_from, same_fields
 from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
 from tula_wire import SampleBatch
 
@@ -76,10 +76,6 @@ class SampleFilter:
 
 class Samples(Repository):
     """Step samples, the processes that sent them, their memory, and the summary of each run."""
-
-    def __init__(self, connection: sa.Connection, now: Clock, *, writable: bool = True) -> None:
-        super().__init__(connection, now)
-        self._writable = writable
 
     def add(self, run_key: int, job_id: str, batch: SampleBatch) -> int:
         """Store a batch and return the number of new rows: by (run, rank, boot id, sequence), the first is kept.
@@ -318,7 +314,7 @@ class Samples(Repository):
         )
         facts = {name: None if seen is None else seen[name] for name in _SEEN}
         values = {"of_num_samples": of_num_samples, "num_samples": measured, **figures, **facts}
-        if self._writable:
+        if self._connection.get_execution_options()[WRITES]:
             self._put(run_summaries, {"run_key": run_key}, values)
         return values
 

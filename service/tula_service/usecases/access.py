@@ -144,9 +144,8 @@ def issue_token(
             if not actor.is_admin and project_id != actor.project_id:
                 raise NotFound.of("project", str(project))
         expires_at = None if expires_in_s is None else tx.now() + timedelta(seconds=min(expires_in_s, 3e9))
-        token = tx.tokens.create(
-            sha256=digest(secret), name=name, scope=scope, project_id=project_id, job_id=job_id, expires_at=expires_at
-        )
+        bound_to = {"project": project_id, "job_id": job_id, "expires_at": expires_at}
+        token = tx.tokens.create(digest(secret), name, scope, **bound_to)
         tx.audit.append(
             actor=actor.sender,
             action=MADE,

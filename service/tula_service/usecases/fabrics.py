@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import datetime
 
 import tula_wire as wire
 from tula_service.analysis.explanation import estimate_of
 from tula_service.analysis.priors import cost_of, probe_of_run, probes_of
-from tula_service.domain import FabricRecord, JobRecord
+from tula_service.domain import JobRecord
 from tula_service.perfmodel.fabric import AllReduceCost
 from tula_service.store import Store, Transaction
 from tula_service.usecases.access import Principal
@@ -18,10 +18,9 @@ _MOST_LISTED = 200
 
 def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fabric:
     """Store a probe; open jobs of the project compute their plan and recommendation again when asked."""
-    body: dict[str, Any] = probe.model_dump(mode="json")
     with store.transaction() as tx:
-        record = tx.fabrics.add(principal.home_project_id, probe.instance_type, body)
-    return _view(record)
+        at = tx.fabrics.add(principal.home_project_id, probe.instance_type, probe.model_dump(mode="json"))
+    return _view(probe, at)
 
 
 def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
@@ -54,16 +53,15 @@ def list_fabrics(store: Store, principal: Principal) -> wire.FabricList:
     """The newest probes that the caller may see."""
     with store.reading() as tx:
         found = tx.fabrics.list(principal.project_id, limit=_MOST_LISTED)
-    return wire.FabricList(fabrics=[_view(record) for record in found])
+    return wire.FabricList(fabrics=[_view(wire.read(wire.FabricProbe, probe), at) for probe, at in found])
 
 
-def _view(record: FabricRecord) -> wire.Fabric:
-    probe = wire.read(wire.FabricProbe, record.probe)
+def _view(probe: wire.FabricProbe, created_at: datetime) -> wire.Fabric:
     return wire.Fabric(
         probe=probe,
         all_ranks=_cost(cost_of(probe.all_ranks)),
         in_node=None if probe.in_node is None else _cost(cost_of(probe.in_node)),
-        created_at=record.created_at,
+        created_at=created_at,
     )
 
 

@@ -69,7 +69,7 @@ def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
     """Those of the project for the job's instance types, newest first."""
     types = {cluster.instance_type for cluster in spec_of(job).cluster}
     found = tx.fabrics.list(job.project_id, instance_types=types, limit=_MAX_PROBES)
-    return [read_stored(wire.FabricProbe, each.probe) for each in found]
+    return [read_stored(wire.FabricProbe, probe) for probe, _ in found]
 
 
 def cluster_of(job: JobRecord, configuration: wire.Configuration) -> wire.ClusterSpec | None:

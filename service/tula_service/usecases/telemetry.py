@@ -43,7 +43,7 @@ class TelemetryIngest:
         self._store = store
         self._runs = runs
         self._threads = threads
-        self._writer = TelemetryWriter(store)
+        self.writer = TelemetryWriter(store)
 
     async def store(self, principal: Principal, run_id: str, chunk: NewChunk) -> TelemetryAccepted:
         """Store a chunk of telemetry in one commit with other waiting chunks. Raises NotFound, Busy, StoreUnavailable.
@@ -54,21 +54,13 @@ class TelemetryIngest:
             await to_thread.run_sync(self._runs.load, run_id, limiter=self._threads)
         run_key, job_id = self._runs.authorise(principal, run_id)
         try:
-            new = await self._writer.add(run_id, chunk_row(run_key, chunk))
+            new = await self.writer.add(run_id, chunk_row(run_key, chunk))
         except NotFound:  # deleted since its key was cached
             self._runs.forget(run_id)
             raise NotFound.of("run", run_id) from None
         if new and self._runs.may_announce(run_id):
             await to_thread.run_sync(self._announce, job_id, run_id, int(chunk.steps[-1]), limiter=self._threads)
         return TelemetryAccepted(stored=int(chunk.values.size) if new else 0, duplicate=not new)
-
-    def check(self) -> None:
-        """Raise StoreUnavailable if the writer has been in one transaction for too long."""
-        self._writer.check()
-
-    def close(self) -> None:
-        """Store chunks that wait, then end the writer's thread."""
-        self._writer.close()
 
     def _announce(self, job_id: str, run_id: str, last_step: int) -> None:
         # The chunk is stored: whether others hear of it at once must not make its sender repeat it.

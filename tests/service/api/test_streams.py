@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.service.api.conftest import Service, Tenant
-from tula_service.api.events import stream
+from tula_service.api import events
 from tula_service.usecases.access import ANONYMOUS, Principal, digest, issue_token, revoke_token
 from tula_service.usecases.jobs import delete_job
 
@@ -58,7 +58,7 @@ async def pieces(
     got: list[str | None] = []
 
     async def read() -> None:
-        async for event in stream(service.store, caller, red.job_id, 0, asyncio.Event(), poll_s=0.01):
+        async for event in events.stream_events(red.job_id, caller, service.app.state.services, 0):
             got.append("retry" if event.retry else event.event)
             if event.id is not None:
                 end(service, red, token_id)

@@ -476,7 +476,7 @@ def test_a_deleted_job_takes_everything_with_it(store: Store) -> None:
         tx.scaling.publish(job.id, {}, after=0)
         entry = TestLedgerFitsScalingEvents().entry(tx, job.id)
         tx.ledger.record_outcome(entry.recommendation_id, run.id, 1.0, error=0.0, within_interval=True)
-        tx.tokens.create(sha256="z", name="z", scope="agent", project_id=DEFAULT_PROJECT_ID, job_id=job.id)
+        tx.tokens.create(sha256="z", name="z", scope="agent", project=DEFAULT_PROJECT_ID, job_id=job.id)
     with store.transaction() as tx:
         tx.jobs.delete(job.id)
         after = {
