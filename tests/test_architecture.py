@@ -32,7 +32,7 @@ HEAVY = {
     "tula_service.app": ["torch", "tula_client", "tula_agent", "sklearn", "kneed", "scipy.stats", "scipy.signal"],
     "tula_service.perfmodel.planner": ["torch", "fastapi", "sqlalchemy", "httpx", "sklearn", "scipy.stats", "kneed"],
 }
-ROUTES = sorted(name for name in vars(routes) if name.isupper() and name != "VERSION")  # VERSION is a prefix of paths
+ROUTES = sorted(filter(str.isupper, vars(routes)))
 
 
 def documents() -> str:

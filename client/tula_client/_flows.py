@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from tula_client._calls import calls
 from tula_client._errors import JobNotFoundError, MissingExtraError, NotFoundError, TulaError, UsageError
 from tula_client._request import Flow, Question
-from tula_client.launch.spec import model_in, read_spec
+from tula_client.launch.spec import load_spec, model_in
 from tula_wire import Candidate, Configuration, Estimate, JobSpec, JobSummary, Objective, Recommendation, Run
 
 Cell = str | int | float | bool | None
@@ -29,7 +29,6 @@ Row = dict[str, Cell]
 Table = Literal["candidates", "runs", "ledger", "samples", "telemetry", "events"]
 
 TABLES: Final[tuple[Table, ...]] = get_args(Table)
-FORMATS: Final = ("png", "svg", "json")
 _ESTIMATE: Final = (("", "value"), ("_low", "low"), ("_high", "high"))
 _PAGE: Final = 100
 _SAMPLES: Final = 5000
@@ -65,7 +64,7 @@ def job_of(job: str | Path | Mapping[str, Any] | JobSpec) -> Flow[str]:
     """The id of a job given by id or name, or of the one with the specification in a model, mapping or TOML file."""
     if isinstance(job, str):
         return (yield from job_id(job))
-    return (yield from calls.register(read_spec(job))).job.id
+    return (yield from calls.register(load_spec(job))).job.id
 
 
 def jobs_named(name: str, limit: int | None = None) -> Flow[list[JobSummary]]:
@@ -233,11 +232,16 @@ def save(spec: dict[str, Any], path: Path) -> None:
     Rendering needs no network. Raises `UsageError` for another suffix, or a path that cannot be written,
     `MissingExtraError` without the renderer.
     """
-    kind = path.suffix.lower().lstrip(".")
-    if kind not in FORMATS:
-        raise UsageError(f"--output: {path.name!r} must end in one of {', '.join('.' + known for known in FORMATS)}")
+    kind = kind_of(path, ".png", ".svg", ".json")
     content = json.dumps(spec, indent=1).encode() if kind == "json" else _render(spec, kind)
     write_file(path, content)
+
+
+def kind_of(path: Path, *known: str) -> str:
+    """The suffix of a file to write, without its point; raises `UsageError` for one that is not `known`."""
+    if path.suffix.lower() not in known:
+        raise UsageError(f"--output: {path.name!r} must end in one of {', '.join(known)}")
+    return path.suffix.lower()[1:]
 
 
 def write_file(path: Path, content: bytes) -> None:

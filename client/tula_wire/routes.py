@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-VERSION: Final = "/v1"
-
 JOBS: Final = "/v1/jobs"
 JOB: Final = "/v1/jobs/{job_id}"
 JOB_CLAIM: Final = "/v1/jobs/{job_id}/runs:claim"

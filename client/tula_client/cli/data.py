@@ -16,11 +16,9 @@ import typer
 
 from tula_client._client import Client, JobHandle
 from tula_client._errors import TulaError, UsageError
-from tula_client._flows import Row, Table, needs_extra, write_file
+from tula_client._flows import Row, Table, kind_of, needs_extra, write_file
 from tula_client.cli.output import JobName, Json, emit
 from tula_wire import Run
-
-Format = Literal["csv", "parquet", "json"]
 
 _STATUS = {
     "claimed": "RUNNING",
@@ -67,7 +65,7 @@ def export(
     if to is not None:
         _export_runs(job, what, output, as_json)
         return
-    kind = _format(output, as_json)
+    kind = ("json" if as_json else "csv") if output is None else kind_of(output, ".csv", ".parquet", ".json")
     with Client() as client:
         rows = client.handle(job).rows(what)
     if kind == "parquet":
@@ -89,16 +87,6 @@ def _export_runs(job: str, what: Table, output: Path | None, as_json: bool) -> N
         name, count = _write_mlflow(client.handle(job))
     text = f"Wrote {count} run{'s' if count != 1 else ''} to the MLflow experiment {name!r}."
     emit({"experiment": name, "runs": count}, text, as_json)
-
-
-def _format(output: Path | None, as_json: bool) -> Format:
-    if output is None:
-        return "json" if as_json else "csv"
-    kinds: dict[str, Format] = {".csv": "csv", ".parquet": "parquet", ".json": "json"}
-    kind = kinds.get(output.suffix.lower())
-    if kind is None:
-        raise UsageError(f"--output: {output.name!r} must end in one of {', '.join(kinds)}")
-    return kind
 
 
 def _csv(rows: Sequence[Row]) -> str:

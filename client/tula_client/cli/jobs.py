@@ -31,6 +31,7 @@ from tula_wire import (
     Ledger,
     LedgerEntry,
     Objective,
+    Predictions,
     Recommendation,
     Run,
     ScalingPatch,
@@ -92,9 +93,7 @@ def runs(job: JobName, as_json: Json = False) -> None:
     """List the runs of a job, newest first, with measured and predicted step times."""
     with Client() as client:
         found = client.handle(job).runs()
-    emit(
-        found, _runs_view(found) if found else Text("No runs. Start them with tula tune SPEC.toml -- COMMAND."), as_json
-    )
+    emit(found, _runs_view(found) if found else "No runs. Start them with tula tune SPEC.toml -- COMMAND.", as_json)
 
 
 def edit(
@@ -320,9 +319,7 @@ def predict(
             usd_per_node_hour=usd_per_node_hour,
             deadline_s=deadline_s,
         )
-    notes = [Text(f"Note: {warning}", style="yellow") for warning in answer.model.warnings]
-    basis = Text(f"Based on {BASIS[answer.basis]}; intervals are 90 % prediction intervals.", style="dim")
-    emit(answer, Group(_table(answer.candidates, _state), basis, *notes), as_json)
+    emit(answer, Group(_table(answer.candidates, _state), *_basis(answer)), as_json)
 
 
 def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> RenderableType:
@@ -365,14 +362,18 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
                 "hardly improves a step."
             )
         )
-    basis = f"Based on {BASIS[answer.basis]}"
+    evidence = ""
     if answer.basis in ("probed", "profiled"):
         error = answer.model.cross_validated_error
         checked = f", cross-validated error {percent(error)}" if error is not None else ""
-        basis += f" ({answer.model.num_runs} runs, {answer.model.num_samples} samples{checked})"
-    lines.append(Text(f"{basis}; intervals are 90 % prediction intervals.", style="dim"))
-    lines += [Text(f"Note: {warning}", style="yellow") for warning in answer.model.warnings]
-    return Group(*lines)
+        evidence = f" ({answer.model.num_runs} runs, {answer.model.num_samples} samples{checked})"
+    return Group(*lines, *_basis(answer, evidence))
+
+
+def _basis(answer: Recommendation | Predictions, evidence: str = "") -> list[Text]:
+    """What predictions rest on, and what to know before trusting them."""
+    basis = Text(f"Based on {BASIS[answer.basis]}{evidence}; intervals are 90 % prediction intervals.", style="dim")
+    return [basis, *(Text(f"Note: {warning}", style="yellow") for warning in answer.model.warnings)]
 
 
 def candidates_table(answer: Recommendation) -> RenderableType:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -80,13 +81,13 @@ class Process:
         status = self._supervisor.poll()
         return status if status is None or status >= 0 else 128 - status
 
-    def dump_stacks(self) -> None:
-        """Make each rank print its stacks into the log, which ends the rank; returns at once."""
-        self._order(b"d")
-
-    def request_stop(self) -> None:
-        """Ask for SIGTERM, the grace period, then SIGKILL; returns at once."""
-        self._order(b"s")
+    def request_stop(self, *, stacks: bool = False) -> None:
+        """Ask for SIGTERM, the grace period, then SIGKILL; returns at once. `stacks`: each rank first prints its own
+        into the log, which ends the rank."""
+        if self._supervisor.stdin is not None and self._supervisor.poll() is None:
+            with suppress(BrokenPipeError):
+                self._supervisor.stdin.write(b"d" if stacks else b"s")
+                self._supervisor.stdin.flush()
 
     def stop(self) -> None:
         """Stop the command and all processes below it."""
@@ -97,14 +98,6 @@ class Process:
             self._supervisor.kill()
             self._supervisor.wait()
         self._close()
-
-    def _order(self, letter: bytes) -> None:
-        if self._supervisor.stdin is not None and self._supervisor.poll() is None:
-            try:
-                self._supervisor.stdin.write(letter)
-                self._supervisor.stdin.flush()
-            except BrokenPipeError:
-                return
 
     def _close(self) -> None:
         if self._supervisor.stdin is not None:
@@ -133,7 +126,6 @@ def start(
     options = ["--grace", str(grace_s)]
     if stop_command:
         options += ["--stop-command", json.dumps(list(stop_command))]
-    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", supervisor.__file__, *options, "--", *command],

@@ -215,8 +215,7 @@ class Runner:
         limit = self.time_limit_s
         if limit is not None and active.stacks_dumped_at is None and now - active.started_at > limit:
             active.stacks_dumped_at = now
-            active.process.dump_stacks()
-            active.process.request_stop()
+            active.process.request_stop(stacks=True)
         elif now - (active.stacks_dumped_at or now) > self.grace_s + _DUMP_TIMEOUT_S:
             active.process.stop()
         if not active.silence_checked and now - active.started_at >= SILENT_S:

@@ -15,26 +15,14 @@ from tula_wire import JobSpec
 from tula_wire.problems import remedy
 
 
-def read_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:
-    """The specification in a TOML file, a mapping or a model; raises `UsageError` with each wrong field."""
+def load_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:
+    """The job that a TOML file, a mapping or a model describes.
+
+    Raises `UsageError` with each wrong field and its remedy, several on one line each.
+    """
     if isinstance(spec, JobSpec):
         return spec
-    return load_spec(spec) if isinstance(spec, Path) else _checked(spec, "spec")
-
-
-def load_spec(path: Path) -> JobSpec:
-    """The job that `path` describes; raises `UsageError` with each wrong field and its remedy."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}): give the path of a job's TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from None
-    return _checked(document, str(path))
-
-
-def _checked(document: Mapping[str, Any], name: str) -> JobSpec:
-    """The job that `document` describes; raises `UsageError` with each wrong field, several on one line each."""
+    document, name = (_document(spec), spec) if isinstance(spec, Path) else (spec, "spec")
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
@@ -44,6 +32,15 @@ def _checked(document: Mapping[str, Any], name: str) -> JobSpec:
     if len(wrong) == 1:
         raise UsageError(f"{name}: {wrong[0]}")
     raise UsageError("\n  ".join([f"{name}: {len(wrong)} fields are wrong:", *wrong]))
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}): give the path of a job's TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
 
 
 def faults(error: ValidationError) -> list[str]:

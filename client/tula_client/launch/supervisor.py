@@ -2,8 +2,8 @@
 
 Runs as a script and imports only the standard library. It registers as the reaper of orphans below it (Linux, prctl
 PR_SET_CHILD_SUBREAPER), so that it finds ranks that torchrun moved to another session. Its standard input is a pipe
-from `tula`: `s` stops the command, `d` makes every rank print its stack, and the end of the pipe (`tula` died, even by
-kill -9) stops the command too. Its exit status is the command's, or 128 + n for signal n.
+from `tula`: `s` stops the command, `d` too, once every rank has printed its stack, and so does the end of the pipe
+(`tula` died, even by kill -9). Its exit status is the command's, or 128 + n for signal n.
 """
 
 from __future__ import annotations
@@ -60,16 +60,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _asked_to_stop(wake: int) -> bool:
-    """Wait up to a second for a signal or an order of `tula`; True if the order is to stop."""
+    """Wait up to a second for a signal or an order of `tula`, each of which is to stop; True if there was one."""
     ready, _, _ = select.select([0, wake], [], [], 1.0)
     if wake in ready:
         os.read(wake, 4096)
     if 0 not in ready:
         return False
-    order = os.read(0, 16)
-    if b"d" in order:
+    if b"d" in os.read(0, 16):
         _dump_stacks()
-    return order == b"" or b"s" in order
+    return True
 
 
 def _become_subreaper() -> None:

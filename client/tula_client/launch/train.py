@@ -89,9 +89,7 @@ def train(
         if len(attempts) > max_restarts:
             raise LaunchError(f"the training was started {len(attempts)} times without finishing: see {active.log}")
         if outcome.state == "out_of_memory":
-            smaller = _fall_back(runner, job, template, state.configuration)
-            runner.reporter.note(_explain_fallback(state.configuration, smaller))
-            state.configuration = smaller
+            state.configuration = _fall_back(runner, job, template, state.configuration)
         elif outcome.state == "failed" and (status in _PREEMPTED or _newest_file(checkpoints) != before):
             runner.reporter.note(f"{outcome.message} Restarting from the last checkpoint in {checkpoints}.")
         else:
@@ -164,7 +162,7 @@ def _newest_file(folder: Path) -> tuple[str, float] | None:
 
 
 def _fall_back(runner: Runner, job: Job, template: Template, failed: Configuration) -> Configuration:
-    """The next smaller configuration, within the bound of the memory model, which has seen the failure."""
+    """The next smaller configuration, within the bound of the memory model, which has seen the failure; notes it."""
     recommendation = runner.retrying(runner.service.recommendation, job.id)
     bound = recommendation.max_local_batch_size.get(failed.instance_type)
     smaller = next_smaller(failed, can_accumulate=template.can_accumulate, max_local_batch_size=bound or None)
@@ -173,6 +171,7 @@ def _fall_back(runner: Runner, job: Job, template: Template, failed: Configurati
             f"a local batch of {failed.local_batch_size} ran out of memory and there is no smaller one: "
             "use a smaller model or more memory per rank"
         )
+    runner.reporter.note(_explain_fallback(failed, smaller))
     return smaller
 
 

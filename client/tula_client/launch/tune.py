@@ -180,10 +180,13 @@ class _PlanLoop:
         if claimed.retry_after_s is None:
             return None
         # Checked several times: a run of another `tula` may just have ended, and the service may be replanning.
-        problem = _explain_too_few_nodes(self._current(), self.budget)
-        self.checks_of_nodes = 0 if problem is None else self.checks_of_nodes + 1
-        if problem is not None and self.checks_of_nodes >= _MAX_CHECKS_OF_NODES:
-            raise LaunchError(problem)
+        nodes = _nodes_of_pending(self._current())
+        self.checks_of_nodes = self.checks_of_nodes + 1 if nodes > self.budget else 0
+        if self.checks_of_nodes >= _MAX_CHECKS_OF_NODES:
+            raise LaunchError(
+                f"the pending runs need at least {nodes} nodes, but --nodes is {self.budget}: raise it, or lower "
+                "max_nodes in the job; finished measurements are kept"
+            )
         self.runner.reporter.waiting(claimed.reason)
         return min(claimed.retry_after_s, _MAX_WAIT_S)
 
@@ -191,16 +194,11 @@ class _PlanLoop:
         return self.runner.retrying(self.runner.service.job, self.job.id)
 
 
-def _explain_too_few_nodes(job: Job, budget: int) -> str | None:
-    """Error message if every pending run needs more than `budget` nodes and none is running, else None."""
-    pending = [run.configuration.num_nodes for run in job.plan if run.state == "pending"]
+def _nodes_of_pending(job: Job) -> int:
+    """The fewest nodes that a pending run needs; 0 without one, or while another run may still change the plan."""
     running = any(run.state in ("claimed", "running") for run in job.plan)
-    if not pending or running or min(pending) <= budget:
-        return None
-    return (
-        f"the pending runs need at least {min(pending)} nodes, but --nodes is {budget}: raise it, or lower max_nodes "
-        "in the job; finished measurements are kept"
-    )
+    pending = [run.configuration.num_nodes for run in job.plan if run.state == "pending"]
+    return 0 if running else min(pending, default=0)
 
 
 def _explain_failure(active: ActiveRun, run: Run, outcome: Outcome, failures: int) -> str:

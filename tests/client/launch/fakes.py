@@ -170,12 +170,9 @@ class FakeProcess:
             self.during = None
         return self.status
 
-    def request_stop(self):
-        self.asked.append("stop")
+    def request_stop(self, *, stacks=False):
+        self.asked.append("stop with stacks" if stacks else "stop")
         self.left, self.status = 0, 143
-
-    def dump_stacks(self):
-        self.asked.append("dump")
 
     def stop(self):
         self.request_stop()

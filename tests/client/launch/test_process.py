@@ -139,8 +139,7 @@ for rank in ranks:
     log = tmp_path / "log"
     process = start([sys.executable, "-c", script], environment=environment(), log=log, grace_s=1)
     wait_until(lambda: log.read_text().count("up") == 3)
-    process.dump_stacks()
-    process.request_stop()
+    process.request_stop(stacks=True)
     wait_until(lambda: process.poll() is not None)
     text = log.read_text()
     assert [f"Stack of rank {rank}" in text for rank in range(3)] == [True] * 3

@@ -332,7 +332,7 @@ def test_a_run_past_its_time_limit_shows_its_stacks_and_fails(tmp_path):
     bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=10_000), notes, time_limit_s=3)
     with pytest.raises(LaunchError, match="did not end within its time limit of 3 s"):
         tune(bench, service)
-    assert bench.started[0][2].asked == ["dump", "stop"]
+    assert bench.started[0][2].asked == ["stop with stacks"]
 
 
 def test_the_lease_is_renewed_while_a_run_lasts(tmp_path):
