@@ -7,11 +7,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 
+from scipy import special
+
 import tula_wire as wire
 from tula_service.analysis import job_data, priors, scaling
 from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
 from tula_service.analysis.evidence import Evidence
-from tula_service.perfmodel.choice import Choice, Estimate, duration
+from tula_service.domain import MEASURES, Measure
+from tula_service.perfmodel.choice import SECONDS_PER_HOUR, Choice, Estimate, Exclusion, Limits, barred_by
 from tula_service.perfmodel.intervals import Interval
 from tula_wire import Configuration
 from tula_wire.format import cluster_name, percent
@@ -85,7 +88,7 @@ def candidates_of(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Ca
     Without those that spot interruptions would practically never let finish: JSON has no infinite time.
     """
     frontier = {each.key for each in answer.choice.frontier}
-    limits = {found.estimate.key: found.sentence for found in reversed(answer.choice.excluded)}  # decisive ones last
+    limits = {found.estimate.key: found for found in reversed(answer.choice.excluded)}  # decisive ones last
     finite = [each for each in estimates if math.isfinite(each.time_s.mean)]
     return [_candidate(answer, estimate, frontier, limits) for estimate in finite]
 
@@ -114,10 +117,10 @@ def why(answer: Answer) -> str:
     parts = []
     chosen = choice.chosen
     if chosen is None:
-        parts.append(choice.reason)
+        parts.append(reason_of(choice))
     else:
         on_demand = " on demand" if job_data.spot_offers_of(spec) and not chosen.spot else ""
-        parts.append(f"{_named(chosen)}{on_demand}: {choice.reason[0].lower()}{choice.reason[1:]}")
+        parts.append(f"{_named(chosen)}{on_demand}: {reason_of(choice)}")
         if choice.runner_up is not None:
             difference = _difference(spec, chosen, choice.runner_up)
             parts.append(f"The runner-up, {_named(choice.runner_up)}, {difference}.")
@@ -143,6 +146,80 @@ def why(answer: Answer) -> str:
     if _RESTS_ON[answer.model.basis]:
         parts.append(_RESTS_ON[answer.model.basis])
     return " ".join(filter(None, parts))
+
+
+def reason_of(choice: Choice) -> str:
+    """Why the chosen candidate is, as the end of a sentence, or why none is, with what its limits would have to be."""
+    chosen, least = choice.chosen, _least(choice)
+    if chosen is None:
+        limits = ", ".join(sorted({found.limit for found in choice.excluded}))
+        return (
+            f"No candidate keeps the limits ({limits}){least and ': '}{least}. Relax one of them or widen the node "
+            "range."
+        )
+    if not choice.within_limits_is_likely:
+        # Time and cost of one configuration share their error.
+        chance = special.ndtr(choice.goal.limits.margin(chosen))
+        return (
+            f"it is the likeliest to keep the limits, with a chance of {chance * 100:.0f} %; "
+            f"none of the candidates keeps them at the upper end of its interval: {least}."
+        )
+    return _merit(choice, chosen) + (f" Without deadline and budget, {least}." if choice.best_is_excluded else "")
+
+
+def _merit(choice: Choice, chosen: Estimate) -> str:
+    """What the candidate that keeps the limits is the best in."""
+    goal, measure = choice.goal, MEASURES[choice.goal.objective]
+    if measure is Measure.COST:
+        return "it is expected to be the cheapest of the candidates within the limits."
+    if measure is Measure.CURVE and choice.knee is not None:
+        return f"it is the candidate nearest the knee: {choice.knee_finding.reason}"
+    if measure is Measure.COMPROMISE:
+        if goal.priced and goal.usd_per_hour_of_waiting is not None:
+            return "it has the least expected cost with waiting counted in."
+        if goal.value(chosen).expected > min(goal.value(each).expected for each in choice.frontier):
+            what = "time multiplied by cost is" if goal.priced else "time is"
+            return f"it has the smallest batch of the candidates whose {what} within 10 % of the smallest."
+        if goal.priced:
+            return "it is the best compromise: its time multiplied by its cost is the smallest of all candidates."
+    end = f"; {choice.knee_finding.reason}" if measure is Measure.CURVE else "."
+    return f"it is expected to be the fastest of the candidates within the limits{end}"
+
+
+def _least(choice: Choice) -> str:
+    """What deadline and budget would have to be for one candidate: the least upper end, and the expected value to it.
+
+    Of the candidates that neither the largest batch nor interruptions take out; nothing where those take out all.
+    """
+    barred = barred_by(choice.excluded)
+    near = [e for e in choice.estimates if e.configuration not in choice.ineligible and e.key not in barred]
+    if not near:
+        return ""
+    time_s = min((each.time_s for each in near), key=lambda value: value.high)
+    least = f"the fastest takes {_duration(time_s.mean)}, {_duration(time_s.high)} at the upper end"
+    if any(found.limit == "budget_usd" for found in choice.excluded):
+        cost = min((each.cost_usd for each in near), key=lambda value: value.high)
+        least += f"; the cheapest costs {cost.mean:,.4g} USD, {cost.high:,.4g} USD at the upper end"
+    return least
+
+
+def breach(found: Exclusion, limits: Limits) -> str:
+    """How a candidate breaks a limit."""
+    if found.limit == "interruptions":
+        return "spot interruptions would practically never let it finish."
+    if found.limit == "max_global_batch_size":
+        batch = found.estimate.configuration.global_batch_size
+        return f"its global batch {batch} is above the limit of {limits.max_global_batch_size}."
+    what, said, unit = ("time", "deadline", "s") if found.limit == "deadline_s" else ("cost", "budget", "USD")
+    value, most = next((value, most) for name, value, most in limits.of_totals(found.estimate) if name == found.limit)
+    mean, high, top = (f"{x:,.0f}" if x >= 1e3 else f"{x:.4g}" for x in (value.mean, value.high, most))
+    if found.certain:
+        return f"its expected {what}, {mean} {unit}, is above the {said} of {top} {unit}."
+    return f"its expected {what} is {mean} of the {said} of {top} {unit}, but {high} at the upper end of its interval."
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / SECONDS_PER_HOUR:.3g} h" if seconds >= SECONDS_PER_HOUR else f"{seconds:.3g} s"
 
 
 def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate]) -> tuple[float | None, float | None]:
@@ -173,10 +250,11 @@ def _candidate(
     answer: Answer,
     estimate: Estimate,
     frontier: Collection[tuple[Configuration, bool]],
-    limits: Mapping[tuple[Configuration, bool], str],
+    limits: Mapping[tuple[Configuration, bool], Exclusion],
 ) -> wire.Candidate:
     c, evidence = estimate.configuration, answer.evidence
-    excluded = evidence.ruled_out.get(c) or limits.get(estimate.key) or _excluded_by(answer, c)
+    broken = limits.get(estimate.key)
+    excluded = evidence.ruled_out.get(c) or (breach(broken, answer.goal.limits) if broken else _excluded_by(answer, c))
     tokens, priced = answer.data.tokens_per_example, job_data.has_prices(answer.spec)
     per_step = None if tokens is None else tokens * c.global_batch_size
     millions = None if tokens is None else tokens * answer.spec.dataset.size * answer.spec.epochs / 1e6
@@ -264,7 +342,7 @@ def _waits_for_data(answer: Answer) -> list[str]:
     share = chosen.terms["input_s"] / chosen.step_time_s.mean
     if share < _NOTABLE_INPUT:
         return []
-    saved = f"{duration(share * chosen.time_s.mean)} of {duration(chosen.time_s.mean)}"
+    saved = f"{_duration(share * chosen.time_s.mean)} of {_duration(chosen.time_s.mean)}"
     if job_data.has_prices(answer.spec):
         saved += f" and {share * chosen.cost_usd.mean:.3g} of {chosen.cost_usd.mean:.3g} USD"
     return [
@@ -293,8 +371,10 @@ def _by_noise_scale(answer: Answer, c: Configuration) -> float | None:
 def _nearest_misses(choice: Choice) -> list[str]:
     """Of each limit that excludes something, the candidate that breaks it by least."""
     names = {"deadline_s": "deadline", "budget_usd": "budget", "max_global_batch_size": "largest global batch"}
-    found = [(name, choice.nearest_miss(limit)) for limit, name in names.items()]
-    return [f"Nearest miss of the {name}: {_named(each.estimate)}; {each.sentence}" for name, each in found if each]
+    found, limits = [(name, choice.nearest_miss(limit)) for limit, name in names.items()], choice.goal.limits
+    return [
+        f"Nearest miss of the {name}: {_named(each.estimate)}; {breach(each, limits)}" for name, each in found if each
+    ]
 
 
 def _difference(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import tula_wire as wire
 from tula_service.analysis.answer import Analysis, Answer, Infeasible
 from tula_service.analysis.evidence import leave_one_out
+from tula_service.analysis.explanation import reason_of
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.priors import posteriors_of
 from tula_service.domain import NewRun, RunRecord
@@ -61,7 +62,11 @@ def plan_of(analysis: Analysis) -> PlanDecision:
     active = bool(found.runs) or bool(again) or bool(kept) or bool(begun)
     over = analysis.evidence.observed is not None and not active
     left = [*(each.configuration for each in found.runs), *(run.configuration for run in (*again, *kept, *begun))]
-    reason = found.stop_reason or _progress(left, analysis.spec.profiling.columns)
+    reason = found.stop_reason or (
+        _progress(left, analysis.spec.profiling.columns)
+        if left
+        else f"No further run helps: {reason_of(analysis.choice)}"
+    )
     # A repeated run takes the place of the failed one, so that it comes before what waits.
     last = max((run.position for run in analysis.data.profile_runs), default=-1)
     new = [_new(analysis, run.configuration, f"Repeats {run.id}, which failed.", run.position) for run in again]
@@ -282,10 +287,7 @@ def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> 
 
 def _progress(waiting: Sequence[Configuration], by_column: bool) -> str:
     """How much is left to measure."""
-    total = len(waiting)
-    if not total:
-        return "Waiting."
-    launches = len(columns_of(waiting))
+    total, launches = len(waiting), len(columns_of(waiting))
     within = f" in {launches} launch{'es' if launches != 1 else ''}" if by_column else ""
     return f"{total} profiling run{'s are' if total != 1 else ' is'} still to be measured{within}."
 

@@ -1,5 +1,5 @@
 """From a fitted model to a recommendation: predict, price (equations 4a and 4b, spot interruptions included), find the
-knee, choose inside the limits, give reasons."""
+knee, choose inside the limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from scipy import special
 
 from tula_service.domain import MEASURES, Measure
 from tula_service.perfmodel.intervals import Interval
@@ -76,9 +75,9 @@ class Estimate:
     cost_usd: Interval
     epoch_time_s: Interval
     peak_bytes: Interval | None
-    extrapolated: bool
-    measured: bool
-    terms: Mapping[str, float]
+    extrapolated: bool = False
+    measured: bool = False
+    terms: Mapping[str, float] = field(default_factory=dict)
     spot: bool = False
 
     @property
@@ -102,6 +101,11 @@ class Limits:
             ("budget_usd", estimate.cost_usd, self.budget_usd),
         )
         return [(name, value, limit) for name, value, limit in both if limit is not None]
+
+    def margin(self, estimate: Estimate) -> float:
+        """Standard deviations of the logarithm from the mean to the tighter limit, negative where it is broken."""
+        both = [(value, limit) for _, value, limit in self.of_totals(estimate) if value.mean > 0]
+        return min((math.log(limit / value.mean) / max(value.log_sd, 1e-9) for value, limit in both), default=math.inf)
 
 
 @dataclass(frozen=True)
@@ -155,25 +159,25 @@ class Exclusion:
     estimate: Estimate
     limit: str
     certain: bool
-    sentence: str
     share: float
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A recommendation with its reasons. `chosen` is None when no candidate keeps the limits; `reason` names them.
+    """A recommendation and what it was chosen from. `chosen` is None when no candidate keeps the limits.
 
     `estimates` are of all candidates, on demand in their order and then on spot; the `ineligible` could not be chosen.
     `excluded` has every limit that every candidate breaks, of one candidate the decisive one first.
     `within_limits_is_likely` is False when every candidate might break a limit and the one least likely to was taken.
+    `best_is_excluded`: deadline or budget exclude what would have been chosen without them.
     """
 
     estimates: tuple[Estimate, ...]
     goal: Goal
-    reason: str
     knee_finding: KneeFinding
     excluded: tuple[Exclusion, ...]
     within_limits_is_likely: bool = False
+    best_is_excluded: bool = False
     chosen: Estimate | None = None
     runner_up: Estimate | None = None
     least_time: Estimate | None = None
@@ -242,16 +246,18 @@ def price_candidates(
     predicted, peaks = model.predict(candidates), predict_peaks(memory or {}, candidates)
     intervals, parts = predicted.intervals(), ("compute_s", "exposed_comm_s", "input_s")
     return tuple(
-        price(
-            c,
-            intervals[row],
-            goal.training,
-            offers[c.instance_type],
-            peak_bytes=peaks[row] or assumed_peak,
+        replace(
+            price(
+                c,
+                intervals[row],
+                goal.training,
+                offers[c.instance_type],
+                peak_bytes=peaks[row] or assumed_peak,
+                steps_factor=goal.steps_factor.get(c, 1.0),
+            ),
             extrapolated=bool(predicted.extrapolated[row]),
             measured=bool(predicted.measured[row]),
             terms={part: float(getattr(predicted, part)[row]) for part in parts},
-            steps_factor=goal.steps_factor.get(c, 1.0),
         )
         for offers in (goal.offers, goal.spot_offers)
         for row, c in enumerate(candidates)
@@ -283,9 +289,6 @@ def price(
     offer: Offer,
     *,
     peak_bytes: Interval | None = None,
-    extrapolated: bool = False,
-    measured: bool = False,
-    terms: Mapping[str, float] | None = None,
     steps_factor: float = 1.0,
 ) -> Estimate:
     """Time (4a) and cost (4b) of one candidate.
@@ -311,9 +314,6 @@ def price(
         cost_usd=cost,
         epoch_time_s=epoch,
         peak_bytes=peak_bytes,
-        extrapolated=extrapolated,
-        measured=measured,
-        terms=terms or {},
         spot=offer.spot is not None,
     )
 
@@ -357,16 +357,15 @@ def _lower_hull(x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
     return x[kept], y[kept]
 
 
-def pareto_frontier(first: Sequence[float], second: Sequence[float]) -> tuple[int, ...]:
-    """Row numbers of the undominated rows (smaller is better in both), ordered by the first measure.
+def pareto_frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
+    """The estimates that no other dominates by its means of time and cost, the fastest first.
 
-    A row is dominated when another is no worse in both and better in one; of equal rows the first one stays.
+    One is dominated when another is no worse in both and better in one; of equals the first one stays.
     """
-    order = sorted(range(len(first)), key=lambda row: (first[row], second[row], row))
-    frontier: list[int] = []
-    for row in order:
-        if not frontier or second[row] < second[frontier[-1]]:
-            frontier.append(row)
+    frontier: list[Estimate] = []
+    for each in sorted(estimates, key=lambda e: (e.time_s.mean, e.cost_usd.mean)):
+        if not frontier or each.cost_usd.mean < frontier[-1].cost_usd.mean:
+            frontier.append(each)
     return tuple(frontier)
 
 
@@ -374,9 +373,9 @@ def choose(goal: Goal, estimates: Sequence[Estimate], knee: KneeFinding | None =
     """The best candidate for the goal's objective inside its limits.
 
     A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
-    broken limit is rare. If none does, the one whose mean keeps them by the widest margin is taken,
-    `within_limits_is_likely` is False and `reason` states the chance. `"time_to_quality"` chooses the least
-    time among estimates that were priced with `Goal.steps_factor`.
+    broken limit is rare. If none does, the one whose mean keeps them by the widest margin is taken, and
+    `within_limits_is_likely` is False. `"time_to_quality"` chooses the least time among estimates that were priced with
+    `Goal.steps_factor`. Raises ObservationError without a candidate.
     """
     if not estimates:
         raise ObservationError("candidates: there are none; widen the node range or the batch range.")
@@ -388,41 +387,31 @@ def choose(goal: Goal, estimates: Sequence[Estimate], knee: KneeFinding | None =
     if not likely:
         hopeless = {found.estimate.key for found in excluded if found.certain}
         hopeful = [estimate for estimate in estimates if estimate.key not in hopeless]
-        allowed = sorted(hopeful, key=lambda e: (-_margin(e, limits), _order(e)))[:1]
+        allowed = sorted(hopeful, key=lambda e: (-limits.margin(e), _order(e)))[:1]
     if not allowed:
-        return Choice(tuple(estimates), goal, _none_fits(estimates, excluded), finding, excluded)
-    ranked, reason = _ranked(goal, allowed, finding)
-    if not likely:
-        chance = special.ndtr(_margin(allowed[0], limits))  # time and cost of one configuration share their error
-        reason = (
-            f"It is the likeliest to keep the limits, with a chance of {chance * 100:.0f} %; "
-            f"none of the candidates keeps them at the upper end of its interval: {_least(estimates, excluded)}."
-        )
-    elif limits.deadline_s is not None or limits.budget_usd is not None:
-        barred = barred_by(excluded)
-        free, _ = _ranked(goal, [estimate for estimate in estimates if estimate.key not in barred], finding)
-        if free[0].key in out:
-            reason += f" Without deadline and budget, {_least(estimates, excluded)}."
+        return Choice(tuple(estimates), goal, finding, excluded)
+    ranked, barred = _ranked(goal, allowed, finding), barred_by(excluded)
+    free = _ranked(goal, [estimate for estimate in estimates if estimate.key not in barred], finding)
     # By cost, the next best is the next that is not cheaper at its predicted value, which is printed beside it: the
     # rank is by expected cost, where a cheaper but less sure one may come after the chosen one.
     cheapest = ranked[0].cost_usd.mean if MEASURES[goal.objective] is Measure.COST else 0.0
     least_time, least_cost, balanced = (
-        _ranked(replace(goal, objective=each), allowed, finding)[0][0] for each in ("time", "cost", "balanced")
+        _ranked(replace(goal, objective=each), allowed, finding)[0] for each in ("time", "cost", "balanced")
     )
     return Choice(
         estimates=tuple(estimates),
         goal=goal,
-        reason=reason,
         knee_finding=finding,
         excluded=excluded,
         within_limits_is_likely=likely,
+        best_is_excluded=likely and free[0].key in out,
         chosen=ranked[0],
         runner_up=next((each for each in ranked[1:] if each.cost_usd.mean >= cheapest), None),
         least_time=least_time,
         least_cost=least_cost,
         balanced=balanced,
         knee=_nearest(finding, allowed),
-        frontier=_frontier(allowed),
+        frontier=pareto_frontier(allowed),
     )
 
 
@@ -431,45 +420,27 @@ def barred_by(excluded: Sequence[Exclusion]) -> set[tuple[Configuration, bool]]:
     return {found.estimate.key for found in excluded if found.limit not in OF_TOTALS}
 
 
-def _frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
-    rows = pareto_frontier([e.time_s.mean for e in estimates], [e.cost_usd.mean for e in estimates])
-    return tuple(estimates[row] for row in rows)
-
-
-def _ranked(goal: Goal, allowed: Sequence[Estimate], finding: KneeFinding) -> tuple[list[Estimate], str]:
-    """The estimates, of a compromise those of the frontier, from the best on, and why the first one is."""
+def _ranked(goal: Goal, allowed: Sequence[Estimate], finding: KneeFinding) -> list[Estimate]:
+    """The estimates, of a compromise those of the frontier, from the best on."""
     measure = MEASURES[goal.objective]
     if measure is Measure.COMPROMISE:
-        return _balanced(goal, _frontier(allowed))
+        return _balanced(goal, pareto_frontier(allowed))
     if measure is Measure.COST:
-        by_cost = sorted(allowed, key=lambda e: (e.cost_usd.expected, e.time_s.expected, _order(e)))
-        return by_cost, "It is expected to be the cheapest of the candidates within the limits."
+        return sorted(allowed, key=lambda e: (e.cost_usd.expected, e.time_s.expected, _order(e)))
     by_time = sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, _order(e)))
-    reason = "It is expected to be the fastest of the candidates within the limits."
-    if measure is Measure.CURVE:
-        knee = _nearest(finding, allowed)
-        if knee is None:
-            return by_time, f"{reason[:-1]}; {finding.reason}"
-        rest = [estimate for estimate in by_time if estimate is not knee]
-        return [knee, *rest], f"It is the candidate nearest the knee: {finding.reason}"
-    return by_time, reason
+    knee = _nearest(finding, allowed) if measure is Measure.CURVE else None
+    return by_time if knee is None else [knee, *(e for e in by_time if e is not knee)]
 
 
-def _balanced(goal: Goal, frontier: Sequence[Estimate]) -> tuple[list[Estimate], str]:
-    """The frontier by the value of the compromise, the chosen candidate first, and the reason."""
+def _balanced(goal: Goal, frontier: Sequence[Estimate]) -> list[Estimate]:
+    """The frontier by the value of the compromise, the chosen candidate first."""
     ranked = sorted(frontier, key=lambda e: (goal.value(e).expected, _order(e)))
     if goal.priced and goal.usd_per_hour_of_waiting is not None:
-        return ranked, "It has the least expected cost with waiting counted in."
+        return ranked
     best = goal.value(ranked[0]).expected
     near = [e for e in ranked if goal.value(e).expected <= _NEARLY_BEST * best]
     chosen = min(near, key=lambda e: (e.configuration.global_batch_size, e.configuration.num_nodes, ranked.index(e)))
-    reason = "It is expected to be the fastest of the candidates within the limits."
-    if goal.priced:
-        reason = "It is the best compromise: its time multiplied by its cost is the smallest of all candidates."
-    if chosen is not ranked[0]:
-        what = "time multiplied by cost is" if goal.priced else "time is"
-        reason = f"It has the smallest batch of the candidates whose {what} within 10 % of the smallest."
-    return [chosen, *(e for e in ranked if e is not chosen)], reason
+    return [chosen, *(e for e in ranked if e is not chosen)]
 
 
 def _nearest(finding: KneeFinding, allowed: Sequence[Estimate]) -> Estimate | None:
@@ -489,62 +460,18 @@ def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
     batch, most = estimate.configuration.global_batch_size, limits.max_global_batch_size
     broken = []
     if most is not None and batch > most:
-        sentence = f"its global batch {batch} is above the limit of {most}."
-        broken.append(Exclusion(estimate, "max_global_batch_size", True, sentence, batch / most))
+        broken.append(Exclusion(estimate, "max_global_batch_size", True, batch / most))
     if not math.isfinite(estimate.time_s.mean):
-        sentence = "spot interruptions would practically never let it finish."
-        return [*broken, Exclusion(estimate, "interruptions", True, sentence, math.inf)]
-    for name, value, limit in limits.of_totals(estimate):
-        if value.high > limit:
-            certain = value.mean > limit
-            what, said, unit = ("time", "deadline", "s") if name == "deadline_s" else ("cost", "budget", "USD")
-            mean, high, top = (f"{x:,.0f}" if x >= 1e3 else f"{x:.4g}" for x in (value.mean, value.high, limit))
-            sentence = f"its expected {what}, {mean} {unit}, is above the {said} of {top} {unit}."
-            if not certain:
-                upper = f"{high} at the upper end of its interval"
-                sentence = f"its expected {what} is {mean} of the {said} of {top} {unit}, but {upper}."
-            broken.append(Exclusion(estimate, name, certain, sentence, value.high / limit))
+        return [*broken, Exclusion(estimate, "interruptions", True, math.inf)]
+    broken += [
+        Exclusion(estimate, name, value.mean > limit, value.high / limit)
+        for name, value, limit in limits.of_totals(estimate)
+        if value.high > limit
+    ]
     return sorted(broken, key=lambda found: not found.certain)
-
-
-def _margin(estimate: Estimate, limits: Limits) -> float:
-    """Standard deviations of the logarithm from the mean to its tighter limit; negative where the mean breaks it."""
-    totals = [(value, limit) for _, value, limit in limits.of_totals(estimate) if value.mean > 0]
-    return min((math.log(limit / value.mean) / max(value.log_sd, 1e-9) for value, limit in totals), default=math.inf)
 
 
 def _order(estimate: Estimate) -> tuple[int, int, str, int, int]:
     """Ties go to fewer nodes, then the smaller batch, so that the choice is deterministic."""
     c = estimate.configuration
     return (c.world_size, c.global_batch_size, c.instance_type, c.local_batch_size, c.grad_accum_steps)
-
-
-def _none_fits(estimates: Sequence[Estimate], excluded: Sequence[Exclusion]) -> str:
-    limits = sorted({found.limit for found in excluded})
-    least = _least(estimates, excluded)
-    return (
-        f"No candidate keeps the limits ({', '.join(limits)}){least and ': '}{least}. Relax one of them or widen the "
-        "node range."
-    )
-
-
-def _least(estimates: Sequence[Estimate], excluded: Sequence[Exclusion]) -> str:
-    """What deadline and budget would have to be for one candidate: the least upper end, and the expected value to it.
-
-    Of the candidates that neither the largest batch nor interruptions take out; nothing where those take out all.
-    """
-    barred = barred_by(excluded)
-    near = [each for each in estimates if each.key not in barred]
-    if not near:
-        return ""
-    time_s = min((each.time_s for each in near), key=lambda value: value.high)
-    least = f"the fastest takes {duration(time_s.mean)}, {duration(time_s.high)} at the upper end"
-    if any(found.limit == "budget_usd" for found in excluded):
-        cost = min((each.cost_usd for each in near), key=lambda value: value.high)
-        least += f"; the cheapest costs {cost.mean:,.4g} USD, {cost.high:,.4g} USD at the upper end"
-    return least
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words: in hours from one hour on."""
-    return f"{seconds / SECONDS_PER_HOUR:.3g} h" if seconds >= SECONDS_PER_HOUR else f"{seconds:.3g} s"

@@ -83,7 +83,7 @@ class PlannedRun:
 class Plan:
     """Runs that may go in parallel. `stop_reason` is set when there are none because profiling is over.
 
-    No runs and no reason: wait for the pending runs.
+    No runs and no reason: wait for the pending runs or, where none is pending, nothing keeps the limits.
     """
 
     runs: tuple[PlannedRun, ...]
@@ -416,7 +416,7 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
                 "Contender: of all candidates it has the lowest confidence bound, so it might beat the choice.",
             )
     if chosen is None:
-        return Plan((), f"No further run helps: {choice.reason}")
+        return Plan((), None)
     if not chosen.measured:
         return Plan((), "The rest of the budget pays for no run of the choice: it stays a prediction.")
     if measure is Measure.CURVE and choice.knee is None:

@@ -86,6 +86,14 @@ def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
     assert "stable" in decision.reason
 
 
+def test_a_plan_that_no_run_can_bring_within_the_limits_ends_with_what_they_would_have_to_be() -> None:
+    nodes = {"max_nodes": 8, "ranks_per_node": 2, "price": {"usd_per_node_hour": 3.0}}
+    profiling = {"max_runs": 30}
+    data, decision = profiled(job(cluster=nodes, limits={"deadline_s": 1.0}, profiling=profiling))
+    assert decision.reason.startswith("No further run helps: No candidate keeps the limits (deadline_s): the fastest")
+    assert explanation.why(answer_of(data)).startswith("No candidate keeps the limits (deadline_s): the fastest takes")
+
+
 def test_a_runner_up_that_costs_the_same_is_not_said_to_cost_more() -> None:
     """Without communication, accumulated micro-steps take as long for each example as single ones."""
     one_rank = {"min_nodes": 1, "max_nodes": 1, "ranks_per_node": 1, "price": {"usd_per_node_hour": 3.0}}

@@ -1,0 +1,90 @@
+"""Why a candidate is chosen, or none is: what is said of limits and of what they cost."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, get_args
+
+import pytest
+
+from tests.support.configurations import make_configuration
+from tula_service.analysis.explanation import breach, reason_of
+from tula_service.perfmodel.choice import Choice, Estimate, Goal, Limits, Offer, Training, choose, price
+from tula_service.perfmodel.intervals import Interval
+from tula_wire.enums import Objective
+
+
+def chosen_for(objective: Objective, found: list[Estimate], **limits: Any) -> Choice:
+    return choose(Goal(objective, Training(1000, 2), {}, Limits(**limits)), found)
+
+
+def estimates(*rows: tuple[int, int, float]) -> list[Estimate]:
+    """Candidates from (nodes, local batch, step time): one rank a node, intervals of 20 % either way."""
+    return [
+        price(make_configuration(nodes, 1, batch), Interval(t, t / 1.2, t * 1.2), Training(1000, 2), Offer(3.6))
+        for nodes, batch, t in rows
+    ]
+
+
+def test_a_limit_that_only_the_upper_end_breaks_is_said_to_be_so():
+    (found,) = estimates((2, 64, 0.41))
+    most = found.time_s.mean * 1.05
+    choice = chosen_for("cost", [found], deadline_s=most)
+    mean, high, limit = (f"{each:.4g}" for each in (found.time_s.mean, found.time_s.high, most))
+    said = breach(choice.excluded[0], choice.goal.limits)
+    assert f"is {mean} of the deadline of {limit} s, but {high} at the upper end" in said
+
+
+@pytest.mark.parametrize("objective", get_args(Objective))
+def test_where_nothing_keeps_the_limits_safely_the_reason_says_only_that_with_the_chance(objective):
+    found = estimates((1, 64, 0.4), (2, 64, 0.3))
+    mean, high = found[1].time_s.mean, found[1].time_s.high
+    chances = []
+    for limit in (mean * 1.001, math.sqrt(mean * high), high * 0.999):
+        choice = chosen_for(objective, found, deadline_s=limit)
+        assert choice.chosen.configuration.num_nodes == 2
+        assert "within the limits" not in reason_of(choice)
+        assert f"the fastest takes {mean:.3g} s, {high:.3g} s at the upper end" in reason_of(choice)
+        chances.append(int(re.search(r"with a chance of (\d+) %", reason_of(choice))[1]))
+    assert chances[0] == 50
+    assert chances == sorted(chances)
+    assert chances[-1] == pytest.approx(95, abs=1)
+
+
+def test_where_nothing_keeps_the_limits_the_reason_names_them_and_what_they_would_have_to_be():
+    slow, fast, large = estimates((1, 64, 0.4), (4, 64, 0.6), (4, 128, 0.6))
+    limits = {"deadline_s": fast.time_s.mean / 2, "budget_usd": slow.cost_usd.mean / 2, "max_global_batch_size": 256}
+    reason = reason_of(chosen_for("cost", [slow, fast, large], **limits))
+    assert "(budget_usd, deadline_s, max_global_batch_size): the fastest takes" in reason
+    assert f"the cheapest costs {slow.cost_usd.mean:.4g} USD" in reason
+    small, large = estimates((1, 64, 0.4), (1, 128, 0.4))
+    both = reason_of(chosen_for("time", [small, large], deadline_s=1e-3, max_global_batch_size=64))
+    assert f"the fastest takes {small.time_s.mean:.3g} s" in both, "no deadline lets the larger batch in"
+
+
+@pytest.mark.parametrize(("objective", "limit"), [("cost", "deadline_s"), ("time", "budget_usd")])
+def test_the_least_time_is_said_where_a_limit_excludes_what_would_else_be_chosen(objective, limit):
+    slow, fast = estimates((1, 64, 0.4), (4, 64, 0.6))
+    tight = {"deadline_s": fast.time_s.high * 1.01, "budget_usd": slow.cost_usd.high * 1.01}[limit]
+    said = f"Without deadline and budget, the fastest takes {fast.time_s.mean:.3g} s, {fast.time_s.high:.3g} s at the"
+    limited = chosen_for(objective, [slow, fast], **{limit: tight})
+    assert limited.within_limits_is_likely
+    assert said in reason_of(limited)
+    assert ("the cheapest costs" in reason_of(limited)) is (limit == "budget_usd")
+    other = "time" if objective == "cost" else "cost"
+    assert "Without" not in reason_of(chosen_for(other, [slow, fast], **{limit: tight})), "it excludes no best"
+
+
+@pytest.mark.parametrize(
+    ("objective", "rows", "words"),
+    [
+        ("balanced", [(8, 64, 0.5), (1, 64, 0.1)], "the best compromise"),
+        ("balanced", [(1, 64, 0.1), (4, 64, 0.195)], "the smallest batch"),
+        ("knee", [(8, 64, 0.5), (1, 64, 0.1)], "; no knee"),
+        ("cost", [(8, 64, 0.5), (1, 64, 0.1)], "the cheapest"),
+        ("time", [(8, 64, 0.5), (1, 64, 0.1)], "the fastest of the candidates within the limits."),
+    ],
+)
+def test_the_reason_names_the_measure_in_which_the_chosen_candidate_is_best(objective, rows, words):
+    assert words in reason_of(chosen_for(objective, estimates(*rows)))
