@@ -16,11 +16,15 @@ from tula_service.analysis.evidence import Evidence
 from tula_service.domain import MEASURES, Measure
 from tula_service.perfmodel.choice import SECONDS_PER_HOUR, Choice, Estimate, Exclusion, Limits, barred_by
 from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.points import PointKey
+from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire import Configuration
 from tula_wire.format import cluster_name, percent
 
 _EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
 _NOTABLE_INPUT = 0.1  # of the step
+_CONTRADICTION = 1.25
+_IMPLAUSIBLE = 2.0  # in 69 of 72 public grids no pair of all their configurations differs so
 _RESTS_ON = {
     "prior": "Nothing of this job has been measured yet, so this is a guess from data sheets and earlier jobs.",
     "transfer": "Nothing of this job has been measured yet, so this rests on earlier jobs on nodes like these.",
@@ -107,7 +111,7 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
         num_runs=evidence.num_runs,
         num_samples=evidence.num_samples,
         cross_validated_error=cross_validated_error,
-        warnings=list(dict.fromkeys((*warnings, *model.notes, *memory, *evidence.warnings))),
+        warnings=list(dict.fromkeys((*warnings, *gaps_of(model), *memory, *evidence.warnings))),
     )
 
 
@@ -323,6 +327,53 @@ def _warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
             "is applied: profile a run, or give model.activation_bytes_per_sample and model.parameters."
         )
     return found
+
+
+def gaps_of(model: StepTimeModel) -> list[str]:
+    """What the measurements leave open, one sentence per gap, and which of them contradict one another."""
+    if model.observations is None:
+        return ["Nothing was measured: every figure comes from hardware data or from other jobs."]
+    rows = model.observations.points.rows()
+    found = [
+        f"Repeats at world size {world:.0f} and local batch {batch:.0f} contradict one another "
+        f"({least:.4g} s to {most:.4g} s); their median is used."
+        for (_, _, world, batch, _), (least, most) in zip(rows, model.extremes.tolist(), strict=True)
+        if most > _CONTRADICTION * least
+    ]
+    found += _implausible(list(zip(rows, model.observations.step_time_s.tolist(), strict=True)))
+    if len(rows) == 1:
+        found.append("One configuration was measured: only the scale is known, all else rests on the prior.")
+    elif len({batch for _, _, _, batch, _ in rows}) == 1:
+        found.append("Every run had the same local batch: the effect of the batch rests on the prior.")
+    if len(rows) > 1 and len({world for _, _, world, _, _ in rows}) == 1:
+        found.append("Every run had the same cluster size: the effect of the cluster rests on the prior.")
+    return found + [
+        f"The form {model.form} of {name} needs two configurations: until then the form overlap predicts."
+        for name, fit in model.paper_fits.items()
+        if fit is None
+    ]
+
+
+def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
+    """On the worst pair in which less took far longer: fewer nodes at one local batch, or a smaller one on as many."""
+    pairs = ((slow / fast, one, other) for one, slow in rows for other, fast in rows if _has_less_to_do(one, other))
+    ratio, one, other = max(pairs, default=(0.0, None, None))
+    if one is None or other is None or ratio <= _IMPLAUSIBLE:
+        return []
+    said = [f"{n:.0f} node{'s' if n > 1 else ''} at local batch {batch:.0f}" for _, n, _, batch, _ in (one, other)]
+    return [
+        f"A step of {said[0]} took {ratio:.3g} times as long as one of {said[1]}, which has more to do: one of them "
+        "ran under other conditions (threads of a process, other work on the node); measure both again (tula tune "
+        "--again)."
+    ]
+
+
+def _has_less_to_do(one: PointKey, other: PointKey) -> bool:
+    """Fewer nodes at one local batch, or a smaller one on as many, with all else the same."""
+    (name, nodes, world, batch, steps), (other_name, other_nodes, other_world, other_batch, other_steps) = one, other
+    if (name, steps) != (other_name, other_steps) or not math.isclose(world / nodes, other_world / other_nodes):
+        return False
+    return (nodes < other_nodes and batch == other_batch) or (nodes == other_nodes and batch < other_batch)
 
 
 def _unequal_lengths(seen: Sequence[float]) -> list[str]:

@@ -14,7 +14,7 @@ from tula_service.analysis import job_data
 from tula_service.analysis.job_data import JobData
 from tula_service.domain import RunSummary
 from tula_service.perfmodel.fabric import AllReduceCost, Buckets, Fabric, fit_all_reduce, with_fabric
-from tula_service.perfmodel.intervals import calibrate_intervals
+from tula_service.perfmodel.intervals import LEVEL
 from tula_service.perfmodel.priors import (
     GUESSED_ACTIVATIONS_SD,
     ROOFLINE_SD,
@@ -51,6 +51,8 @@ _MAX_PRIORS = 10
 _MAX_SCALES = 20
 _MAX_PAIRS = 100
 _MIN_PAIRS_TO_CALIBRATE = 3
+_TRUST_IN_MODEL = 10.0
+_WIDTH_BOUNDS = (0.5, 5.0)
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,20 @@ class Lessons:
 
     @property
     def interval_scale(self) -> float:
-        """The factor on the log width of intervals that makes them hold what trainings measured; 1 with few pairs."""
-        if len(self.pairs) < _MIN_PAIRS_TO_CALIBRATE:
+        """The factor on the log width of intervals that makes them hold what trainings measured; 1 with few pairs.
+
+        Each pair's score is |log(measured / predicted)| over the half-width of its interval; the factor is the 90 %
+        quantile of the scores (split-conformal, Vovk 2005), shrunk towards 1 by ten imagined pairs that the model got
+        right, and bounded to 0.5..5.
+        """
+        if (number := len(self.pairs)) < _MIN_PAIRS_TO_CALIBRATE:
             return 1.0
-        return calibrate_intervals(*np.array(self.pairs).T)
+        predicted, low, high, measured = np.array(self.pairs).T
+        half = np.maximum(np.where(measured > predicted, np.log(high / predicted), np.log(predicted / low)), 1e-6)
+        scores = np.abs(np.log(measured / predicted)) / half
+        quantile = max(float(np.quantile(scores, min(1.0, LEVEL * (number + 1) / number))), 1e-3)
+        weight = number / (number + _TRUST_IN_MODEL)
+        return float(np.clip(np.exp(weight * np.log(quantile)), *_WIDTH_BOUNDS))
 
 
 def lessons_of(data: JobData) -> Lessons:

@@ -1,6 +1,6 @@
 """Maximum a posteriori fits of the form `overlap` with its residual process, averaged over residual hypotheses.
 
-Repeats of one configuration are merged first; `data_warnings` names what the rows together cannot determine.
+Repeats of one configuration are merged first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from scipy.linalg import cholesky
 from scipy.linalg.lapack import dtrtri
 
-from tula_service.perfmodel.points import FloatArray, PointKey, Points, StepTimeObservations
+from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
 from tula_service.perfmodel.priors import StepTimePrior, generic_prior
 from tula_service.perfmodel.step_time_form import (
     COLLECTIVES,
@@ -283,9 +283,7 @@ def _levenberg_marquardt(
     return found[0], found[2]["fvec"], slopes(found[0])
 
 
-_CONTRADICTION = 1.25
 _SD_PER_DEVIATION = 1.48  # standard deviation over the median absolute deviation, of normal values
-_IMPLAUSIBLE = 2.0  # in 69 of 72 public grids no pair of all their configurations differs so
 
 
 def targets_of(observations: StepTimeObservations, repeats: FloatArray, scales: ResidualScales) -> Targets:
@@ -304,22 +302,17 @@ def targets_of(observations: StepTimeObservations, repeats: FloatArray, scales: 
     )
 
 
-def merge_repeats(observations: StepTimeObservations) -> tuple[StepTimeObservations, FloatArray, list[str]]:
+def merge_repeats(observations: StepTimeObservations) -> tuple[StepTimeObservations, FloatArray, FloatArray]:
     """One row for each configuration, by the median of three or more and the geometric mean of two; of how many rows
-    each is made, shape (n,); and a sentence for each whose rows contradict one another."""
+    each is made, shape (n,); and the least and the largest step time of these, s, shape (n, 2)."""
     points = observations.points
     groups: defaultdict[object, list[int]] = defaultdict(list)
     for row, key in enumerate(points.rows()):
         groups[key].append(row)
-    notes, columns = [], defaultdict(list)
+    extremes, columns = [], defaultdict(list)
     for group in groups.values():
-        first, times = group[0], observations.step_time_s[group]
-        if times.max() > _CONTRADICTION * times.min():
-            notes.append(
-                f"Repeats at world size {points.world_size[first]:.0f} and local batch "
-                f"{points.local_batch_size[first]:.0f} contradict one another "
-                f"({times.min():.4g} s to {times.max():.4g} s); their median is used."
-            )
+        times = observations.step_time_s[group]
+        extremes.append((times.min(), times.max()))
         for name in StepTimeObservations.OPTIONAL:
             known = getattr(observations, name)[group]
             known = known[np.isfinite(known)]
@@ -331,42 +324,4 @@ def merge_repeats(observations: StepTimeObservations) -> tuple[StepTimeObservati
         columns["relative_sd"].append(math.hypot(within, between) / math.sqrt(len(group)))
         columns["step_time_s"].append(math.exp(middle))
     merged = StepTimeObservations.at(points.take([group[0] for group in groups.values()]), **columns)
-    return merged, np.array([float(len(group)) for group in groups.values()]), notes
-
-
-def data_warnings(observations: StepTimeObservations) -> tuple[str, ...]:
-    """Sentences about what these measurements leave open, one per gap, and about a pair that contradicts itself."""
-    points = observations.points
-    found = _implausible(observations)
-    if len(points) == 1:
-        found.append("One configuration was measured: only the scale is known, all else rests on the prior.")
-        return tuple(found)
-    if np.unique(points.local_batch_size).size == 1:
-        found.append("Every run had the same local batch: the effect of the batch rests on the prior.")
-    if np.unique(points.world_size).size == 1:
-        found.append("Every run had the same cluster size: the effect of the cluster rests on the prior.")
-    return tuple(found)
-
-
-def _implausible(observations: StepTimeObservations) -> list[str]:
-    """On the worst pair in which less took far longer: fewer nodes at one local batch, or a smaller one on as many."""
-    rows = list(zip(observations.points.rows(), observations.step_time_s.tolist(), strict=True))
-    pairs = ((slow / fast, one, other) for one, slow in rows for other, fast in rows if _has_less_to_do(one, other))
-    ratio, one, other = max(pairs, default=(0.0, None, None))
-    if one is None or other is None or ratio <= _IMPLAUSIBLE:
-        return []
-    nodes, batch = (one[1], other[1]), (one[3], other[3])
-    said = [f"{n:.0f} node{'s' if n > 1 else ''} at local batch {b:.0f}" for n, b in zip(nodes, batch, strict=True)]
-    return [
-        f"A step of {said[0]} took {ratio:.3g} times as long as one of {said[1]}, which has more to do: one of them "
-        "ran under other conditions (threads of a process, other work on the node); measure both again (tula tune "
-        "--again)."
-    ]
-
-
-def _has_less_to_do(one: PointKey, other: PointKey) -> bool:
-    """Fewer nodes at one local batch, or a smaller one on as many, with all else the same."""
-    (name, nodes, world, batch, steps), (other_name, other_nodes, other_world, other_batch, other_steps) = one, other
-    if (name, steps) != (other_name, other_steps) or not math.isclose(world / nodes, other_world / other_nodes):
-        return False
-    return (nodes < other_nodes and batch == other_batch) or (nodes == other_nodes and batch < other_batch)
+    return merged, np.array([float(len(group)) for group in groups.values()]), np.array(extremes)

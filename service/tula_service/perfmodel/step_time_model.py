@@ -13,7 +13,6 @@ import numpy.typing as npt
 from tula_service.perfmodel.intervals import Interval, log_interval
 from tula_service.perfmodel.map_fit import (
     Posterior,
-    data_warnings,
     fit_posterior,
     merge_repeats,
     prior_posterior,
@@ -88,7 +87,8 @@ _NO_WAIT = InputWait(0.0, 0.0, 0.0, {})
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """A fitted model. `notes` are sentences about what the data leave open; `basis` is what it rests on.
+    """A fitted model. `basis` is what it rests on. `observations` are what was fitted, one row for each configuration,
+    and `extremes` the least and the largest step time of its runs, s, shape (n, 2).
 
     `posteriors` are of the instance types that were measured, that with most runs first; others have what is believed
     of them at `reference_batch_size`, unless a prior says another. `paper_fits` holds the paper's form where the job
@@ -100,11 +100,11 @@ class StepTimeModel:
 
     form: StepTimeForm
     basis: Basis
-    notes: tuple[str, ...]
     observations: StepTimeObservations | None
     priors: Priors = field(repr=False)
     posteriors: Mapping[str, Posterior] = field(repr=False)
     reference_batch_size: float = field(repr=False)
+    extremes: FloatArray = field(default_factory=lambda: np.zeros((0, 2)), repr=False)
     paper_fits: Mapping[str, PaperFit | None] = field(default_factory=dict, repr=False)
     interval_scale: float = 1.0
     input_waits: Mapping[str, InputWait] = field(default_factory=dict, repr=False)
@@ -191,7 +191,7 @@ def fit_step_time(
         return unmeasured_model(priors, candidates, form=form, interval_scale=interval_scale)
     largest = max(_largest_batch(candidates), _largest_batch(observations.points))
     optimizer_s = _optimizer_s(observations)
-    merged, repeats, notes = merge_repeats(_as_if_repeated(without_waits(observations), optimizer_s))
+    merged, repeats, extremes = merge_repeats(_as_if_repeated(without_waits(observations), optimizer_s))
     measured = merged.points
     counts = Counter(sorted(measured.instance_type))
     by_count = sorted(counts, key=lambda name: -counts[name])
@@ -206,21 +206,16 @@ def fit_step_time(
         input_waits[name] = fit_input_wait(observations.take(observations.points.rows_of(name)))
         if form != "overlap":
             paper_fits[name] = fit_paper_form(merged.take(rows), form)
-    missing = (
-        f"The form {form} of {name} needs two configurations: until then the form overlap predicts."
-        for name, found in paper_fits.items()
-        if found is None
-    )
     # Where all that is known of several nodes is a probe of their links, the predictions rest on that.
     probed = float(measured.num_nodes.max()) == 1.0 and priors.probed & set(posteriors)
     return StepTimeModel(
         form=form,
         basis="probed" if probed else "profiled",
-        notes=(*notes, *data_warnings(merged), *missing),
-        observations=observations,
+        observations=merged,
         priors=priors,
         posteriors=posteriors,
         reference_batch_size=largest,
+        extremes=extremes,
         paper_fits=paper_fits,
         interval_scale=interval_scale,
         input_waits=input_waits,
@@ -305,7 +300,6 @@ def unmeasured_model(
     return StepTimeModel(
         form=form,
         basis="transfer" if given and all(p.basis == "transfer" for p in given) else "prior",
-        notes=("Nothing was measured: every figure comes from hardware data or from other jobs.",),
         observations=None,
         priors=priors,
         posteriors={},

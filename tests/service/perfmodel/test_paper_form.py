@@ -30,7 +30,6 @@ def test_each_form_recovers_its_own_data(form: StepTimeForm) -> None:
     at = [*GRID, make_configuration(8, 4, 32, 4)]
     assert np.allclose(model.predict(at).mean_s, [additive(c, form) for c in at], rtol=1e-6)
     assert model.basis == "profiled"
-    assert model.notes == ()
 
 
 @pytest.mark.parametrize("form", PAPER)
@@ -53,16 +52,14 @@ def test_two_configurations_determine_the_equation_as_printed(form: StepTimeForm
     corners = [GRID[0], GRID[-1]]
     model = fit_step_time(StepTimeObservations.at(corners, [printed[c] for c in corners]), form=form)
     assert np.allclose(model.predict(GRID).mean_s, list(printed.values()), rtol=1e-6)
-    assert model.notes == ()
 
 
 @pytest.mark.parametrize("form", PAPER)
-def test_overlap_predicts_and_a_note_says_so_until_two_configurations_were_measured(form: StepTimeForm) -> None:
+def test_overlap_predicts_until_two_configurations_were_measured(form: StepTimeForm) -> None:
     observed = StepTimeObservations.at(PLANNED[:1], [additive(c, form) for c in PLANNED[:1]])
     few, overlap = (fit_step_time(observed, form=each, candidates=GRID) for each in (form, "overlap"))
     assert np.array_equal(few.predict(GRID).mean_s, overlap.predict(GRID).mean_s)
-    assert any("needs two configurations" in note for note in few.notes)
-    assert not any("two configurations" in note for note in overlap.notes)
+    assert few.paper_fits == {"default": None}
 
 
 def test_before_any_run_the_prior_is_that_of_overlap() -> None:

@@ -1,0 +1,74 @@
+"""What is said of the measurements: what they leave open, and which contradict one another."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.configurations import make_configuration
+from tula_service.analysis.explanation import gaps_of
+from tula_service.perfmodel.points import StepTimeObservations
+from tula_service.perfmodel.step_time_model import fit_step_time
+from tula_wire import Configuration
+
+GRID = [make_configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256, 512)]
+
+
+def step_time(c: Configuration) -> float:
+    return 0.02 + 0.001 * c.local_batch_size + 0.01 * c.num_nodes
+
+
+@pytest.mark.parametrize(
+    ("configurations", "words"),
+    [
+        ([GRID[0]], "One configuration"),
+        ([c for c in GRID if c.local_batch_size == 64], "same local batch"),
+        ([c for c in GRID if c.num_nodes == 2], "same cluster size"),
+    ],
+)
+def test_each_parameter_that_the_data_do_not_determine_is_named(configurations, words):
+    (said,) = gaps_of(fit_step_time(StepTimeObservations.at(configurations, [*map(step_time, configurations)])))
+    assert words in said
+
+
+def test_repeats_that_contradict_one_another_are_named():
+    repeated = [*GRID, GRID[0], GRID[0]]
+    times = [*map(step_time, GRID), step_time(GRID[0]), 5 * step_time(GRID[0])]
+    (said,) = gaps_of(fit_step_time(StepTimeObservations.at(repeated, times)))
+    assert f"({times[0]:.4g} s to {5 * times[0]:.4g} s)" in said
+    assert "world size 4 and local batch 32 contradict" in said
+
+
+def test_a_paper_form_that_too_little_was_measured_for_is_named():
+    observed = StepTimeObservations.at(GRID[:1], [step_time(GRID[0])])
+    asked, overlap = (" ".join(gaps_of(fit_step_time(observed, form=form))) for form in ("ring", "overlap"))
+    assert "form ring of default needs two configurations" in asked
+    assert "two configurations" not in overlap
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast", "said"),
+    [
+        (
+            make_configuration(1, 4, 128),
+            make_configuration(4, 4, 128),
+            "A step of 1 node at local batch 128 took 5 times as long",
+        ),
+        (
+            make_configuration(2, 4, 8),
+            make_configuration(2, 4, 128),
+            "as one of 2 nodes at local batch 128, which has more to do",
+        ),
+        (make_configuration(4, 4, 128), make_configuration(1, 4, 128), None),
+        (make_configuration(1, 4, 128), make_configuration(4, 2, 128), None),
+        (make_configuration(1, 4, 128), make_configuration(4, 4, 64), None),
+        (make_configuration(1, 4, 128, 2), make_configuration(4, 4, 128, 1), None),
+        (make_configuration(1, 4, 128, 1, "old"), make_configuration(4, 4, 128, 1, "new"), None),
+    ],
+)
+def test_less_work_that_took_far_longer_is_said_to_have_run_under_other_conditions(slow, fast, said):
+    notes = " ".join(gaps_of(fit_step_time(StepTimeObservations.at([slow, fast], [0.5, 0.1]))))
+    if said is None:
+        assert "other conditions" not in notes
+    else:
+        assert said in notes
+        assert "measure both again" in notes
