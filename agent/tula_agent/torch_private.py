@@ -114,24 +114,42 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 # Operations on many tensors in one kernel.
 
 
+def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each dense tensor (0-d), in float32 or wider.
+
+    `_foreach_norm` takes one kernel per device and type; one call per tensor costs some 5 us of the host.
+    """
+    if any(tensor.dtype in _HALVES for tensor in tensors):
+        # A norm in half precision would be off by up to half a percent, or infinite.
+        return [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    return list(torch._foreach_norm(list(tensors))) if tensors else []
+
+
 def norm_squared(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """|G|^2 over all tensors, float64 on the first tensor's device (0-d); 0 of none.
 
-    `_foreach_norm` takes one kernel per device and type; one call per tensor costs some 5 us of the host.
     `torch.nn.utils.get_total_norm` is public from 2.6 and has no `dtype`.
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     device = gradients[0].device
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    if any(g.dtype in _HALVES for g in dense):
-        # A norm in half precision would be off by up to half a percent, or infinite.
-        norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in dense]
-    else:
-        norms = list(torch._foreach_norm(dense))
+    found = norms([g.coalesce().values() if g.is_sparse else g for g in gradients])
     # Stacked first: on a device, converting each norm by itself would be as many kernels.
-    stacked = torch.stack([norm if norm.device == device else norm.to(device) for norm in norms])
+    stacked = torch.stack([norm if norm.device == device else norm.to(device) for norm in found])
     return stacked.to(torch.float32 if device.type == "mps" else torch.float64).square().sum()
+
+
+def add_squares(sums: list[torch.Tensor | None], places: Sequence[int], values: list[torch.Tensor]) -> None:
+    """Add the square of each value, which it overwrites, to the sum at its place; None there is 0. In two kernels."""
+    if not values:
+        return
+    torch._foreach_mul_(values, values)
+    further = [(held, value) for place, value in zip(places, values, strict=True) if (held := sums[place]) is not None]
+    if further:
+        torch._foreach_add_([held for held, _ in further], [value for _, value in further])
+    for place, value in zip(places, values, strict=True):
+        if sums[place] is None:
+            sums[place] = value
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

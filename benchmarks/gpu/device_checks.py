@@ -27,11 +27,14 @@ from tula_agent.measure.memory import MemoryMonitor
 from tula_agent.measure.step_timer import DeviceClock, clock_for
 from tula_agent.oom_watch import cuda_oom_count, is_out_of_memory
 from tula_agent.run import Run
+from tula_agent.scaling import TulaOptimizer
+from tula_agent.scaling.gain import noise_moments
 
 State = Literal["pass", "fail", "not measured"]
 ALLOCATION_BYTES = 256 * 2**20
 IMPOSSIBLE_BYTES = 2**50
 MAX_CLOCK_ERROR, MAX_STEP_OVERHEAD, MAX_CPU_S, MAX_PEAK_ERROR = 0.02, 0.003, 60e-6, 0.02
+MAX_NOISE_ERROR = 1e-3
 MEMORY_TOLERANCE_BYTES = 32 * 2**20
 """The driver allocates in pages and the allocator in segments of 2 or 20 MiB."""
 WARMUP_STEPS, MEASURED_STEPS = 5, 5
@@ -372,6 +375,31 @@ def column(device: Device) -> Verdict:
     return _judge("column", abs(worst) <= MAX_PEAK_ERROR, found, worst_error=worst)
 
 
+def noise_scale(device: Device) -> Verdict:
+    """The gradient noise scale of a step, by the hooks of gradient scaling, against two separate gradients."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(64, 64) for _ in range(20)).to(device.torch)  # one kernel sums 32 tensors
+    parts = torch.randn(2, 128, 64, device=device.torch)
+
+    def loss(part: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(part).square().mean() for layer in model]).mean() / 2
+
+    separate = [torch.autograd.grad(loss(part), list(model.parameters())) for part in parts]
+    small = statistics.fmean(float(sum(4 * g.double().square().sum() for g in gradients)) for gradients in separate)
+    large = float(sum((a.double() + b.double()).square().sum() for a, b in zip(*separate, strict=True)))
+    signal, noise = noise_moments(small, large, 2.0)
+    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), policy="measure", global_batch_size=256)
+    for _ in range(2):  # a step's measurement is taken up by the next one
+        optimizer.zero_grad()
+        for part in parts:
+            loss(part).backward()
+        optimizer.step()
+    by_hooks, expected = optimizer.telemetry()["gradient_noise_scale"], 256 * noise / signal
+    found = f"{by_hooks:.4f} examples by hooks, {expected:.4f} by separate gradients"
+    passed = abs(by_hooks / expected - 1.0) <= MAX_NOISE_ERROR
+    return _judge("noise scale", passed, found, by_hooks=by_hooks, expected=expected)
+
+
 def _same_weights(left: Training, right: Training) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left.weights, right.weights, strict=True))
 
@@ -502,6 +530,7 @@ CHECKS: dict[str, Check] = {
     "column": column,
     "out of memory": out_of_memory,
     "mixed precision": mixed_precision,
+    "noise scale": noise_scale,
     "overhead": overhead,
     "torch.compile": compiled,
     "CUDA graph": cuda_graph,

@@ -13,7 +13,9 @@ from benchmarks.gpu.store import Results, Row
 from benchmarks.support.resnet import resnet
 from tula_agent.scaling import GainRule, TulaOptimizer
 
-TURNS, MICRO_STEPS = 4, 2
+TURNS, MICRO_STEPS = 5, 2
+SIZES = {32: 16, 128: 6}
+"""Steps in a turn, by examples of a micro-step: a GPU waits for the host's launches of the smaller one."""
 POLICIES: dict[str, dict[str, Any]] = {
     "gain, every step measured": {"policy": "gain", "rule": GainRule(measure_every=1)},
     "gain, every eighth step measured": {"policy": "gain", "rule": GainRule(measure_every=8)},
@@ -22,10 +24,10 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(policy: dict[str, Any], device: torch.device, smoke: bool) -> Row:
-    """Seconds of a step with the bare optimizer and with `policy`, medians of turns of 8 steps on the same model."""
+def measure(policy: dict[str, Any], size: int, device: torch.device, smoke: bool) -> Row:
+    """Seconds of a step with the bare optimizer and with `policy`, medians of turns on the same model."""
     torch.manual_seed(0)
-    depth, size, side, steps = (18, 2, 32, 1) if smoke else (50, 32, 224, 8)
+    depth, size, side, steps = (18, 2, 32, 1) if smoke else (50, size, 224, SIZES[size])
     model = resnet(depth, channels=3, num_classes=1000).to(device)
     images, labels = torch.randn(size, 3, side, side, device=device), torch.randint(1000, (size,), device=device)
     times: dict[bool, list[float]] = {False: [], True: []}
@@ -60,10 +62,14 @@ def _now(device: torch.device) -> float:
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Part 5: a row for each policy."""
+    """Part 5: a row for each policy and micro-step."""
     ends = time.monotonic() + seconds
-    for name in results.missing(list(POLICIES)):
+    rows = {
+        f"{name}, {size} examples": (name, size) for size in list(SIZES)[: 1 if smoke else None] for name in POLICIES
+    }
+    for name in results.missing(list(rows)):
         if time.monotonic() > ends:
             results.end_row(None)
             return
-        results.add(name, measure(POLICIES[name], device, smoke))
+        policy, size = rows[name]
+        results.add(name, measure(POLICIES[policy], size, device, smoke))

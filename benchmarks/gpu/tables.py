@@ -23,10 +23,10 @@ from tula_agent.measure.memory import MemoryMonitor, capacity_bytes
 from tula_agent.oom_watch import is_out_of_memory
 
 T = TypeVar("T")
-PRECISIONS = {"fp32": "single", "bf16": "bf16", "tf32": "tf32", "fp16": "mixed"}
+PRECISIONS = {"bf16": "bf16", "tf32": "tf32", "fp32": "single", "fp16": "mixed"}
 """By name, as the column `precision` of tests/data/single_device.csv has them."""
 SMOKE_PRECISIONS = ("fp32", "fp16")
-FIRST_BATCH, SMOKE_BATCHES, BISECTIONS, MEASURED_S = 8, 2, 5, 0.3
+FIRST_BATCH, SMOKE_BATCHES, BISECTIONS, MEASURED_S = 8, 2, 4, 0.3
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 STEP_COLUMNS = (
     "source", "gpu", "network", "precision", "local_batch_size", "step_time_s", "parameters", "flops_per_sample",
@@ -192,7 +192,7 @@ def measure_network(network: Network, precision: str, device: torch.device, ends
 
 
 def _bisect(fits: Callable[[int], bool], fitted: int, failed: int, ends: float) -> int:
-    """The largest batch that fits, between one that did (0: none) and one that did not, to a 64th of the latter."""
+    """The largest batch that fits, between one that did (0: none) and one that did not, to a 32nd of the latter."""
     for _ in range(BISECTIONS):
         middle = (fitted + failed) // 2
         if middle == fitted or time.monotonic() > ends:

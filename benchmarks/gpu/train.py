@@ -41,7 +41,7 @@ class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, required=True)
-    parser.add_argument("--examples", type=int, default=20_000)
+    parser.add_argument("--examples", type=int, default=1_281_167, help="of the epoch")
     parser.add_argument("--smoke", action="store_true", help="ResNet-18, small images, on the CPU")
     args = parser.parse_args()
     device = torch.device("cpu") if args.smoke else torch.device("cuda", int(os.environ["LOCAL_RANK"]))

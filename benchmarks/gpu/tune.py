@@ -31,6 +31,7 @@ model = {{ name = "resnet50", parameters = 25_557_032, precision = "{precision}"
 dataset = {{ size = 1_281_167 }}
 cluster = {{ min_nodes = 1, max_nodes = 1, price = {{ usd_per_node_hour = 3.0 }} }}
 batch = {{ min_local_batch_size = {least}, max_local_batch_size = {most} }}
+profiling = {{ profiling_warmup_steps = 3, measuring_steps = 12 }}
 """
 
 
@@ -112,18 +113,17 @@ class _Service:
 
     def tula(self, seconds: float, *arguments: str) -> dict[str, Any]:
         """What a `tula` command prints; raises RuntimeError with its words where it fails or takes too long."""
-        done = subprocess.run(
-            [sys.executable, "-m", "tula_client.cli", *arguments],
-            cwd=self._folder,
-            env=self._variables,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-        if done.returncode:
+        command = [sys.executable, "-m", "tula_client.cli", *arguments]
+        try:
+            done = subprocess.run(
+                command, cwd=self._folder, env=self._variables, capture_output=True, text=True, timeout=seconds
+            )
+            failed = f"{done.stdout[-1500:]}{done.stderr[-1500:]}" if done.returncode else None
+        except subprocess.TimeoutExpired:
+            failed = f"took more than {seconds:.0f} s. "
+        if failed is not None:
             logs = [path.read_text(errors="replace")[-2000:] for path in self._folder.glob(".tula/*/logs/*.log")]
-            raise RuntimeError(f"tula {arguments[0]}: {done.stdout[-1500:]}{done.stderr[-1500:]}{''.join(logs)}")
+            raise RuntimeError(f"tula {arguments[0]}: {failed}{''.join(logs)}")
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
@@ -136,4 +136,7 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
         if lacks:
             results.add(name, {"failed": f"needs {', '.join(lacks)}: pip install 'tula[agent,service]'"})
         else:
-            results.add(name, measure(seconds, smoke))
+            try:
+                results.add(name, measure(seconds, smoke))
+            except RuntimeError as error:
+                results.add(name, {"failed": str(error)})
