@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -40,7 +41,6 @@ KEEP: Final = 2
 _COMPLETE: Final = "complete.json"
 _NAME: Final = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
 _LONGEST: Final = 2000  # characters of an error that are sent to the other ranks
-_END: Any = object()
 
 
 @dataclass
@@ -49,7 +49,8 @@ class Position:
 
     `step` counts micro-steps from the start of training. `epochs_before` is the progress of earlier processes in
     epochs, which do not depend on the batch size; `known` is True once the script or `resume` has set it.
-    `at_epoch_start`: the random state when the epoch under way began.
+    `at_epoch_start`: the random state when the epoch under way began. `pending`: the next epoch is to begin as an
+    interrupted one did: batches to skip, its random state at the start, and that after them.
     """
 
     epoch: int = 0
@@ -59,27 +60,19 @@ class Position:
     known: bool = False
     at_epoch_start: dict[str, Any] = field(default_factory=dict)
     loader: Any = None
-    _pending: tuple[int, dict[str, Any], dict[str, Any] | None] | None = None
-
-    def restore(self, consumed: int, at_epoch_start: dict[str, Any], now: dict[str, Any] | None) -> None:
-        """Let the next epoch begin as the interrupted one did, skip `consumed` batches, and use state `now`."""
-        self._pending = (consumed, at_epoch_start, now)
+    pending: tuple[int, dict[str, Any], dict[str, Any] | None] | None = None
 
     def begin(self, loader: Iterable[T]) -> Iterator[T]:
         """An iterator over `loader` from the current position."""
-        pending, self._pending, self.loader = self._pending, None, loader
+        pending, self.pending, self.loader = self.pending, None, loader
         if pending is None:
             self.at_epoch_start, self.consumed = _captured(loader), 0
             return iter(loader)
-        consumed, at_epoch_start, now = pending
-        self.at_epoch_start, self.consumed = at_epoch_start, 0
-        if at_epoch_start and now is not None:
-            restore_randomness(at_epoch_start, loader)
+        consumed, self.at_epoch_start, now = pending
+        if self.at_epoch_start and now is not None:
+            restore_randomness(self.at_epoch_start, loader)
         batches = iter(loader)
-        for _ in range(consumed):
-            if next(batches, _END) is _END:
-                break
-            self.consumed += 1
+        self.consumed = sum(1 for _ in islice(batches, consumed))
         self.known = True
         self.epochs_before = self.epoch + _share(self.consumed, loader)
         if now is not None:
@@ -325,7 +318,7 @@ def _restore_position(
     if exact:
         restore_randomness(own["now"], loader)
     if own["consumed"]:
-        position.restore(consumed, own["at_pass_start"], own["now"] if exact else None)
+        position.pending = (consumed, own["at_pass_start"], own["now"] if exact else None)
     return Resumed(own["epoch"], own["step"], consumed, exact, True, extra)
 
 
@@ -378,35 +371,30 @@ class CollectiveCalls:
 
     def on_each(self, function: Callable[[], T]) -> T:
         """Call `function` on every rank; returns its result on this one."""
-        value, error, cause = self._try(function)
-        errors = [error]
-        if self.size > 1:
-            errors = [None] * self.size
-            with self._on_device:
-                dist.all_gather_object(errors, error)
-        return self._result(value, next((sentence for sentence in errors if sentence is not None), None), cause)
-
-    def on_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on the first rank only; returns its result on every rank (pickled, so keep it small)."""
-        value, error, cause = self._try(function) if self.rank == 0 else (None, None, None)
-        outcome: list[Any] = [value, error]
-        if self.size > 1:
-            with self._on_device:
-                dist.broadcast_object_list(outcome, src=0)
-        return self._result(cast("T", outcome[0]), outcome[1], cause)
-
-    def _try(self, function: Callable[[], T]) -> tuple[T | None, str | None, Exception | None]:
+        value, sentence, cause = None, None, None
         try:
-            return function(), None, None
+            value = function()
         except Exception as error:
             text = " ".join(f"{type(error).__name__}: {error}"[:_LONGEST].split())
             who = f"rank {self.rank}: " if self.size > 1 else ""
-            return None, f"{self.failing} ({who}{text}): {self.remedy}", error
-
-    def _result(self, value: T | None, sentence: str | None, cause: Exception | None) -> T:
-        if sentence is not None:
-            raise CheckpointError(sentence) from cause
+            sentence, cause = f"{self.failing} ({who}{text}): {self.remedy}", error
+        sentences = [sentence]
+        if self.size > 1:
+            sentences = [None] * self.size
+            with self._on_device:
+                dist.all_gather_object(sentences, sentence)
+        for each in sentences:
+            if each is not None:
+                raise CheckpointError(each) from cause
         return cast("T", value)
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """Call `function` on the first rank only; returns its result on every rank (pickled, so keep it small)."""
+        values: list[T | None] = [self.on_each(lambda: function() if self.rank == 0 else None)]
+        if self.size > 1:
+            with self._on_device:
+                dist.broadcast_object_list(values, src=0)
+        return cast("T", values[0])
 
 
 class _Shards:

@@ -118,14 +118,13 @@ class Profiling:
     `time_limit_s`: of a training, from here on; it too comes from the environment only.
     """
 
-    def __init__(self, plan: ProfilePlan | None, leads: bool, guard: Guard, time_limit_s: float | None = None) -> None:
+    def __init__(self, plan: ProfilePlan | None, guard: Guard, time_limit_s: float | None = None) -> None:
         self.plan = plan
         self.time_limit_s = time_limit_s
         self._began = time.monotonic()
         self._last_step: int | None = None
         self.stopping = False
         self.pending = False  # True: `agree` has something to do
-        self.leads = leads
         self._agreement = StopAgreement(None, guard)
         self.first_step = 0
         self._times: list[float] = []
@@ -197,8 +196,7 @@ class Profiling:
         measured = step + 1 - self.first_step - self.warmup_steps
         if not self._agreement.agreed or measured < 1:
             return False
-        precision = self.plan.precision if self.leads else 0.0
-        precise = precision > 0 and relative_error(self._times) <= precision
+        precise = self.plan.precision > 0 and relative_error(self._times) <= self.plan.precision
         enough = precise or self._stop_requested == run_id
         if measured >= self.plan.measure_steps or self._agreement.decide(measured, enough, self.first_step):
             self.stopping = True

@@ -85,7 +85,7 @@ class TrackedObjects:
                     reported[name] = value
                     yield name, value
 
-    def observe_batch(self, batch: Any, share: float, times: int = 1) -> None:
+    def observe_batch(self, batch: Any, share: float, times: int) -> None:
         """Hand the batch of a micro-step, a `share` of the loader's, to those that scale; `times`: of how many such."""
         for optimizer in self.scaled:
             for _ in range(times):
@@ -112,7 +112,7 @@ class Recorder:
         self.leads = config.rank == 0  # the rank that reports for the run
         self.finished = False
         self.boot_id = secrets.token_hex(8)
-        self.profiling = Profiling(config.plan, self.leads, guard, config.time_limit_s)
+        self.profiling = Profiling(config.plan, guard, config.time_limit_s)
         self.batches = LaunchBatches(config.run_id, config.local_batch_size, config.plan.column if config.plan else ())
         self.cut_to = self.batches.batch  # kept beside them: the loop asks at every batch
         self.readings = Readings(config.row_limit)
@@ -141,7 +141,6 @@ class Recorder:
         self._groups = 0
         self._begun = False  # in the current process group
         self._last_world_size = config.world_size
-        self._in_step = False
         self._on_host = False  # so that the host's clock times the optimizer: elsewhere its step only launches work
         self._paused = False
         self._unclocked_step: int | None = None
@@ -163,9 +162,8 @@ class Recorder:
             if self.joining is None:
                 self._report("running", config.run_id)
             self.exporter.start()
-        if hasattr(os, "register_at_fork"):
-            reference = weakref.WeakMethod(self._finish_in_child)
-            os.register_at_fork(after_in_child=lambda: (method := reference()) and method())
+        reference = weakref.WeakMethod(self._finish_in_child)
+        os.register_at_fork(after_in_child=lambda: (method := reference()) and method())
 
     @property
     def plan(self) -> ProfilePlan | None:
@@ -279,7 +277,6 @@ class Recorder:
         """The boundary between two micro-steps."""
         if self.finished:
             return
-        self._in_step = False
         step = self.timer.step
         timing = self.timer.want_batch()
         clock = self._device_clock
@@ -296,17 +293,18 @@ class Recorder:
         if clock is not None and self.timer.between_steps and self._is_sampled(self.timer.step):
             clock.begin()
 
-    def batch_ready(self, batch: Any, loader: Any) -> None:
-        """A batch has arrived."""
+    def batch_ready(self, batch: Any, loader: Any, micro_steps: int = 1) -> None:
+        """A batch has arrived, or `micro_steps` of its size."""
         if self.finished:
             return
         size = batch_size_of(batch, loader)
         self.timer.batch_ready(size)
+        if micro_steps > 1:
+            self.timer.more_micro_steps(micro_steps - 1)
         if self._device_clock is not None:
             self._device_clock.batch()
         if self._bucket_timer is not None:
             self._bucket_timer.begin()
-        self._in_step = True
         if self._batch_size is None and size is not None:
             self._batch_size = size
             configured = self.cut_to or self.config.local_batch_size
@@ -316,16 +314,10 @@ class Recorder:
         if size is not None and size > self.memory.largest_seen:
             self.memory.saw_batch(size, batch, loader)
         if self.objects.scales:
-            self.objects.observe_batch(batch, self.batches.share_of(self.cut_to))
-        if self.leads and self.timer.step < EVERY_STEP_UNTIL:
-            length = sequence_length_of(batch)
-            if length is not None:
-                self.readings.add_value(self.timer.step, "tokens_per_example", float(length))
-
-    def more_micro_steps(self, batch: Any, count: int) -> None:
-        """`count` further micro-steps were fetched with `batch`, and have its size."""
-        self.timer.more_micro_steps(count)
-        self.objects.observe_batch(batch, self.batches.share_of(self.cut_to), count)
+            self.objects.observe_batch(batch, self.batches.share_of(self.cut_to), micro_steps)
+        early = self.leads and self.timer.step < EVERY_STEP_UNTIL
+        if early and (length := sequence_length_of(batch)) is not None:
+            self.readings.add_value(self.timer.step, "tokens_per_example", float(length))
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Step pre-hook of the watched optimizers; never raises."""
@@ -358,7 +350,6 @@ class Recorder:
 
     def end_epoch(self) -> None:
         """The loop is left."""
-        self._in_step = False
         self.timer.pause()
         if self._device_clock is not None:
             self._device_clock.drop()
@@ -391,7 +382,7 @@ class Recorder:
         """
         if not self.leads or self.finished:
             return None
-        step = self.timer.step if self._in_step else max(0, self.timer.step - 1)
+        step = max(0, self.timer.step - 1) if self.timer.between_steps else self.timer.step
         for name, value in values.items():
             if value is not None:
                 self.readings.add_value(step, name, to_number(value))
@@ -423,9 +414,8 @@ class Recorder:
             logger.warning("%d measurements were dropped", self.dropped)
 
     def _finish_in_child(self) -> None:
-        """In a forked child (a data loading process) nothing is measured, and the exporter's queue is empty."""
+        """In a forked child (a data loading process) nothing is measured; the parent sends what was queued."""
         self.finished = True
-        self.exporter.reset_in_child()
 
     # Process groups.
 
@@ -441,7 +431,7 @@ class Recorder:
         self._group = weakref.ref(group)
         self._groups += 1
         self.config = with_group_place(self.config)
-        self.leads = self.profiling.leads = self.config.rank == 0
+        self.leads = self.config.rank == 0
 
     def _begin_in_group(self) -> None:
         models = list(self.objects.models)

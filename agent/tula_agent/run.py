@@ -249,8 +249,7 @@ class Run:
         """The framework starts to work on a batch, or on `micro_steps` of them before its next report."""
         if self.recorder is not None and not self.recorder.finished:
             with self.guard("timing"):
-                self.recorder.batch_ready(batch, loader)
-                self.recorder.more_micro_steps(batch, micro_steps - 1)
+                self.recorder.batch_ready(batch, loader, micro_steps)
 
     def batch_done(self) -> None:
         """The framework has finished that batch and asks for the next."""

@@ -171,8 +171,6 @@ class MemoryMonitor:
             # training begins, or never were touched.
             copies = [each for each in ddp_models(models) if not getattr(each, "gradient_as_bucket_view", False)]
             self._buckets = _gradient_bytes(copies) if self.device.type == "cuda" else 0
-        if models and "parameter_bytes" not in self._counted:
-            self._counted["parameter_bytes"] = _parameter_bytes(models)
         if optimizers:
             self._counted["optimizer_bytes"] = _optimizer_bytes(optimizers)
         memory = self._components(self.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -271,26 +271,20 @@ class TulaOptimizer(torch.optim.Optimizer):
         }
         return {**self._inner.state_dict(), _STATE_KEY: own}
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ValueError where another version of Tula wrote the key `tula` of `state_dict`; changes nothing."""
-        own = state_dict.get(_STATE_KEY)
-        if own is None or (written := own.get("format", 1)) == _STATE_FORMAT:
-            return
-        version = "an earlier" if written < _STATE_FORMAT else "a later"
-        raise ValueError(
-            f"the state of gradient scaling was written by {version} version of Tula; finish that training with it, or "
-            f"leave out the optimizer's key {_STATE_KEY!r}, so that scaling starts afresh"
-        )
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue bit for bit from `state_dict`; without the key `tula` scaling starts from nothing.
 
-        Raises ValueError as `check_state_dict` does, before anything is changed.
+        Raises ValueError where another version of Tula wrote that key, before anything is changed.
         """
-        self.check_state_dict(state_dict)
+        own = state_dict.get(_STATE_KEY)
+        if own is not None and (written := own.get("format", 1)) != _STATE_FORMAT:
+            version = "an earlier" if written < _STATE_FORMAT else "a later"
+            raise ValueError(
+                f"the state of gradient scaling was written by {version} version of Tula; finish that training with "
+                f"it, or leave out the optimizer's key {_STATE_KEY!r}, so that scaling starts afresh"
+            )
         rest = {key: value for key, value in state_dict.items() if key != _STATE_KEY}
         self._inner.load_state_dict(rest)
-        own = state_dict.get(_STATE_KEY)
         if own is not None:
             self._steps = int(own["steps"])
             self._progress = float(own["progress"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -62,10 +61,6 @@ class Exporter:
         self._clock = clock
         self._quick_until = clock() + QUICK_FOR_S
         self._not_before = 0.0
-        self._begin(spool_path, spool_limit_bytes)
-
-    def _begin(self, spool_path: Path, spool_limit_bytes: int) -> None:
-        """Queue, spool and connection, which a forked child does not share."""
         self._wake = threading.Event()
         self._queue: deque[SpooledRequest] = deque()
         self._sending: SpooledRequest | None = None
@@ -124,11 +119,6 @@ class Exporter:
         with self._guard("shipping"):
             for request in [each for due in take(self._finals) for each in due()] if final else []:
                 self.put(request)
-
-    def reset_in_child(self) -> None:
-        """In a forked child: new spool and empty queue, no connection; the parent sends what was queued."""
-        path = self._spool.path
-        self._begin(path.with_name(f"{path.stem}-fork{os.getpid()}{path.suffix}"), self._spool.limit_bytes)
 
     # On the shipping thread.
 
