@@ -11,7 +11,7 @@ from tula_wire._base import Bytes, Count, Name, Seconds, Timestamp, WireModel, o
 from tula_wire.bounds import MAX_BYTES_PER_S
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
 from tula_wire.jobs import Estimate, Gbps
-from tula_wire.memory_breakdown import MemoryBreakdown
+from tula_wire.memory import MemoryBreakdown
 
 Backend = Literal["gloo", "nccl"]
 PROBE_MARK: Final = "TULA_PROBE "

@@ -71,11 +71,6 @@ class Process:
         self._supervisor = supervisor_process
         self._grace_s = grace_s
 
-    @property
-    def pid(self) -> int:
-        """Process id of the supervisor."""
-        return self._supervisor.pid
-
     def poll(self) -> int | None:
         """Exit status, 128 + n for signal n; None while it runs."""
         status = self._supervisor.poll()
@@ -123,12 +118,10 @@ def start(
     for what, words in (("command", command), ("stop command", stop_command)):
         if words and shutil.which(words[0], path=environment.get("PATH")) is None:
             raise UsageError(f"the {what} {words[0]!r} was not found on this machine: check its spelling or install it")
-    options = ["--grace", str(grace_s)]
-    if stop_command:
-        options += ["--stop-command", json.dumps(list(stop_command))]
+    options = json.dumps({"grace_s": grace_s, "stop_command": stop_command})
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", supervisor.__file__, *options, "--", *command],
+            [sys.executable, "-I", "-S", supervisor.__file__, options, *command],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

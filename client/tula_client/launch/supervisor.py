@@ -8,7 +8,6 @@ from `tula`: `s` stops the command, `d` too, once every rank has printed its sta
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import json
@@ -29,14 +28,9 @@ _LEFTOVER_GRACE_S = 2.0
 _NOT_STARTED = 127
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command after `--`; the module's docstring describes the protocol."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--grace", type=float, required=True)
-    parser.add_argument("--stop-command", type=json.loads, default=None)
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    options = parser.parse_args(argv)
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+def main() -> int:
+    """Run the command that follows the options, which are one JSON object: `grace_s` and `stop_command`."""
+    options, command = json.loads(sys.argv[1]), sys.argv[2:]
     _become_subreaper()
     wake, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -52,10 +46,10 @@ def main(argv: list[str] | None = None) -> int:
         return _NOT_STARTED
     while (status := _reap(child)) is None:
         if _asked_to_stop(wake) or stop_signals:
-            _run_stop_command(options.stop_command)
-            status = _end_all(child, options.grace)
+            _run_stop_command(options["stop_command"])
+            status = _end_all(child, options["grace_s"])
             break
-    _end_all(child, min(options.grace, _LEFTOVER_GRACE_S))
+    _end_all(child, min(options["grace_s"], _LEFTOVER_GRACE_S))
     return status if status is not None else 128 + signal.SIGKILL
 
 

@@ -101,10 +101,10 @@ def test_a_child_left_by_a_command_that_ended_is_ended_too(tmp_path):
 def test_kill_9_of_the_starter_leaves_no_process(tmp_path):
     log = tmp_path / "log"
     starter = f"""
-import os, time, pathlib
+import os, time, pathlib, psutil
 from tula_client.launch.process import start
 process = start({family(True)!r}, environment=dict(os.environ), log=pathlib.Path({str(log)!r}), grace_s=0.2)
-print(process.pid, flush=True)
+print(*[child.pid for child in psutil.Process().children()], flush=True)
 time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True) as outer:
