@@ -60,10 +60,11 @@ class Outcome:
 def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float | None = None) -> Outcome:
     """The outcome of `run`, as the service knows it now, from exit `status` and the last `lines` of its log.
 
-    A failure that the agent reported stands, because it saw the cause inside the process. Otherwise status 0 with
-    samples is a success, of a profiling run only if it used the configuration as planned; status 137 (SIGKILL, which
-    the kernel sends when memory is short) or a log that names an out-of-memory is an out-of-memory; everything else is
-    a failure. A training without samples, or with another configuration, succeeds with a message.
+    A run that was cancelled, by a user or by its limits, stays so however its command then ended. A failure that the
+    agent reported stands, because it saw the cause inside the process. Otherwise status 0 with samples is a success, of
+    a profiling run only if it used the configuration as planned; status 137 (SIGKILL, which the kernel sends when
+    memory is short) or a log that names an out-of-memory is an out-of-memory; everything else is a failure. A training
+    without samples, or with another configuration, succeeds with a message.
     """
     batch = run.configuration.local_batch_size
     if timed_out_after_s is not None:
@@ -72,14 +73,14 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
             f"The run did not end within its time limit of {timed_out_after_s:g} s and was stopped: its log holds the "
             "stack of each rank on this machine. Raise --time-limit if the run was only slow.",
         )
+    if run.state == "cancelled":
+        return Outcome("cancelled", run.message or "The run was cancelled.")
     if run.state == "out_of_memory" or status == _KILLED or (status != 0 and ran_out_of_memory(lines)):
         return Outcome(
             "out_of_memory",
             run.message or f"The run ran out of memory at a local batch of {batch}.",
             failed_local_batch_size=batch,
         )
-    if run.state == "cancelled" and (status == 0 or run.end_cause == "time_limit"):
-        return Outcome("cancelled", run.message or "The run was cancelled.")
     if status != 0:
         return Outcome("failed", f"The command ended with exit code {status}.", tuple(relevant_lines(lines)))
     if run.state == "failed" and run.configuration_mismatch is None:

@@ -83,7 +83,6 @@ class ActiveRun:
     started_at: float
     next_heartbeat_at: float
     stacks_dumped_at: float | None = None
-    cancelled: bool = False
     sent_output: str = ""
     silence_checked: bool = False
     smaller: tuple[Run, ...] = ()
@@ -260,8 +259,6 @@ class Runner:
         """One run of a command that ended with `status`, as the service then knows it, and its outcome."""
         limit = self.time_limit_s if active.stacks_dumped_at is not None else None
         outcome = judge(run, status, lines, timed_out_after_s=limit)
-        if active.cancelled:
-            outcome = Outcome("cancelled", "The run was cancelled at the service.")
         if run.state != outcome.state:
             try:
                 run = self.retrying(self.service.patch_run, run.id, outcome.patch(self.holder))
@@ -371,12 +368,9 @@ class Runner:
         try:
             self.service.patch_run(active.run.id, patch)
         except ConflictError:  # the agent has ended the run, or a user has cancelled it
-            try:
-                active.cancelled = self.service.run(active.run.id).state == "cancelled"
-            except TulaError:
-                return
-            if active.cancelled:
-                active.process.request_stop()
+            with suppress(TulaError):
+                if self.service.run(active.run.id).state == "cancelled":
+                    active.process.request_stop()
         except _UNREACHABLE:
             active.next_heartbeat_at = self.clock() + _HEARTBEAT_RETRY_S
 
