@@ -275,12 +275,3 @@ class NewChunk:
     steps: IntArray
     names: Sequence[str]
     values: FloatArray
-
-
-@dataclass(frozen=True)
-class EarlierLessons:
-    """What an earlier job taught, with its specification; pairs are (predicted, low, high, measured) step times."""
-
-    spec: JsonObject
-    posteriors: JsonObject
-    prediction_pairs: PredictionPairs

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Depends, Query, Request
 from tula_service.api.bodies import parse, read_body, request_body
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
 from tula_service.dashboard.session import CurrentUser
-from tula_service.store.samples import SampleFilter
 from tula_service.usecases import samples
+from tula_service.usecases.samples import SampleQuery
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, routes
 
 router = APIRouter(tags=["samples"])
@@ -32,26 +32,6 @@ async def send_samples(run_id: str, request: Request, caller: Caller, services: 
 
 
 @router.get(routes.JOB_SAMPLES, dependencies=[Depends(reject_unknown_query)])
-def list_samples(
-    job_id: str,
-    user: CurrentUser,
-    run_id: Annotated[
-        str | None, Query(max_length=200, pattern=r"^[!-~]*$", description="Only samples of this run.")
-    ] = None,
-    rank: Annotated[int | None, Query(ge=0, le=2**20, description="Only samples of this rank.")] = None,
-    warmup: Annotated[
-        bool | None, Query(description="Only warm-up samples, which fits discard, or only the others.")
-    ] = None,
-    first_step: Annotated[int | None, Query(ge=0, le=2**53, description="Only this step and those after it.")] = None,
-    last_step: Annotated[int | None, Query(ge=0, le=2**53, description="Only this step and those before it.")] = None,
-    cursor: Annotated[
-        str | None,
-        Query(
-            json_schema_extra={"pattern": r"^[0-9]{1,18}-[0-9]{1,18}$"}, description="`next_cursor` of the page before."
-        ),
-    ] = None,
-    limit: Annotated[int, Query(ge=1, le=5000, description="Most samples on a page.")] = 500,
-) -> SamplePage:
+def list_samples(job_id: str, user: CurrentUser, query: Annotated[SampleQuery, Query()]) -> SamplePage:
     """Samples of a job, ordered by process, then by sequence."""
-    wanted = SampleFilter(run_id, rank, warmup, first_step, last_step)
-    return samples.list_samples(*user, job_id, wanted, cursor=cursor, limit=limit)
+    return samples.list_samples(*user, job_id, query)

@@ -72,12 +72,9 @@ class Jobs(Repository):
             raise Conflict(_KEY_TAKEN, field="Idempotency-Key")
         return self.get(known["id"]), False
 
-    def get(self, job_id: str, *, project_id: str | None = None) -> JobRecord:
-        """The job, if it exists (and belongs to `project_id`, when given). Raises NotFound."""
-        statement = _SELECT_JOBS.where(jobs.c.id == job_id, jobs.c.state != _DELETING)
-        if project_id is not None:
-            statement = statement.where(jobs.c.project_id == project_id)
-        row = self._row(statement)
+    def get(self, job_id: str) -> JobRecord:
+        """The job. Raises NotFound."""
+        row = self._row(_SELECT_JOBS.where(jobs.c.id == job_id, jobs.c.state != _DELETING))
         if row is None:
             raise NotFound.of("job", job_id)
         return _job_record(row)

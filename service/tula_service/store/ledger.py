@@ -12,7 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import Field
 
-from tula_service.domain import EarlierLessons, JsonObject, PredictionPairs
+from tula_service.domain import JsonObject, PredictionPairs
 from tula_service.store._base import Repository, RowMap, new_id
 from tula_service.store.tables import job_lessons, jobs, ledger, ledger_outcomes
 from tula_wire import Configuration, Estimate, LedgerEntry
@@ -139,8 +139,8 @@ class Lessons(Repository):
         pairs = [pair, *self.prediction_pairs(job_id)][:keep]
         self._put(job_lessons, {"job_id": job_id}, {"prediction_pairs": pairs}, posteriors={})
 
-    def of_earlier_jobs(self, project_id: str, *, before: int, limit: int) -> list[EarlierLessons]:
-        """Lessons of those of the newest `limit` jobs before this cursor that have any, newest first.
+    def of_earlier_jobs(self, project_id: str, *, before: int, limit: int) -> list[RowMap]:
+        """Specification, posteriors and pairs of those of the newest `limit` jobs before this cursor that taught any.
 
         The number of jobs looked at is bounded, so that a large project costs no more.
         """
@@ -157,4 +157,4 @@ class Lessons(Repository):
             .join(job_lessons, job_lessons.c.job_id == newest.c.id)
             .order_by(newest.c.key.desc())
         )
-        return [EarlierLessons(**row) for row in self._rows(statement)]
+        return self._rows(statement)

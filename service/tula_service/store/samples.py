@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import sqlalchemy as sa
+from pydantic import BaseModel, Field
 
 from tula_service.domain import BucketTimeline, FloatArray, IntArray, MemoryReading, RunSummary, SampleColumns
 from tula_service.store._base import WRITES, Repository, RowMap, configuration_from, same_fields
@@ -50,15 +51,14 @@ _WHOLE: Final = 10**18 - 1
 """In a cursor: all rows of the process; no sequence number is so large."""
 
 
-@dataclass(frozen=True)
-class SampleFilter:
-    """Selects samples of a job; None selects all. The range of steps includes both ends."""
+class SampleFilter(BaseModel):
+    """Selects samples of a job; None selects all."""
 
-    run_id: str | None = None
-    rank: int | None = None
-    warmup: bool | None = None
-    first_step: int | None = None
-    last_step: int | None = None
+    run_id: str | None = Field(None, max_length=200, pattern=r"^[!-~]*$", description="Only samples of this run.")
+    rank: int | None = Field(None, ge=0, le=2**20, description="Only samples of this rank.")
+    warmup: bool | None = Field(None, description="Only warm-up samples, which fits discard, or only the others.")
+    first_step: int | None = Field(None, ge=0, le=2**53, description="Only this step and those after it.")
+    last_step: int | None = Field(None, ge=0, le=2**53, description="Only this step and those before it.")
 
     @property
     def of_rows(self) -> list[sa.ColumnElement[bool]]:

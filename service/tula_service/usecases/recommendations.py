@@ -22,7 +22,7 @@ from tula_service.analysis import explanation
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
 from tula_service.analysis.job_data import EarlierJob, JobData
 from tula_service.analysis.plan import PlanDecision, plan_of
-from tula_service.domain import EarlierLessons, FloatArray, JobRecord, RunRecord
+from tula_service.domain import FloatArray, JobRecord, RunRecord
 from tula_service.perfmodel.choice import Estimate
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, Transaction
@@ -54,7 +54,7 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
         data_version=job.data_version,
         runs=runs,
         summaries=tx.samples.summaries(job.id, summarise),
-        earlier_jobs=[_earlier_job(each) for each in earlier],
+        earlier_jobs=[_earlier_job(**each) for each in earlier],
         prediction_pairs=tx.lessons.prediction_pairs(job.id),
         trained_noise_scale=None if thresholds is None else thresholds[1].get("gradient_noise_scale"),
         profiled_noise=_columns(tx, profiled, "gradient_noise_scale", _RUNS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE),
@@ -248,14 +248,9 @@ def expectation(data: JobData, configuration: Configuration) -> Estimate | None:
     return answer.estimate([configuration])[0] if isinstance(answer, Answer) else None
 
 
-def _earlier_job(earlier: EarlierLessons) -> EarlierJob:
-    spec: dict[str, Any] = earlier.spec
-    return EarlierJob(
-        model=read_stored(wire.ModelSpec, spec["model"]),
-        clusters=tuple(read_stored(wire.ClusterSpec, each) for each in spec["cluster"]),
-        posteriors=earlier.posteriors,
-        prediction_pairs=earlier.prediction_pairs,
-    )
+def _earlier_job(spec: Mapping[str, Any], **lessons: Any) -> EarlierJob:
+    clusters = tuple(read_stored(wire.ClusterSpec, each) for each in spec["cluster"])
+    return EarlierJob(model=read_stored(wire.ModelSpec, spec["model"]), clusters=clusters, **lessons)
 
 
 def _columns(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int, last_step: int) -> list[FloatArray]:

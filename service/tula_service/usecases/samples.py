@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final
 
 import sqlalchemy as sa
+from pydantic import Field
 
 from tula_service.background import BackgroundQueue
 from tula_service.domain import RunRecord
@@ -66,22 +67,23 @@ class SampleIngest:
         return SamplesAccepted(stored=stored, duplicates=len(batch.sequence) - stored, stop=stop, reason=reason)
 
 
-def list_samples(
-    store: Store,
-    principal: Principal,
-    job_id: str,
-    wanted: SampleFilter,
-    *,
-    cursor: str | None = None,
-    limit: int = 500,
-) -> SamplePage:
+class SampleQuery(SampleFilter):
+    """A page of the samples that a filter selects."""
+
+    cursor: str | None = Field(
+        None,
+        json_schema_extra={"pattern": r"^[0-9]{1,18}-[0-9]{1,18}$"},
+        description="`next_cursor` of the page before.",
+    )
+    limit: int = Field(500, ge=1, le=5000, description="Most samples on a page.")
+
+
+def list_samples(store: Store, principal: Principal, job_id: str, query: SampleQuery) -> SamplePage:
     """Samples of a job's runs, ordered by process. Raises NotFound, and InvalidInput for an unknown cursor."""
-    after = None if cursor is None else _parsed(cursor)
-    if wanted.run_id is not None and not wanted.run_id.isprintable():
-        raise InvalidInput("run_id holds characters that no id has: use one of the job's runs.", field="run_id")
+    after = None if query.cursor is None else _parsed(query.cursor)
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
-        rows, following = tx.samples.page(job_id, wanted, cursor=after, limit=limit)
+        rows, following = tx.samples.page(job_id, query, cursor=after, limit=query.limit)
     samples = [StepSample(**{name: row[name] for name in StepSample.model_fields}) for row in rows]
     return SamplePage(samples=samples, next_cursor=None if following is None else f"{following[0]}-{following[1]}")
 

@@ -10,7 +10,7 @@ from tula_service.errors import InvalidInput, NotFound
 from tula_service.store import Store
 from tula_service.store import samples as stored_samples
 from tula_service.usecases.access import ANONYMOUS, Principal
-from tula_service.usecases.samples import SampleFilter, list_samples
+from tula_service.usecases.samples import SampleQuery, list_samples
 from tula_wire import StepSample
 
 ROWS = 7
@@ -37,8 +37,8 @@ def everything(store: Store, job_id: str, *, limit: int, **narrowed: object) -> 
     found: list[StepSample] = []
     cursor: str | None = None
     while True:
-        wanted = SampleFilter(**narrowed)  # type: ignore[arg-type]
-        page = list_samples(store, ANONYMOUS, job_id, wanted, cursor=cursor, limit=limit)
+        query = SampleQuery(**narrowed, cursor=cursor, limit=limit)  # type: ignore[arg-type]
+        page = list_samples(store, ANONYMOUS, job_id, query)
         assert len(page.samples) <= limit
         found += page.samples
         cursor = page.next_cursor
@@ -89,7 +89,7 @@ def test_a_filter_that_matches_nothing_reads_no_more_a_page_than_one_that_does(
     cursor, statements = None, []
     while True:
         asked.clear()
-        page = list_samples(store, ANONYMOUS, job_id, SampleFilter(first_step=1000), cursor=cursor, limit=100)
+        page = list_samples(store, ANONYMOUS, job_id, SampleQuery(first_step=1000, cursor=cursor, limit=100))
         statements.append(sum("step_samples" in said for said in asked))
         assert page.samples == []
         cursor = page.next_cursor
@@ -106,7 +106,7 @@ def test_strangers_and_nonsense_are_refused(store: Store, filled: tuple[str, lis
     job_id, _ = filled
     stranger = Principal("stranger", "user", project_id="elsewhere")
     with pytest.raises(NotFound):
-        list_samples(store, stranger, job_id, SampleFilter())
+        list_samples(store, stranger, job_id, SampleQuery())
     for cursor in ("", "1", "1-", "-1-2", "1-2-3", "x-y", "9" * 19 + "-1"):
         with pytest.raises(InvalidInput, match="next_cursor"):
-            list_samples(store, ANONYMOUS, job_id, SampleFilter(), cursor=cursor)
+            list_samples(store, ANONYMOUS, job_id, SampleQuery(cursor=cursor))
