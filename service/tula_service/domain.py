@@ -45,12 +45,6 @@ MEASURES: Final[Mapping[Objective, Measure]] = {
     "time_to_quality": Measure.TIME,
 }
 
-PlanState: TypeAlias = Literal["current", "stale", "stale_out_of_memory"]
-"""Whether a job's plan takes all its runs into account. A stale plan waits for a worker to compute it.
-
-After an out-of-memory failure, waiting runs may not fit either: none is claimed before the plan is current.
-"""
-
 _ANY_BUT_CLAIMED: Final = FINAL_STATES | frozenset[RunState]({"pending", "running"})
 RUN_TRANSITIONS: Final[Mapping[tuple[RunState, EndCause | None], frozenset[RunState]]] = {
     ("pending", None): frozenset({"cancelled"}),
@@ -185,51 +179,6 @@ class NewJob:
     spec: JsonObject
     idempotency_key: str | None = None
     fingerprint: str | None = None
-
-
-@dataclass(frozen=True)
-class JobRecord:
-    """A job; `data_version` grows with anything that can change a fit, and so keys every cached answer.
-
-    `recommended`, `predicted_*`, `saving_*` and `prediction_error` are what a list shows; use cases keep them current.
-    Failed runs with a key of at most `retried_up_to_key` may be profiled again. `cross_validated_error` is of exactly
-    the runs `cross_validated_runs` and the model version `cross_validated_model`.
-    """
-
-    id: str
-    project_id: str
-    name: str
-    model_name: str
-    state: str
-    objective: Objective
-    spec: JsonObject
-    data_version: int
-    plan_reason: str
-    created_at: datetime
-    updated_at: datetime
-    recommended: Configuration | None = None
-    predicted_time_s: float | None = None
-    predicted_cost_usd: float | None = None
-    saving_vs_smallest_batch: float | None = None
-    saving_vs_largest_batch: float | None = None
-    prediction_error: float | None = None
-    plan_state: PlanState = "current"
-    retried_up_to_key: int = 0
-    cross_validated_error: float | None = None
-    cross_validated_runs: Sequence[str] = ()
-    cross_validated_model: str | None = None
-    runs_done: int = 0
-    runs_planned: int = 0
-    cursor: int = 0
-
-
-@dataclass(frozen=True)
-class JobPage:
-    """Jobs in order; `next_cursor` goes into the next call, None on the last page."""
-
-    jobs: list[JobRecord]
-    total: int
-    next_cursor: int | None
 
 
 @dataclass(frozen=True)

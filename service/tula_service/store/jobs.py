@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import sqlalchemy as sa
 
-from tula_service.domain import JobOrder, JobPage, JobRecord, NewJob
+from tula_service.domain import JobOrder, JsonObject, NewJob
 from tula_service.errors import Conflict, NotFound
-from tula_service.store._base import Repository, RowMap, new_id, same_fields
+from tula_service.store._base import Repository, RowMap, new_id
 from tula_service.store.tables import jobs, runs
-from tula_wire import Configuration
+from tula_wire import Configuration, JobPage, JobSummary
 from tula_wire.enums import FINAL_STATES
 
 _FINAL = sorted(FINAL_STATES - {"cancelled"})
@@ -40,6 +40,32 @@ _TRIGRAMS: sa.ColumnElement[Any] = sa.literal_column("tula_trigrams(lower(jobs.n
 _LEAST_SEARCHED = 3
 """Characters of a search that has a trigram; a shorter one reads every name."""
 _KEY_TAKEN = "This Idempotency-Key was already used for a different job: send a new key."
+
+PlanState: TypeAlias = Literal["current", "stale", "stale_out_of_memory"]
+"""Whether a job's plan takes all its runs into account. A stale plan waits for a worker to compute it.
+
+After an out-of-memory failure, waiting runs may not fit either: none is claimed before the plan is current.
+"""
+
+
+class JobRecord(JobSummary):
+    """A job with what no list shows; what a list shows, use cases keep current.
+
+    `data_version` grows with anything that can change a fit, and so keys every cached answer. Failed runs with a key of
+    at most `retried_up_to_key` may be profiled again. `cross_validated_error` is of exactly the runs
+    `cross_validated_runs` and the model version `cross_validated_model`.
+    """
+
+    cursor: int
+    project_id: str
+    spec: JsonObject
+    data_version: int
+    plan_reason: str
+    plan_state: PlanState
+    retried_up_to_key: int
+    cross_validated_error: float | None
+    cross_validated_runs: Sequence[str]
+    cross_validated_model: str | None
 
 
 class Jobs(Repository):
@@ -119,7 +145,7 @@ class Jobs(Repository):
         if project_id is not None:
             wanted.append(jobs.c.project_id == project_id)
         if search and "\0" in search:  # which neither engine has in a text
-            return JobPage([], 0, None)
+            return JobPage(jobs=[], total=0)
         if search:
             # SQLite's LIKE is case-blind by itself, and takes half the time without lower() around every name.
             contains = sa.Column.icontains if self._postgres else sa.Column.contains
@@ -144,8 +170,8 @@ class Jobs(Repository):
             page = page.where(key < cursor)
         keys = self._connection.execute(page).scalars().all()
         found = {row["key"]: _job_record(row) for row in self._rows(_SELECT_JOBS.where(jobs.c.key.in_(keys[:limit])))}
-        following = order == "newest" and len(keys) > limit
-        return JobPage([found[each] for each in keys[:limit]], total, keys[limit - 1] if following else None)
+        following = str(keys[limit - 1]) if order == "newest" and len(keys) > limit else None
+        return JobPage(jobs=[found[each] for each in keys[:limit]], total=total, next_cursor=following)
 
     def update(self, job_id: str, *, bump: bool = False, **values: Any) -> JobRecord:
         """Change columns of a job; `bump` also moves its data version, so that no cached fit is used again.
@@ -199,9 +225,9 @@ class Jobs(Repository):
 
 
 def _job_record(row: RowMap) -> JobRecord:
-    """The record of a row that `_SELECT_JOBS` found."""
-    values = same_fields(JobRecord, row) | {
+    """The record of a row that `_SELECT_JOBS` found; it was valid when it was stored."""
+    values = {name: row[name] for name in JobRecord.model_fields} | {
         "recommended": None if row["recommended"] is None else Configuration(**row["recommended"]),
         "cross_validated_runs": row["cross_validated_runs"] or (),
     }
-    return JobRecord(**values)
+    return JobRecord.model_construct(**values)

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final, Generic, TypeAlias, TypeVar
 
-from tula_service.domain import JobRecord, RunRecord
+from tula_service.domain import RunRecord
 from tula_service.errors import Forbidden, InvalidInput, NotFound, StoreUnavailable, Unauthenticated
 from tula_service.store import DEFAULT_PROJECT_ID, Store, Transaction
 from tula_service.store.access import MADE
+from tula_service.store.jobs import JobRecord
 from tula_wire import Project, Scope, Token, TokenCreated
 
 SECRET_BYTES: Final = 32

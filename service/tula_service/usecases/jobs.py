@@ -14,12 +14,13 @@ from tula_service.analysis import job_data
 from tula_service.analysis.evidence import state_beyond_memory
 from tula_service.analysis.plan import profiling_cost
 from tula_service.analysis.priors import contradiction
-from tula_service.domain import JobOrder, JobRecord, NewJob
+from tula_service.domain import JobOrder, NewJob
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError
 from tula_service.store import Store, Transaction, partitions
 from tula_service.store.archive import Archive
 from tula_service.store.database import is_sqlite
+from tula_service.store.jobs import JobRecord
 from tula_service.usecases import runs
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.recommendations import replan, spec_of
@@ -118,7 +119,7 @@ def list_jobs(
     if search is not None and not search.isprintable():
         raise InvalidInput("The search holds characters that no name has: use printable ones.", field="search")
     with store.reading() as tx:
-        page = tx.jobs.list(
+        return tx.jobs.list(
             project_id=principal.project_id,
             search=search,
             states=None if state is None else [state],
@@ -128,11 +129,6 @@ def list_jobs(
             limit=limit,
             count_up_to=wire.JOBS_COUNTED,
         )
-    return wire.JobPage(
-        jobs=[wire.JobSummary.model_validate(job, from_attributes=True) for job in page.jobs],
-        total=page.total,
-        next_cursor=None if page.next_cursor is None else str(page.next_cursor),
-    )
 
 
 def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch) -> wire.Job:
@@ -326,7 +322,7 @@ def _finish_deleting(store: Store, job_id: str) -> None:
 def _view(tx: Transaction, record: JobRecord) -> wire.Job:
     """A job with its specification, its profiling runs in the order of the plan, and what these cost."""
     plan = tx.runs.list(record.id, kind="profile", plan_order=True)
-    summary = wire.JobSummary.model_validate(record, from_attributes=True)
+    summary = {name: getattr(record, name) for name in wire.JobSummary.model_fields}
     spec, views = spec_of(record), [runs.view(each) for each in plan]
     cost = profiling_cost(spec, plan, tx.now().timestamp())
-    return wire.Job(**dict(summary), spec=spec, plan=views, plan_reason=record.plan_reason, profiling_cost=cost)
+    return wire.Job(**summary, spec=spec, plan=views, plan_reason=record.plan_reason, profiling_cost=cost)

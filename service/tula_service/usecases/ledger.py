@@ -8,8 +8,9 @@ import tula_wire as wire
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer
 from tula_service.analysis.explanation import estimate_of
 from tula_service.analysis.job_data import has_prices
-from tula_service.domain import JobRecord, JsonObject, RunRecord
+from tula_service.domain import JsonObject, RunRecord
 from tula_service.store import Store, Transaction
+from tula_service.store.jobs import JobRecord
 from tula_service.store.ledger import LedgerRecord
 from tula_service.usecases.access import Principal, visible_job
 from tula_wire import Configuration

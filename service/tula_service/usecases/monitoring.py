@@ -11,11 +11,12 @@ import tula_wire as wire
 from tula_service.analysis import monitoring
 from tula_service.analysis.answer import analyse
 from tula_service.analysis.monitoring import Monitor
-from tula_service.domain import JobRecord, RunRecord
+from tula_service.domain import RunRecord
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.choice import Estimate
 from tula_service.perfmodel.step_summary import robust_mean
 from tula_service.store import Store, Transaction
+from tula_service.store.jobs import JobRecord
 from tula_service.usecases.recommendations import load_job_data, spec_of
 
 _CONFIRMING_STEPS, _LEVEL_STEPS = 20, 15

@@ -22,10 +22,11 @@ from tula_service.analysis import explanation
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
 from tula_service.analysis.job_data import EarlierJob, JobData
 from tula_service.analysis.plan import PlanDecision, plan_of
-from tula_service.domain import FloatArray, JobRecord, RunRecord
+from tula_service.domain import FloatArray, RunRecord
 from tula_service.perfmodel.choice import Estimate
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, Transaction
+from tula_service.store.jobs import JobRecord
 from tula_service.usecases import ledger
 from tula_service.usecases.access import Principal, visible_job
 from tula_wire import Configuration

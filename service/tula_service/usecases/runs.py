@@ -9,11 +9,12 @@ from typing import Any, Final
 
 import tula_wire as wire
 from tula_service.analysis.plan import instruction_of
-from tula_service.domain import RUN_TRANSITIONS, JobRecord, NewRun, RunRecord
+from tula_service.domain import RUN_TRANSITIONS, NewRun, RunRecord
 from tula_service.errors import Conflict, InvalidInput, NotFound
 from tula_service.perfmodel.choice import Estimate
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, Transaction
+from tula_service.store.jobs import JobRecord
 from tula_service.usecases import fabrics, ledger, monitoring, recommendations
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.recommendations import replan, spec_of

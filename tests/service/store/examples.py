@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tula_service.domain import JobRecord, NewChunk, NewJob, NewRun, RunRecord
+from tula_service.domain import NewChunk, NewJob, NewRun, RunRecord
 from tula_service.store import DEFAULT_PROJECT_ID, Store, Transaction
+from tula_service.store.jobs import JobRecord
 from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
 from tula_wire import Configuration, SampleBatch
 from tula_wire.enums import RunKind

@@ -60,9 +60,9 @@ class TestJobs:
                 page = tx.jobs.list(cursor=cursor, limit=3)
                 assert page.total == 7
                 seen += [job.id for job in page.jobs]
-                cursor = page.next_cursor
-                if cursor is None:
+                if page.next_cursor is None:
                     break
+                cursor = int(page.next_cursor)
         assert seen == made[::-1]
 
     def test_jobs_are_sorted_and_those_without_the_figure_come_last(self, store: Store) -> None:
@@ -102,8 +102,9 @@ class TestJobs:
                 while True:
                     page = tx.jobs.list(search=search, limit=3, cursor=cursor)
                     found += [job.name for job in page.jobs]
-                    if (cursor := page.next_cursor) is None:
+                    if page.next_cursor is None:
                         break
+                    cursor = int(page.next_cursor)
                 total = tx.jobs.list(search=search).total
             expected = [name for name in reversed(names) if search.lower() in name.lower() or search == "net"]
             assert (search, found) == (search, expected)
