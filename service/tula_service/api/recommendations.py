@@ -1,4 +1,4 @@
-"""`GET /v1/jobs/{job_id}/recommendation`: which configuration to run, and why."""
+"""`/v1/jobs/{job_id}/recommendation` and `/predictions`: which configuration to run and why, and what-if of others."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
 
+from tula_service.analysis.what_if import WhatIf
 from tula_service.api.deps import AppServices, Caller, reject_unknown_query
+from tula_service.dashboard.session import CurrentUser
 from tula_service.usecases import recommendations
-from tula_wire import Objective, Recommendation, routes
+from tula_wire import Objective, Predictions, Recommendation, routes
 
 router = APIRouter(tags=["recommendation"], dependencies=[Depends(reject_unknown_query)])
 
@@ -31,3 +33,9 @@ def get_recommendation(
     if missed:
         services.metrics.fit_s.observe(time.perf_counter() - missed[0])
     return Response(body, media_type="application/json")
+
+
+@router.get(routes.JOB_PREDICTIONS)
+def get_predictions(job_id: str, user: CurrentUser, question: Annotated[WhatIf, Query()]) -> Predictions:
+    """Every combination of the values given (each may be repeated); what is left out takes all the job may use."""
+    return recommendations.predict(*user, job_id, question)

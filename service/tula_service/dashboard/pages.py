@@ -22,7 +22,7 @@ from tula_service.dashboard.format import render
 from tula_service.dashboard.session import CurrentUser, User
 from tula_service.domain import JobOrder
 from tula_service.errors import InvalidInput
-from tula_service.usecases import events, jobs, ledger, predictions, recommendations, runs
+from tula_service.usecases import events, jobs, ledger, recommendations, runs
 from tula_service.usecases.access import visible_projects, visible_tokens
 from tula_service.usecases.telemetry import SeriesQuery, columns_of, compare
 from tula_wire import JOBS_COUNTED, Candidate, EventKind, JobSpec, JobState, Objective, Recommendation, read
@@ -177,7 +177,7 @@ def what_if(
         usd_per_node_hour=usd_per_node_hour,
         deadline_s=None if deadline_hours is None else deadline_hours * 3600,
     )
-    found = predictions.predict(*user, job_id, question).candidates
+    found = recommendations.predict(*user, job_id, question).candidates
     asked = [
         each
         for each in found

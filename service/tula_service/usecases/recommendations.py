@@ -1,10 +1,10 @@
-"""Recommendations and plans: after a change, a job's answer is computed once, and what follows from it is stored.
+"""Recommendations, plans and what-if: after a change, a job's answer is computed once, and what follows is stored.
 
-`load_job_data` alone reads what an analysis of a job needs; predictions and monitoring use it too. A fit runs on a
-read-only snapshot, so that no writer waits for it. If anything but measurements changed meanwhile, it is computed
-again, and after four attempts under the job's lock. A plan that waits for a worker is marked on the job (`PlanState`),
-in the transaction of the change: if the worker dies, the next claim computes the plan. Answers are cached once per
-version of a job's data, and entered in the ledger.
+`load_job_data` alone reads what an analysis of a job needs; monitoring uses it too. A fit runs on a read-only snapshot,
+so that no writer waits for it. If anything but measurements changed meanwhile, it is computed again, and after four
+attempts under the job's lock. A plan that waits for a worker is marked on the job (`PlanState`), in the transaction of
+the change: if the worker dies, the next claim computes the plan. Answers are cached once per version of a job's data,
+and entered in the ledger.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -22,8 +23,10 @@ from tula_service.analysis import explanation
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
 from tula_service.analysis.job_data import EarlierJob, JobData
 from tula_service.analysis.plan import PlanDecision, plan_of
+from tula_service.analysis.what_if import WhatIf, configurations_of, specification_at
 from tula_service.domain import FloatArray, RunRecord
 from tula_service.perfmodel.choice import Estimate
+from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, Transaction
 from tula_service.store.jobs import JobRecord
@@ -241,6 +244,23 @@ def _store_plan(tx: Transaction, job: JobRecord, analysis: Analysis, decision: P
     if (state, reason) != (job.state, job.plan_reason):
         tx.events.append(job.id, "job", data={"state": state, "plan_reason": reason})
     return tx.jobs.update(job.id, state=state, plan_reason=reason, plan_state="current")
+
+
+def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -> wire.Predictions:
+    """Predict every configuration asked about. Raises InvalidInput for a question that no configuration answers."""
+    with store.compute_slot():
+        with store.reading() as tx:
+            data = load_job_data(tx, visible_job(tx, principal, job_id))
+        answer = analyse(replace(data, spec=specification_at(data.spec, question)))
+    if not isinstance(answer, Answer):
+        raise ObservationError(answer.reason)
+    found = answer.what_if(configurations_of(answer, question))
+    return wire.Predictions(
+        job_id=job_id,
+        basis=found.model.basis,
+        candidates=explanation.candidates_of(found, found.estimates),
+        model=explanation.model_report(found),
+    )
 
 
 def expectation(data: JobData, configuration: Configuration) -> Estimate | None:

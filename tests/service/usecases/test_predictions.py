@@ -14,13 +14,13 @@ from tests.service.usecases.cluster import Cluster, overlapping
 from tula_service.analysis.what_if import WhatIf
 from tula_service.errors import InvalidInput
 from tula_service.store import Store
-from tula_service.usecases import predictions
+from tula_service.usecases import recommendations
 from tula_service.usecases.access import ANONYMOUS
 
 
 def ask(cluster: Cluster, job_id: str, **question: Any) -> wire.Predictions:
     """A what-if."""
-    return predictions.predict(cluster.store, ANONYMOUS, job_id, WhatIf(**question))
+    return recommendations.predict(cluster.store, ANONYMOUS, job_id, WhatIf(**question))
 
 
 def test_a_what_if_answers_for_what_was_never_a_candidate(profiled: tuple[Cluster, str]) -> None:
