@@ -38,7 +38,6 @@ from tula_service.errors import StoreUnavailable
 from tula_service.store import Store, telemetry_writer
 from tula_service.store.telemetry import chunk_row
 from tula_service.store.telemetry_writer import TelemetryWriter
-from tula_service.usecases.telemetry import TelemetryIngest
 from tula_wire import MAX_STEPS, routes
 
 SECONDS = float(os.environ.get("TULA_WRITERS_S", "2"))
@@ -274,7 +273,7 @@ def test_a_stuck_writer_and_a_full_disk_make_the_service_not_ready(
         def stuck(_: object) -> None:
             raise StoreUnavailable("The writer of telemetry waits.")
 
-        monkeypatch.setattr(TelemetryIngest, "check", stuck)
+        monkeypatch.setattr(TelemetryWriter, "check", stuck)
         assert client.get(routes.READY).status_code == 503
 
 
