@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.support.grids import STEP_TIME_TABLE, Placement, Workload, grids_parser, read_rows, read_step_time
 from benchmarks.support.report import mean, median, percentile, print_table, write_json
-from tula_service.perfmodel.priors import StepTimePrior, generic_prior, prior_from_jobs
+from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior, prior_from_jobs
 from tula_service.perfmodel.step_time_model import fit_step_time
 
 FEWEST_NETWORKS = 3
@@ -88,7 +88,7 @@ def score(job: Job, others: Sequence[Job], ranks: int, learned: Mapping[str, Ste
     truth = np.array([job.workload.step_time_s[c] for c in large])
     ratios = [job.parameters / each.parameters if job.parameters and each.parameters else None for each in others]
     prior = prior_from_jobs([learned[each.workload.name] for each in others], scale=_scale(job), gradient_ratios=ratios)
-    for believed in (prior, None):
+    for believed in (Priors(dict.fromkeys((c.instance_type for c in candidates), prior)), Priors()):
         predicted = fit_step_time(job.workload.measure(few), prior=believed, candidates=candidates).predict(large)
         inside = (predicted.low_s <= truth) & (truth <= predicted.high_s)
         yield Score(np.abs(predicted.mean_s / truth - 1.0).tolist(), inside.astype(float).tolist())

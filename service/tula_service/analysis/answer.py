@@ -117,7 +117,9 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
             goal = replace(
                 goal, steps_factor={c: 1.0 / efficiency.of(c.global_batch_size) for c in evidence.candidates}
             )
-    doubtful = frozenset(c for c in evidence.candidates if not _safe(spec, evidence, c))
+    least, memory = required_fit_probability(spec), evidence.memory
+    untried = [c for c in evidence.candidates if c not in evidence.fitted]
+    doubtful = frozenset(c for c in untried if (fits := memory.fit_probability(c)) is not None and fits < least)
     choice = recommend(
         evidence.candidates,
         model,
@@ -158,8 +160,3 @@ def goal_of(spec: wire.JobSpec, objective: Objective) -> Goal:
         priced=priced,
         usd_per_hour_of_waiting=spec.usd_per_hour_of_waiting,
     )
-
-
-def _safe(spec: wire.JobSpec, evidence: Evidence, c: Configuration) -> bool:
-    probability = evidence.memory.fit_probability(c)
-    return c in evidence.fitted or probability is None or probability >= required_fit_probability(spec)

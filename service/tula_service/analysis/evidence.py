@@ -65,7 +65,6 @@ class Evidence:
     ruled_out: Mapping[Configuration, str]
     failed: frozenset[Configuration]
     retried: tuple[RunRecord, ...]
-    num_runs: int
     num_samples: int
     warnings: tuple[str, ...]
 
@@ -119,7 +118,6 @@ def evidence_of(data: JobData) -> Evidence:
         ruled_out=ruled_out,
         failed=frozenset(failed - fitted),
         retried=tuple(run for run in retried if run.configuration not in fitted),
-        num_runs=len(timed),
         num_samples=sum(summary.num_samples for _, summary in timed),
         warnings=tuple(dict.fromkeys((*warnings, *notes, *memory.warnings))),
     )
@@ -327,10 +325,12 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
                 remedy = _SHARD if spec.model.sharding == "none" else _MORE_SHARDS
                 warnings.append(f"Memory of {name}: {_state_too_large(needed, capacity)}: {remedy}.")
         safety = _plan_safety(spec, len({c.local_batch_size for c, _ in usable}))
-        room = None if model is None or capacity is None else _room(model, capacity, fewest)
-        bound = _bound(model, room, safety, failed, max((c.local_batch_size for c, _ in rows), default=0))
-        if bound is not None:
-            bounds[name] = bound
+        largest = [batch - 1 for batch in failed]
+        if model is not None and capacity is not None and safety is not None:
+            fits = model.max_local_batch_size(_room(model, capacity, fewest), safety_probability=safety)
+            largest.append(max([fits, *(c.local_batch_size for c, _ in rows)]))  # what ran fits
+        if largest:
+            bounds[name] = min(largest)
     return MemoryEvidence(models, bounds, capacities, tuple(failures), tuple(warnings))
 
 
@@ -409,18 +409,6 @@ def _memory_observations(
         static_sd=sd,
         bytes_per_sample=model.activation_bytes_per_sample or None,
     )
-
-
-def _bound(
-    model: MemoryModel | None, capacity: float | None, safety: float | None, failed: Sequence[int], measured: int
-) -> int | None:
-    """The largest local batch that fits; None without evidence. `measured` is the largest batch that ran."""
-    bound = None
-    if model is not None and capacity is not None and safety is not None:
-        bound = max(model.max_local_batch_size(capacity, safety_probability=safety), measured)
-    if failed:
-        bound = min(failed) - 1 if bound is None else min(bound, min(failed) - 1)
-    return bound
 
 
 def _plan_safety(spec: wire.JobSpec, num_batches: int) -> float | None:

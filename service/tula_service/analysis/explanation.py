@@ -23,6 +23,8 @@ from tula_wire.format import cluster_name, percent
 
 _EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
 _NOTABLE_INPUT = 0.1  # of the step
+_CHOSEN = ("chosen", "runner_up", "least_time", "least_cost", "balanced")  # fields of a choice and of its wire model
+_LIMITS = {"deadline_s": "deadline", "budget_usd": "budget", "max_global_batch_size": "largest global batch"}
 _CONTRADICTION = 1.25
 _IMPLAUSIBLE = 2.0  # in 69 of 72 public grids no pair of all their configurations differs so
 _RESTS_ON = {
@@ -51,11 +53,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
     return {
         "basis": answer.model.basis,
         "objective": answer.objective,
-        "chosen": found(choice.chosen),
-        "runner_up": found(choice.runner_up),
-        "least_time": found(choice.least_time),
-        "least_cost": found(choice.least_cost),
-        "balanced": found(choice.balanced),
+        **{name: found(getattr(choice, name)) for name in _CHOSEN},
         "knee": wire.Knee(
             found=knee is not None,
             configuration=None if knee is None else knee.configuration,
@@ -108,7 +106,7 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
     return wire.ModelReport(
         form=model.form,
         version=MODEL_VERSION,
-        num_runs=evidence.num_runs,
+        num_runs=len(evidence.rows),
         num_samples=evidence.num_samples,
         cross_validated_error=cross_validated_error,
         warnings=list(dict.fromkeys((*warnings, *gaps_of(model), *memory, *evidence.warnings))),
@@ -134,7 +132,12 @@ def why(answer: Answer) -> str:
     if counts and chosen is not None:
         excluded = ", ".join(f"{limit} {number}" for limit, number in sorted(counts.items()))
         parts.append(f"Excluded by limits: {excluded} of the candidates.")
-    parts += _nearest_misses(choice)
+    nearest = nearest_misses(choice)
+    parts += [
+        f"Nearest miss of the {name}: {_named(nearest[limit].estimate)}; {breach(nearest[limit], choice.goal.limits)}"
+        for limit, name in _LIMITS.items()
+        if limit in nearest
+    ]
     if answer.objective == "time_to_quality":
         parts.append(
             "Time is to the quality of the smallest batch, at a gradient noise scale of "
@@ -317,7 +320,8 @@ def _warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
     found = [
         f"Nothing bounds the local batch of {name}, so five doublings were tried: give "
         "cluster.memory_bytes_per_rank or batch.max_local_batch_size."
-        for name in job_data.unbounded_types(spec, evidence.memory.max_local_batch_size)
+        for name in (cluster.instance_type for cluster in spec.cluster)
+        if spec.batch.max_local_batch_size is None and name not in evidence.memory.max_local_batch_size
     ]
     if not job_data.has_prices(spec):
         found.append("No price is known, so costs are ranked in node-hours: give cluster.price.")
@@ -419,13 +423,15 @@ def _by_noise_scale(answer: Answer, c: Configuration) -> float | None:
     return None if answer.efficiency is None else answer.efficiency.learning_rate_factor(c.global_batch_size)
 
 
-def _nearest_misses(choice: Choice) -> list[str]:
-    """Of each limit that excludes something, the candidate that breaks it by least."""
-    names = {"deadline_s": "deadline", "budget_usd": "budget", "max_global_batch_size": "largest global batch"}
-    found, limits = [(name, choice.nearest_miss(limit)) for limit, name in names.items()], choice.goal.limits
-    return [
-        f"Nearest miss of the {name}: {_named(each.estimate)}; {breach(each, limits)}" for name, each in found if each
-    ]
+def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
+    """By limit that excludes something: the candidate that breaks it by least, and of equals the best.
+
+    Candidates that no deadline or budget lets in come last: those are no near miss of either.
+    """
+    barred = barred_by(choice.excluded)
+    missed = [each for each in choice.excluded if each.estimate is not choice.chosen]
+    missed.sort(key=lambda each: (each.estimate.key in barred, each.share, choice.goal.value(each.estimate).mean))
+    return {each.limit: each for each in reversed(missed)}
 
 
 def _difference(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:

@@ -124,39 +124,24 @@ def payable(spec: wire.JobSpec, memory: Collection[str]) -> wire.JobSpec:
 
 def offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
     """On-demand prices by instance type. Without any price a node-hour costs 1, so that cost counts node-hours."""
-    if not any(is_priced(cluster.price) for cluster in spec.cluster):
-        return {cluster.instance_type: Offer(usd_per_node_hour=1.0) for cluster in spec.cluster}
+    prices = {cluster.instance_type: cluster.price for cluster in spec.cluster}
+    if not any(is_priced(price) for price in prices.values()):
+        return dict.fromkeys(prices, Offer(usd_per_node_hour=1.0))
     return {
-        cluster.instance_type: Offer(
-            usd_per_node_hour=cluster.price.usd_per_node_hour or 0.0,
-            usd_per_gb_hour=cluster.price.usd_per_gb_hour or 0.0,
-        )
-        for cluster in spec.cluster
-        if cluster.price.usd_per_node_hour is not None or cluster.price.usd_per_gb_hour is not None
+        name: Offer(usd_per_node_hour=price.usd_per_node_hour or 0.0, usd_per_gb_hour=price.usd_per_gb_hour or 0.0)
+        for name, price in prices.items()
+        if price.usd_per_node_hour is not None or price.usd_per_gb_hour is not None
     }
 
 
 def spot_offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
     """Spot prices, by instance type; only the types that have one."""
+    prices = {cluster.instance_type: cluster.price.spot for cluster in spec.cluster}
     return {
-        cluster.instance_type: Offer(
-            usd_per_node_hour=cluster.price.spot.usd_per_node_hour,
-            spot=Spot(
-                interruptions_per_node_hour=cluster.price.spot.interruptions_per_node_hour,
-                checkpoint_interval_s=cluster.price.spot.checkpoint_interval_s,
-                restart_s=cluster.price.spot.restart_s,
-            ),
-        )
-        for cluster in spec.cluster
-        if cluster.price.spot is not None
+        name: Offer(price.usd_per_node_hour, spot=Spot(**price.model_dump(exclude={"usd_per_node_hour"})))
+        for name, price in prices.items()
+        if price is not None
     }
-
-
-def unbounded_types(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> list[str]:
-    """Instance types whose local batch neither the user nor the memory model bounds."""
-    if spec.batch.max_local_batch_size is not None:
-        return []
-    return [cluster.instance_type for cluster in spec.cluster if cluster.instance_type not in memory_bound]
 
 
 def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> tuple[wire.Configuration, ...]:

@@ -20,7 +20,7 @@ from tula_service.analysis.answer import Analysis, Answer
 from tula_service.analysis.explanation import name_of
 from tula_service.domain import MEASURES, FloatArray, Measure
 from tula_service.perfmodel.choice import Estimate
-from tula_service.perfmodel.points import ObservationError, column
+from tula_service.perfmodel.points import column
 from tula_service.perfmodel.step_summary import known_mean, robust_mean
 from tula_wire import Configuration
 from tula_wire.bounds import MAX_DURATION_S
@@ -63,9 +63,6 @@ class DriftState:
     @classmethod
     def expecting(cls, low_s: float, high_s: float) -> DriftState:
         """A detector for a predicted interval of step time; one narrower than 5 % either way is widened to that."""
-        column("interval", [low_s, high_s], above=0.0)
-        if high_s < low_s:
-            raise ObservationError("interval: high_s is below low_s; give the ends in order.")
         centre = 0.5 * (math.log(low_s) + math.log(high_s))
         return cls(centre, max(0.5 * (math.log(high_s) - math.log(low_s)), _LEAST_HALF_WIDTH))
 

@@ -167,7 +167,7 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
             max_nodes=cluster.max_nodes,
             ranks_per_node=cluster.ranks_per_node,
         )
-        if fabric.between_nodes and cluster.max_nodes > 1:
+        if fabric.num_nodes > 1 and cluster.max_nodes > 1:
             probed.add(name)
     return Priors(believed, hardware, probed=frozenset(probed))
 
@@ -312,16 +312,10 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
 
 def _buckets_of(summaries: Sequence[RunSummary]) -> dict[str, Buckets]:
     """Those of the run with the fewest ranks, which waits least for others, and of these of the largest batch."""
-    found: dict[str, tuple[tuple[int, int], Buckets]] = {}
-    for summary in summaries:
-        timeline, c = summary.timeline, summary.configuration
-        if timeline is None or min(*timeline.bucket_bytes, *timeline.ready_s) <= 0.0:
-            continue
-        order = c.world_size, -c.local_batch_size
-        if c.instance_type not in found or order < found[c.instance_type][0]:
-            buckets = Buckets(np.array(timeline.bucket_bytes), np.array(timeline.ready_s))
-            found[c.instance_type] = order, buckets
-    return {name: buckets for name, (_, buckets) in found.items()}
+    timed = [(each.configuration, each.timeline) for each in summaries if each.timeline is not None]
+    usable = [(c, timeline) for c, timeline in timed if min(*timeline.bucket_bytes, *timeline.ready_s) > 0.0]
+    best_first = sorted(usable, key=lambda each: (each[0].world_size, -each[0].local_batch_size))
+    return {c.instance_type: Buckets(np.array(t.bucket_bytes), np.array(t.ready_s)) for c, t in reversed(best_first)}
 
 
 def earlier_scale(model: wire.ModelSpec, cluster: wire.ClusterSpec, learned: StepTimePrior) -> EarlierScale:

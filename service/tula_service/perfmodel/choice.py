@@ -187,19 +187,6 @@ class Choice:
     frontier: tuple[Estimate, ...] = ()
     ineligible: frozenset[Configuration] = frozenset()
 
-    def nearest_miss(self, limit: str) -> Exclusion | None:
-        """Of the candidates that break a limit, the one that does by least, and of equals the best; None without one.
-
-        Candidates that no deadline or budget lets in come last: those are no near miss of either.
-        """
-        barred = barred_by(self.excluded)
-        missed = (each for each in self.excluded if each.limit == limit and each.estimate is not self.chosen)
-        return min(
-            missed,
-            key=lambda each: (each.estimate.key in barred, each.share, self.goal.value(each.estimate).mean),
-            default=None,
-        )
-
 
 def recommend(
     candidates: Sequence[Configuration],

@@ -77,11 +77,6 @@ class Fabric:
     all_ranks: AllReduceCost
     in_node: AllReduceCost | None = None
 
-    @property
-    def between_nodes(self) -> bool:
-        """True if the probe says what several nodes cost."""
-        return self.num_nodes > 1
-
     def within(self, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float] | None:
         """Seconds of a node's collectives and the sd of their log; None where a node was not measured apart."""
         cost = self.all_ranks if self.num_nodes == 1 else self.in_node
@@ -202,7 +197,7 @@ def with_fabric(
         sd[4], sd[5] = inner_sd, min(sd[5], _SHARED_LINK_SD)
         mean[4] = math.log(inner[0]) - mean[5] * math.log(ranks_per_node / 2.0) - mean[0]
         known.add(4)
-    if fabric.between_nodes and max_nodes > 1:
+    if fabric.num_nodes > 1 and max_nodes > 1:
         nodes = 2 ** np.arange(1, max(math.ceil(math.log2(max_nodes)), 2) + 1)
         each = (fabric.between(int(n), ranks_per_node, gradient_bytes, messages) for n in nodes)
         seconds, log_sds = zip(*each, strict=True)

@@ -105,7 +105,6 @@ class MemoryModel:
 
     def fits(self, local_batch_size: float, capacity_bytes: float) -> float:
         """Probability that this local batch fits into the capacity; 0 from the smallest batch that did not."""
-        column("capacity_bytes", [capacity_bytes], above=0.0)
         if local_batch_size >= self.failed_from:
             return 0.0
         allocated, sd = self._allocated(local_batch_size)
@@ -115,11 +114,8 @@ class MemoryModel:
     def max_local_batch_size(self, capacity_bytes: float, *, safety_probability: float = 0.95) -> int:
         """Largest local batch that fits with at least this probability, 0 when not even one example does.
 
-        Two per cent of the capacity stay free for the allocator. Raises ObservationError on a capacity that is not
-        positive or a probability outside 0.5..1.
+        Two per cent of the capacity stay free for the allocator.
         """
-        if not 0.5 <= safety_probability < 1.0:
-            raise ObservationError(f"safety_probability is {safety_probability!r}; give at least 0.5 and below 1.")
         batches = range(1, _LARGEST_BATCH)
         return bisect_left(batches, True, key=lambda b: self.fits(b, capacity_bytes) < safety_probability)
 

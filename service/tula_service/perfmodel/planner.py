@@ -308,7 +308,8 @@ def design(
     """
     # The prior's own uncertainty, not the fit's: a design fixed before measuring does as well as one re-planned after
     # every run, and all of its runs may go in parallel.
-    model = unmeasured_model(replace(priors, anywhere=priors.anywhere or generic_prior()), candidates)
+    believed = {c.instance_type: priors.believed.get(c.instance_type, generic_prior()) for c in candidates}
+    model = unmeasured_model(replace(priors, believed=believed), candidates)
     value, weights = None, np.ones(len(candidates))
     if goal is not None and MEASURES[goal.objective] is not Measure.CURVE:
         value = log_value(model, candidates, goal)

@@ -104,9 +104,8 @@ class Points:
 
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Points:
         """The points at these row numbers, or where this mask is true."""
-        index = np.arange(len(self))[np.asarray(rows)] if len(self) else np.arange(0)
-        columns = {name: getattr(self, name)[index] for name in self.COLUMNS}
-        return Points(**columns, instance_type=[self.instance_type[i] for i in index.tolist()])
+        columns = {name: getattr(self, name)[rows] for name in self.COLUMNS}
+        return Points(**columns, instance_type=np.array(self.instance_type, dtype=np.object_)[rows].tolist())
 
 
 @dataclass(frozen=True)
@@ -156,6 +155,5 @@ class StepTimeObservations:
 
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> StepTimeObservations:
         """The observations at these row numbers, or where this mask is true."""
-        index = np.arange(len(self))[np.asarray(rows)] if len(self) else np.arange(0)
-        columns = {name: getattr(self, name)[index] for name in ("step_time_s", *self.OPTIONAL)}
-        return StepTimeObservations(points=self.points.take(index), **columns)
+        columns = {name: getattr(self, name)[rows] for name in ("step_time_s", *self.OPTIONAL)}
+        return StepTimeObservations(points=self.points.take(rows), **columns)

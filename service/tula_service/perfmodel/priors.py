@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from tula_service.perfmodel.points import FloatArray, ObservationError, column
+from tula_service.perfmodel.points import FloatArray, column
 from tula_service.perfmodel.step_time_form import COLLECTIVES, NUM_PARAMETERS, ResidualScales, to_seconds
 from tula_wire.enums import Basis
 
@@ -125,19 +125,13 @@ class Hardware:
 class Priors:
     """What is believed before a job's own runs, by instance type; a type that is not in `believed` starts generic.
 
-    `hardware` carries what was measured on one type over to another that was not. `anywhere` stands for every type.
-    `probed` are types whose links between nodes a probe measured.
+    `hardware` carries what was measured on one type over to another that was not. `probed` are types whose links
+    between nodes a probe measured.
     """
 
     believed: Mapping[str, StepTimePrior] = field(default_factory=dict)
     hardware: Mapping[str, Hardware] = field(default_factory=dict)
-    anywhere: StepTimePrior | None = None
     probed: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, prior: StepTimePrior | Priors | None) -> Priors:
-        """One prior for all types, as priors by type."""
-        return prior if isinstance(prior, Priors) else cls(anywhere=prior)
 
 
 def generic_prior() -> StepTimePrior:
@@ -169,12 +163,15 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])
     peak, bandwidth = hardware.peak_tflops or _UNKNOWN_TFLOPS, hardware.memory_gb_per_s or _UNKNOWN_GB_PER_S
     # In logarithms throughout: a specification may name any finite number of FLOPs, and ratios of such underflow.
-    moved = facts.activation_bytes_per_sample
-    log_compute = math.log(b_ref) + log_per_sample(facts.flops_per_sample, peak, moved, bandwidth)
+    log_bandwidth = math.log(bandwidth * 1e9)
+    arithmetic = math.log(3.0 * _OF_ARITHMETIC) + math.log(facts.flops_per_sample) - math.log(peak * 1e12)
+    moved = math.log(_OF_ACTIVATIONS) + (math.log(facts.activation_bytes_per_sample) - log_bandwidth)
+    log_compute = math.log(b_ref) + float(np.logaddexp(arithmetic, moved))
+    per_step = math.log(_OF_PARAMETERS) + (math.log(facts.parameter_bytes) - log_bandwidth)
     log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(_BYTES_PER_PARAMETER)
     mean, sd = base.mean.copy(), base.sd.copy()
     mean[0], sd[0] = log_compute, math.hypot(facts.rule_sd, facts.flops_sd, hardware.device_sd)
-    mean[1], mean[3] = log_per_step(facts.parameter_bytes, bandwidth) - log_compute, _LOG_BEND_OF_A_SUM
+    mean[1], mean[3] = np.logaddexp(math.log(FLOOR_S), per_step) - log_compute, _LOG_BEND_OF_A_SUM
     if facts.idle_samples:
         mean[1] = np.logaddexp(mean[1], math.log(facts.idle_samples / b_ref))
     more = math.log(facts.volumes / _ALL_REDUCE_VOLUMES)
@@ -184,29 +181,10 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
 
 
 def guessed_activation_bytes(flops_per_sample: float, parameter_count: float, bytes_per_number: float) -> float:
-    """Bytes that one sample leaves for the backward pass, where they were not counted; off by a factor of about two.
-
-    Raises ObservationError unless the counts are positive: a third of a tiny number may be 0.
-    """
-    column("flops_per_sample", [flops_per_sample], above=0.0)
-    of_flops, of_parameters = math.log(flops_per_sample), math.log(parameter_count)
+    """Bytes that one sample leaves for the backward pass, where they were not counted; off by a factor of about two."""
+    of_flops, of_parameters = math.log(max(flops_per_sample, 1e-300)), math.log(parameter_count)
     guess = _GUESS[0] + _GUESS[1] * of_flops + _GUESS[2] * of_parameters + math.log(bytes_per_number)
     return math.exp(min(max(guess, _LOG_BYTES[0]), _LOG_BYTES[1]))
-
-
-def log_per_sample(flops_per_sample: float, peak_tflops: float, activation_bytes: float, gb_per_s: float) -> float:
-    """Logarithm of the seconds that one sample adds to a step."""
-    arithmetic = math.log(3.0 * _OF_ARITHMETIC) + math.log(flops_per_sample) - math.log(peak_tflops * 1e12)
-    return float(np.logaddexp(arithmetic, math.log(_OF_ACTIVATIONS) + _log_seconds(activation_bytes, gb_per_s)))
-
-
-def log_per_step(parameter_bytes: float, gb_per_s: float) -> float:
-    """Logarithm of the seconds that a step takes at any batch."""
-    return float(np.logaddexp(math.log(FLOOR_S), math.log(_OF_PARAMETERS) + _log_seconds(parameter_bytes, gb_per_s)))
-
-
-def _log_seconds(amount: float, gb_per_s: float) -> float:
-    return math.log(amount) - math.log(gb_per_s * 1e9)
 
 
 @dataclass(frozen=True)
@@ -325,10 +303,8 @@ def prior_from_jobs(
     runs of the same network, from them. With `scale`, the jobs are other networks: their collectives carry over as
     seconds per gradient byte, c s / (4 P). `gradient_ratios` are this network's parameters over theirs, one for each
     posterior; None where a count is unknown, and then the job teaches nothing of collectives. What no job teaches is
-    that of `scale`, or generic without. Raises ObservationError without a posterior.
+    that of `scale`, or generic without.
     """
-    if not posteriors:
-        raise ObservationError("posteriors: there are none; give at least one earlier job.")
     generic, base, collectives = generic_prior(), scale or generic_prior(), list(COLLECTIVES)
     b_ref = base.reference_batch_size
     b_ref = b_ref or next((p.reference_batch_size for p in posteriors if p.reference_batch_size is not None), None)

@@ -37,16 +37,11 @@ def robust_mean(values: FloatArray) -> tuple[float | None, float | None]:
     """
     if values.size == 0:
         return None, None
-    capped = _without_outlier(values)
-    return float(capped.mean()), float(capped.std(ddof=1) / np.sqrt(capped.size)) if capped.size > 1 else None
-
-
-def _without_outlier(values: FloatArray) -> FloatArray:
-    if values.size < 3:
-        return values
-    second, largest = np.partition(values, (-2, -1))[-2:]
-    alone = largest - second > second - values.min()
-    return np.minimum(values, second) if alone else values
+    if values.size > 2:
+        second, largest = np.partition(values, (-2, -1))[-2:]
+        if largest - second > second - values.min():
+            values = np.minimum(values, second)
+    return float(values.mean()), float(values.std(ddof=1) / np.sqrt(values.size)) if values.size > 1 else None
 
 
 def known_mean(values: FloatArray | None) -> float | None:

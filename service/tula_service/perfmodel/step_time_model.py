@@ -171,7 +171,7 @@ def fit_step_time(
     observations: StepTimeObservations | None,
     *,
     form: StepTimeForm = "overlap",
-    prior: StepTimePrior | Priors | None = None,
+    prior: Priors | None = None,
     candidates: Points | Sequence[Configuration] | None = None,
     interval_scale: float = 1.0,
 ) -> StepTimeModel:
@@ -183,15 +183,14 @@ def fit_step_time(
     paper's equation 2 wherever enough was measured to fit it. Raises ObservationError when there is neither a
     measurement nor a prior with a scale.
     """
-    priors = Priors.of(prior)
+    prior = prior or Priors()
     if observations is None or not len(observations):
-        known = [p for p in (*priors.believed.values(), priors.anywhere) if p is not None]
-        if not known or not all(p.absolute for p in known):
+        if not prior.believed or not all(known.absolute for known in prior.believed.values()):
             raise ObservationError("no step time was measured; profile one configuration or give hardware figures.")
-        return unmeasured_model(priors, candidates, form=form, interval_scale=interval_scale)
+        return unmeasured_model(prior, candidates, form=form, interval_scale=interval_scale)
     largest = max(_largest_batch(candidates), _largest_batch(observations.points))
     optimizer_s = _optimizer_s(observations)
-    merged, repeats, extremes = merge_repeats(_as_if_repeated(without_waits(observations), optimizer_s))
+    merged, repeats, extremes = merge_repeats(_as_counted(observations, optimizer_s))
     measured = merged.points
     counts = Counter(sorted(measured.instance_type))
     by_count = sorted(counts, key=lambda name: -counts[name])
@@ -199,7 +198,7 @@ def fit_step_time(
     paper_fits: dict[str, PaperFit | None] = {}
     input_waits: dict[str, InputWait] = {}
     for name in by_count:
-        start = _believed(name, posteriors, priors) or generic_prior()
+        start = _believed(name, posteriors, prior) or generic_prior()
         rows = measured.rows_of(name)
         targets = targets_of(merged.take(rows), repeats[rows], start.scales)
         posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest)
@@ -207,12 +206,12 @@ def fit_step_time(
         if form != "overlap":
             paper_fits[name] = fit_paper_form(merged.take(rows), form)
     # Where all that is known of several nodes is a probe of their links, the predictions rest on that.
-    probed = float(measured.num_nodes.max()) == 1.0 and priors.probed & set(posteriors)
+    probed = float(measured.num_nodes.max()) == 1.0 and prior.probed & set(posteriors)
     return StepTimeModel(
         form=form,
         basis="probed" if probed else "profiled",
         observations=merged,
-        priors=priors,
+        priors=prior,
         posteriors=posteriors,
         reference_batch_size=largest,
         extremes=extremes,
@@ -249,14 +248,6 @@ def fit_input_wait(observations: StepTimeObservations) -> InputWait:
     return InputWait(float(found[0]), float(found[1]), float(np.sqrt(variance)), measured)
 
 
-def without_waits(observations: StepTimeObservations) -> StepTimeObservations:
-    """The same runs as if no step had waited for data; what was measured less surely than the whole says so."""
-    waits = np.nan_to_num(observations.input_time_s)
-    rest = np.maximum(observations.step_time_s - waits, _LEAST_REST * observations.step_time_s)
-    sd = observations.relative_sd * observations.step_time_s / rest
-    return replace(observations, step_time_s=rest, relative_sd=sd, input_time_s=np.full(len(observations), np.nan))
-
-
 def _optimizer_s(observations: StepTimeObservations) -> dict[str, float]:
     """Seconds of an optimizer's step by measured type: the median over the runs that report it, of most runs first.
 
@@ -274,11 +265,15 @@ def _of_type(by_type: Mapping[str, V], name: str, otherwise: V) -> V:
     return by_type.get(name, next(iter(by_type.values()), otherwise))
 
 
-def _as_if_repeated(observations: StepTimeObservations, optimizer_s: Mapping[str, float]) -> StepTimeObservations:
-    """The runs as they would be if the optimizer stepped with each micro-step, which is how the forms count."""
+def _as_counted(observations: StepTimeObservations, optimizer_s: Mapping[str, float]) -> StepTimeObservations:
+    """The runs as the forms count them: no step waits for data, and the optimizer steps with each micro-step.
+
+    What is known less surely than the whole step was measured says so.
+    """
     each_s = np.array([optimizer_s[name] for name in observations.points.instance_type])
     added_s = (observations.points.grad_accum_steps - 1.0) * each_s
-    step_s = observations.step_time_s + added_s
+    rest_s = observations.step_time_s - np.nan_to_num(observations.input_time_s)
+    step_s = np.maximum(rest_s, _LEAST_REST * observations.step_time_s) + added_s
     return replace(
         observations,
         step_time_s=step_s,
@@ -288,30 +283,29 @@ def _as_if_repeated(observations: StepTimeObservations, optimizer_s: Mapping[str
 
 
 def unmeasured_model(
-    prior: StepTimePrior | Priors,
+    prior: Priors,
     candidates: Points | Sequence[Configuration] | None,
     *,
     form: StepTimeForm = "overlap",
     interval_scale: float = 1.0,
 ) -> StepTimeModel:
     """The model of no data. With a prior that knows no scale its times mean nothing; planning reads its covariance."""
-    priors = Priors.of(prior)
-    given = [*priors.believed.values()] or [p for p in (priors.anywhere,) if p is not None]
+    given = prior.believed.values()
     return StepTimeModel(
         form=form,
         basis="transfer" if given and all(p.basis == "transfer" for p in given) else "prior",
         observations=None,
-        priors=priors,
+        priors=prior,
         posteriors={},
         reference_batch_size=_largest_batch(candidates),
         interval_scale=interval_scale,
-        optimizer_s={name: each.optimizer_s for name, each in priors.believed.items()},
+        optimizer_s={name: each.optimizer_s for name, each in prior.believed.items()},
     )
 
 
 def _believed(name: str, posteriors: Mapping[str, Posterior], priors: Priors) -> StepTimePrior | None:
     """The prior of a type: this job's own runs on the type measured most, unless earlier jobs know the scale better."""
-    own = priors.believed.get(name, priors.anywhere)
+    own = priors.believed.get(name)
     if not posteriors:
         return own
     most, measured = next(iter(posteriors.items()))

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from tests.support.configurations import make_configuration
-from tula_service.analysis.explanation import breach, reason_of
+from tula_service.analysis.explanation import breach, nearest_misses, reason_of
 from tula_service.perfmodel.choice import Choice, Estimate, Goal, Limits, Offer, Training, choose, price
 from tula_service.perfmodel.intervals import Interval
 from tula_wire.enums import Objective
@@ -55,9 +55,14 @@ def test_where_nothing_keeps_the_limits_safely_the_reason_says_only_that_with_th
 def test_where_nothing_keeps_the_limits_the_reason_names_them_and_what_they_would_have_to_be():
     slow, fast, large = estimates((1, 64, 0.4), (4, 64, 0.6), (4, 128, 0.6))
     limits = {"deadline_s": fast.time_s.mean / 2, "budget_usd": slow.cost_usd.mean / 2, "max_global_batch_size": 256}
-    reason = reason_of(chosen_for("cost", [slow, fast, large], **limits))
+    choice = chosen_for("cost", [slow, fast, large], **limits)
+    reason, nearest = reason_of(choice), nearest_misses(choice)
     assert "(budget_usd, deadline_s, max_global_batch_size): the fastest takes" in reason
     assert f"the cheapest costs {slow.cost_usd.mean:.4g} USD" in reason
+    assert [nearest[limit].estimate for limit in limits] == [fast, slow, large], "no deadline lets the larger batch in"
+    assert all(each.limit == limit for limit, each in nearest.items())
+    assert nearest["deadline_s"].share == pytest.approx(fast.time_s.high / limits["deadline_s"])
+    assert nearest_misses(chosen_for("cost", [slow, fast])) == {}
     small, large = estimates((1, 64, 0.4), (1, 128, 0.4))
     both = reason_of(chosen_for("time", [small, large], deadline_s=1e-3, max_global_batch_size=64))
     assert f"the fastest takes {small.time_s.mean:.3g} s" in both, "no deadline lets the larger batch in"

@@ -232,17 +232,12 @@ def test_a_candidate_that_surely_breaks_the_budget_is_no_hope_for_the_deadline()
     assert [(each.limit, each.certain) for each in choice.excluded] == [("budget_usd", True), ("deadline_s", False)]
 
 
-def test_every_limit_that_a_candidate_breaks_is_found_with_its_nearest_miss():
+def test_every_limit_that_a_candidate_breaks_is_found():
     slow, fast, large = estimates([(1, 64, 0.4), (4, 64, 0.6), (4, 128, 0.6)])
     limits = Limits(deadline_s=fast.time_s.mean / 2, budget_usd=slow.cost_usd.mean / 2, max_global_batch_size=256)
     choice = choose("cost", [slow, fast, large], limits=limits)
     broken = {(each.estimate.key, each.limit) for each in choice.excluded}
     assert broken >= {(one.key, limit) for one in (slow, fast, large) for limit in ("deadline_s", "budget_usd")}
-    nearest = {limit: choice.nearest_miss(limit) for limit in ("deadline_s", "budget_usd", "max_global_batch_size")}
-    assert [each.estimate for each in nearest.values()] == [fast, slow, large], "no deadline lets the larger batch in"
-    assert all(each.limit == limit for limit, each in nearest.items())
-    assert nearest["deadline_s"].share == pytest.approx(fast.time_s.high / limits.deadline_s)
-    assert choose("cost", [slow, fast]).nearest_miss("deadline_s") is None
 
 
 def test_when_nothing_fits_nothing_is_recommended():

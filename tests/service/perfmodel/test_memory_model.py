@@ -174,8 +174,6 @@ def test_readings_that_are_no_readings_are_refused(peak):
 def test_nothing_known_is_refused():
     with pytest.raises(ObservationError, match="no memory was measured"):
         fit_memory(MemoryObservations())
-    with pytest.raises(ObservationError, match="safety_probability"):
-        fit_memory(MemoryObservations([32], [GIB])).max_local_batch_size(GIB, safety_probability=1.0)
 
 
 def test_a_reading_of_one_byte_predicts_without_overflow():

@@ -23,7 +23,7 @@ NOISE = generic_prior().scales.noise ** 2
 
 
 def model_of(candidates: list[Configuration]) -> StepTimeModel:
-    return unmeasured_model(Priors(anywhere=generic_prior()), candidates)
+    return unmeasured_model(Priors(dict.fromkeys((c.instance_type for c in candidates), generic_prior())), candidates)
 
 
 def matrix(model: StepTimeModel, candidates: list[Configuration]) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.configurations import make_configuration
 from tula_service.perfmodel.points import StepTimeObservations
-from tula_service.perfmodel.priors import Hardware, ModelFacts, prior_from_hardware
+from tula_service.perfmodel.priors import Hardware, ModelFacts, Priors, prior_from_hardware
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_wire import Configuration
 from tula_wire.enums import StepTimeForm
@@ -66,7 +66,7 @@ def test_before_any_run_the_prior_is_that_of_overlap() -> None:
     prior = prior_from_hardware(
         ModelFacts(25.6e6, 4.1e9, 90e6, 100e6), Hardware(peak_tflops=15.7), reference_batch_size=128
     )
-    ring, overlap = (fit_step_time(None, form=form, prior=prior) for form in ("ring", "overlap"))
+    ring, overlap = (fit_step_time(None, form=form, prior=Priors({"default": prior})) for form in ("ring", "overlap"))
     assert ring.basis == "prior"
     assert np.array_equal(ring.predict(GRID).mean_s, overlap.predict(GRID).mean_s)
 

@@ -113,7 +113,7 @@ def test_when_every_prediction_breaks_a_limit_the_likeliest_to_keep_it_is_tried_
 
 
 def test_a_price_per_gigabyte_hour_counts_as_one_gigabyte_a_rank():
-    model = unmeasured_model(generic_prior(), GRID)
+    model = unmeasured_model(Priors({"default": generic_prior()}), GRID)
     rank, memory, nothing = (
         log_value(model, GRID, replace(GOAL, offers={"default": Offer(usd_per_node_hour=3.0, **more)}))
         for more in ({"usd_per_rank_hour": 0.5}, {"usd_per_gb_hour": 0.5}, {})
@@ -136,7 +136,7 @@ def test_a_price_per_gigabyte_hour_counts_as_one_gigabyte_a_rank():
 )
 def test_the_design_aims_at_what_the_choice_wants_small(goal):
     """Before any run each candidate is as dear as the choice will find it, but for a common factor."""
-    model = unmeasured_model(generic_prior(), GRID)
+    model = unmeasured_model(Priors({"default": generic_prior()}), GRID)
     result = recommend(GRID, model, goal)
     wanted = np.log([goal.value(estimate).mean for estimate in result.estimates])
     assert np.ptp(log_value(model, GRID, goal) - wanted) == pytest.approx(0.0, abs=1e-9)
@@ -237,7 +237,7 @@ def test_a_second_launch_of_a_cluster_counts_as_one():
 
 
 def test_of_probed_nodes_the_smallest_cluster_comes_first_and_then_what_would_be_chosen():
-    priors = Priors(anywhere=generic_prior(), probed=frozenset({"default"}))
+    priors = Priors({"default": generic_prior()}, probed=frozenset({"default"}))
     goal = Goal("time", Training(1e6), GOAL.offers)
     budget = PlanBudget(max_runs=3, by_column=True)
     first = plan("adaptive", GRID, unmeasured_model(priors, GRID), goal=goal, budget=budget)

@@ -19,6 +19,7 @@ from tula_service.perfmodel.priors import (
     EarlierScale,
     Hardware,
     ModelFacts,
+    Priors,
     StepTimePrior,
     generic_prior,
     prior_from_hardware,
@@ -272,7 +273,11 @@ def test_a_collective_known_in_seconds_stays_so_whatever_compute_turns_out_to_be
     prior = prior_from_jobs([learned(S_INTER, 0.0, c=0.0)] * 5, scale=scale, gradient_ratios=[1.0] * 5)
     one = [make_configuration(1, 1, batch) for batch in (32, 128)]
     times = [8.0 * float(np.exp(scale.mean[0])) * batch / 128 for batch in (32, 128)]
-    theta = fit_step_time(StepTimeObservations.at(one, times), prior=prior).posterior_for("default").leading.theta
+    theta = (
+        fit_step_time(StepTimeObservations.at(one, times), prior=Priors({"default": prior}))
+        .posterior_for("default")
+        .leading.theta
+    )
     assert theta[0] > scale.mean[0] + 1.0
     assert theta[0] + theta[S_INTER] == pytest.approx(prior.mean[0] + prior.mean[S_INTER], abs=0.05)
 
@@ -286,7 +291,8 @@ def test_jobs_that_inherit_a_network_and_stay_on_one_gpu_do_not_make_the_next_su
     for number in range(9):
         inherited = prior_from_jobs(lessons, scale=a_guess(), gradient_ratios=[1.0] * len(lessons))
         seen = StepTimeObservations.at(nodes[:2], [time * (1.0 + 0.1 * number) for time in times[:2]])
-        lessons.append(fit_step_time(seen, prior=inherited, candidates=nodes).posterior_for("default").lesson())
+        model = fit_step_time(seen, prior=Priors({"default": inherited}), candidates=nodes)
+        lessons.append(model.posterior_for("default").lesson())
     after = prior_from_jobs(lessons, scale=a_guess(), gradient_ratios=[1.0] * 10)
     assert after.sd[S_INTER] > 0.95 * first.sd[S_INTER]
     assert first.sd[S_INTER] < 0.6 * a_guess().sd[S_INTER], "the job that measured it taught it"

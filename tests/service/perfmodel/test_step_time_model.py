@@ -161,7 +161,9 @@ def test_without_data_or_prior_there_is_no_model():
 def test_a_prior_from_hardware_is_right_within_its_own_wide_interval():
     facts = ModelFacts(25.6e6, 4.1e9, 90e6, 100e6)
     hardware = Hardware(peak_tflops=15.7, inter_node_gbps=25.0)
-    model = fit_step_time(None, prior=prior_from_hardware(facts, hardware, reference_batch_size=128))
+    model = fit_step_time(
+        None, prior=Priors({"default": prior_from_hardware(facts, hardware, reference_batch_size=128)})
+    )
     predicted = model.predict([make_configuration(1, 8, 128)])
     assert model.basis == "prior"
     # ResNet-50 at fp32 trains at 300-400 images/s on this device: 128 take about 0.35 s.
@@ -178,10 +180,10 @@ def test_earlier_jobs_on_the_same_hardware_sharpen_the_first_guess():
         for s in (0.5, 2.0)
     ]
     transfer = prior_from_jobs(earlier)
-    guess = fit_step_time(None, prior=transfer)
+    guess = fit_step_time(None, prior=Priors({"default": transfer}))
     assert guess.basis == "transfer"
     one_run = observe(GRID[:1])
-    with_jobs = fit_step_time(one_run, prior=transfer, candidates=GRID).predict(GRID)
+    with_jobs = fit_step_time(one_run, prior=Priors({"default": transfer}), candidates=GRID).predict(GRID)
     without = fit_step_time(one_run, candidates=GRID).predict(GRID)
     truth = np.array([overlap_time(c) for c in GRID])
     assert np.median(np.abs(with_jobs.mean_s / truth - 1)) < np.median(np.abs(without.mean_s / truth - 1))
