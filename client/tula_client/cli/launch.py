@@ -92,7 +92,11 @@ def tune(
             for note in registered.notes:
                 reporter.note(note)
             reporter.job(job)
-            wanted = _again(client, job, again)
+            wanted: tuple[Configuration, ...] = ()
+            if again:
+                handle = client.handle(job.id)
+                candidates = (one.configuration for one in handle.recommendation().candidates)
+                wanted = to_measure_again(again, handle.runs(), candidates)
             limits = {"max_parallel": max_parallel, "max_failures": max_failures}
             tuned = work_through(runner, job, template, node_budget=nodes, again=wanted, **limits)
             trained = None
@@ -148,15 +152,6 @@ def launchers(as_json: Json = False) -> None:
             lines.append(f"    cancelled by: {shlex.join(one.stop_words)}")
     lines += ["", "Placeholders:", *(f"    {{{name}}}".ljust(24) + meaning for name, meaning in PLACEHOLDERS.items())]
     emit(plain, Text("\n".join(lines)), as_json)
-
-
-def _again(client: Client, job: Job, wanted: list[str]) -> tuple[Configuration, ...]:
-    """What `--again` names."""
-    if not wanted:
-        return ()
-    handle = client.handle(job.id)
-    candidates = (one.configuration for one in handle.recommendation().candidates)
-    return to_measure_again(wanted, handle.runs(), candidates)
 
 
 def _templates(command: list[str], launcher: str | None, stop_command: str | None) -> tuple[Template, Template | None]:

@@ -46,6 +46,11 @@ class Outcome:
     lines: tuple[str, ...] = ()
     failed_local_batch_size: int | None = None
 
+    @property
+    def listed(self) -> str:
+        """The lines of the log, each on a line below a sentence."""
+        return "".join(f"\n    {line}" for line in self.lines)
+
     def patch(self, holder: str) -> RunPatch:
         """The request that reports this outcome to the service."""
         text = self.message if not self.lines else f"{self.message} Last lines: {' | '.join(self.lines)}"

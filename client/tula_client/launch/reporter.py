@@ -9,7 +9,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from tula_client.launch.judge import Outcome
@@ -39,7 +39,7 @@ class Reporter:
             transient=True,
             disable=console.quiet or not console.is_terminal,
         )
-        self._task: TaskID | None = None
+        self._task = self._progress.add_task("", total=None, visible=False)
         self._running: dict[str, Configuration] = {}
         self._job: Job | None = None
         self._job_known_at = 0.0
@@ -55,9 +55,6 @@ class Reporter:
     def job(self, job: Job) -> None:
         """The job changed: update the bar, and print what is left of the plan and what it costs."""
         self._job, self._job_known_at = job, time.monotonic()
-        if self._task is None:
-            self._task = self._progress.add_task("", total=None)
-        self._progress.update(self._task, completed=job.runs_done, total=max(job.runs_planned, job.runs_done))
         self._describe()
         if job.profiling_cost is not None and job.profiling_cost.launches_left:
             more = "; the search may add some" if job.spec.search == "adaptive" else ""
@@ -107,19 +104,19 @@ class Reporter:
         self._console.print(f"note      {text}", highlight=False, markup=False)
 
     def _describe(self) -> None:
-        if self._task is None:
+        """Draw what runs and what is left of the plan, once the job is known."""
+        job = self._job
+        if job is None:
             return
-        now = ", ".join(configuration(each) for each in self._running.values()) or "nothing running"
-        left = 0 if self._job is None else self._job.runs_planned - self._job.runs_done
-        self._progress.update(self._task, description=now + (self._remaining(left) if left > 0 else ""))
-
-    def _remaining(self, left: int) -> str:
-        cost = None if self._job is None else self._job.profiling_cost
-        if cost is None:
-            return f"; {left} left"
-        side_by_side = max(1, len(self._running))
-        seconds = cost.left_s / side_by_side - (time.monotonic() - self._job_known_at)
-        return f"; {left} left, about {duration(max(0.0, seconds))}"
+        text = ", ".join(configuration(each) for each in self._running.values()) or "nothing running"
+        left = job.runs_planned - job.runs_done
+        if left > 0:
+            text += f"; {left} left"
+        if left > 0 and job.profiling_cost is not None:
+            seconds = job.profiling_cost.left_s / max(1, len(self._running)) - (time.monotonic() - self._job_known_at)
+            text += f", about {duration(max(0.0, seconds))}"
+        total = max(job.runs_planned, job.runs_done)
+        self._progress.update(self._task, description=text, completed=job.runs_done, total=total, visible=True)
 
 
 def rest_of_plan(cost: ProfilingCost) -> str:

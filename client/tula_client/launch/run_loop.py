@@ -92,8 +92,10 @@ class ActiveRun:
 class Runner:
     """Starts commands for runs that `holder` has leased, and supervises them until they end; for use in `with`.
 
-    On entry, runs the stop commands that an earlier `tula` left behind; on exit, stops the commands that still run, and
-    gives their runs back. The caller holds the lock of the folder `work`.
+    On entry, runs the stop commands that an earlier `tula` in the folder `work`, whose lock the caller holds, left
+    behind: each is on disk while its command runs, so that a cluster job is cancelled even after a reboot. One that
+    fails is not repeated: most often its job is gone because the supervisor cancelled it. On exit, stops the commands
+    that still run, and gives their runs back.
 
     time_limit_s: longest duration of a run. grace_s: seconds between SIGTERM and SIGKILL. stop_template: the command
     that cancels a cluster job. inherited: environment variables of the commands. active: what runs now.
@@ -115,7 +117,12 @@ class Runner:
     _tokens: dict[str, str] = field(default_factory=dict, init=False)
 
     def __enter__(self) -> Self:
-        self._cancel_pending()
+        for name in self.work.names(_SUBMITTED):
+            words = (self.work.load(name) or {}).get("stop_command")
+            if words and self._succeeds(words, _STOP_COMMAND_TIMEOUT_S):
+                launch_id = name.removeprefix(_SUBMITTED)
+                self.reporter.note(f"Ran the stop command of {launch_id}, left behind by an interrupted start.")
+            self.work.delete(name)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -275,19 +282,6 @@ class Runner:
     def _ended(self, active: ActiveRun) -> None:
         self.active.remove(active)
         self.work.delete(_SUBMITTED + active.launch_id)
-
-    def _cancel_pending(self) -> None:
-        """Run the stop commands that an earlier `tula` in this folder left behind.
-
-        A stop command is on disk while its command runs, so that a cluster job is cancelled even after a reboot. One
-        that fails is not repeated: most often its job is gone because the supervisor cancelled it.
-        """
-        for name in self.work.names(_SUBMITTED):
-            words = (self.work.load(name) or {}).get("stop_command")
-            if words and self._succeeds(words, _STOP_COMMAND_TIMEOUT_S):
-                launch_id = name.removeprefix(_SUBMITTED)
-                self.reporter.note(f"Ran the stop command of {launch_id}, left behind by an interrupted start.")
-            self.work.delete(name)
 
     def release(self, *runs: Run) -> None:
         """Give leases back, or cancel a training run; if the service is unreachable, the leases expire."""

@@ -93,8 +93,7 @@ def train(
         elif outcome.state == "failed" and (status in _PREEMPTED or _newest_file(checkpoints) != before):
             runner.reporter.note(f"{outcome.message} Restarting from the last checkpoint in {checkpoints}.")
         else:
-            lines = "".join(f"\n    {line}" for line in outcome.lines)
-            raise LaunchError(f"run {run.id}: {outcome.message} Log: {active.log}{lines}")
+            raise LaunchError(f"run {run.id}: {outcome.message} Log: {active.log}{outcome.listed}")
         state.save(runner.work)
 
 

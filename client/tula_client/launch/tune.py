@@ -164,7 +164,11 @@ class _PlanLoop:
         self.any_success |= outcome.state == "succeeded"
         self.failures = self.failures + 1 if outcome.state == "failed" else 0
         if self.failures and (not self.any_success or self.failures >= self.max_failures):
-            raise LaunchError(_explain_failure(active, run, outcome, self.failures))
+            repeated = f" {self.failures} runs in a row have failed." if self.failures > 1 else ""
+            raise LaunchError(
+                f"run {run.id} failed: {outcome.message}{repeated} Correct the command and repeat `tula tune`: "
+                f"finished measurements are kept. Log: {active.log}{outcome.listed}"
+            )
 
     def _measure_single_batches(self) -> None:
         """The script's batches can't be cut, so the service plans single runs from now on."""
@@ -199,12 +203,3 @@ def _nodes_of_pending(job: Job) -> int:
     running = any(run.state in ("claimed", "running") for run in job.plan)
     pending = [run.configuration.num_nodes for run in job.plan if run.state == "pending"]
     return 0 if running else min(pending, default=0)
-
-
-def _explain_failure(active: ActiveRun, run: Run, outcome: Outcome, failures: int) -> str:
-    lines = "".join(f"\n    {line}" for line in outcome.lines)
-    repeated = f" {failures} runs in a row have failed." if failures > 1 else ""
-    return (
-        f"run {run.id} failed: {outcome.message}{repeated} Correct the command and repeat `tula tune`: finished "
-        f"measurements are kept. Log: {active.log}{lines}"
-    )
