@@ -142,12 +142,12 @@ def run(
 def launchers(as_json: Json = False) -> None:
     """Print the ready-made templates and all placeholders."""
     plain = {
-        "launchers": {name: dataclasses.asdict(one) for name, one in LAUNCHERS.items()},
+        "launchers": {name: {"name": name, **dataclasses.asdict(one)} for name, one in LAUNCHERS.items()},
         "placeholders": dict(PLACEHOLDERS),
     }
     lines = []
-    for one in LAUNCHERS.values():
-        lines += [f"{one.name}: {one.description}", f"    {shlex.join(one.words)} SCRIPT ARGUMENTS..."]
+    for name, one in LAUNCHERS.items():
+        lines += [f"{name}: {one.description}", f"    {shlex.join(one.words)} SCRIPT ARGUMENTS..."]
         if one.stop_words:
             lines.append(f"    cancelled by: {shlex.join(one.stop_words)}")
     lines += ["", "Placeholders:", *(f"    {{{name}}}".ljust(24) + meaning for name, meaning in PLACEHOLDERS.items())]

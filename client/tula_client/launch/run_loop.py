@@ -118,7 +118,7 @@ class Runner:
 
     def __enter__(self) -> Self:
         for name in self.work.names(_SUBMITTED):
-            words = (self.work.load(name) or {}).get("stop_command")
+            words = (self.work.load(dict[str, list[str]], name) or {}).get("stop_command")
             if words and self._succeeds(words, _STOP_COMMAND_TIMEOUT_S):
                 launch_id = name.removeprefix(_SUBMITTED)
                 self.reporter.note(f"Ran the stop command of {launch_id}, left behind by an interrupted start.")

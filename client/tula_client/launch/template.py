@@ -128,7 +128,6 @@ _SLURM_RANK: Final = (
 class Launcher:
     """A template that precedes the user's script and its arguments."""
 
-    name: str
     description: str
     words: tuple[str, ...]
     stop_words: tuple[str, ...] = ()
@@ -140,27 +139,19 @@ _SLURM: Final = (
 )
 _RAY: Final = "ray job submit --submission-id=tula-{launch_id} --runtime-env={env_file} -- python"
 LAUNCHERS: Final = {
-    one.name: one
-    for one in (
-        Launcher(
-            "torchrun",
-            "all ranks on this machine",
-            ("torchrun", "--standalone", "--nproc-per-node={world_size}"),
-        ),
-        Launcher(
-            "slurm",
-            "srun starts every rank, inside an allocation or with a new one",
-            (*_SLURM.split(), _SLURM_RANK.replace("{", "{{").replace("}", "}}"), "tula"),
-            ("scancel", "--name=tula-{launch_id}"),
-        ),
-        Launcher(
-            "ray",
-            "a Ray job whose script starts {world_size} workers itself, for example with TorchTrainer",
-            tuple(_RAY.split()),
-            ("ray", "job", "stop", "--no-wait", "tula-{launch_id}"),
-        ),
-    )
+    "torchrun": Launcher("all ranks on this machine", ("torchrun", "--standalone", "--nproc-per-node={world_size}")),
+    "slurm": Launcher(
+        "srun starts every rank, inside an allocation or with a new one",
+        (*_SLURM.split(), _SLURM_RANK.replace("{", "{{").replace("}", "}}"), "tula"),
+        ("scancel", "--name=tula-{launch_id}"),
+    ),
+    "ray": Launcher(
+        "a Ray job whose script starts {world_size} workers itself, for example with TorchTrainer",
+        tuple(_RAY.split()),
+        ("ray", "job", "stop", "--no-wait", "tula-{launch_id}"),
+    ),
 }
+"""By name."""
 
 
 def with_launcher(name: str, command: list[str]) -> tuple[list[str], list[str]]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import signal
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
-
-from pydantic import TypeAdapter, ValidationError
 
 from tula_client._errors import InvalidInputError, LaunchError
 from tula_client.launch.judge import Outcome
 from tula_client.launch.process import LogLines
 from tula_client.launch.run_loop import POLL_S, ActiveRun, Runner, check_configuration
 from tula_client.launch.template import Template
-from tula_client.launch.workdir import WorkDir, may_hold_files
+from tula_client.launch.workdir import may_hold_files
 from tula_wire import Configuration, Job, Run
 
 _STATE = "training"
@@ -30,16 +28,6 @@ class _State:
     training: int = 1
     restart: int = 0
     run_id: str | None = None
-
-    def save(self, work: WorkDir) -> None:
-        work.save(_STATE, asdict(self))
-
-    @classmethod
-    def load(cls, work: WorkDir) -> _State | None:
-        try:
-            return TypeAdapter(cls).validate_python(work.load(_STATE))
-        except ValidationError:
-            return None
 
 
 def train(
@@ -74,7 +62,7 @@ def train(
             runner.reporter.note(f"The training stops after {run.time_limit_s:.4g} s, as limits.on_breach says.")
         active = runner.start(run, template, checkpoints=checkpoints, resume=resume, restart=state.restart)
         state.restart += 1
-        state.save(runner.work)
+        runner.work.save(_STATE, state)
         status = _wait(runner, active)
         ((run, outcome),) = runner.finish(active, status)
         attempts.append((run, outcome))
@@ -94,13 +82,13 @@ def train(
             runner.reporter.note(f"{outcome.message} Restarting from the last checkpoint in {checkpoints}.")
         else:
             raise LaunchError(f"run {run.id}: {outcome.message} Log: {active.log}{outcome.listed}")
-        state.save(runner.work)
+        runner.work.save(_STATE, state)
 
 
 def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool) -> _State:
     """The state of the unfinished training, or of another training."""
     work, note = runner.work, runner.reporter.note
-    state = None if fresh else _State.load(work)
+    state = None if fresh else work.load(_State, _STATE)
     if state is not None and not may_hold_files(work.checkpoints(state.training)):
         note("The unfinished training left no checkpoint: starting another.")
         state = None  # its configuration may be an outdated guess

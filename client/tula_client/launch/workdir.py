@@ -11,9 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from tula_client._errors import LaunchError, UsageError
+
+T = TypeVar("T")
 
 _FOR_RAY = {"RAY_DEDUP_LOGS": "0"}
 """Ray merges lines that differ only in digits, and would show the stack of one rank only."""
@@ -88,20 +92,19 @@ class WorkDir:
             json.dump({"env_vars": {**_FOR_RAY, **variables}}, file)
         return path
 
-    def load(self, name: str) -> dict[str, Any] | None:
+    def load(self, kind: type[T], name: str) -> T | None:
         """A saved state, or None."""
         try:
-            value = json.loads((self.path / f"{name}.json").read_text())
-        except (OSError, ValueError):
+            return TypeAdapter(kind).validate_json((self.path / f"{name}.json").read_bytes())
+        except (OSError, ValidationError):
             return None
-        return value if isinstance(value, dict) else None
 
-    def save(self, name: str, state: dict[str, Any]) -> None:
+    def save(self, name: str, state: object) -> None:
         """Replace a saved state atomically: a crash leaves the old or the new one."""
         self._make()
         new = self.path / f".{name}.json.new"
-        with open(new, "w", opener=_private) as file:
-            json.dump(state, file, indent=1)
+        with open(new, "wb", opener=_private) as file:
+            file.write(TypeAdapter(type(state)).dump_json(state, indent=1))
             file.flush()
             os.fsync(file.fileno())
         new.replace(self.path / f"{name}.json")

@@ -37,9 +37,11 @@ def test_a_second_tula_is_refused_and_its_successor_has_the_same_holder_name(tmp
 def test_saved_state_is_read_back_and_rubbish_is_nothing(tmp_path):
     work = WorkDir(tmp_path, "job-1")
     work.save("training", {"restart": 2})
-    assert work.load("training") == {"restart": 2}
+    assert work.load(dict[str, int], "training") == {"restart": 2}
     (work.path / "training.json").write_text("{torn")
-    assert work.load("training") is None
+    assert work.load(dict[str, int], "training") is None
+    work.save("training", ["another kind"])
+    assert work.load(dict[str, int], "training") is None
 
 
 @pytest.mark.parametrize(
