@@ -309,15 +309,12 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
         whole = bool(usable) and all(memory.method != "cuda_allocator" for _, memory in usable)
         beside = Beside() if whole else _beside([memory for _, memory in usable], context)
         shards = Shards(_shared_bytes(spec.model, readings), most)
-        model = None
         try:
             observed = _memory_observations(spec.model, readings, failed, capacity, context if whole else 0.0, shards)
-            model = fit_memory(observed, shards=shards, beside=beside)
+            models[name] = fit_memory(observed, shards=shards, beside=beside)
         except ObservationError as error:
             if usable:
                 warnings.append(f"Memory of {name}: {error}")
-        if model is not None:
-            models[name] = model
         if capacity is not None:
             capacities[name] = capacity
             needed = _counted_bytes(spec.model, fewest)
@@ -325,7 +322,7 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
                 remedy = _SHARD if spec.model.sharding == "none" else _MORE_SHARDS
                 warnings.append(f"Memory of {name}: {_state_too_large(needed, capacity)}: {remedy}.")
         safety = _plan_safety(spec, len({c.local_batch_size for c, _ in usable}))
-        largest = [batch - 1 for batch in failed]
+        model, largest = models.get(name), [batch - 1 for batch in failed]
         if model is not None and capacity is not None and safety is not None:
             fits = model.max_local_batch_size(_room(model, capacity, fewest), safety_probability=safety)
             largest.append(max([fits, *(c.local_batch_size for c, _ in rows)]))  # what ran fits

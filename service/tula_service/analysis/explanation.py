@@ -43,7 +43,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
     choice, evidence = answer.choice, answer.evidence
     knee, rule = choice.knee, None
     if choice.chosen is not None:
-        rule = scaling.scaling_rule(answer.spec.model, _times_base(answer, choice.chosen.configuration))
+        rule = scaling.scaling_rule(answer.spec.model, _times_base(answer, choice.chosen.configuration)[0])
     candidates = candidates_of(answer, (*answer.estimates, *answer.estimate(tuple(evidence.ruled_out))))
     by_key = {(candidate.configuration, candidate.spot): candidate for candidate in candidates}
 
@@ -148,11 +148,9 @@ def why(answer: Answer) -> str:
             "least time alone."
         )
     if chosen is not None:
-        times, by_noise_scale = _times_base(answer, chosen.configuration), _by_noise_scale(answer, chosen.configuration)
-        parts.append(scaling.learning_rate_advice(spec.model, answer.base_batch_size, times, by_noise_scale))
-    if _RESTS_ON[answer.model.basis]:
-        parts.append(_RESTS_ON[answer.model.basis])
-    return " ".join(filter(None, parts))
+        times_base = _times_base(answer, chosen.configuration)
+        parts.append(scaling.learning_rate_advice(spec.model, answer.base_batch_size, *times_base))
+    return " ".join(filter(None, (*parts, _RESTS_ON[answer.model.basis])))
 
 
 def reason_of(choice: Choice) -> str:
@@ -288,9 +286,7 @@ def _candidate(
         dominated=excluded is None and estimate.key not in frontier,
         excluded_by=excluded,
         statistical_efficiency=None if answer.efficiency is None else answer.efficiency.of(c.global_batch_size),
-        learning_rate_factor=scaling.learning_rate_factor(
-            answer.spec.model, _times_base(answer, c), _by_noise_scale(answer, c)
-        ),
+        learning_rate_factor=scaling.learning_rate_factor(answer.spec.model, *_times_base(answer, c)),
         measured_step_time_s=evidence.measured.get(c),
     )
 
@@ -415,12 +411,10 @@ def _smaller_batch(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
     return f"Larger batches tend to generalise worse:{other} ask for time or cost where quality can bear it."
 
 
-def _times_base(answer: Answer, c: Configuration) -> float:
-    return c.global_batch_size / answer.base_batch_size
-
-
-def _by_noise_scale(answer: Answer, c: Configuration) -> float | None:
-    return None if answer.efficiency is None else answer.efficiency.learning_rate_factor(c.global_batch_size)
+def _times_base(answer: Answer, c: Configuration) -> tuple[float, float | None]:
+    """How many times the base batch, and by what the learning rate grows by the noise scale, if that is known."""
+    batch, efficiency = c.global_batch_size, answer.efficiency
+    return batch / answer.base_batch_size, None if efficiency is None else efficiency.learning_rate_factor(batch)
 
 
 def nearest_misses(choice: Choice) -> dict[str, Exclusion]:

@@ -99,12 +99,7 @@ def _step_time_s(answer: Answer, configuration: Configuration) -> float:
 
 def instruction_of(spec: wire.JobSpec) -> dict[str, float]:
     """What the agent of a profiling run of this job does."""
-    profiling = spec.profiling
-    return {
-        "profiling_warmup_steps": profiling.profiling_warmup_steps,
-        "measuring_steps": profiling.measuring_steps,
-        "precision": profiling.precision,
-    }
+    return spec.profiling.model_dump(include={"profiling_warmup_steps", "measuring_steps", "precision"})
 
 
 def _worth_keeping(answer: Answer, waiting: Sequence[RunRecord]) -> list[RunRecord]:
@@ -275,8 +270,8 @@ def _steps(instruction: Mapping[str, float] | None, further: bool = False) -> in
 def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> tuple[float, float | None]:
     """GPU-seconds and US dollars, None without prices, of configurations that are used for some seconds."""
     prices = {cluster.instance_type: cluster.price.usd_per_node_hour for cluster in spec.cluster}
-    gpu_seconds, usd = 0.0, 0.0
     unpriced = all(price is None for price in prices.values())
+    gpu_seconds, usd = 0.0, 0.0
     for configuration, seconds in used:
         gpu_seconds += configuration.world_size * seconds
         price = prices.get(configuration.instance_type)

@@ -177,8 +177,7 @@ def _counted_buckets(model: wire.ModelSpec) -> Buckets | None:
     if model.parameters is None:
         return None
     facts = facts_of(model)
-    parameters = facts.parameter_count / job_data.devices_of(model)
-    return Buckets.of(parameters * BYTES_PER_NUMBER["fp32"] * facts.volumes / 2.0)
+    return Buckets.of(facts.parameter_bytes * facts.volumes / 2.0)
 
 
 def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:
