@@ -92,14 +92,10 @@ class Process:
         except subprocess.TimeoutExpired:
             self._supervisor.kill()
             self._supervisor.wait()
-        self._close()
-
-    def _close(self) -> None:
-        if self._supervisor.stdin is not None:
-            self._supervisor.stdin.close()
 
     def __del__(self) -> None:
-        self._close()
+        if self._supervisor.stdin is not None:
+            self._supervisor.stdin.close()
 
 
 def start(

@@ -150,7 +150,12 @@ class Runner:
         """What the service leases of the plan of `job`, checked; raises `LaunchError` for what was not asked for."""
         claim = ClaimRequest(holder=self.holder, lease_s=LEASE_S, max_nodes=max_nodes, **wanted)
         claimed = self.retrying(self.service.claim, job.id, claim)
-        _check_claim(claimed, max_nodes, job)
+        if claimed.run is not None:
+            largest = check_configuration(claimed.run.configuration, job)
+            _check_run(claimed.run, job, "profile", replace(largest, num_nodes=min(largest.num_nodes, max_nodes)))
+            for run in claimed.smaller:  # only the local batch differs
+                batch = min(check_configuration(run.configuration, job).local_batch_size, largest.local_batch_size - 1)
+                _check_run(run, job, "profile", replace(largest, local_batch_size=batch))
         return claimed
 
     def create_run(self, job: Job, kind: RunKind, configuration: Configuration, **wanted: Any) -> Run:
@@ -333,16 +338,10 @@ class Runner:
     def _report_silence(self, active: ActiveRun) -> None:
         """Say that a profiling run has sent nothing yet."""
         first = (*active.smaller, active.run)[0]
-        if first.kind != "profile":
-            return
-        try:
-            silent = self.service.run(first.id).num_samples == 0
-        except TulaError:
-            return
-        if silent:
-            self.reporter.note(
-                f"Run {first.id}: no measurement in {SILENT_S:g} s. If its steps have begun (see {active.log}), {EMBED}"
-            )
+        with suppress(TulaError):
+            if first.kind == "profile" and self.service.run(first.id).num_samples == 0:
+                steps = f"If its steps have begun (see {active.log}), {EMBED}"
+                self.reporter.note(f"Run {first.id}: no measurement in {SILENT_S:g} s. {steps}")
 
     def _send_output(self, active: ActiveRun, run: Run, state: RunState) -> None:
         """Send the end of what rank 0 has written, if it is new and the user agrees; a failure leaves it in the log."""
@@ -381,17 +380,6 @@ def _check_run(run: Run, job: Job, kind: RunKind, configuration: Configuration) 
                 "expected: its command is not started"
             )
     return run
-
-
-def _check_claim(claimed: RunClaimed, max_nodes: int, job: Job) -> None:
-    """Check the runs that were claimed: of the job's plan, and of a column only the local batch differs."""
-    if claimed.run is None:
-        return
-    largest = check_configuration(claimed.run.configuration, job)
-    _check_run(claimed.run, job, "profile", replace(largest, num_nodes=min(largest.num_nodes, max_nodes)))
-    for run in claimed.smaller:
-        batch = min(check_configuration(run.configuration, job).local_batch_size, largest.local_batch_size - 1)
-        _check_run(run, job, "profile", replace(largest, local_batch_size=batch))
 
 
 def check_configuration(configuration: Configuration, job: Job) -> Configuration:

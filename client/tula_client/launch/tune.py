@@ -184,8 +184,10 @@ class _PlanLoop:
         if claimed.retry_after_s is None:
             return None
         # Checked several times: a run of another `tula` may just have ended, and the service may be replanning.
-        nodes = _nodes_of_pending(self._current())
-        self.checks_of_nodes = self.checks_of_nodes + 1 if nodes > self.budget else 0
+        plan = self._current().plan
+        running = any(run.state in ("claimed", "running") for run in plan)
+        nodes = min((run.configuration.num_nodes for run in plan if run.state == "pending"), default=0)
+        self.checks_of_nodes = self.checks_of_nodes + 1 if nodes > self.budget and not running else 0
         if self.checks_of_nodes >= _MAX_CHECKS_OF_NODES:
             raise LaunchError(
                 f"the pending runs need at least {nodes} nodes, but --nodes is {self.budget}: raise it, or lower "
@@ -196,10 +198,3 @@ class _PlanLoop:
 
     def _current(self) -> Job:
         return self.runner.retrying(self.runner.service.job, self.job.id)
-
-
-def _nodes_of_pending(job: Job) -> int:
-    """The fewest nodes that a pending run needs; 0 without one, or while another run may still change the plan."""
-    running = any(run.state in ("claimed", "running") for run in job.plan)
-    pending = [run.configuration.num_nodes for run in job.plan if run.state == "pending"]
-    return 0 if running else min(pending, default=0)
