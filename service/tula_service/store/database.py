@@ -8,8 +8,9 @@
    result in the cache. It only saves work; correctness rests on 4.
 2. `Store.compute_slot()`, in this process: `COMPUTE_SLOTS` fits at a time. Neither a fit nor a thread that waits for a
    slot holds a connection.
-3. `Store.writer_lock`, in this process, SQLite only: threads queue here, fairly, instead of polling the file's write
-   lock, which decides between processes. SQLite takes that at BEGIN, so no transaction upgrades a read lock.
+3. That of `Store.transaction()`, in this process, SQLite only: threads queue here, fairly, instead of polling the
+   file's write lock, which decides between processes. SQLite takes that at BEGIN, so that no transaction upgrades a
+   read lock.
 4. `tx.jobs.lock(job_id)`, in the database: a row lock on Postgres, the write lock on SQLite. Planning and publishing
    hold it. A transaction that changes a job and its runs takes the job's row first, then runs by key; one that stores
    samples takes the job's FOR KEY SHARE, which only a deletion waits for.
@@ -105,8 +106,7 @@ class Store:
     def __init__(self, engine: sa.Engine, *, now: Clock = utc_now) -> None:
         self.engine = engine
         self.now = now
-        # A writer that brings its own driver connection holds this lock too.
-        self.writer_lock: AbstractContextManager[object] = threading.Lock() if is_sqlite(engine) else nullcontext()
+        self._writer_lock: AbstractContextManager[object] = threading.Lock() if is_sqlite(engine) else nullcontext()
         self._compute_slots = threading.BoundedSemaphore(COMPUTE_SLOTS)
         self._job_locks = [threading.Lock() for _ in range(_JOB_LOCKS)]
 
@@ -129,7 +129,7 @@ class Store:
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
         """A transaction that may write."""
-        with self.writer_lock, self._begin(writes=True) as tx:
+        with self._writer_lock, self._begin(writes=True) as tx:
             yield tx
 
     @contextmanager

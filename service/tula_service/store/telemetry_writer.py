@@ -1,8 +1,8 @@
 """Group commit for telemetry chunks: all waiting chunks are stored in one transaction and then acknowledged.
 
-One thread with one driver connection. The service takes about twice as many chunks as with a transaction per chunk in a
-thread pool, because requests share the commit and need no thread. The writer makes few driver calls per group, since
-after each it competes with the event loop for the GIL.
+The service takes about twice as many chunks as with a transaction per chunk in a thread pool, because requests share
+the commit and need no thread. The writer makes few driver calls per group, since after each it competes with the event
+loop for the GIL.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import contextlib
 import logging
 import os
 import socket
-import sqlite3
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import sqlalchemy as sa
 
@@ -25,9 +24,6 @@ from tula_service.errors import Busy, NotFound, ServiceError, StoreUnavailable
 from tula_service.store import partitions
 from tula_service.store.database import Store, is_sqlite, why_unavailable
 from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE_IF_THERE, RUN_IS_THERE
-
-if TYPE_CHECKING:
-    import psycopg  # in the extra `postgres`, which SQLite does not need
 
 MOST_ROWS: Final = 64
 MOST_WAITING_BYTES: Final = 64 * 2**20
@@ -98,15 +94,9 @@ class TelemetryWriter:
         """
         if is_sqlite(self._store.engine):
             return
-        failures = (
-            OSError,
-            AttributeError,
-            self._store.engine.dialect.loaded_dbapi.Error,
-        )  # it has just ended by itself
-        with contextlib.suppress(*failures):
-            wire = socket.socket(fileno=os.dup(self._connection.driver_connection.fileno()))
-            with wire:
-                wire.shutdown(socket.SHUT_RDWR)
+        ended = (OSError, AttributeError, self._store.engine.dialect.loaded_dbapi.Error)  # has just ended by itself
+        with contextlib.suppress(*ended), socket.socket(fileno=os.dup(self._connection.fileno())) as wire:
+            wire.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Store all waiting chunks, then end the thread."""
@@ -115,7 +105,6 @@ class TelemetryWriter:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join(30)
-        self._drop_connection()
 
     def _notify(self) -> None:
         with self._changed:
@@ -136,36 +125,31 @@ class TelemetryWriter:
                 outcomes = self._write([chunk for chunk, _ in group])
             except Exception as error:
                 _LOG.warning("telemetry was not stored", exc_info=True)
-                self._drop_connection()
-                outcomes = [StoreUnavailable(why_unavailable(error)) for _ in group]
-            self._began = None
+                refusal = error if isinstance(error, StoreUnavailable) else StoreUnavailable(why_unavailable(error))
+                outcomes = [refusal] * len(group)
+            self._began = self._connection = None
             _resolve_all([stored for _, stored in group], outcomes)
 
     def _write_sqlite(self, chunks: Sequence[_Chunk]) -> list[_Outcome]:
         rows = [(*row, row[0], run_id) for run_id, row in chunks]
-        with self._store.writer_lock:
-            connection: sqlite3.Connection = self._driver()
-            connection.execute("BEGIN IMMEDIATE")
-            outcomes: list[_Outcome] = [True] * len(rows)
-            if connection.executemany(INSERT_SQLITE_IF_THERE, rows).rowcount < len(rows):
-                connection.execute("ROLLBACK")  # the count does not say which row is a duplicate: insert one by one
-                connection.execute("BEGIN IMMEDIATE")
-                outcomes = [_insert_sqlite(connection, row) for row in rows]
-            connection.execute("COMMIT")
-        return outcomes
+        with self._store.transaction() as tx:
+            savepoint = tx.connection.begin_nested()
+            if tx.connection.exec_driver_sql(INSERT_SQLITE_IF_THERE, rows).rowcount == len(rows):
+                return [True] * len(rows)
+            savepoint.rollback()  # the count does not say which row is a duplicate: insert one by one
+            return [_insert_sqlite(tx.connection, row) for row in rows]
 
     def _write_postgres(self, chunks: Sequence[_Chunk]) -> list[_Outcome]:
-        connection: psycopg.Connection[Any] = self._driver()
         # In one order, in which rows and the runs they refer to are locked: others insert the same, or delete a run.
         rows = sorted((row for _, row in chunks), key=lambda row: row[:4])
-        columns = [list(column) for column in zip(*rows, strict=True)]
+        columns = tuple(list(column) for column in zip(*rows, strict=True))
         try:
-            new = set(connection.execute(INSERT_POSTGRES, columns).fetchall())
-            connection.commit()
-        except self._store.engine.dialect.loaded_dbapi.IntegrityError as error:
-            connection.rollback()
+            with self._store.transaction() as tx:
+                self._connection = tx.connection.connection.driver_connection
+                new = set(map(tuple, tx.connection.exec_driver_sql(INSERT_POSTGRES, columns)))
+        except sa.exc.IntegrityError as error:
             if len(chunks) == 1:
-                return [_why_refused(connection, rows[0], error)]
+                return [self._why_refused(rows[0], error)]
             return [self._write_postgres([chunk])[0] for chunk in chunks]
         outcomes: list[_Outcome] = []
         for _, row in chunks:
@@ -173,34 +157,20 @@ class TelemetryWriter:
             new.discard(row[:4])  # the same chunk again in this group is a duplicate
         return outcomes
 
-    def _driver(self) -> Any:
-        if self._connection is None:
-            self._connection = self._store.engine.raw_connection()
-        return self._connection.driver_connection
-
-    def _drop_connection(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            try:
-                connection.invalidate()
-            except (sa.exc.SQLAlchemyError, self._store.engine.dialect.loaded_dbapi.Error):
-                return
+    def _why_refused(self, row: _Row, error: sa.exc.IntegrityError) -> ServiceError:
+        """The run is gone, or the partition of its month: dropped, or not yet made, after which the chunk is taken."""
+        if getattr(error.orig, "sqlstate", None) != _NO_PARTITION:
+            return NotFound(_GONE)
+        with self._store.reading() as tx:
+            oldest = tx.connection.exec_driver_sql(partitions.OLDEST).scalar()
+        dropped = partitions.is_before(int(str(row[0])), oldest)
+        return NotFound(_GONE) if dropped else StoreUnavailable(_NOT_MADE)
 
 
-def _why_refused(connection: psycopg.Connection[Any], row: _Row, error: Any) -> ServiceError:
-    """The run is gone, or the partition of its month: dropped, or not yet made, after which the chunk is taken."""
-    if error.sqlstate != _NO_PARTITION:
-        return NotFound(_GONE)
-    found = connection.execute(partitions.OLDEST).fetchone()
-    connection.commit()
-    dropped = found is not None and partitions.is_before(int(str(row[0])), found[0])
-    return NotFound(_GONE) if dropped else StoreUnavailable(_NOT_MADE)
-
-
-def _insert_sqlite(connection: sqlite3.Connection, row: _Row) -> _Outcome:
-    if connection.execute(INSERT_SQLITE_IF_THERE, row).rowcount == 1:
+def _insert_sqlite(connection: sa.Connection, row: _Row) -> _Outcome:
+    if connection.exec_driver_sql(INSERT_SQLITE_IF_THERE, row).rowcount == 1:
         return True
-    return NotFound(_GONE) if connection.execute(RUN_IS_THERE, row[-2:]).fetchone() is None else False
+    return NotFound(_GONE) if connection.exec_driver_sql(RUN_IS_THERE, row[-2:]).first() is None else False
 
 
 def _size(row: _Row) -> int:
