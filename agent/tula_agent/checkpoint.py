@@ -79,11 +79,6 @@ class Position:
             restore_randomness(now, loader)
         return batches
 
-    def advance(self) -> None:
-        """The script gets a batch."""
-        self.consumed += 1
-        self.step += 1
-
     def end(self) -> None:
         """The epoch is over, or was left."""
         self.epoch += 1

@@ -75,16 +75,13 @@ class StopAgreement:
             return wants_stop
         if measured < FEWEST_STEPS or (measured - FEWEST_STEPS) % DECIDE_EVERY:
             return False
-        try:
+        with self._guard("agreeing with the other ranks"):
             if channel.rank == 0:
                 channel.set(f"stop/{first_step}/{measured}", wants_stop)
                 return wants_stop
             return bool(channel.wait(f"stop/{first_step}/{measured}", DECISION_WITHIN_S))
-        except Exception as error:
-            # The store is gone, for every rank at once: no rank ends early from now on.
-            self._guard.note("agreeing with the other ranks", error)
-            self.agreed = False
-            return False
+        self.agreed = False  # the store is gone, for every rank at once: no rank ends early from now on
+        return False
 
     def last_step(self, step: int, is_over: bool) -> int | None:
         """The step after which a training ends on all ranks, once the first rank found its time `is_over`; else None.
@@ -97,15 +94,13 @@ class StopAgreement:
             return None
         if channel is None:
             return step if is_over else None
-        try:
+        with self._guard("agreeing with the other ranks"):
             if channel.rank > 0:
                 return int(channel.get("last_step")) if channel.has("last_step") else None
             if is_over:
                 channel.set("last_step", step + 2 * LIMIT_EVERY)
-                return step + 2 * LIMIT_EVERY
-        except Exception as error:
-            self._guard.note("agreeing with the other ranks", error)
-            self.agreed = False
+            return step + 2 * LIMIT_EVERY if is_over else None
+        self.agreed = False
         return None
 
 

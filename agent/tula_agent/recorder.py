@@ -99,6 +99,13 @@ class Recorder:
     and raises nothing; none of them takes a lock or waits.
     """
 
+    # What a step reads, at most of them with cold caches: in a dictionary of all attributes it costs a tenth more.
+    __slots__ = (
+        "__dict__", "__weakref__", "_batch_size", "_bucket_timer", "_comm_split", "_device_clock", "_last_step_s",
+        "_quiet_until", "_unclocked_step", "batches", "config", "cut_to", "finished", "gradients", "guard", "leads",
+        "memory", "objects", "profiling", "readings", "timer",
+    )  # fmt: skip
+
     def __init__(
         self,
         config: AgentConfig,
@@ -146,6 +153,7 @@ class Recorder:
         self._unclocked_step: int | None = None
         self._batch_size: int | None = None
         self._last_step_s = 0.1
+        self._quiet_until = 0  # before this step, a step is recorded and nothing else
         self._threshold_poller: ThresholdPoller | None = None
         self.joining = None
         if config.job is not None:
@@ -328,14 +336,15 @@ class Recorder:
             alone = (args[1] if len(args) > 1 else kwargs.get("closure")) is None
             if self._device_clock is not None and alone:
                 self._device_clock.optimizer()
-            self._read_gradients(optimizer)
+            step = self.timer.step
+            if step >= self.gradients.due or step == 1:
+                self._read_gradients(optimizer, step)
             self.timer.optimizer_stepped(timed=alone and self.leads and self._on_host)
         except Exception as error:
             self.guard.note("the optimizer's hooks", error)
 
-    def _read_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def _read_gradients(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         try:
-            step = self.timer.step
             if step == 1:
                 self.memory.at_optimizer(list(self.objects.models))
             if not self.leads or step < self.gradients.due or not self.guard.works("gradients"):
@@ -434,6 +443,7 @@ class Recorder:
         self.leads = self.config.rank == 0
 
     def _begin_in_group(self) -> None:
+        self._quiet_until = 0
         models = list(self.objects.models)
         self._on_host = device_of(models).type == "cpu"  # it may have moved since it was watched
         self.memory.before_training(models, first=self.timer.step == 0)
@@ -490,9 +500,9 @@ class Recorder:
 
     def _step_ended(self, timing: StepTiming, interval: Interval | None) -> bool:
         """Record a step; True when that took so long that the next step's clock should be restarted."""
-        step, warmup_steps = timing.step, self.profiling.warmup_steps
-        since = step - self.profiling.first_step
-        if self.leads and (self._bucket_timer is not None or step == BUCKETS_TIMED_FROM):
+        step, quiet = timing.step, timing.step < self._quiet_until
+        warmup = not quiet and step < self.profiling.first_step + self.profiling.warmup_steps
+        if self.leads and not quiet and (self._bucket_timer is not None or step == BUCKETS_TIMED_FROM):
             self._time_buckets(timing.local_batch_size)
         # The last, smaller batch of an epoch, and its last, shorter accumulation, belong to another configuration.
         as_planned = (timing.local_batch_size, timing.micro_steps) == (self._batch_size, self.timer.grad_accum_steps)
@@ -500,20 +510,28 @@ class Recorder:
         sampled = usual and self._is_sampled(step)
         if interval is not None:
             self.readings.device.append((step, interval)) if sampled else interval.release()
-        self.readings.add_step(timing if usual else timing._replace(uneven=True), since < warmup_steps, sampled)
+        self.readings.add_step(timing if usual else timing._replace(uneven=True), warmup, sampled)
         if self.leads and self.objects.scales:
             for name, value in self.objects.changed_values():
                 # Of a batch that was cut: the optimizer takes it for the whole one.
                 if name != "gradient_noise_scale" or self.cut_to is None:
                     self.readings.add_value(step, name, value)
-        took_long = since == max(2, warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
+        return not quiet and self._do_what_is_due(step, warmup, timing.step_time_s if usual else None)
+
+    def _do_what_is_due(self, step: int, warmup: bool, step_time_s: float | None) -> bool:
+        """What is not done after every step, and which steps have none of it; True where that takes long."""
+        since, profiling = step - self.profiling.first_step, self.profiling
+        took_long = since == max(2, profiling.warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
         if took_long:
             self._read_memory()
         if step in (WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP):
             self._check_accumulation(step)
-        if since < warmup_steps:
-            return took_long
-        return self._profile(step, timing.step_time_s if usual else None) or took_long
+        if not warmup:
+            took_long = self._profile(step, step_time_s) or took_long
+        begins = step < UNWATCHED_KNOWN_STEP or profiling.pending or self._bucket_timer is not None
+        if not begins and profiling.plan is None and profiling.time_limit_s is None:
+            self._quiet_until = step - step % MEMORY_EVERY_STEPS + MEMORY_EVERY_STEPS
+        return took_long
 
     def _profile(self, step: int, step_time_s: float | None) -> bool:
         """Let the profiling plan see a step after warm-up; True where that takes long."""

@@ -175,7 +175,8 @@ class Run:
                 recorder.batch_ready(batch, loader)
             except Exception as error:
                 self.guard.note("timing", error)
-        position.advance()
+        position.consumed += 1
+        position.step += 1
         return [batch]
 
     def _start_measuring(self, recorder: Recorder) -> None:
@@ -289,10 +290,12 @@ class Run:
         Tensors are fine: those on a device are copied in the background, without waiting.
         """
         if self.recorder is not None:
-            with self.guard("logging values"):
+            try:  # called at every step, as `_fetch`
                 step = self.recorder.log(values)
                 if self.log_to_wandb and step is not None:
                     self._log_to_wandb(values, step)
+            except Exception as error:
+                self.guard.note("logging values", error)
 
     def _log_to_wandb(self, values: Mapping[str, Any], step: int) -> None:
         """Log `values` of `step` to the script's wandb run, if it has one, as `tula/NAME` over `tula/step`.

@@ -16,6 +16,7 @@ import torch
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
 from tula_agent.config import read_config
+from tula_agent.profiling import TRAIN_WARMUP_STEPS
 from tula_agent.run import Run
 from tula_agent.scaling import TulaOptimizer
 
@@ -92,6 +93,19 @@ def test_ranks_of_a_profile_run_probe_their_links_once_and_measure_the_same_step
     assert [each["size_bytes"] for each in found["all_ranks"]][:3] == [2**10, 2**12, 2**14]
     assert sink.steps() == list(range(23))
     assert slowest < probing_s  # no step holds the probe
+
+
+def test_memory_is_read_after_warm_up_and_then_at_every_thousandth_step(
+    sink: Sink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(read_config({"TULA_URL": sink.url, "TULA_RUN_ID": "run1", "TULA_SPOOL_DIR": str(tmp_path)}))
+    assert run.recorder is not None
+    timer, memory, read_after = run.recorder.timer, run.recorder.memory, []
+    read = memory.read
+    monkeypatch.setattr(memory, "read", lambda *watched: (read_after.append(timer.step - 1), read(*watched))[1])
+    assert sum(1 for _ in run.steps([torch.zeros(2, 4)] * 2100)) == 2100
+    assert read_after == [TRAIN_WARMUP_STEPS, 1000, 2000]
+    run.finish()
 
 
 def test_the_service_can_end_a_profile_run(sink: Sink, launch: Launch) -> None:
