@@ -99,7 +99,7 @@ def _named(word: str, newest: dict[Configuration, Run], candidates: Iterable[Con
 
 @dataclass
 class _PlanLoop:
-    """The state of `work_through` between two steps."""
+    """The state of `work_through` between two steps; `job` is as the service described it last."""
 
     runner: Runner
     job: Job
@@ -111,10 +111,6 @@ class _PlanLoop:
     failures: int = 0
     checks_of_nodes: int = 0
     finished: list[tuple[Run, Outcome]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.columns = self.job.spec.profiling.columns
-        self.any_success = any(run.state == "succeeded" for run in self.job.plan)
 
     def step(self) -> float | None:
         """Finish runs that ended and start the next; the seconds until the next step, or None once the plan is done."""
@@ -129,7 +125,7 @@ class _PlanLoop:
         if (run := self._next_again(free)) is not None:
             runner.start(run, self.template)
             return POLL_S
-        claimed = runner.claim(self.job, free, **({"column": True} if self.columns else {}))
+        claimed = runner.claim(self.job, free, **({"column": True} if self.job.spec.profiling.columns else {}))
         if claimed.run is not None:
             runner.start(claimed.run, self.template, smaller=claimed.smaller)
             return POLL_S
@@ -150,7 +146,8 @@ class _PlanLoop:
         self.finished += finished
         if active.smaller and [(run.id, outcome.state) for run, outcome in finished] == [(active.run.id, "succeeded")]:
             self._measure_single_batches()
-        self.runner.reporter.job(self._current())
+        self._refresh()
+        self.runner.reporter.job(self.job)
         for run, outcome in finished:
             self._count(active, run, outcome)
 
@@ -161,9 +158,9 @@ class _PlanLoop:
                 f"{run.configuration_mismatch} The measurement is kept for the configuration that ran; once the "
                 f"command is corrected, repeat `tula tune` to measure the planned one. Log: {active.log}"
             )
-        self.any_success |= outcome.state == "succeeded"
+        any_success = any(one.state == "succeeded" for one in self.job.plan)
         self.failures = self.failures + 1 if outcome.state == "failed" else 0
-        if self.failures and (not self.any_success or self.failures >= self.max_failures):
+        if self.failures and (not any_success or self.failures >= self.max_failures):
             repeated = f" {self.failures} runs in a row have failed." if self.failures > 1 else ""
             raise LaunchError(
                 f"run {run.id} failed: {outcome.message}{repeated} Correct the command and repeat `tula tune`: "
@@ -172,7 +169,6 @@ class _PlanLoop:
 
     def _measure_single_batches(self) -> None:
         """The script's batches can't be cut, so the service plans single runs from now on."""
-        self.columns = False
         self.runner.reporter.note(
             "The launch measured its largest batch alone, so each further run gets a separate launch, as with "
             "profiling.columns = false in the job."
@@ -184,9 +180,9 @@ class _PlanLoop:
         if claimed.retry_after_s is None:
             return None
         # Checked several times: a run of another `tula` may just have ended, and the service may be replanning.
-        plan = self._current().plan
-        running = any(run.state in ("claimed", "running") for run in plan)
-        nodes = min((run.configuration.num_nodes for run in plan if run.state == "pending"), default=0)
+        self._refresh()
+        running = any(run.state in ("claimed", "running") for run in self.job.plan)
+        nodes = min((run.configuration.num_nodes for run in self.job.plan if run.state == "pending"), default=0)
         self.checks_of_nodes = self.checks_of_nodes + 1 if nodes > self.budget and not running else 0
         if self.checks_of_nodes >= _MAX_CHECKS_OF_NODES:
             raise LaunchError(
@@ -196,5 +192,5 @@ class _PlanLoop:
         self.runner.reporter.waiting(claimed.reason)
         return min(claimed.retry_after_s, _MAX_WAIT_S)
 
-    def _current(self) -> Job:
-        return self.runner.retrying(self.runner.service.job, self.job.id)
+    def _refresh(self) -> None:
+        self.job = self.runner.retrying(self.runner.service.job, self.job.id)
