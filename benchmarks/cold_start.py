@@ -30,7 +30,7 @@ from tula_service.analysis.priors import BYTES_PER_NUMBER, facts_of, hardware_of
 from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.priors import (
     KEPT_PER_OUTPUT,
-    EarlierScale,
+    ScaleError,
     StepTimePrior,
     prior_from_hardware,
     scale_from_jobs,
@@ -131,9 +131,9 @@ def score(timings: Sequence[Timing], num_same_gpu: int, num_other_gpu: int, same
     """Errors and coverage over all targets and histories; empty where no target has such a history."""
     factors, inside, without = [], [], []
     for target, history in histories(timings, num_same_gpu, num_other_gpu, same, draws):
-        earlier = [EarlierScale(each.log_ratio, each.gpu, rule_sd=float(each.guess.sd[0])) for each in history]
+        earlier = [ScaleError(each.log_ratio, each.gpu, rule_sd=float(each.guess.sd[0])) for each in history]
         own = float(target.guess.sd[0])
-        corrected = scale_from_jobs(target.guess, earlier, device=target.gpu, rule_sd=own)
+        corrected = scale_from_jobs(target.guess, ScaleError(0.0, target.gpu, rule_sd=own), earlier)
         off = abs(target.log_ratio + log_step_s(target.guess) - log_step_s(corrected))
         factors.append(math.exp(off) - 1.0)
         inside.append(float(off < _NORMAL_90 * float(corrected.sd[0])))

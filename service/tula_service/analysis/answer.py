@@ -26,7 +26,6 @@ from tula_service.perfmodel.choice import (
     recommend,
 )
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 from tula_wire.enums import Objective
@@ -56,9 +55,7 @@ class Answer:
     data: JobData
     objective: Objective
     spec: wire.JobSpec
-    goal: Goal
     evidence: Evidence
-    prior: Priors
     model: StepTimeModel
     choice: Choice
     efficiency: StatisticalEfficiency | None = None
@@ -76,12 +73,12 @@ class Answer:
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
         """Predict and price any configurations at their own number of steps, on demand and then on spot capacity."""
-        goal = replace(self.goal, steps_factor={})
+        goal = replace(self.choice.goal, steps_factor={})
         return price_candidates(configurations, self.model, goal, memory=self.evidence.memory.models)
 
     def what_if(self, configurations: Sequence[Configuration]) -> Answer:
         """The answer if only these configurations could be chosen, by the same fit."""
-        choice = choose(self.goal, self.estimate(configurations))
+        choice = choose(self.choice.goal, self.estimate(configurations))
         return replace(self, choice=choice, efficiency=None, doubtful=frozenset())
 
 
@@ -100,11 +97,10 @@ def analyse(data: JobData, objective: Objective | None = None) -> Analysis:
 def _answer(data: JobData, wanted: Objective) -> Answer:
     evidence = evidence_of(data)
     lessons = lessons_of(data)
-    prior = prior_of(lessons, data.spec, evidence.candidates, measured=evidence.observed is not None)
     model = fit_step_time(
         evidence.observed,
         form=data.spec.step_time_model,
-        prior=prior,
+        prior=prior_of(lessons, data.spec, evidence.candidates, measured=evidence.observed is not None),
         candidates=evidence.candidates,
         interval_scale=lessons.interval_scale,
     )
@@ -132,9 +128,7 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
         data=data,
         objective=wanted,
         spec=spec,
-        goal=goal,
         evidence=evidence,
-        prior=prior,
         model=model,
         choice=choice,
         efficiency=efficiency,

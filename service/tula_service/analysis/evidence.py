@@ -20,10 +20,9 @@ from tula_service.perfmodel.memory_model import (
     fit_memory,
 )
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
-from tula_service.perfmodel.priors import Priors
-from tula_service.perfmodel.step_time_model import fit_step_time
+from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
-from tula_wire.enums import FINAL_STATES, StepTimeForm
+from tula_wire.enums import FINAL_STATES
 from tula_wire.format import cluster_name
 
 _FEWEST_RUNS_TO_VALIDATE, _MOST_RUNS_TO_VALIDATE = 4, 12
@@ -123,8 +122,8 @@ def evidence_of(data: JobData) -> Evidence:
     )
 
 
-def leave_one_out(evidence: Evidence, prior: Priors, form: StepTimeForm) -> float | None:
-    """The median relative error of predictions of each run from the others.
+def leave_one_out(evidence: Evidence, model: StepTimeModel) -> float | None:
+    """The median relative error of predictions of each run from the others, by the form and the priors of the model.
 
     One fit a run, so None with too few runs to tell, or too many to be quick.
     """
@@ -135,8 +134,8 @@ def leave_one_out(evidence: Evidence, prior: Priors, form: StepTimeForm) -> floa
     errors = []
     for left_out in everything:
         rest = observed.take(everything != left_out)
-        model = fit_step_time(rest, form=form, prior=prior, candidates=evidence.candidates)
-        predicted = model.predict(observed.points.take([int(left_out)])).mean_s[0]
+        refit = fit_step_time(rest, form=model.form, prior=model.priors, candidates=evidence.candidates)
+        predicted = refit.predict(observed.points.take([int(left_out)])).mean_s[0]
         errors.append(abs(predicted / observed.step_time_s[left_out] - 1.0))
     return float(np.median(errors))
 

@@ -90,9 +90,10 @@ def candidates_of(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Ca
     Without those that spot interruptions would practically never let finish: JSON has no infinite time.
     """
     frontier = {each.key for each in answer.choice.frontier}
-    limits = {found.estimate.key: found for found in reversed(answer.choice.excluded)}  # decisive ones last
+    broken, limits = reversed(answer.choice.excluded), answer.choice.goal.limits  # decisive ones last
+    breaches = {found.estimate.key: breach(found, limits) for found in broken}
     finite = [each for each in estimates if math.isfinite(each.time_s.mean)]
-    return [_candidate(answer, estimate, frontier, limits) for estimate in finite]
+    return [_candidate(answer, estimate, frontier, breaches) for estimate in finite]
 
 
 def model_report(answer: Answer, cross_validated_error: float | None = None) -> wire.ModelReport:
@@ -255,11 +256,10 @@ def _candidate(
     answer: Answer,
     estimate: Estimate,
     frontier: Collection[tuple[Configuration, bool]],
-    limits: Mapping[tuple[Configuration, bool], Exclusion],
+    breaches: Mapping[tuple[Configuration, bool], str],
 ) -> wire.Candidate:
     c, evidence = estimate.configuration, answer.evidence
-    broken = limits.get(estimate.key)
-    excluded = evidence.ruled_out.get(c) or (breach(broken, answer.goal.limits) if broken else _excluded_by(answer, c))
+    excluded = evidence.ruled_out.get(c) or breaches.get(estimate.key) or _excluded_by(answer, c)
     tokens, priced = answer.data.tokens_per_example, job_data.has_prices(answer.spec)
     per_step = None if tokens is None else tokens * c.global_batch_size
     millions = None if tokens is None else tokens * answer.spec.dataset.size * answer.spec.epochs / 1e6

@@ -78,7 +78,7 @@ def plan_of(analysis: Analysis) -> PlanDecision:
         reason=reason + _failures(analysis),
         predicted_step_time_s={run.id: _step_time_s(analysis, run.configuration) for run in kept},
         posteriors=posteriors_of(analysis.model) if over else None,
-        cross_validated_error=leave_one_out(analysis.evidence, analysis.prior, analysis.model.form) if over else None,
+        cross_validated_error=leave_one_out(analysis.evidence, analysis.model) if over else None,
     )
 
 
@@ -148,7 +148,7 @@ def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
         answer.spec.search,
         evidence.candidates,
         answer.model,
-        goal=answer.goal,
+        goal=answer.choice.goal,
         recommendation=answer.choice,
         budget=_budget(answer.data),
         pending=pending,
@@ -164,20 +164,10 @@ def _budget(data: JobData) -> PlanBudget:
         by_default=profiling.max_runs is None,
         by_column=profiling.columns,
         max_gpu_seconds=profiling.max_gpu_seconds,
-        spent_gpu_seconds=_spent_gpu_seconds(data),
+        spent_gpu_seconds=_totals(data.spec, map(_taken, _launches(data.profile_runs, data.spec)))[0],
         steps_per_run=_steps(instruction),
         steps_per_further_run=_steps(instruction, further=True),
     )
-
-
-def _spent_gpu_seconds(data: JobData) -> float:
-    """Seconds times ranks of all launches that have ended."""
-    ended = [
-        (run, run.started_at.timestamp(), run.finished_at.timestamp())
-        for run in data.profile_runs
-        if run.started_at is not None and run.finished_at is not None
-    ]
-    return _totals(data.spec, [_taken(spans) for spans in _launches(ended, data.spec)])[0]
 
 
 def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) -> ProfilingCost:
@@ -186,8 +176,7 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) 
     A launch takes its start-up, the median of those that ended or, before the first, 30 s, and its steps as predicted.
     One whose leases have expired ended with them, and is to come again; once its runs are leased again it is forgotten.
     """
-    begun = [(run, run.started_at.timestamp(), _ended_s(run, now_s)) for run in plan if run.started_at is not None]
-    launches = _launches(begun, spec)
+    launches = _launches(plan, spec, now_s)
     start_ups_s = []
     under_way: set[object] = set()
     for spans in launches:
@@ -225,9 +214,16 @@ def _launch(run: RunRecord, spec: wire.JobSpec) -> object:
     return column_of(run.configuration) if spec.profiling.columns else run.id
 
 
-def _launches(spans: Iterable[Span], spec: wire.JobSpec) -> list[list[Span]]:
-    """The spans by launch: those of one column where each begins before the ones before it have ended."""
-    found: dict[object, list[list[Span]]] = {}
+def _launches(runs: Iterable[RunRecord], spec: wire.JobSpec, now_s: float | None = None) -> list[list[Span]]:
+    """The spans by launch: those of one column where each begins before the ones before it have ended.
+
+    Of the runs that have begun; without `now_s` of those that have ended.
+    """
+    spans, found = [], dict[object, list[list[Span]]]()
+    for run in runs:
+        ended_s = _ended_s(run, now_s)
+        if run.started_at is not None and ended_s is not None:
+            spans.append((run, run.started_at.timestamp(), ended_s))
     for span in sorted(spans, key=lambda span: span[1]):
         launches = found.setdefault(_launch(span[0], spec), [])
         if launches and span[1] <= max(ended for _, _, ended in launches[-1]):
@@ -252,11 +248,11 @@ def _in_steps_s(spans: Sequence[Span]) -> float:
     return sum(number * (run.step_time_s or 0.0) for number, run in zip(counted, runs, strict=True))
 
 
-def _ended_s(run: RunRecord, now_s: float) -> float:
+def _ended_s(run: RunRecord, now_s: float | None) -> float | None:
     """When a run that began ended, seconds since 1970; `now_s` while it is under way, so while its lease lasts."""
     if run.finished_at is not None:
         return run.finished_at.timestamp()
-    return now_s if run.lease_expires_at is None else min(now_s, run.lease_expires_at.timestamp())
+    return now_s if now_s is None or run.lease_expires_at is None else min(now_s, run.lease_expires_at.timestamp())
 
 
 def _steps(instruction: Mapping[str, float] | None, further: bool = False) -> int:

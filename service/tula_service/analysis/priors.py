@@ -19,10 +19,10 @@ from tula_service.perfmodel.priors import (
     GUESSED_ACTIVATIONS_SD,
     ROOFLINE_SD,
     UNKNOWN_PRECISION_SD,
-    EarlierScale,
     Hardware,
     ModelFacts,
     Priors,
+    ScaleError,
     StepTimePrior,
     generic_prior,
     guessed_activation_bytes,
@@ -70,7 +70,7 @@ class Lessons:
     same_network: Mapping[str, tuple[StepTimePrior, ...]]
     other_networks: Mapping[str, tuple[tuple[StepTimePrior, float | None], ...]]
     other_hardware: tuple[tuple[StepTimePrior, Hardware], ...]
-    scales: tuple[EarlierScale, ...]
+    scales: tuple[ScaleError, ...]
     pairs: tuple[Sequence[float], ...]
     fabrics: Mapping[str, Fabric] = field(default_factory=dict)
     buckets: Mapping[str, Buckets] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def lessons_of(data: JobData) -> Lessons:
     same: dict[str, list[StepTimePrior]] = {}
     related: dict[str, list[tuple[StepTimePrior, float | None]]] = {}
     elsewhere: list[tuple[StepTimePrior, Hardware]] = []
-    scales: dict[tuple[str, int | None, str], EarlierScale] = {}
+    scales: dict[tuple[str, int | None, str], ScaleError] = {}
     pairs = [*data.prediction_pairs]
     for job in data.earlier_jobs:
         known = _same_network(job.model, data.spec.model)
@@ -257,7 +257,7 @@ def _scale(
     cluster: wire.ClusterSpec,
     hardware: Mapping[str, Hardware],
     reference: float,
-    scales: Sequence[EarlierScale],
+    scales: Sequence[ScaleError],
 ) -> StepTimePrior:
     """The narrower of two guesses: the same network on other hardware, moved by the ratio of the data sheets, or the
     hardware figures corrected by how fast earlier jobs ran.
@@ -276,14 +276,7 @@ def _scale(
     nearest = min((guess, *moved), key=lambda prior: float(prior.sd[0]))
     if nearest is not guess:
         return replace(nearest, basis="prior")
-    return scale_from_jobs(
-        guess,
-        scales,
-        device=device_of(cluster),
-        flops_sd=facts.flops_sd,
-        device_sd=mine.device_sd,
-        rule_sd=facts.rule_sd,
-    )
+    return scale_from_jobs(guess, _scale_error(facts, cluster, mine), scales)
 
 
 def facts_of(model: wire.ModelSpec) -> ModelFacts:
@@ -317,17 +310,17 @@ def _buckets_of(summaries: Sequence[RunSummary]) -> dict[str, Buckets]:
     return {c.instance_type: Buckets(np.array(t.bucket_bytes), np.array(t.ready_s)) for c, t in reversed(best_first)}
 
 
-def earlier_scale(model: wire.ModelSpec, cluster: wire.ClusterSpec, learned: StepTimePrior) -> EarlierScale:
+def earlier_scale(model: wire.ModelSpec, cluster: wire.ClusterSpec, learned: StepTimePrior) -> ScaleError:
     """Error of the hardware-based prior for an earlier job, which learned this on such a cluster."""
     facts, hardware = facts_of(model), hardware_of(cluster, model.precision)
     guess = prior_from_hardware(facts, hardware, reference_batch_size=learned.reference_batch_size or 1.0)
-    return EarlierScale(
-        float(learned.mean[0] - guess.mean[0]),
-        device_of(cluster),
-        math.hypot(facts.flops_sd, float(learned.sd[0])),
-        hardware.device_sd,
-        facts.rule_sd,
-    )
+    log_ratio, sd = float(learned.mean[0] - guess.mean[0]), math.hypot(facts.flops_sd, float(learned.sd[0]))
+    return replace(_scale_error(facts, cluster, hardware), log_ratio=log_ratio, sd=sd)
+
+
+def _scale_error(facts: ModelFacts, cluster: wire.ClusterSpec, hardware: Hardware) -> ScaleError:
+    """Before a fit."""
+    return ScaleError(0.0, device_of(cluster), facts.flops_sd, hardware.device_sd, facts.rule_sd)
 
 
 def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:

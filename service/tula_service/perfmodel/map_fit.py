@@ -97,12 +97,6 @@ class Posterior:
         """The member with the largest weight: its parameters stand for all."""
         return self.members[int(np.argmax(self.member_weights))]
 
-    @property
-    def noise_variance(self) -> float:
-        """Variance of one run's log step time around its configuration's own."""
-        factors = np.array([member.variance_factor for member in self.members])
-        return float(self.prior.scales.noise**2 * min(float(self.member_weights @ factors), 4.0))
-
     def predict(self, points: Points) -> tuple[FloatArray, FloatArray]:
         """Mean of log step time and variance of the noise-free value around it, shape (n,) each."""
         each = [member.predict(points, self.points, self.reference_batch_size) for member in self.members]
@@ -113,11 +107,13 @@ class Posterior:
     def predict_step(self, points: Points) -> LogStepTimes:
         """What one run would measure at n points; its terms are the leading member's, moved to the mean."""
         mean, variance = self.predict(points)
+        factor = float(self.member_weights @ [member.variance_factor for member in self.members])
+        noise_variance = self.prior.scales.noise**2 * min(factor, 4.0)  # of a run around its configuration's own
         terms = log_terms(self.leading.theta, points, self.reference_batch_size)
         correction = mean - terms.step
         return LogStepTimes(
             mean=mean,
-            sd=np.sqrt(variance + self.noise_variance),
+            sd=np.sqrt(variance + noise_variance),
             dof=self.dof,
             compute=terms.compute + np.log(points.grad_accum_steps) + correction,
             communication=terms.communication + correction,

@@ -188,11 +188,12 @@ def guessed_activation_bytes(flops_per_sample: float, parameter_count: float, by
 
 
 @dataclass(frozen=True)
-class EarlierScale:
-    """Error of the hardware-based prior for an earlier job of any network, at its reference batch size.
+class ScaleError:
+    """Error of the hardware-based prior for a job of any network, at its reference batch size.
 
-    `log_ratio` is log(fitted c / c of `prior_from_hardware`), `sd` its own uncertainty (guessed FLOPs, runs that left c
-    open), `device_sd` that of the figures of `device` (`Hardware.device_sd`), and `rule_sd` is that of the rule.
+    `log_ratio` is log(fitted c / c of `prior_from_hardware`), 0 before a fit, `sd` its own uncertainty (guessed FLOPs,
+    runs that left c open), `device_sd` that of the figures of `device` (`Hardware.device_sd`), and `rule_sd` is that of
+    the rule.
     """
 
     log_ratio: float
@@ -202,27 +203,19 @@ class EarlierScale:
     rule_sd: float = UNKNOWN_PRECISION_SD
 
 
-def scale_from_jobs(
-    guess: StepTimePrior,
-    earlier: Sequence[EarlierScale],
-    *,
-    device: str,
-    flops_sd: float = 0.0,
-    device_sd: float = 0.0,
-    rule_sd: float = UNKNOWN_PRECISION_SD,
-) -> StepTimePrior:
-    """`guess` (of `prior_from_hardware`, on `device`) with its compute scale corrected by the first guesses of others.
+def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[ScaleError]) -> StepTimePrior:
+    """`guess` (of `prior_from_hardware`, with this error) with its compute scale corrected by the guesses of others.
 
     log(c / guess) = everywhere + device + network: the effect of a team's framework, precision and kernels on every
     network, their effect on one device, and that of the network itself. The first two are normal around 0 (sd 0.5 and
     0.4, plus `device_sd`); the third has a sd that is estimated from the jobs, 0.5 before any. All three shrink with
-    `rule_sd`, that of the guess: the first two by its square, since a rule that knows precision and memory traffic
+    the `rule_sd` of the guess: the first two by its square, since a rule that knows precision and memory traffic
     leaves less in common. Jobs with a wider one count less. `earlier` has each network at most once per device: a
     repetition would count as another that agrees. A job that is off by more than four sd was described wrongly (FLOPs
     in another unit) and is ignored. Widths are from step times of six networks on eight devices in two precisions
     (Lambda's TensorFlow benchmark, BSD-3-Clause).
     """
-    widths, share = (_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD), rule_sd / UNKNOWN_PRECISION_SD
+    widths, share = (_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD), error.rule_sd / UNKNOWN_PRECISION_SD
     everywhere_sd, on_device_sd = share**2 * _EVERYWHERE_SD, share**2 * _DEVICE_SD
     all_three = share * math.hypot(*widths)
     network_sd = math.sqrt(all_three**2 - everywhere_sd**2 - on_device_sd**2)
@@ -233,11 +226,11 @@ def scale_from_jobs(
         return guess
     from sklearn.linear_model import BayesianRidge  # imported on use: it takes half a second, and few starts need it
 
-    devices = [device, *sorted({job.device for job in usable} - {device})]
+    devices = [error.device, *sorted({job.device for job in usable} - {error.device})]
     same = np.array([[job.device == each for each in devices] for job in usable])
     on = np.hypot(on_device_sd, [job.device_sd for job in usable])
     parts = np.column_stack([np.full(len(usable), everywhere_sd), on[:, None] * same])
-    own = [job.sd**2 + max(job.rule_sd**2 - rule_sd**2, 0.0) for job in usable]
+    own = [job.sd**2 + max(job.rule_sd**2 - error.rule_sd**2, 0.0) for job in usable]
     certainty = network_sd**2 / (network_sd**2 + np.array(own))
     # The columns are scaled by their sd, so the weights have a sd of 1: lambda is held at 1 by a prior worth 1e6 jobs.
     ridge = BayesianRidge(
@@ -250,12 +243,12 @@ def scale_from_jobs(
         lambda_2=1e6,
     ).fit(parts, np.array([job.log_ratio for job in usable]), sample_weight=certainty)
     wanted = np.zeros((1, parts.shape[1]))
-    wanted[0, :2] = everywhere_sd, math.hypot(on_device_sd, device_sd)
+    wanted[0, :2] = everywhere_sd, math.hypot(on_device_sd, error.device_sd)
     shift, spread = ridge.predict(wanted, return_std=True)
     mean, sd = guess.mean.copy(), guess.sd.copy()
     mean[0] += shift[0]
     mean[[1, 4, 6]] -= shift[0]  # launches and links take as long as before, relative to another c
-    sd[0] = math.hypot(float(spread[0]), flops_sd)
+    sd[0] = math.hypot(float(spread[0]), error.sd)
     return replace(guess, mean=mean, sd=sd)
 
 

@@ -38,14 +38,13 @@ _MOST_ROUNDS = 5
 class StepTimePredictions:
     """Predictions as columns of shape (n,), seconds; compute + exposed communication + waiting for data = mean.
 
-    `log_sd` is the standard deviation of log step time, measurement noise included; `low_s` and `high_s` hold 90 % of
-    measured step times. `extrapolated`: outside what was measured. `measured`: profiled itself.
+    `low_s` and `high_s` hold 90 % of measured step times, noise included. `extrapolated`: outside what was measured.
+    `measured`: profiled itself.
     """
 
     mean_s: FloatArray
     low_s: FloatArray
     high_s: FloatArray
-    log_sd: FloatArray
     extrapolated: npt.NDArray[np.bool_]
     measured: npt.NDArray[np.bool_]
     compute_s: FloatArray
@@ -113,7 +112,7 @@ class StepTimeModel:
     def predict(self, configurations: Points | Sequence[Configuration]) -> StepTimePredictions:
         """Predicted step times of n configurations with their 90 % intervals."""
         points = Points.of(configurations)
-        mean_s, low_s, high_s, log_sd, compute_s, comm_s, input_s = (np.zeros(len(points)) for _ in range(7))
+        mean_s, low_s, high_s, compute_s, comm_s, input_s = (np.zeros(len(points)) for _ in range(6))
         for name in set(points.instance_type):
             at = points.rows_of(name)
             rows = points.take(at)
@@ -125,8 +124,7 @@ class StepTimeModel:
             input_s[at] = wait.predict(rows, whole_s - repeated_s)
             mean_s[at] = whole_s - repeated_s + input_s[at]
             sd_s = np.hypot(step.sd * self.interval_scale * whole_s, wait.relative_sd * input_s[at])
-            log_sd[at] = sd_s / mean_s[at]
-            low_s[at], high_s[at] = log_interval(mean_s[at], log_sd[at], step.dof)
+            low_s[at], high_s[at] = log_interval(mean_s[at], sd_s / mean_s[at], step.dof)
             compute_s[at], comm_s[at] = computing_s - repeated_s, np.exp(step.communication)
         compute_s = np.minimum(compute_s, mean_s - input_s)
         seen = set() if self.observations is None else set(self.observations.points.rows())
@@ -134,7 +132,6 @@ class StepTimeModel:
             mean_s=mean_s,
             low_s=low_s,
             high_s=high_s,
-            log_sd=log_sd,
             extrapolated=self._extrapolated(points),
             measured=np.array([row in seen for row in points.rows()], dtype=np.bool_),
             compute_s=compute_s,

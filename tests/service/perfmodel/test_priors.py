@@ -16,10 +16,10 @@ from tests.support.configurations import make_configuration
 from tula_service.perfmodel.points import Points, StepTimeObservations
 from tula_service.perfmodel.priors import (
     UNKNOWN_PRECISION_SD,
-    EarlierScale,
     Hardware,
     ModelFacts,
     Priors,
+    ScaleError,
     StepTimePrior,
     generic_prior,
     prior_from_hardware,
@@ -113,7 +113,7 @@ def test_compute_is_bound_by_arithmetic_or_by_bytes_and_starts_from_a_floor():
 def test_a_job_that_a_worse_rule_guessed_says_less_to_a_better_one():
     guess = a_guess(rule_sd=0.35)
     good, poor = (
-        scale_from_jobs(guess, [EarlierScale(0.4, "here", rule_sd=sd)], device="here", rule_sd=0.35).mean[0]
+        scale_from_jobs(guess, ScaleError(0.0, "here", rule_sd=0.35), [ScaleError(0.4, "here", rule_sd=sd)]).mean[0]
         for sd in (0.35, 0.8)
     )
     assert guess.mean[0] < poor < good < guess.mean[0] + 0.2
@@ -136,11 +136,11 @@ def test_a_pipeline_of_p_stages_takes_m_plus_p_minus_one_micro_steps(micro_batch
     assert many / one == pytest.approx((micro_batches + stages - 1) / stages, rel=0.2)
 
 
-def corrected(guess: StepTimePrior, earlier: Sequence[EarlierScale], **known: float) -> StepTimePrior:
-    return scale_from_jobs(guess, earlier, device="here", **known)
+def corrected(guess: StepTimePrior, earlier: Sequence[ScaleError], **known: float) -> StepTimePrior:
+    return scale_from_jobs(guess, ScaleError(0.0, "here", **known), earlier)
 
 
-def shift(earlier: Sequence[EarlierScale]) -> float:
+def shift(earlier: Sequence[ScaleError]) -> float:
     guess = a_guess()
     return float(corrected(guess, earlier).mean[0] - guess.mean[0])
 
@@ -151,7 +151,7 @@ def test_without_earlier_jobs_the_guess_stays_what_it_is():
 
 
 def test_a_job_on_the_same_device_counts_more_than_one_on_another_and_neither_counts_fully():
-    assert 0.2 < shift([EarlierScale(1.0, "there")]) < shift([EarlierScale(1.0, "here")]) < 0.9
+    assert 0.2 < shift([ScaleError(1.0, "there")]) < shift([ScaleError(1.0, "here")]) < 0.9
 
 
 def test_one_job_corrects_by_its_share_of_all_that_varies():
@@ -159,30 +159,30 @@ def test_one_job_corrects_by_its_share_of_all_that_varies():
     everywhere, device, network = 0.5**2, 0.4**2, 0.5**2
     typical, rest = 0.5, everywhere + device + network
     for name, common in (("here", everywhere + device), ("there", everywhere)):
-        found = corrected(a_guess(), [EarlierScale(typical, name)])
+        found = corrected(a_guess(), [ScaleError(typical, name)])
         assert found.mean[0] - a_guess().mean[0] == pytest.approx(typical * common / rest, rel=0.05)
         assert found.sd[0] ** 2 == pytest.approx(rest - common**2 / rest, rel=0.1)
 
 
 def test_jobs_on_one_other_device_say_less_of_this_one_than_jobs_on_many():
-    one = shift([EarlierScale(1.0, "there") for _ in range(6)])
-    many = shift([EarlierScale(1.0, f"there {number}") for number in range(6)])
+    one = shift([ScaleError(1.0, "there") for _ in range(6)])
+    many = shift([ScaleError(1.0, f"there {number}") for number in range(6)])
     assert one < 0.8 * many
 
 
 def test_a_device_whose_figures_are_a_guess_says_little_of_others_and_keeps_its_own_width():
-    sure, unsure = (shift([EarlierScale(1.0, "there", device_sd=sd)] * 3) for sd in (0.0, 1.0))
+    sure, unsure = (shift([ScaleError(1.0, "there", device_sd=sd)] * 3) for sd in (0.0, 1.0))
     assert 0.0 < unsure < 0.5 * sure
     facts = ModelFacts(25e6, 8e9, 40e6, 100e6)
     unknown = prior_from_hardware(facts, Hardware(), reference_batch_size=128)
-    after = corrected(unknown, [EarlierScale(0.3, "there")] * 8, device_sd=1.0)
+    after = corrected(unknown, [ScaleError(0.3, "there")] * 8, device_sd=1.0)
     assert after.sd[0] > 1.0, "nothing was learnt of how fast this device is"
-    assert corrected(unknown, [EarlierScale(0.3, "here", device_sd=1.0)] * 8, device_sd=1.0).sd[0] < 0.6
+    assert corrected(unknown, [ScaleError(0.3, "here", device_sd=1.0)] * 8, device_sd=1.0).sd[0] < 0.6
 
 
 def test_launches_and_links_take_as_long_as_before_beside_another_compute():
     guess = a_guess()
-    found = corrected(guess, [EarlierScale(0.8, "here")] * 4)
+    found = corrected(guess, [ScaleError(0.8, "here")] * 4)
     assert found.mean[0] > guess.mean[0] + 0.4
     for entry in (1, 4, 6):
         assert found.mean[0] + found.mean[entry] == pytest.approx(guess.mean[0] + guess.mean[entry])
@@ -192,28 +192,28 @@ def test_launches_and_links_take_as_long_as_before_beside_another_compute():
 
 def test_jobs_that_agree_narrow_the_interval_and_jobs_that_contradict_each_other_widen_it():
     guess = a_guess()
-    agree = corrected(guess, [EarlierScale(0.5, "here")] * 8)
-    differ = corrected(guess, [EarlierScale(0.5 + off, "here") for off in (-1.2, 1.2) * 4])
+    agree = corrected(guess, [ScaleError(0.5, "here")] * 8)
+    differ = corrected(guess, [ScaleError(0.5 + off, "here") for off in (-1.2, 1.2) * 4])
     assert agree.sd[0] < 0.75 * guess.sd[0]
     assert 1.1 * guess.sd[0] < differ.sd[0] < 2.0 * guess.sd[0]
 
 
 def test_a_job_whose_flops_were_guessed_weighs_less_and_so_does_what_is_guessed():
-    assert 0.0 < shift([EarlierScale(1.0, "here", sd=1.0)]) < 0.6 * shift([EarlierScale(1.0, "here")])
+    assert 0.0 < shift([ScaleError(1.0, "here", sd=1.0)]) < 0.6 * shift([ScaleError(1.0, "here")])
     wide = a_guess(flops_sd=1.0)
-    assert corrected(wide, [EarlierScale(1.0, "here")] * 8, flops_sd=1.0).sd[0] > 1.0
+    assert corrected(wide, [ScaleError(1.0, "here")] * 8, sd=1.0).sd[0] > 1.0
 
 
 @pytest.mark.parametrize("off", [-650.0, -7.0, 7.0, 30.0])
 def test_a_job_that_was_described_in_another_unit_teaches_nothing_and_spoils_nothing(off: float):
-    guess, sane = a_guess(), [EarlierScale(0.5, "here"), EarlierScale(0.4, "here")]
-    assert corrected(guess, [EarlierScale(off, "here")]) is guess
-    found, alone = corrected(guess, [*sane, EarlierScale(off, "here")]), corrected(guess, sane)
+    guess, sane = a_guess(), [ScaleError(0.5, "here"), ScaleError(0.4, "here")]
+    assert corrected(guess, [ScaleError(off, "here")]) is guess
+    found, alone = corrected(guess, [*sane, ScaleError(off, "here")]), corrected(guess, sane)
     assert (found.mean.tolist(), found.sd.tolist()) == (alone.mean.tolist(), alone.sd.tolist())
 
 
 def test_the_correction_is_the_same_every_time_and_in_any_order():
-    jobs = [EarlierScale(float(off), "here" if off > 0 else f"{off}") for off in np.linspace(-1.0, 2.0, 7)]
+    jobs = [ScaleError(float(off), "here" if off > 0 else f"{off}") for off in np.linspace(-1.0, 2.0, 7)]
     first, again, reversed_ = (corrected(a_guess(), each) for each in (jobs, jobs, jobs[::-1]))
     assert first.mean.tolist() == again.mean.tolist()
     assert first.sd.tolist() == again.sd.tolist()
