@@ -111,6 +111,15 @@ def test_other_benchmarks_read_the_tables(measured: Path) -> None:
         assert program.main([option, str(table), "--smoke"]) == 0
 
 
+def test_peaks_measured_on_an_h100_are_predicted_from_the_three_smallest_batches(tmp_path: Path) -> None:
+    table, figures = ROOT / "benchmarks/results/gpu/nvidia-h100-80gb-hbm3/gpu_memory.csv", tmp_path / "memory.json"
+    assert memory.main(["--grids", str(table), "--json", str(figures)]) == 0
+    found = json.loads(figures.read_text())
+    assert found["memory.three.workloads"] >= 12
+    assert found["memory.three.largest.median"] < 0.03
+    assert found["memory.three.largest.p90"] < 0.095
+
+
 class LargestIsTwenty(torch.nn.Linear):
     """Runs out of memory as CUDA does, with more than 20 examples."""
 

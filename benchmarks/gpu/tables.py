@@ -26,10 +26,13 @@ T = TypeVar("T")
 PRECISIONS = {"bf16": "bf16", "tf32": "tf32", "fp32": "single", "fp16": "mixed"}
 """By name, as the column `precision` of tests/data/single_device.csv has them."""
 SMOKE_PRECISIONS = ("fp32", "fp16")
+KEPT_BYTES = {"bf16": 4, "fp16": 4, "tf32": 8, "fp32": 8}
+"""Of each output of a layer, by the rule of `benchmarks.cold_start`: its value and its gradient."""
 FIRST_BATCH, SMOKE_BATCHES, BISECTIONS, MEASURED_S = 8, 2, 4, 0.3
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 STEP_COLUMNS = (
     "source", "gpu", "network", "precision", "local_batch_size", "step_time_s", "parameters", "flops_per_sample",
+    "activation_elements_per_sample",
 )  # fmt: skip
 """Those of tests/data/single_device.csv, for `python -m benchmarks.cold_start --steps FILE`."""
 MEMORY_COLUMNS = (
@@ -230,7 +233,15 @@ def write_tables(results: Results, folder: Path) -> None:
         about = {"source": "tula", "gpu": gpu, "precision": PRECISIONS[precision]}
         largest = max(row["batches"], key=int)
         step = {"network": network, "local_batch_size": largest, "step_time_s": row["batches"][largest]["step_time_s"]}
-        steps.append(about | step | {key: row[key] for key in ("parameters", "flops_per_sample")})
+        smallest, second = sorted(row["batches"], key=int)[:2]
+        grows = row["batches"][second]["estimated_bytes"] - row["batches"][smallest]["estimated_bytes"]
+        outputs = grows / (int(second) - int(smallest)) / KEPT_BYTES[precision]
+        steps.append(
+            about
+            | step
+            | {key: row[key] for key in ("parameters", "flops_per_sample")}
+            | {"activation_elements_per_sample": round(outputs)}
+        )
         for size, read in row["batches"].items():
             bytes_read = {"memory_bytes": read["peak_bytes"], "analytic_bytes": read["estimated_bytes"]}
             memory.append(about | {"workload": name, "model": network, "local_batch_size": size} | bytes_read)

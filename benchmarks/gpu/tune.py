@@ -24,6 +24,7 @@ NAME = "resnet50 tf32, one device"
 SCRIPT = Path(__file__).with_name("train.py")
 NEEDS = ("tula_client", "tula_service", "fastapi", "sqlalchemy")
 BATCHES, SMOKE_BATCHES = (32, 1024), (2, 8)
+STARTED_WITHIN_S = 30.0
 SPEC = """\
 name = "gpu"
 epochs = 90
@@ -92,12 +93,15 @@ class _Service:
         self.url = f"http://127.0.0.1:{port}"
         database = str(self._folder / "tula.db")
         command = [sys.executable, "-m", "tula_client.cli", "serve", "--database", database, "--port", port]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        log = self._folder / "service.log"
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(command, stdout=file, stderr=file)
         self._variables["TULA_URL"] = self.url
         from tula_client import Client, TulaError
 
         with Client(self.url) as client:
-            for _ in range(300):
+            ends = time.monotonic() + STARTED_WITHIN_S
+            while self._process.poll() is None and time.monotonic() < ends:
                 try:
                     client.ready()
                 except TulaError:
@@ -105,7 +109,7 @@ class _Service:
                 else:
                     return self
         self._process.kill()
-        raise RuntimeError("the service did not start in half a minute")
+        raise RuntimeError(f"the service did not start: {log.read_text(errors='replace')[-1000:]}")
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()

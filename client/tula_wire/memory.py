@@ -2,19 +2,13 @@
 
 M_static is counted: parameters, gradients, optimizer state and what the process holds on the device beside them. A,
 the bytes of one more example (activations and batch), is measured. All amounts are bytes; pure arithmetic, no numpy.
-And what a run reports of one rank's memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, Literal
-
-from pydantic import ConfigDict, Field
-
-from tula_wire._base import Bytes
+from typing import Final
 
 ALLOCATOR_SLACK: Final = 0.02
 """Share of the capacity that stays free for the allocator's rounding."""
@@ -69,27 +63,3 @@ def largest_local_batch_size(capacity_bytes: float, static: float, growing_bytes
     measured = max(growing_bytes)
     room = usable_bytes(capacity_bytes) - static - growing_bytes[measured]
     return max(measured, measured + math.floor(room / slope))
-
-
-MemoryMethod = Literal["cuda_allocator", "peak_rss", "estimate", "reported"]
-
-
-@dataclass(frozen=True)
-class MemoryBreakdown:
-    """Memory of one rank by component (equation 3 of the paper); `method` says how it was read.
-
-    None where it was not read. As with `Configuration`, creating one checks nothing.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", revalidate_instances="always")
-
-    method: Annotated[MemoryMethod, Field(description="How memory was read.")]
-    peak_bytes: Annotated[Bytes, Field(description="Largest number of bytes in use at one time.")]
-    parameter_bytes: Annotated[Bytes | None, Field(description="Bytes of parameters.")] = None
-    gradient_bytes: Annotated[Bytes | None, Field(description="Bytes of gradients.")] = None
-    optimizer_bytes: Annotated[Bytes | None, Field(description="Bytes of optimizer state.")] = None
-    activation_bytes: Annotated[Bytes | None, Field(description="Bytes of activations.")] = None
-    batch_bytes: Annotated[Bytes | None, Field(description="Bytes of the input batch.")] = None
-    reserved_bytes: Annotated[Bytes | None, Field(description="Bytes that the allocator reserved.")] = None
-    context_bytes: Annotated[Bytes | None, Field(description="Bytes of the device's context.")] = None
-    capacity_bytes: Annotated[Bytes | None, Field(description="Bytes of the device.")] = None

@@ -35,7 +35,7 @@ _CALIBRATORS = 8  # tensors that are projected
 _PROJECTED_ELEMENTS = 4096
 MAX_RESIDUAL = 0.01  # relative error of `common_factor`, above which gradients were changed by more than one factor
 _HEAD = 7  # numbers of a measurement before its projections
-_MOST_HELD, _MOST_HELD_BYTES = 32, 2**25
+HELD_ON, _MOST_HELD, _MOST_HELD_BYTES = ("cuda",), 32, 2**25
 """Gradients on a GPU whose squares one kernel sums. To launch kernels for each of them takes the host longer than the
 backward pass of a small batch takes the device: a step of ResNet-50 on an H100 took 1.5 times as long."""
 
@@ -359,7 +359,7 @@ class GradientTap:
                 return
             self._counts[index] += 1
             with torch.no_grad():
-                if tapped == "tensor" and gradient.is_cuda:
+                if tapped == "tensor" and gradient.device.type in HELD_ON:
                     self._hold(index, gradient)
                 elif tapped != "projections":
                     square, before = squares(gradient, tapped), self.squares[index]

@@ -1,15 +1,17 @@
 """Times by the device's clock: events are reused, nothing waits, and wall time remains without them.
 
-No CUDA device is at hand here: `Event` below is a small hand-written stand-in for `torch.cuda.Event` on a device
-whose progress the test moves by hand. `clock_for` with a real device is not run by these tests.
+No CUDA device is at hand here: `Event` and `Driver` below are small hand-written stand-ins, on a device whose progress
+the test moves by hand. `python -m benchmarks.gpu` runs `clock_for` and a capture on a real device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from tula_agent.batches import LaunchBatches
 from tula_agent.config import read_config
 from tula_agent.guard import Guard
 from tula_agent.measure.step_timer import DeviceClock, clock_for
-from tula_agent.readings import Readings, StepTiming
+from tula_agent.readings import Readings, StepTiming, beside_captures
 from tula_agent.run import Run
 from tula_agent.ship.request_builder import Identity, RequestBuilder
 
@@ -256,3 +258,40 @@ def test_moments_without_an_event_have_no_time() -> None:
     device.run_until(7)
     assert interval is not None
     assert interval.poll() == (7e-3, None, None)
+
+
+class Driver:
+    """Stands in for libcuda: the mode of the one thread that calls it."""
+
+    def __init__(self) -> None:
+        self.mode = 0
+
+    def cuThreadExchangeStreamCaptureMode(self, pointer: Any) -> int:
+        pointer._obj.value, self.mode = self.mode, pointer._obj.value
+        return 0
+
+
+def test_a_thread_that_asks_events_leaves_the_captures_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr("ctypes.CDLL", lambda _: driver)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    inside = None
+    with contextlib.suppress(ZeroDivisionError), beside_captures():
+        inside = driver.mode
+        _ = 1 / 0
+    assert inside == 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    assert driver.mode == 0
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_events_are_asked_without_a_driver_too(initialized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    asked = False
+    with beside_captures():
+        asked = True
+    assert asked

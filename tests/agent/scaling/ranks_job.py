@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from benchmarks.support.gloo import print_results_of_all_ranks
-from tula_agent.scaling import ScalingThresholds, TulaOptimizer
+from tula_agent.scaling import ScalingThresholds, TulaOptimizer, meter
 
 STEPS = 200
 SHORT_STEPS = 80  # of the scenarios that vary what the long ones prove
@@ -31,6 +31,7 @@ SCENARIOS = {
     "gain-adamw": {},
     "static": {"policy": "static", "static_scale": 2.0},
     "gain-accumulate": {},
+    "gain-accumulate-held": {},
     "gain-clip": {},
     "gain-thresholds": {},
     "gain-uneven": {"small_batch_size": 4},
@@ -78,7 +79,8 @@ def run(name: str, rank: int, world_size: int) -> dict[str, object]:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 120, 0.1)
     draw = torch.Generator().manual_seed(100 + rank)
     torch.manual_seed(1000 + rank)  # dropout differs by rank, as it does in real jobs
-    micro_steps = 2 if name == "gain-accumulate" else 1
+    micro_steps = 2 if name.startswith("gain-accumulate") else 1
+    meter.HELD_ON = ("cpu",) if name.endswith("-held") else ("cuda",)  # as on a GPU
     digests, factors, versions = [], [], []
     steps = STEPS if name in LONG else SHORT_STEPS
     for step in range(steps):

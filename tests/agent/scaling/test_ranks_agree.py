@@ -36,7 +36,7 @@ def assert_identical(records: list[dict]) -> None:
 
 
 def test_weights_and_factors_are_bit_identical_on_two_ranks(two_ranks):
-    assert len(two_ranks) == 17
+    assert len(two_ranks) == 18
     for records in two_ranks.values():
         assert len(records) == 2
         assert_identical(records)
@@ -47,6 +47,13 @@ def test_weights_and_factors_are_bit_identical_on_four_ranks(four_ranks):
     for records in four_ranks.values():
         assert len(records) == 4
         assert_identical(records)
+
+
+def test_gradients_held_for_a_common_kernel_give_the_weights_of_those_read_one_by_one(two_ranks):
+    """Neither a further micro-step nor DDP's average changes a gradient that the hooks hold."""
+    held, one_by_one = (two_ranks[name][0] for name in ("gain-accumulate-held", "gain-accumulate"))
+    assert held["factors"] == one_by_one["factors"]
+    assert held["digests"] == one_by_one["digests"]
 
 
 def test_every_policy_that_scales_does_and_a_compressed_gradient_is_not_taken_for_noise(two_ranks):
