@@ -42,6 +42,7 @@ from tula_wire.jobs import (
     SpotPrice,
     Terms,
 )
+from tula_wire.memory_breakdown import MemoryBreakdown
 from tula_wire.problems import MEDIA_TYPE, FieldError, Problem, ProblemType
 from tula_wire.samples import (
     COLUMNS,
@@ -53,7 +54,6 @@ from tula_wire.samples import (
     Fabric,
     FabricList,
     FabricProbe,
-    MemoryBreakdown,
     SampleBatch,
     SamplePage,
     SamplesAccepted,

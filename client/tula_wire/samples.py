@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, Literal, Self, TypeVar
+from typing import Annotated, Final, Literal, Self, TypeVar
 
-from pydantic import ConfigDict, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from tula_wire._base import Bytes, Count, Name, Seconds, Timestamp, WireModel, optional
 from tula_wire.bounds import MAX_BYTES_PER_S
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
 from tula_wire.jobs import Estimate, Gbps
+from tula_wire.memory_breakdown import MemoryBreakdown
 
 Backend = Literal["gloo", "nccl"]
 PROBE_MARK: Final = "TULA_PROBE "
@@ -88,30 +88,6 @@ class FabricList(WireModel):
     """The fabrics of a project, newest first."""
 
     fabrics: list[Fabric] = Field(description="Fabrics, newest first.")
-
-
-MemoryMethod = Literal["cuda_allocator", "peak_rss", "estimate", "reported"]
-
-
-@dataclass(frozen=True)
-class MemoryBreakdown:
-    """Memory of one rank by component (equation 3 of the paper); `method` says how it was read.
-
-    None where it was not read. As with `Configuration`, creating one checks nothing.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", revalidate_instances="always")
-
-    method: Annotated[MemoryMethod, Field(description="How memory was read.")]
-    peak_bytes: Annotated[Bytes, Field(description="Largest number of bytes in use at one time.")]
-    parameter_bytes: Annotated[Bytes | None, Field(description="Bytes of parameters.")] = None
-    gradient_bytes: Annotated[Bytes | None, Field(description="Bytes of gradients.")] = None
-    optimizer_bytes: Annotated[Bytes | None, Field(description="Bytes of optimizer state.")] = None
-    activation_bytes: Annotated[Bytes | None, Field(description="Bytes of activations.")] = None
-    batch_bytes: Annotated[Bytes | None, Field(description="Bytes of the input batch.")] = None
-    reserved_bytes: Annotated[Bytes | None, Field(description="Bytes that the allocator reserved.")] = None
-    context_bytes: Annotated[Bytes | None, Field(description="Bytes of the device's context.")] = None
-    capacity_bytes: Annotated[Bytes | None, Field(description="Bytes of the device.")] = None
 
 
 MAX_STEPS = 10_000

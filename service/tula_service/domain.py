@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tula_wire.configurations import Configuration
 from tula_wire.enums import FINAL_STATES, EndCause, Objective, RunKind, RunOrigin, RunState
-from tula_wire.samples import MemoryBreakdown
+from tula_wire.memory_breakdown import MemoryBreakdown
 
 MemoryReading = MemoryBreakdown
 JsonObject: TypeAlias = dict[str, Any]

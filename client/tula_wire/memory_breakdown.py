@@ -1,0 +1,33 @@
+"""What a run reports of one rank's memory; apart from the formula in `memory.py`, which needs no Pydantic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from tula_wire._base import Bytes
+
+MemoryMethod = Literal["cuda_allocator", "peak_rss", "estimate", "reported"]
+
+
+@dataclass(frozen=True)
+class MemoryBreakdown:
+    """Memory of one rank by component (equation 3 of the paper); `method` says how it was read.
+
+    None where it was not read. As with `Configuration`, creating one checks nothing.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", revalidate_instances="always")
+
+    method: Annotated[MemoryMethod, Field(description="How memory was read.")]
+    peak_bytes: Annotated[Bytes, Field(description="Largest number of bytes in use at one time.")]
+    parameter_bytes: Annotated[Bytes | None, Field(description="Bytes of parameters.")] = None
+    gradient_bytes: Annotated[Bytes | None, Field(description="Bytes of gradients.")] = None
+    optimizer_bytes: Annotated[Bytes | None, Field(description="Bytes of optimizer state.")] = None
+    activation_bytes: Annotated[Bytes | None, Field(description="Bytes of activations.")] = None
+    batch_bytes: Annotated[Bytes | None, Field(description="Bytes of the input batch.")] = None
+    reserved_bytes: Annotated[Bytes | None, Field(description="Bytes that the allocator reserved.")] = None
+    context_bytes: Annotated[Bytes | None, Field(description="Bytes of the device's context.")] = None
+    capacity_bytes: Annotated[Bytes | None, Field(description="Bytes of the device.")] = None
