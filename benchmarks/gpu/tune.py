@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from benchmarks.gpu.store import Results, Row
 from benchmarks.gpu.tables import free_memory
+from benchmarks.support import PYTHON
 
 NAME = "resnet50 tf32, one device"
 SCRIPT = Path(__file__).with_name("train.py")
@@ -83,7 +83,7 @@ class _Service:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._variables = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        self._variables = os.environ | {"PATH": f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"}
         self.url = ""
 
     def __enter__(self) -> _Service:
@@ -92,7 +92,7 @@ class _Service:
         port = str(free_port())
         self.url = f"http://127.0.0.1:{port}"
         database = str(self._folder / "tula.db")
-        command = [sys.executable, "-m", "tula_client.cli", "serve", "--database", database, "--port", port]
+        command = [PYTHON, "-m", "tula_client.cli", "serve", "--database", database, "--port", port]
         log = self._folder / "service.log"
         with log.open("wb") as file:
             self._process = subprocess.Popen(command, stdout=file, stderr=file)
@@ -117,7 +117,7 @@ class _Service:
 
     def tula(self, seconds: float, *arguments: str) -> dict[str, Any]:
         """What a `tula` command prints; raises RuntimeError with its words where it fails or takes too long."""
-        command = [sys.executable, "-m", "tula_client.cli", *arguments]
+        command = [PYTHON, "-m", "tula_client.cli", *arguments]
         try:
             done = subprocess.run(
                 command, cwd=self._folder, env=self._variables, capture_output=True, text=True, timeout=seconds
