@@ -166,7 +166,11 @@ def token_list(database: _Database = None, as_json: _Json = False) -> None:
                 "scope": one.scope,
                 "project": one.project,
                 "job": one.job_id,
-                "state": "revoked" if one.revoked_at else "expired" if _expired(store, one.expires_at) else "valid",
+                "state": "revoked"
+                if one.revoked_at
+                else "expired"
+                if one.expires_at and one.expires_at <= store.now()
+                else "valid",
                 "last_used_at": one.last_used_at.isoformat() if one.last_used_at else None,
             }
             for one in visible_tokens(store, _OPERATOR)
@@ -184,10 +188,6 @@ def token_revoke(token_id: str, database: _Database = None, as_json: _Json = Fal
     with _opened(database) as (_, store):
         revoke_token(store, _OPERATOR, token_id)
     typer.echo(json.dumps({"id": token_id, "state": "revoked"}) if as_json else f"Revoked {token_id}.")
-
-
-def _expired(store: Store, expires_at: Any) -> bool:
-    return expires_at is not None and expires_at <= store.now()
 
 
 @contextmanager

@@ -7,12 +7,11 @@ import math
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Final, Generic, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from tula_service.domain import RunRecord
 from tula_service.errors import Forbidden, InvalidInput, NotFound, StoreUnavailable, Unauthenticated
@@ -24,9 +23,8 @@ from tula_wire import Project, Scope, Token, TokenCreated
 SECRET_BYTES: Final = 32
 SECRET_PREFIX: Final = "tula_"
 SESSION_S: Final = 12 * 3600.0
-CACHED_TOKENS: Final = 10_000
+CACHED: Final = 20_000
 TOUCH_EVERY_S: Final = 60.0
-CACHED_RUNS: Final = 20_000
 ANNOUNCE_EVERY_S: Final = 1.0
 
 
@@ -34,17 +32,11 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
-class BoundedDict(OrderedDict[_Key, _Value], Generic[_Key, _Value]):
-    """A cache of at most `limit` entries; one more evicts the oldest. Writers hold a lock, single reads need none."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def __setitem__(self, key: _Key, value: _Value) -> None:
-        super().__setitem__(key, value)
-        while len(self) > self._limit:
-            self.popitem(last=False)
+def _keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:
+    """Set an entry of a cache; one more than `CACHED` evicts the oldest. Callers hold a lock; readers need none."""
+    cache[key] = value
+    if len(cache) > CACHED:
+        del cache[next(iter(cache))]
 
 
 @dataclass(frozen=True)
@@ -215,16 +207,16 @@ def check_still_valid(tx: Transaction, principal: Principal) -> None:
     if principal.token_id is None:
         ended = tx.tokens.ever_made()  # the anonymous user exists until the first token
     else:
-        ended = _ended(tx.tokens.get(principal.token_id), tx.now()) is not None
+        ended = state_of(tx.tokens.get(principal.token_id), tx.now()) != "valid"
     if ended:
         raise Unauthenticated("This token has ended: create one with `tula token create`.")
 
 
-def _ended(token: Token, now: datetime) -> str | None:
-    """How a token has ended, None while it is valid."""
+def state_of(token: Token, now: datetime) -> str:
+    """How a token has ended, "valid" before that."""
     if token.revoked_at is not None:
-        return "was revoked"
-    return "has expired" if token.expires_at is not None and token.expires_at <= now else None
+        return "revoked"
+    return "expired" if token.expires_at is not None and token.expires_at <= now else "valid"
 
 
 class KnownRuns:
@@ -236,8 +228,8 @@ class KnownRuns:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._runs: BoundedDict[str, tuple[int, str, str]] = BoundedDict(CACHED_RUNS)
-        self._announced: BoundedDict[str, float] = BoundedDict(CACHED_RUNS)
+        self._runs: dict[str, tuple[int, str, str]] = {}
+        self._announced: dict[str, float] = {}
 
     def __contains__(self, run_id: str) -> bool:
         """True if `authorise` needs no query for this run."""
@@ -248,7 +240,7 @@ class KnownRuns:
         with self._store.reading() as tx:
             known = tx.telemetry.run_key(run_id)
         with self._lock:
-            self._runs[run_id] = known
+            _keep(self._runs, run_id, known)
         return known
 
     def authorise(self, principal: Principal, run_id: str) -> tuple[int, str]:
@@ -269,7 +261,7 @@ class KnownRuns:
         if now - self._announced.get(run_id, -ANNOUNCE_EVERY_S) < ANNOUNCE_EVERY_S:
             return False
         with self._lock:
-            self._announced[run_id] = now
+            _keep(self._announced, run_id, now)
         return True
 
 
@@ -286,7 +278,7 @@ class Access:
         self.cache_s = cache_s
         self.tokenless_allowed = tokenless_allowed
         self._lock = threading.Lock()
-        self._touched: BoundedDict[str, float] = BoundedDict(CACHED_TOKENS)
+        self._touched: dict[str, float] = {}
         self.forget()
 
     def cached(self, secret: str | None) -> Principal | None:
@@ -304,11 +296,11 @@ class Access:
         cache = self._trusted
         with self._store.reading() as tx:
             token, now = tx.tokens.by_hash(digest(secret)), tx.now()
-        ended = "is unknown" if token is None else _ended(token, now)
-        if token is None or ended is not None:
+        state = "unknown" if token is None else state_of(token, now)
+        if token is None or state != "valid":
             with self._lock:
                 cache.pop(secret, None)
-            raise Unauthenticated(f"This token {ended}: create one with `tula token create`.")
+            raise Unauthenticated(f"This token is {state}: create one with `tula token create`.")
         left_s = math.inf if token.expires_at is None else (token.expires_at - now).total_seconds()
         principal = Principal(token.name, token.scope, token.id, token.project, token.job_id)
         self._trust(cache, secret, principal, left_s)
@@ -333,20 +325,20 @@ class Access:
         with self._lock:
             if now - self._touched.get(token_id, -TOUCH_EVERY_S) < TOUCH_EVERY_S:
                 return
-            self._touched[token_id] = now
+            _keep(self._touched, token_id, now)
         with suppress(StoreUnavailable), self._store.transaction() as tx:
             tx.tokens.touch(token_id)
 
     def forget(self) -> None:
         """Begin an empty cache, after a token was created or revoked in this process."""
-        self._trusted: _Trusted = BoundedDict(CACHED_TOKENS)
+        self._trusted: _Trusted = {}
 
     def _trust(self, cache: _Trusted, secret: str | None, principal: Principal, left_s: float) -> Principal:
         now = time.monotonic()
         with self._lock:
-            cache[secret] = now + self.cache_s, now + min(2 * self.cache_s, left_s), principal
+            _keep(cache, secret, (now + self.cache_s, now + min(2 * self.cache_s, left_s), principal))
         return principal
 
 
-_Trusted: TypeAlias = BoundedDict[str | None, tuple[float, float, Principal]]
+_Trusted: TypeAlias = dict[str | None, tuple[float, float, Principal]]
 """When the principal of a secret, or of no secret, is to be checked, and until when it is trusted meanwhile."""
