@@ -31,7 +31,6 @@ _INGEST: Final = frozenset({("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TE
 AGENT_MAY: Final = _INGEST | {("GET", routes.RUN), ("PATCH", routes.RUN), ("GET", routes.JOB_SCALING)}
 PUBLIC_MAY: Final = frozenset({("GET", "/accuracy"), ("GET", "/accuracy/charts/{name}")})
 """What anyone may see of a service that only reads."""
-_ADMIN_ONLY: Final = ("POST", routes.PROJECTS)
 _ABOUT_TOKENS: Final = frozenset({routes.TOKENS, "/admin"})
 _OF_AGENTS: Final = [(method, compile_path(route)[0], (method, route) in _INGEST) for method, route in AGENT_MAY]
 
@@ -172,8 +171,6 @@ async def identify(request: Request) -> Principal:
 def _required_scopes(method: str, route: str) -> frozenset[str]:
     """Scopes that may use the route: users, administrators, and readers of it, unless listed above."""
     key = ("GET" if method == "HEAD" else method, route)
-    if key == _ADMIN_ONLY:
-        return frozenset({"admin"})
     scopes = {"user", "admin"}
     if key[0] == "GET" and route not in _ABOUT_TOKENS:
         scopes.add("read")
