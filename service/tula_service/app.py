@@ -12,7 +12,6 @@ from typing import Any, Final
 import anyio
 import anyio.to_thread
 from fastapi import Depends, FastAPI
-from starlette.types import Scope
 
 from tula_service import __version__
 from tula_service.api import (
@@ -123,7 +122,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
             "logs": False,
             "tracing": settings.trace,
             "tracer_provider": tracer,
-            "exclude": _probe,
+            "exclude": lambda scope: scope["path"] in (routes.HEALTH, routes.READY, routes.METRICS),
         },
     )
     app.state.services = services
@@ -157,10 +156,6 @@ def _tracer() -> Any:
     provider = TracerProvider(resource=Resource.create({"service.name": "tula"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
-
-
-def _probe(scope: Scope) -> bool:
-    return scope["path"] in (routes.HEALTH, routes.READY, routes.METRICS)
 
 
 def create_app_from_environment() -> FastAPI:

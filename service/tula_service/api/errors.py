@@ -89,13 +89,6 @@ def problem_of(scope: Scope, error: HTTPException | errors.ServiceError) -> Resp
     return _problem(scope, status, error.message, faults=faults, headers=headers)
 
 
-def field_errors(found: Sequence[Mapping[str, Any]]) -> list[FieldError]:
-    """Pydantic's errors as field and remedy; never quotes the input, which may hold a secret or NaN."""
-    return [
-        FieldError(field=_dotted(error.get("loc", ())), message=remedy(error)) for error in list(found)[:_MAX_ERRORS]
-    ]
-
-
 def _problem(
     scope: Scope,
     status: int,
@@ -128,7 +121,8 @@ def _on_error(request: Request, error: Exception) -> Response:
 
 def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, (RequestValidationError, ValidationError))
-    faults = field_errors(error.errors())
+    # Field and remedy, never the input, which may hold a secret or NaN.
+    faults = [FieldError(field=_dotted(each["loc"]), message=remedy(each)) for each in error.errors()[:_MAX_ERRORS]]
     more = f" ({len(faults) - 1} more in errors)" if len(faults) > 1 else ""
     return _problem(request.scope, 422, f"{faults[0].field}: {faults[0].message}{more}", faults=faults)
 

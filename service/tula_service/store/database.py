@@ -126,17 +126,13 @@ class Store:
         """Give all connections back."""
         self.engine.dispose()
 
-    @contextmanager
-    def transaction(self) -> Iterator[Transaction]:
+    def transaction(self) -> AbstractContextManager[Transaction]:
         """A transaction that may write."""
-        with self._writer_lock, self._begin(writes=True) as tx:
-            yield tx
+        return self._begin(self._writer_lock, writes=True)
 
-    @contextmanager
-    def reading(self) -> Iterator[Transaction]:
+    def reading(self) -> AbstractContextManager[Transaction]:
         """A transaction that only reads, all of it from one snapshot."""
-        with self._begin(writes=False) as tx:
-            yield tx
+        return self._begin(nullcontext(), writes=False)
 
     def compute_slot(self) -> AbstractContextManager[None]:
         """Holds one of the slots for fits and searches. Raises Busy after `_LONGEST_QUEUE_S` without a free slot."""
@@ -147,9 +143,9 @@ class Store:
         return _acquired(self._job_locks[hash(job_id) % _JOB_LOCKS])
 
     @contextmanager
-    def _begin(self, *, writes: bool) -> Iterator[Transaction]:
+    def _begin(self, lock: AbstractContextManager[object], *, writes: bool) -> Iterator[Transaction]:
         try:
-            with self.engine.connect() as connection:
+            with lock, self.engine.connect() as connection:
                 options: dict[str, Any] = {WRITES: writes}
                 if not writes and not is_sqlite(self.engine):
                     options["isolation_level"] = "REPEATABLE READ"

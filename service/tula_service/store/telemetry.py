@@ -123,10 +123,10 @@ class Telemetry(Repository):
         sent = self._connection.execute(sa.select(chunk.columns).where(chunk.run_key == run_key).distinct())
         return sorted({name for names in sent.scalars() for name in names.split(",")})
 
-    def last_step(self, run_key: int, *, rank: int = 0) -> int | None:
-        """The last step of which one rank sent telemetry, None before its first chunk."""
+    def last_step(self, run_key: int) -> int | None:
+        """The last step of which the first rank sent telemetry, None before its first chunk."""
         chunk = telemetry_chunks.c
-        last = sa.select(sa.func.max(chunk.last_step)).where(chunk.run_key == run_key, chunk.rank == rank)
+        last = sa.select(sa.func.max(chunk.last_step)).where(chunk.run_key == run_key, chunk.rank == 0)
         found: int | None = self._scalar(last)
         return found
 
@@ -142,20 +142,19 @@ class Telemetry(Repository):
         """Steps and values of one column of one rank, by step; of a step sent twice, the later boot's value."""
         chunk = telemetry_chunks.c
         first, last = first_step or 0, _LAST_STEP if last_step is None else last_step
-        statement = _chunks(column, rank).where(
-            chunk.run_key == run_key, chunk.last_step >= first, chunk.first_step <= last
-        )
+        within = (chunk.run_key == run_key, chunk.last_step >= first, chunk.first_step <= last)
+        statement = _chunks(column, rank).where(*within).order_by(*_ORDER)
         steps, values = _joined(self._connection.execute(statement), column)
         keep = (steps >= first) & (steps <= last)
         return steps[keep], values[keep]
 
-    def num_steps(self, run_ids: Collection[str], *, rank: int = 0) -> dict[str, dict[str, int]]:
-        """The columns that one rank of each of these runs sent, each with the number of steps of its chunks."""
+    def num_steps(self, run_ids: Collection[str]) -> dict[str, dict[str, int]]:
+        """The columns that the first rank of each of these runs sent, each with the number of steps of its chunks."""
         chunk = telemetry_chunks.c
         rows = self._connection.execute(
             sa.select(runs.c.id, chunk.columns, sa.func.sum(chunk.num_steps))
             .join_from(runs, telemetry_chunks, runs.c.key == chunk.run_key)
-            .where(runs.c.id.in_(run_ids), chunk.rank == rank)
+            .where(runs.c.id.in_(run_ids), chunk.rank == 0)
             .group_by(runs.c.id, chunk.columns)
         )
         found: dict[str, dict[str, int]] = {}
@@ -165,16 +164,13 @@ class Telemetry(Repository):
                 of_run[name] = of_run.get(name, 0) + int(count)
         return found
 
-    def read_runs(
-        self, run_ids: Collection[str], column: str, *, rank: int = 0
-    ) -> Iterator[tuple[str, IntArray, FloatArray]]:
+    def read_runs(self, run_ids: Collection[str], column: str) -> Iterator[tuple[str, IntArray, FloatArray]]:
         """Run id, steps and values, as `read` has them, of each of these runs that sent the column: one query."""
         statement = (
-            _chunks(column, rank)
+            _chunks(column, 0)
             .add_columns(runs.c.id)
             .join(runs, runs.c.key == telemetry_chunks.c.run_key)
             .where(runs.c.id.in_(run_ids))
-            .order_by(None)
             .order_by(runs.c.key, *_ORDER)
         )
         for run_id, rows in groupby(self._connection.execute(statement), key=lambda row: row[3]):
@@ -192,7 +188,7 @@ def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
     """Only the chunks that have the column are read and decompressed; some columns are sent rarely."""
     chunk = telemetry_chunks.c
     named = ("," + chunk.columns + ",").contains(f",{column},", autoescape=True)
-    return sa.select(chunk.num_steps, chunk.columns, chunk.payload).where(chunk.rank == rank, named).order_by(*_ORDER)
+    return sa.select(chunk.num_steps, chunk.columns, chunk.payload).where(chunk.rank == rank, named)
 
 
 def _joined(chunks: Iterable[Sequence[Any]], column: str) -> tuple[IntArray, FloatArray]:
