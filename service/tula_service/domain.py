@@ -82,8 +82,26 @@ def configuration_mismatch(
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """A run; `key` is the integer by which samples and chunks refer to it.
+class NewRun:
+    """A run to be created; lower `position` is claimed first."""
+
+    kind: RunKind
+    configuration: Configuration
+    state: RunState = "pending"
+    origin: RunOrigin = "plan"
+    purpose: str = ""
+    instruction: JsonObject | None = None
+    method: str | None = None
+    position: int = 0
+    predicted_step_time_s: float | None = None
+    recommendation_id: str | None = None
+    holder: str | None = None
+    lease_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord(NewRun):
+    """A run and what became of it; `key` is the integer by which samples and chunks refer to it.
 
     `step_time_s` and the `observed_*` figures come from the last summary: the latter are what the run's process saw of
     its configuration, None where it did not report them.
@@ -93,18 +111,8 @@ class RunRecord:
     id: str
     job_id: str
     project_id: str
-    kind: RunKind
-    state: RunState
-    configuration: Configuration
-    origin: RunOrigin
-    purpose: str
-    instruction: dict[str, Any] | None
     message: str | None
     end_cause: EndCause | None
-    method: str | None
-    position: int
-    holder: str | None
-    lease_s: float | None
     lease_expires_at: datetime | None
     created_at: datetime
     started_at: datetime | None
@@ -112,8 +120,6 @@ class RunRecord:
     num_samples: int
     dropped: int
     failed_local_batch_size: int | None
-    predicted_step_time_s: float | None
-    recommendation_id: str | None
     straggler_rank: int | None
     drifted: bool
     drift_state: dict[str, Any] | None
@@ -179,24 +185,6 @@ class NewJob:
     spec: JsonObject
     idempotency_key: str | None = None
     fingerprint: str | None = None
-
-
-@dataclass(frozen=True)
-class NewRun:
-    """A run to be created; lower `position` is claimed first."""
-
-    kind: RunKind
-    configuration: Configuration
-    state: RunState = "pending"
-    origin: RunOrigin = "plan"
-    purpose: str = ""
-    instruction: JsonObject | None = None
-    method: str | None = None
-    position: int = 0
-    predicted_step_time_s: float | None = None
-    recommendation_id: str | None = None
-    holder: str | None = None
-    lease_s: float | None = None
 
 
 @dataclass(frozen=True)
