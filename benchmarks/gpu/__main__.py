@@ -6,8 +6,8 @@
 
 Needs torch, and torchvision for all networks; `tune` needs the service, nothing needs a network. `checks` is what the
 agent relies on, `tables` step time and memory of networks up to out-of-memory, `tune` what a user does, `ranks` several
-ranks, `scaling` the cost of gradient scaling. DIR has a JSON file a part, written row by row, `report.md`, two tables
-and a log. `--resume` measures what an earlier run left out; from another DIR, its results are copied first.
+ranks, `scaling` the cost of gradient scaling. DIR has a JSON file a part, written row by row, `report.md`, three
+tables and a log. `--resume` measures what an earlier run left out; from another DIR, its results are copied first.
 """
 
 from __future__ import annotations

@@ -39,6 +39,12 @@ MEMORY_COLUMNS = (
     "workload", "source", "gpu", "model", "precision", "local_batch_size", "memory_bytes", "analytic_bytes",
 )  # fmt: skip
 """Those of tests/data/grids/memory.csv, for `python -m benchmarks.memory --grids FILE`."""
+GRID_COLUMNS = (
+    "workload", "source", "gpu", "cluster", "model", "cnn", "grid", "num_nodes", "world_size", "local_batch_size",
+    "global_batch_size", "step_time_s",
+)  # fmt: skip
+"""Those of tests/data/grids/step_time.csv, for `python -m benchmarks.step_time --grids FILE`."""
+ONE_DEVICE = {"cluster": "one device", "cnn": 1, "grid": "regular", "num_nodes": 1, "world_size": 1}
 
 
 class Stopwatch:
@@ -225,7 +231,7 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
 def write_tables(results: Results, folder: Path) -> None:
     """Part 3: what `benchmarks.cold_start` and `benchmarks.memory` read, which need the service."""
     gpu = str(results.machine.get("device", "")).replace(",", " ")
-    steps, memory = [], []
+    steps, memory, grid = [], [], []
     for name, row in results.rows.items():
         if not row.get("batches"):
             continue
@@ -244,9 +250,13 @@ def write_tables(results: Results, folder: Path) -> None:
         )
         for size, read in row["batches"].items():
             bytes_read = {"memory_bytes": read["peak_bytes"], "analytic_bytes": read["estimated_bytes"]}
-            memory.append(about | {"workload": name, "model": network, "local_batch_size": size} | bytes_read)
+            at = about | {"workload": name.replace(" ", "-"), "model": network, "local_batch_size": size}
+            memory.append(at | bytes_read)
+            del at["precision"]
+            grid.append(at | ONE_DEVICE | {"global_batch_size": size, "step_time_s": read["step_time_s"]})
     _write_csv(folder / "gpu_steps.csv", STEP_COLUMNS, steps)
     _write_csv(folder / "gpu_memory.csv", MEMORY_COLUMNS, memory)
+    _write_csv(folder / "gpu_grid.csv", GRID_COLUMNS, grid)
 
 
 def _write_csv(path: Path, columns: Iterable[str], rows: list[Row]) -> None:
