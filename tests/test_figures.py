@@ -29,6 +29,7 @@ KEYS: dict[str, tuple[str, ...]] = {
         "share regular.adaptive6.median",
         "share regular.ring.median",
     ),
+    "the same on one H100": ("share regular.adaptive4.median", "share regular.adaptive6.median"),
     "the same, Pollux's form": ("share regular.planned6.pollux.median",),
     "time of the choice": ("share time.tula.regret.mean", "share time.bayes.regret.mean"),
     "cost of the choice": ("share cost.tula.regret.mean", "share cost.bayes.regret.mean"),
