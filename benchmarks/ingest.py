@@ -36,7 +36,7 @@ from benchmarks.support.mlflow import METRICS, measure_mlflow
 from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.report import parser_of, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
-from tula_service.domain import NewChunk, NewJob, NewRun
+from tula_service.domain import NewChunk, NewRun
 from tula_service.store import DEFAULT_PROJECT_ID, Store
 from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
 from tula_wire import Configuration
@@ -121,7 +121,7 @@ def prepare(database: str) -> tuple[list[str], str]:
     migrate(database)
     store = Store.open(database)
     with store.transaction() as tx:
-        job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "bench", "bench", "knee", {}))
+        job, _ = tx.jobs.create(DEFAULT_PROJECT_ID, {"name": "bench", "model": {"name": "bench"}, "objective": "knee"})
         new = NewRun("train", Configuration(num_nodes=1, ranks_per_node=VARIANTS, local_batch_size=32), "running")
         runs = [tx.runs.create(job.id, new).id for _ in range(RUNS)]
     store.close()

@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks.support.postgres import databases
 from benchmarks.support.report import median, parser_of, percentile, print_table, write_json
 from benchmarks.support.server import Server, migrate
-from tula_service.domain import NewJob, NewRun
+from tula_service.domain import NewRun
 from tula_service.store import Store
 from tula_service.usecases.access import ANONYMOUS, issue_token
 from tula_wire import Configuration, JobSpec, routes
@@ -66,7 +66,7 @@ def tenant(database: str, name: str, num_runs: int) -> Tenant:
     configuration = Configuration(num_nodes=1, ranks_per_node=4, local_batch_size=32)
     with store.transaction() as tx:
         project = tx.projects.create(name)
-        job, _ = tx.jobs.create(NewJob(project.id, name, "mixed-net", "knee", SPEC.model_dump(mode="json")))
+        job, _ = tx.jobs.create(project.id, SPEC.model_dump(mode="json") | {"name": name, "objective": "knee"})
         new = NewRun("train", configuration, "running")
         runs = tuple(tx.runs.create(job.id, new).id for _ in range(num_runs))
     agent = issue_token(store, ANONYMOUS, name=name, scope="agent", job_id=job.id).secret

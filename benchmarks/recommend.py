@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from benchmarks.support.report import parser_of, percentile, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
-from tula_service.domain import NewJob, NewRun
+from tula_service.domain import NewRun
 from tula_service.store import DEFAULT_PROJECT_ID, Store, tables
 from tula_wire import Configuration, JobSpec, SampleBatch, routes
 
@@ -81,9 +81,7 @@ def made_by_the_service(store: Store, number: int, samples_per_run: int) -> tupl
     steps = list(range(samples_per_run))
     with store.transaction() as tx:
         wanted = spec(f"job-{number}")
-        job, _ = tx.jobs.create(
-            NewJob(DEFAULT_PROJECT_ID, wanted.name, wanted.model.name, "knee", wanted.model_dump(mode="json"))
-        )
+        job, _ = tx.jobs.create(DEFAULT_PROJECT_ID, wanted.model_dump(mode="json") | {"objective": "knee"})
         run_id = ""
         for place, configuration in enumerate(CONFIGURATIONS):
             run = tx.runs.create(job.id, NewRun("profile", configuration))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.support.server import make_token
-from tula_service.domain import NewJob, NewRun
+from tula_service.domain import NewRun
 from tula_service.store import DEFAULT_PROJECT_ID, Store
 from tula_wire import Configuration
 
@@ -44,7 +44,7 @@ def prepare(database: str, *, profile_runs: int = 0) -> Prepared:
     store = Store.open(database)
     configuration = Configuration(num_nodes=1, ranks_per_node=256, local_batch_size=32)
     with store.transaction() as tx:
-        job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "crash", "net", "knee", {}))
+        job, _ = tx.jobs.create(DEFAULT_PROJECT_ID, {"name": "crash", "model": {"name": "net"}, "objective": "knee"})
         run = tx.runs.create(job.id, NewRun("train", configuration, "running"))
         for _ in range(profile_runs):
             tx.runs.create(job.id, NewRun("profile", configuration))

@@ -175,19 +175,6 @@ class RunSummary:
 
 
 @dataclass(frozen=True)
-class NewJob:
-    """A job to be registered; `fingerprint` is a digest of the request, compared when an idempotency key comes back."""
-
-    project_id: str
-    name: str
-    model_name: str
-    objective: Objective
-    spec: JsonObject
-    idempotency_key: str | None = None
-    fingerprint: str | None = None
-
-
-@dataclass(frozen=True)
 class SampleColumns:
     """Step samples as columns of one length; NaN means "not measured" and `straggler_rank` then holds -1."""
 

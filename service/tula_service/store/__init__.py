@@ -2,7 +2,7 @@
 
     store = Store.open("tula.db")                  # or postgresql+psycopg://...; schema: store/migrations.py
     with store.transaction() as tx:                # commits at the end of the block, rolls back on an exception
-        job, created = tx.jobs.create(NewJob(...))
+        job, created = tx.jobs.create(project_id, spec)
         run = tx.runs.create(job.id, NewRun(...))
     with store.reading() as tx:                    # never writes
         page = tx.jobs.list(project_id=..., limit=50)

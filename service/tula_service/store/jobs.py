@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import sqlalchemy as sa
 
-from tula_service.domain import JobOrder, JsonObject, NewJob
+from tula_service.domain import JobOrder, JsonObject
 from tula_service.errors import Conflict, NotFound
 from tula_service.store._base import Repository, RowMap, new_id
 from tula_service.store.tables import jobs, runs
@@ -71,30 +71,34 @@ class JobRecord(JobSummary):
 class Jobs(Repository):
     """The jobs table. A job that is being deleted no longer exists for any reader here."""
 
-    def create(self, job: NewJob) -> tuple[JobRecord, bool]:
+    def create(
+        self, project_id: str, spec: JsonObject, *, idempotency_key: str | None = None, fingerprint: str | None = None
+    ) -> tuple[JobRecord, bool]:
         """Register a job and say whether it is new; else it is the one with its idempotency key, or its fingerprint.
 
-        Raises Conflict when the key came with a different request.
+        `fingerprint` is a digest of the request. Raises Conflict when the key came with a different request.
         """
         # Literals: without a key or a fingerprint none is the same, while `== None` finds all that have none.
-        same_key = jobs.c.idempotency_key == sa.literal(job.idempotency_key, sa.Text)
-        same_request = jobs.c.fingerprint == sa.literal(job.fingerprint, sa.Text)
+        same_key = jobs.c.idempotency_key == sa.literal(idempotency_key, sa.Text)
+        same_request = jobs.c.fingerprint == sa.literal(fingerprint, sa.Text)
         same = (
             sa.select(jobs.c.id, jobs.c.fingerprint)
-            .where(jobs.c.project_id == job.project_id, same_key | same_request, jobs.c.state != _DELETING)
+            .where(jobs.c.project_id == project_id, same_key | same_request, jobs.c.state != _DELETING)
             .order_by(sa.case((same_key, 0), else_=1), jobs.c.key.desc())
             .limit(1)
         )
         known = self._row(same)
         if known is None:
-            now = self._now()
-            values = asdict(job) | {"id": new_id("job"), "state": "planning", "data_version": 0, "plan_reason": ""}
-            insert = self._insert(jobs).values(values | {"created_at": now, "updated_at": now})
+            job_id, now = new_id("job"), self._now()
+            of_spec = {"name": spec["name"], "model_name": spec["model"]["name"], "objective": spec["objective"]}
+            of_request = {"project_id": project_id, "idempotency_key": idempotency_key, "fingerprint": fingerprint}
+            start = {"state": "planning", "data_version": 0, "plan_reason": "", "created_at": now, "updated_at": now}
+            insert = self._insert(jobs).values(id=job_id, spec=spec, **of_spec, **of_request, **start)
             insert = insert.on_conflict_do_nothing(index_elements=["project_id", "idempotency_key"])
             if self._row(insert.returning(jobs.c.id)) is not None:
-                return self.get(values["id"]), True
+                return self.get(job_id), True
             known = self._row(same)  # which another transaction has just stored
-        if known is None or known["fingerprint"] != job.fingerprint:
+        if known is None or known["fingerprint"] != fingerprint:
             raise Conflict(_KEY_TAKEN, field="Idempotency-Key")
         return self.get(known["id"]), False
 

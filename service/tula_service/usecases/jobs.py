@@ -14,7 +14,7 @@ from tula_service.analysis import job_data
 from tula_service.analysis.evidence import state_beyond_memory
 from tula_service.analysis.plan import profiling_cost
 from tula_service.analysis.priors import contradiction
-from tula_service.domain import JobOrder, NewJob
+from tula_service.domain import JobOrder
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError
 from tula_service.store import Store, Transaction, partitions
@@ -52,17 +52,8 @@ def register(
     body: dict[str, Any] = spec.model_dump(mode="json")
     fingerprint = fingerprint_of(body)
     with store.transaction() as tx:
-        job, is_new = tx.jobs.create(
-            NewJob(
-                project_id=principal.home_project_id,
-                name=spec.name,
-                model_name=spec.model.name,
-                objective=spec.objective,
-                spec=body,
-                idempotency_key=idempotency_key or f"spec:{fingerprint}",
-                fingerprint=fingerprint,
-            )
-        )
+        key = idempotency_key or f"spec:{fingerprint}"
+        job, is_new = tx.jobs.create(principal.home_project_id, body, idempotency_key=key, fingerprint=fingerprint)
         if job.state == "archived":
             job = tx.jobs.update(job.id, state="planning")
             is_new = True

@@ -11,7 +11,7 @@ import pytest
 from tests.support.configurations import make_configuration
 from tests.support.inprocess import InProcess
 from tula_service.app import TOKEN_CACHE_S, create_app
-from tula_service.domain import NewJob, NewRun
+from tula_service.domain import NewRun
 from tula_service.settings import Settings
 from tula_service.store import Store
 from tula_service.usecases.access import ANONYMOUS, issue_token
@@ -65,16 +65,15 @@ class Service:
         """A project called `name`, with everything in it."""
         with self.store.transaction() as tx:
             project = tx.projects.create(name)
-            spec = SPEC.model_dump(mode="json")
-            job, _ = tx.jobs.create(NewJob(project.id, name, "digits-net", "knee", spec))
+            job, _ = tx.jobs.create(project.id, SPEC.model_dump(mode="json") | {"name": name, "objective": "knee"})
             run = tx.runs.create(job.id, NewRun("train", make_configuration(1, 1, 32), "running"))
         return Tenant(project.id, job.id, run.id, self.token("user", project=name), self.token("agent", job_id=job.id))
 
     def another_job(self, tenant: Tenant) -> str:
         """The id of one more job in the tenant's project."""
         with self.store.transaction() as tx:
-            spec = SPEC.model_dump(mode="json") | {"name": "another"}
-            return tx.jobs.create(NewJob(tenant.project_id, "another", "digits-net", "knee", spec))[0].id
+            spec = SPEC.model_dump(mode="json") | {"name": "another", "objective": "knee"}
+            return tx.jobs.create(tenant.project_id, spec)[0].id
 
     def close(self) -> None:
         """Shut down."""

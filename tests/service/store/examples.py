@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tula_service.domain import NewChunk, NewJob, NewRun, RunRecord
+from tula_service.domain import NewChunk, NewRun, RunRecord
 from tula_service.store import DEFAULT_PROJECT_ID, Store, Transaction
 from tula_service.store.jobs import JobRecord
 from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
@@ -22,7 +22,12 @@ def a_job(
 ) -> JobRecord:
     """Register a job."""
     with store.transaction() as tx:
-        return tx.jobs.create(NewJob(project_id, name, model_name, "knee", {"name": name}))[0]
+        return tx.jobs.create(project_id, a_specification(name, model_name))[0]
+
+
+def a_specification(name: str, model_name: str = "digits") -> dict[str, Any]:
+    """As much of one as the store reads."""
+    return {"name": name, "model": {"name": model_name}, "objective": "knee"}
 
 
 def a_run(store: Store, job_id: str, *, kind: RunKind = "profile", **options: Any) -> RunRecord:

@@ -9,10 +9,10 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
-from tests.service.store.examples import CONFIGURATION, a_chunk, a_job, a_run, add_chunk, samples
+from tests.service.store.examples import CONFIGURATION, a_chunk, a_job, a_run, a_specification, add_chunk, samples
 from tests.support.clock import ManualClock
 from tests.support.configurations import make_configuration
-from tula_service.domain import MemoryReading, NewJob, NewRun
+from tula_service.domain import MemoryReading, NewRun
 from tula_service.errors import Conflict, NotFound
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import DEFAULT_PROJECT_ID, Store, Transaction
@@ -36,20 +36,20 @@ class TestJobs:
     """Jobs and their lists."""
 
     def test_a_registration_repeated_under_one_key_is_one_job(self, store: Store) -> None:
-        new = NewJob(DEFAULT_PROJECT_ID, "a", "m", "knee", {}, idempotency_key="k", fingerprint="f")
+        options = {"idempotency_key": "k", "fingerprint": "f"}
         with store.transaction() as tx:
-            first, created = tx.jobs.create(new)
+            first, created = tx.jobs.create(DEFAULT_PROJECT_ID, a_specification("a"), **options)
         with store.transaction() as tx:
-            again, created_again = tx.jobs.create(new)
+            again, created_again = tx.jobs.create(DEFAULT_PROJECT_ID, a_specification("a"), **options)
             assert tx.jobs.list().total == 1
         assert (created, created_again) == (True, False)
         assert again.id == first.id
 
     def test_a_key_used_for_another_job_is_a_conflict(self, store: Store) -> None:
         with store.transaction() as tx:
-            tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "a", "m", "knee", {}, idempotency_key="k", fingerprint="f"))
+            tx.jobs.create(DEFAULT_PROJECT_ID, a_specification("a"), idempotency_key="k", fingerprint="f")
         with pytest.raises(Conflict, match="different job"), store.transaction() as tx:
-            tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, "b", "m", "knee", {}, idempotency_key="k", fingerprint="g"))
+            tx.jobs.create(DEFAULT_PROJECT_ID, a_specification("b"), idempotency_key="k", fingerprint="g")
 
     def test_pages_hold_every_job_once_newest_first(self, store: Store) -> None:
         made = [a_job(store, name=f"job {number}").id for number in range(7)]
@@ -69,7 +69,7 @@ class TestJobs:
         figures = {"b": (20.0, 3.0, -0.3), "A": (10.0, 4.0, 0.1), "c": (None, None, None)}
         with store.transaction() as tx:
             for name, (time_s, cost_usd, error) in figures.items():
-                job, _ = tx.jobs.create(NewJob(DEFAULT_PROJECT_ID, name, "m", "knee", {}))
+                job, _ = tx.jobs.create(DEFAULT_PROJECT_ID, a_specification(name))
                 values = {"predicted_time_s": time_s, "predicted_cost_usd": cost_usd, "prediction_error": error}
                 tx.jobs.update(job.id, **values)
         with store.reading() as tx:
