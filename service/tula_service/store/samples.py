@@ -17,6 +17,7 @@ from tula_service.store.tables import jobs, memory_readings, run_summaries, runs
 from tula_wire import SampleBatch
 
 _LOG = logging.getLogger("tula.service")
+_MOST_STEP_TIMES = 200_000
 SUMMARY_ROWS = 4096
 """The last measuring rows (by step) that a summary reads."""
 
@@ -110,11 +111,11 @@ class Samples(Repository):
         return SampleColumns(**self._measured(run_key, names, SampleFilter(rank=rank), limit))
 
     def step_times(
-        self, run_key: int, *, rank: int, first_step: int | None, last_step: int | None, limit: int
+        self, run_key: int, *, rank: int = 0, first_step: int | None = None, last_step: int | None = None
     ) -> tuple[IntArray, FloatArray]:
-        """Steps and step times of one rank's measuring rows, by step: the last `limit` of them."""
+        """Steps and step times of one rank's measuring rows, by step: the last 200,000 of them."""
         wanted = SampleFilter(rank=rank, first_step=first_step, last_step=last_step)
-        found = self._measured(run_key, ("step", "step_time_s"), wanted, limit)
+        found = self._measured(run_key, ("step", "step_time_s"), wanted, _MOST_STEP_TIMES)
         return found["step"], found["step_time_s"]
 
     def memory_by_rank(self, run_key: int, *, limit: int) -> dict[int, MemoryReading]:

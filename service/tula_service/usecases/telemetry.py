@@ -30,7 +30,6 @@ from tula_wire.samples import ChunkIdentity, ColumnName
 
 _STEP_TIME = "step_time_s"
 _OF_QUALITY = ("validation_accuracy", "accuracy", "loss")
-_MOST_SAMPLES = 200_000
 _MAX_STEP: Final = 2**53
 _MOST_STEPS_COMPARED: Final = 5_000_000
 """About half a second of decompression."""
@@ -95,10 +94,20 @@ def read_with_trend(
 
     Step times fall back on the run's samples. Raises NotFound for an unknown run or column.
     """
-    available, steps, values = _read(store, principal, query)
+    where: dict[str, Any] = {"rank": query.rank, "first_step": query.first_step, "last_step": query.last_step}
+    with store.reading() as tx:
+        run = visible_run(tx, principal, query.run_id)
+        available = tx.telemetry.columns(run.key)
+        steps, values = tx.telemetry.read(run.key, query.column, **where)
+        if query.column == _STEP_TIME and _STEP_TIME not in available and run.num_samples:
+            steps, values = tx.samples.step_times(run.key, **where)
+    names = _names(run, available)
+    if query.column not in names:
+        known = ", ".join(names) or "none yet"
+        raise NotFound(f"Run {query.run_id} has no column {query.column!r}: it has {known}.", field="column")
     smooth = trend(steps, values, query.trend_points)
-    raw = _series(query, available, steps, *downsample(steps, values, query.max_points))
-    return raw, None if smooth is None else _series(query, available, steps, *smooth)
+    raw = _series(query, names, steps, *downsample(steps, values, query.max_points))
+    return raw, None if smooth is None else _series(query, names, steps, *smooth)
 
 
 def compare(
@@ -126,11 +135,8 @@ def compare(
             left -= size or 0
             if size is not None and (left >= 0 or not chosen):
                 chosen.append(run.id)
-        where: dict[str, Any] = {"rank": 0, "first_step": None, "last_step": None, "limit": _MOST_SAMPLES}
         sampled = (  # whose step times only samples have
-            (run_id, *tx.samples.step_times(tx.runs.get(run_id).key, **where))
-            for run_id in chosen
-            if run_id not in found
+            (run_id, *tx.samples.step_times(tx.runs.get(run_id).key)) for run_id in chosen if run_id not in found
         )
         for run_id, steps, values in itertools.chain(tx.telemetry.read_runs(chosen, column), sampled):
             drawn = trend(steps, values, query.trend_points) or downsample(steps, values, query.max_points)
@@ -159,22 +165,6 @@ def _series(
         downsampled=steps.size < every_step.size,
         available=available,
     )
-
-
-def _read(store: Store, principal: Principal, query: SeriesQuery) -> tuple[list[str], IntArray, FloatArray]:
-    """The run's columns, and every point of one."""
-    where: dict[str, Any] = {"rank": query.rank, "first_step": query.first_step, "last_step": query.last_step}
-    with store.reading() as tx:
-        run = visible_run(tx, principal, query.run_id)
-        available = tx.telemetry.columns(run.key)
-        steps, values = tx.telemetry.read(run.key, query.column, **where)
-        if query.column == _STEP_TIME and _STEP_TIME not in available and run.num_samples:
-            steps, values = tx.samples.step_times(run.key, **where, limit=_MOST_SAMPLES)
-    names = _names(run, available)
-    if query.column not in names:
-        known = ", ".join(names) or "none yet"
-        raise NotFound(f"Run {query.run_id} has no column {query.column!r}: it has {known}.", field="column")
-    return names, steps, values
 
 
 def _names(run: RunRecord, columns: Iterable[str]) -> list[str]:
