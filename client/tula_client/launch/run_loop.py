@@ -28,7 +28,7 @@ from tula_client._errors import (
     TulaError,
 )
 from tula_client.launch.judge import EMBED, Outcome, agent_warnings, judge, tail
-from tula_client.launch.process import Process, command_environment, of_first_rank, run_variables, start
+from tula_client.launch.process import LogLines, Process, command_environment, of_first_rank, run_variables, start
 from tula_client.launch.reporter import Reporter
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import WorkDir
@@ -80,6 +80,7 @@ class ActiveRun:
     launch_id: str
     process: Process
     log: Path
+    output: LogLines
     started_at: float
     next_heartbeat_at: float
     stacks_dumped_at: float | None = None
@@ -211,15 +212,21 @@ class Runner:
             self.release(run, *smaller)
             raise
         now = self.clock()
-        active = ActiveRun(run, launch_id, process, log, started_at=now, next_heartbeat_at=now, smaller=tuple(smaller))
+        active = ActiveRun(run, launch_id, process, log, LogLines(log), now, next_heartbeat_at=now)
+        active.smaller = tuple(smaller)
         self.active.append(active)
         self.reporter.started(run, log)
         self.poll(active)
         return active
 
     def poll(self, active: ActiveRun) -> int | None:
-        """The exit status if the command has ended; else enforce the time limit, renew the lease, and return None."""
+        """The exit status if the command has ended; else enforce the time limit, renew the lease, and return None.
+
+        Reports what a training has written since.
+        """
         status = active.process.poll()
+        if active.run.kind == "train":
+            self.reporter.output(active.output.new(last=status is not None))
         if status is not None:
             return status
         now = self.clock()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tula_client._errors import InvalidInputError, LaunchError
 from tula_client.launch.judge import Outcome
-from tula_client.launch.process import LogLines
-from tula_client.launch.run_loop import POLL_S, ActiveRun, Runner, check_configuration
+from tula_client.launch.run_loop import POLL_S, Runner, check_configuration
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import may_hold_files
 from tula_wire import Configuration, Job, Run
@@ -63,7 +62,8 @@ def train(
         active = runner.start(run, template, checkpoints=checkpoints, resume=resume, restart=state.restart)
         state.restart += 1
         runner.work.save(_STATE, state)
-        status = _wait(runner, active)
+        while (status := runner.poll(active)) is None:
+            runner.sleep(POLL_S)
         ((run, outcome),) = runner.finish(active, status)
         attempts.append((run, outcome))
         if outcome.state == "succeeded":
@@ -103,16 +103,6 @@ def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool) -> _State:
             "current recommendation."
         )
     return state
-
-
-def _wait(runner: Runner, active: ActiveRun) -> int:
-    """The exit status of the command, whose output is reported."""
-    log = LogLines(active.log)
-    while (status := runner.poll(active)) is None:
-        runner.reporter.output(log.new())
-        runner.sleep(POLL_S)
-    runner.reporter.output(log.new(last=True))
-    return status
 
 
 def _create_run(runner: Runner, job: Job, state: _State, method: str | None) -> Run:
