@@ -43,7 +43,6 @@ from tula_wire import (
     RunPatch,
     SampleBatch,
 )
-from tula_wire.text import printable
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Client | AsyncClient")
@@ -310,7 +309,7 @@ class ProfileRun:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         patch = RunPatch(state="succeeded")
         if isinstance(error, Exception):
-            patch = RunPatch(state="failed", message=printable(f"{type(error).__name__}: {error}")[:_MESSAGE_LENGTH])
+            patch = RunPatch(state="failed", message=f"{type(error).__name__}: {error}"[:_MESSAGE_LENGTH])
         elif error is not None:
             patch = RunPatch(state="cancelled", message="It was stopped before its end.")
         self.run = self.client.patch_run(self.run.id, patch)

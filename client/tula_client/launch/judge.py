@@ -44,20 +44,19 @@ class Outcome:
     state: RunState
     message: str | None = None
     lines: tuple[str, ...] = ()
-    failed_local_batch_size: int | None = None
 
     @property
     def listed(self) -> str:
         """The lines of the log, each on a line below a sentence."""
         return "".join(f"\n    {line}" for line in self.lines)
 
-    def patch(self, holder: str) -> RunPatch:
-        """The request that reports this outcome to the service."""
+    def patch(self, run: Run, holder: str) -> RunPatch:
+        """The request that reports this outcome of `run` to the service."""
         text = self.message if not self.lines else f"{self.message} Last lines: {' | '.join(self.lines)}"
         return RunPatch(
             state=self.state,
             message=None if text is None else text[:_MAX_MESSAGE],
-            failed_local_batch_size=self.failed_local_batch_size,
+            failed_local_batch_size=run.configuration.local_batch_size if self.state == "out_of_memory" else None,
             holder=holder,
         )
 
@@ -71,7 +70,6 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
     memory is short) or a log that names an out-of-memory is an out-of-memory; everything else is a failure. A training
     without samples, or with another configuration, succeeds with a message.
     """
-    batch = run.configuration.local_batch_size
     if timed_out_after_s is not None:
         return Outcome(
             "failed",
@@ -81,11 +79,8 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
     if run.state == "cancelled":
         return Outcome("cancelled", run.message or "The run was cancelled.")
     if run.state == "out_of_memory" or status == _KILLED or (status != 0 and ran_out_of_memory(lines)):
-        return Outcome(
-            "out_of_memory",
-            run.message or f"The run ran out of memory at a local batch of {batch}.",
-            failed_local_batch_size=batch,
-        )
+        batch = run.configuration.local_batch_size
+        return Outcome("out_of_memory", run.message or f"The run ran out of memory at a local batch of {batch}.")
     if status != 0:
         return Outcome("failed", f"The command ended with exit code {status}.", tuple(relevant_lines(lines)))
     if run.state == "failed" and run.configuration_mismatch is None:

@@ -280,7 +280,7 @@ class Runner:
         outcome = judge(run, status, lines, timed_out_after_s=limit)
         if run.state != outcome.state:
             try:
-                run = self.retrying(self.service.patch_run, run.id, outcome.patch(self.holder))
+                run = self.retrying(self.service.patch_run, run.id, outcome.patch(run, self.holder))
             except ConflictError as error:
                 self.reporter.note(f"Run {run.id}: the service kept the state that it had ({error}).")
         return run, outcome
