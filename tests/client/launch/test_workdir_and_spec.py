@@ -6,13 +6,16 @@ import os
 import stat
 from pathlib import Path
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from pydantic import ValidationError
 
+from tests.client.conftest import ADDRESS, InProcess
 from tula_client._errors import LaunchError, UsageError
 from tula_client.launch.spec import faults, load_spec
 from tula_client.launch.workdir import WorkDir
-from tula_service.api.errors import field_errors
+from tula_service.api.errors import install
 from tula_wire import JobSpec
 
 SPEC = """
@@ -110,7 +113,16 @@ def test_the_client_says_what_is_wrong_as_the_service_does(wrong):
     good = {"name": "j", "model": {"name": "m"}, "dataset": {"size": 10}, "cluster": {"max_nodes": 4}}
     with pytest.raises(ValidationError) as error:
         JobSpec.model_validate(good | wrong)
-    there = [f"{one.field}: {one.message}".removeprefix("body: ") for one in field_errors(error.value.errors())]
+    service = FastAPI()
+    install(service)
+
+    @service.get("/")
+    def refuse() -> None:
+        raise error.value
+
+    with httpx.Client(transport=InProcess(service), base_url=ADDRESS) as client:
+        answer = client.get("/").json()
+    there = [f"{one['field']}: {one['message']}".removeprefix("body: ") for one in answer["errors"]]
     assert faults(error.value) == there
 
 
