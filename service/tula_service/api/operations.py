@@ -9,7 +9,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
 from tula_service.api.deps import AppServices
-from tula_service.usecases.events import Overview, check_ready, overview
+from tula_service.store import Store
+from tula_service.usecases.events import check_ready, overview
 from tula_wire import routes
 
 router = APIRouter(tags=["operations"])
@@ -40,18 +41,19 @@ def get_ready(services: AppServices) -> Status:
 @router.get(routes.METRICS, response_class=Response)
 def get_metrics(services: AppServices) -> Response:
     """Counters of this replica's workers; queue, agents and prediction error over all replicas."""
-    lines = "\n".join(_lines(overview(services.store)))
+    lines = "\n".join(_gauges(services.store))
     return Response(services.metrics.render() + lines.encode() + b"\n", media_type=CONTENT_TYPE_LATEST)
 
 
-def _lines(seen: Overview) -> Iterator[str]:
+def _gauges(store: Store) -> Iterator[str]:
+    by_state, num_agents, errors = overview(store)
     gauges: tuple[tuple[str, str, dict[str, float]], ...] = (
-        ("tula_runs", "Runs by state.", {f'{{state="{state}"}}': count for state, count in seen.runs_by_state.items()}),
-        ("tula_agents_seen", "Processes that measure runs which are running.", {"": seen.num_agents}),
+        ("tula_runs", "Runs by state.", {f'{{state="{state}"}}': count for state, count in by_state.items()}),
+        ("tula_agents_seen", "Processes that measure runs which are running.", {"": num_agents}),
         (
             "tula_prediction_error_recent",
             "Absolute relative error of step time.",
-            {f'{{quantile="{share}"}}': value for share, value in seen.prediction_error.items()},
+            {f'{{quantile="{share}"}}': value for share, value in errors.items()},
         ),
     )
     for name, about, values in gauges:

@@ -177,10 +177,8 @@ def _part(chunks: Sequence[sa.Row[Any]]) -> pa.Table:
         values.append(columns.ravel())
     of_chunk = np.repeat(np.arange(len(chunks)), [part.size for part in values[1:]])
     columns_of_chunks: dict[str, Any] = {
-        name: pa.array([getattr(chunk, name) for chunk in chunks], pa.string()).take(of_chunk) for name in _TEXTS
+        name: pa.array([getattr(chunk, name) for chunk in chunks]).take(of_chunk) for name in (*_TEXTS, *_NUMBERS)
     }
-    for name in _NUMBERS:
-        columns_of_chunks[name] = pa.array([getattr(chunk, name) for chunk in chunks], pa.int64()).take(of_chunk)
     return pa.table(
         columns_of_chunks
         | {

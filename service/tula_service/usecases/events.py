@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -53,22 +52,15 @@ def recent(
         return tx.events.recent(job_id, kinds=kinds, run_id=run_id, limit=limit)
 
 
-@dataclass(frozen=True)
-class Overview:
-    """`prediction_error` holds quantiles of the absolute relative error over the newest thousand outcomes."""
+def overview(store: Store) -> tuple[Mapping[RunState, int], int, Mapping[float, float]]:
+    """Runs by state, agents, and quantiles of the absolute relative error over the newest thousand outcomes.
 
-    runs_by_state: Mapping[RunState, int]
-    num_agents: int
-    prediction_error: Mapping[float, float]
-
-
-def overview(store: Store) -> Overview:
-    """Queue, agents, and the errors of past predictions; every replica reads the same."""
+    Every replica reads the same.
+    """
     with store.reading() as tx:
-        counts = tx.runs.count_by_state(), tx.samples.count_processes()
+        by_state, num_agents = tx.runs.count_by_state(), tx.samples.count_processes()
         errors = np.abs(tx.ledger.errors())
-    quantiles = {share: float(np.quantile(errors, share)) for share in _SHARES} if errors.size else {}
-    return Overview(*counts, quantiles)
+    return by_state, num_agents, {each: float(np.quantile(errors, each)) for each in _SHARES} if errors.size else {}
 
 
 def check_ready(store: Store) -> None:
