@@ -59,9 +59,8 @@ def plan_of(analysis: Analysis) -> PlanDecision:
     except ObservationError as error:  # every candidate is infeasible, or failed
         return PlanDecision((), tuple(sorted(run.id for run in waiting)), bool(begun), str(error))
     again = _to_repeat(analysis, [run.configuration for run in (*kept, *begun)])
-    active = bool(found.runs) or bool(again) or bool(kept) or bool(begun)
-    over = analysis.evidence.observed is not None and not active
     left = [*(each.configuration for each in found.runs), *(run.configuration for run in (*again, *kept, *begun))]
+    over = analysis.evidence.observed is not None and not left
     reason = found.stop_reason or (
         _progress(left, analysis.spec.profiling.columns)
         if left
@@ -74,7 +73,7 @@ def plan_of(analysis: Analysis) -> PlanDecision:
     return PlanDecision(
         new=tuple(new),
         cancelled=tuple(sorted({run.id for run in waiting} - {run.id for run in kept})),
-        active=active,
+        active=bool(left),
         reason=reason + _failures(analysis),
         predicted_step_time_s={run.id: _step_time_s(analysis, run.configuration) for run in kept},
         posteriors=posteriors_of(analysis.model) if over else None,

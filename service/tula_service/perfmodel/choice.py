@@ -25,8 +25,6 @@ _LEAST_RANGE = 4.0
 SECONDS_PER_HOUR = 3600.0
 _BYTES_PER_GB = 1e9
 _HOPELESS_EXPONENT = 50.0
-OF_TOTALS = ("deadline_s", "budget_usd")
-"""Limits that a larger number would let candidates keep; no deadline lets in a batch that is too large."""
 
 
 @dataclass(frozen=True)
@@ -362,10 +360,8 @@ def choose(goal: Goal, estimates: Sequence[Estimate], knee: KneeFinding | None =
     A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
     broken limit is rare. If none does, the one whose mean keeps them by the widest margin is taken, and
     `within_limits_is_likely` is False. `"time_to_quality"` chooses the least time among estimates that were priced with
-    `Goal.steps_factor`. Raises ObservationError without a candidate.
+    `Goal.steps_factor`.
     """
-    if not estimates:
-        raise ObservationError("candidates: there are none; widen the node range or the batch range.")
     limits, finding = goal.limits, knee or KneeFinding(None, "no knee: no trade-off curve was given.")
     excluded = tuple(found for estimate in estimates for found in _breaches(estimate, limits))
     out = {found.estimate.key for found in excluded}
@@ -403,8 +399,8 @@ def choose(goal: Goal, estimates: Sequence[Estimate], knee: KneeFinding | None =
 
 
 def barred_by(excluded: Sequence[Exclusion]) -> set[tuple[Configuration, bool]]:
-    """The keys of estimates that no deadline or budget lets in."""
-    return {found.estimate.key for found in excluded if found.limit not in OF_TOTALS}
+    """The keys of estimates that no deadline or budget lets in: their batch is too large, or they never finish."""
+    return {found.estimate.key for found in excluded if found.limit not in ("deadline_s", "budget_usd")}
 
 
 def _ranked(goal: Goal, allowed: Sequence[Estimate], finding: KneeFinding) -> list[Estimate]:

@@ -171,8 +171,7 @@ def prior_posterior(prior: StepTimePrior, reference_batch_size: float) -> Poster
         variance_factor=1.0,
         log_evidence=0.0,
     )
-    points = Points(num_nodes=none, world_size=none, local_batch_size=none)
-    return Posterior(prior, reference_batch_size, points, (member,), np.ones(1), _PRIOR_DOF)
+    return Posterior(prior, reference_batch_size, Points.of([]), (member,), np.ones(1), _PRIOR_DOF)
 
 
 def fit_posterior(

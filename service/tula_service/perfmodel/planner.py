@@ -56,13 +56,13 @@ def columns_of(configurations: Iterable[Configuration]) -> frozenset[Column]:
 
 @dataclass(frozen=True)
 class PlanBudget:
-    """How much may be spent on profiling in all; None means without limit. GPU-seconds count ranks times seconds.
+    """How much may be spent on profiling in all. GPU-seconds count ranks times seconds; None means without limit.
 
     `by_default`: `max_runs` is the default and not the user's number. `by_column`: a launch measures up to three
     batches of its column, and `max_runs` counts launches.
     """
 
-    max_runs: int | None = 6
+    max_runs: int = 6
     max_gpu_seconds: float | None = None
     spent_gpu_seconds: float = 0.0
     steps_per_run: int = 30
@@ -112,19 +112,16 @@ def plan(
     `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
     measured, `recommendation` is the answer that the user gets for `goal`; by default that of the same arguments.
     `pending` runs have been handed out; `unavailable` configurations failed and are neither planned nor chosen. Raises
-    ObservationError without candidates.
+    ObservationError where all have.
     """
     left = tuple(c for c in dict.fromkeys(candidates) if c not in set(unavailable))
-    if candidates and not left:
-        raise ObservationError("candidates: the run of each has failed; fix the cause and register the job again.")
     if not left:
-        raise ObservationError("candidates: none is left to profile; widen the node range or the batch range.")
+        raise ObservationError("candidates: the run of each has failed; fix the cause and register the job again.")
     state = _State(search, left, model, budget or PlanBudget(), pending)
     if (stop_reason := state.exhausted()) is not None:
         return Plan((), None if pending else stop_reason)
     if search == "full":
-        runs = [PlannedRun(c, "Full search: every candidate is profiled.") for c in state.unused]
-        return Plan(tuple(runs[: state.runs_left]), None)
+        return Plan(tuple(PlannedRun(c, "Full search: every candidate is profiled.") for c in state.unused), None)
     if search != "adaptive":
         name = "The paper's search" if search == "paper" else "Partial search"
         corners = [c for c in corner_design(left, two=search == "paper") if c in state.affordable]
@@ -162,7 +159,7 @@ class _State:
         self.unused = tuple(c for c in candidates if c not in self.used)
         self.affordable = frozenset(self._affordable())
         # The other searches have a fixed number of runs; a cap on runs belongs to the adaptive one.
-        limit = budget.max_runs if search == "adaptive" and budget.max_runs is not None else len(candidates) + 1
+        limit = budget.max_runs if search == "adaptive" else len(candidates) + 1
         self.batches = _BATCHES_PER_LAUNCH if budget.by_column else 1
         launched = Counter(map(self._launch_of, self.used)).values()
         self.runs_left = limit - sum(math.ceil(count / self.batches) for count in launched)

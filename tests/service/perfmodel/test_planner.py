@@ -172,7 +172,7 @@ def test_configurations_that_failed_are_neither_planned_nor_waited_for():
 
 
 def test_a_spent_budget_of_gpu_seconds_ends_profiling():
-    budget = PlanBudget(max_runs=None, max_gpu_seconds=100.0, spent_gpu_seconds=100.0)
+    budget = PlanBudget(max_runs=100, max_gpu_seconds=100.0, spent_gpu_seconds=100.0)
     step = plan("adaptive", GRID, goal=GOAL, budget=budget)
     assert step.runs == ()
     assert "GPU-seconds" in str(step.stop_reason)
@@ -180,7 +180,7 @@ def test_a_spent_budget_of_gpu_seconds_ends_profiling():
 
 def test_a_choice_that_the_budget_cannot_measure_is_not_called_measured():
     slow = [c for c in GRID if c.num_nodes == 1]
-    budget = PlanBudget(max_runs=None, max_gpu_seconds=100.0, spent_gpu_seconds=20.0)
+    budget = PlanBudget(max_runs=100, max_gpu_seconds=100.0, spent_gpu_seconds=20.0)
     left = [*slow, make_configuration(2, 4, 32), make_configuration(8, 4, 256)]
     goal = Goal("time", Training(1e6), GOAL.offers)
     step = plan("adaptive", left, fitted(slow, left), goal=goal, budget=budget)
@@ -210,7 +210,7 @@ def test_a_free_instance_type_is_worth_a_run_and_prices_of_zero_do_no_harm():
 
 def test_a_limit_that_nothing_keeps_ends_the_search():
     goal = Goal("time", Training(1e6), {"default": Offer()}, Limits(deadline_s=1e-3))
-    done, reason = work_through("adaptive", GRID, goal, PlanBudget(max_runs=None))
+    done, reason = work_through("adaptive", GRID, goal, PlanBudget(max_runs=100))
     assert len(done) < len(GRID)
     assert reason is None, "the choice has the reason"
 
