@@ -40,8 +40,6 @@ class StopAgreement:
 
     def join(self, plan: ProfilePlan | None) -> ProfilePlan | None:
         """Find out whether all ranks take part; returns the first rank's plan, on every rank."""
-        if self.joined:
-            return plan
         self.joined = True
         with self._guard("finding the other ranks"):
             channel = self._channel = None if self._rendezvous is None else self._rendezvous.channel(PEERS_WITHIN_S)
@@ -64,12 +62,10 @@ class StopAgreement:
         return plan
 
     def decide(self, measured: int, wants_stop: bool, first_step: int = 0) -> bool:
-        """True when the measurement that began at `first_step` ends at this step.
+        """True when the measurement that began at `first_step` ends at this step, where the ranks have agreed.
 
         measured: steps after warm-up, the same on every rank. wants_stop: only the first rank's counts.
         """
-        if not self.agreed:
-            return False
         channel = self._channel
         if channel is None:
             return wants_stop

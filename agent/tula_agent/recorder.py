@@ -454,14 +454,14 @@ class Recorder:
         if self.leads and planned is not None and planned != replicas:
             text = "the run is to use %d rank(s), but %d train: check the launch command"
             logger.warning(text, planned, replicas)
-        self.profiling.use(StopAgreement(None, self.guard, world_size))
+        self._rendezvous = None
         if world_size > 1 and current_group() is not None:
             with self.guard("finding the other ranks"):
                 # The last part differs for each group that this process has trained in.
                 prefix = f"tula/{self.config.run_id}/{self.config.restart}/{self._number}.{self._groups}/"
                 self._rendezvous = RankRendezvous(default_store(), prefix, self.config.rank, world_size)
-                self.profiling.use(StopAgreement(self._rendezvous, self.guard, world_size))
                 self._start_comm_split(models)
+        self.profiling.use(StopAgreement(self._rendezvous, self.guard, world_size))
         if self.leads and self._device_clock is None:
             with self.guard("the device's clock"):
                 self._device_clock = clock_for(device_of(models))

@@ -130,14 +130,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         """Ask for new thresholds: the first rank's take effect on all ranks at one step, at most 17 steps from now."""
         self._synced.propose(thresholds)
 
-    def observe_batch(
-        self,
-        batch: Any,
-        *,
-        size: float | None = None,
-        global_batch_size: int | None = None,
-        share: float | None = None,
-    ) -> None:
+    def observe_batch(self, batch: Any, *, size: float | None = None, share: float | None = None) -> None:
         """Take the batch of this step on this rank (nested tensors, examples first), or of each of its micro-steps.
 
         size: what it counts for, where that is not its number of examples: tokens, for sequences of unequal length;
@@ -146,8 +139,6 @@ class TulaOptimizer(torch.optim.Optimizer):
         The last batch is kept by reference until `step`.
         """
         self._meter.observe(batch, size)
-        if global_batch_size is not None:
-            self._meter.global_batch_size = global_batch_size
         if share is not None:
             self._meter.share = share
 
