@@ -159,14 +159,11 @@ def _as_run(summary: RunSummary) -> tuple[Configuration | None, str | None]:
     planned = summary.configuration
     world, batch, steps = summary.world_size, summary.local_batch_size, summary.grad_accum_steps
     sentence = configuration_mismatch(summary.run_id, planned, world, batch, steps)
-    if sentence is None:
-        return planned, None
     batch, steps = batch or planned.local_batch_size, steps or planned.grad_accum_steps
-    world = world or planned.world_size
-    nodes = planned.num_nodes
-    if world % nodes:
+    ranks, rest = divmod(world or planned.world_size, planned.num_nodes)
+    if rest:
         return None, sentence
-    return replace(planned, ranks_per_node=world // nodes, local_batch_size=batch, grad_accum_steps=steps), sentence
+    return replace(planned, ranks_per_node=ranks, local_batch_size=batch, grad_accum_steps=steps), sentence
 
 
 def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list[RunRecord]]:
