@@ -7,12 +7,15 @@ a function answers None or False, and the agent measures less.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -182,6 +185,42 @@ def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         return
     with mode:
         yield lambda tensor: mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, `peak` is the largest sum of bytes that operations hold at a time, tensors without data included.
+
+    Counts what they make, until the last reference to its memory is gone; `own` is what they are given. torch's own
+    trackers (`torch.distributed._tools`) are private, and came after 2.2.
+    """
+
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._live = 0
+        self._own = {storage_key(tensor) for tensor in own}
+        self._held: dict[int, int] = {}
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Count it no longer."""
+        key = storage_key(tensor)
+        self._own.add(key)
+        self._free(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and (key := storage_key(tensor)) not in self._own | self._held.keys():
+                storage = tensor.untyped_storage()
+                self._held[key] = storage.nbytes()
+                self._live += storage.nbytes()
+                self.peak = max(self.peak, self._live)
+                weakref.finalize(storage, self._free, key)
+        return made
+
+    def _free(self, key: int) -> None:
+        self._live -= self._held.pop(key, 0)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -284,14 +284,15 @@ class ModelSpec(WireModel):
     parameters: Annotated[int, Field(ge=1, le=2**50)] | None = optional("Number of trainable parameters.")
     flops_per_sample: Positive | None = optional("Forward and backward, floating point operations.")
     precision: Precision | None = optional("Of most arithmetic; `bf16` and `fp16` also where mixed with `fp32`.")
-    activation_bytes_per_sample: Bytes | None = optional("Bytes of activations of one example; the service refuses 0.")
+    activation_bytes_per_sample: Bytes | None = optional(
+        "Bytes of activations that one more example holds at the peak of a step; the service refuses 0."
+    )
     tokens_per_example: Annotated[float, Field(ge=1, le=1e12)] | None = optional(
         "Tokens of an example, the mean where lengths differ; null: the length that the agent sees."
     )
     activation_checkpointing: bool = Field(
         False,
-        description="True: the backward pass recomputes activations; then `activation_bytes_per_sample` is of what is "
-        "kept, and `flops_per_sample` leaves the recomputation out.",
+        description="True: the backward pass recomputes activations; `flops_per_sample` leaves the recomputation out.",
     )
     sharding: Sharding = Field(
         "none",

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from tula_agent.batches import map_tensors, tensors_in
-from tula_agent.torch_private import autocast_dtype, storage_key, tensors_without_data
+from tula_agent.torch_private import PeakBytes, autocast_dtype, tensors_without_data
 
 _RECOMPUTED = 4.0 / 3.0
+_EXAMPLES = 128
+"""With few, the peak lies where the weights are largest, with many where the activations are."""
 _NORMALIZES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -22,10 +24,11 @@ _NORMALIZES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBa
 class MemoryEstimate:
     """Equation 3 before anything has run; bytes on one rank, FLOPs of forward and backward per sample.
 
-    `activation_bytes_per_sample` is what autograd keeps for the backward pass; `fixed_activation_bytes` the part of it
-    that does not grow with the batch. Scratch space of kernels and the allocator's rounding are not included:
-    calibrate against one measured run where they matter. With `activation_checkpointing` (some of the forward pass is
-    recomputed) the FLOPs include the recomputation; what it holds while it recomputes one segment is not included.
+    `activation_bytes_per_sample` is what one more example holds at the peak of forward and backward pass: what autograd
+    keeps, gradients of activations and, with `activation_checkpointing` (some of the forward pass is recomputed), what
+    is computed again. `fixed_activation_bytes` is the part that does not grow with the batch. Scratch space of kernels
+    and the allocator's rounding are not included: calibrate against one measured run where they matter. The FLOPs
+    include the recomputation.
     `precision` is as in a job specification: that of autocast where it was on, else that of most parameters.
     """
 
@@ -73,16 +76,18 @@ def estimate_memory(
     """Estimate what training `model` needs, from a small batch `sample` (a tensor, a tuple of arguments, or a mapping).
 
     The forward and backward pass run on tensors without data (FakeTensor mode; meta tensors where torch has none), at
-    the sample's batch and at twice that: the difference is what one more example costs. The model is left as it is.
+    some hundred examples and at twice as many: the difference is what one more example costs. The model is left as it
+    is.
     Raises ValueError when `sample` holds no tensor with a batch dimension.
     """
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim() > 0]
     if not tensors:
         raise ValueError("sample holds no tensor with a batch dimension: give what the model is called with")
     size = int(tensors[0].shape[0])
-    once_bytes, once_flops, _ = _dry_run(model, sample, 1)
-    twice_bytes, twice_flops, recomputes = _dry_run(model, sample, 2)
-    per_sample = max(0, twice_bytes - once_bytes) / size
+    times = math.ceil(_EXAMPLES / size)
+    once_bytes, once_flops, _ = _dry_run(model, sample, times)
+    twice_bytes, twice_flops, recomputes = _dry_run(model, sample, 2 * times)
+    per_sample = max(0, twice_bytes - once_bytes) / (times * size)
     parameters = {id(p): p for p in model.parameters()}.values()
     buffers = {id(b): b for b in model.buffers()}.values()
     trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
@@ -91,9 +96,9 @@ def estimate_memory(
         parameter_bytes=sum(t.numel() * t.element_size() for t in (*parameters, *buffers)),
         gradient_bytes=trained,
         optimizer_bytes=int(trained * state_ratio(optimizer)) if optimizer is not None else 0,
-        flops_per_sample=(twice_flops - once_flops) / size,
+        flops_per_sample=(twice_flops - once_flops) / (times * size),
         activation_bytes_per_sample=round(per_sample),
-        fixed_activation_bytes=max(0, round(once_bytes - size * per_sample)),
+        fixed_activation_bytes=max(0, round(once_bytes - times * size * per_sample)),
         batch_bytes_per_sample=sum(t.numel() * t.element_size() for t in tensors) // size,
         activation_checkpointing=recomputes,
         precision=_precision_of(model),
@@ -129,38 +134,43 @@ def state_ratio(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int, bool]:
-    """(bytes kept for backward, FLOPs of both passes, whether modules run again) at `times` the sample's batch."""
+    """(bytes at the peak, FLOPs of both passes, whether modules run again) at `times` the sample's batch.
+
+    The bytes are without parameters, buffers, inputs and gradients of parameters.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     with tensors_without_data() as convert:
         state = {name: convert(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        owned = {storage_key(tensor) for tensor in state.values()}
         inputs = map_tensors(
             sample, lambda tensor: torch.cat([convert(tensor)] * times) if tensor.dim() else convert(tensor)
         )
-        owned |= {storage_key(tensor) for tensor in tensors_in(inputs)}
-        kept: dict[int, torch.Tensor] = {}
+        memory = PeakBytes((*state.values(), *tensors_in(inputs)))
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            kept.setdefault(storage_key(tensor), tensor)
-            return tensor
+        def leave_out(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                memory.leave_out(parameter.grad)
 
+        for tensor in state.values():
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(leave_out)  # type: ignore[no-untyped-call]
+        named = dict(inputs) if isinstance(inputs, Mapping) else {}
+        arguments = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        torch.clear_autocast_cache()  # weights that were cast in an earlier run are of another mode
+        with memory:
+            _scalar(torch.func.functional_call(model, state, arguments, named)).backward()  # type: ignore[no-untyped-call]
         formula = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
-        counter = FlopCounterMode(display=False, custom_mapping=formula)
-        with counter:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                named = dict(inputs) if isinstance(inputs, Mapping) else {}
-                arguments = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-                output = torch.func.functional_call(model, state, arguments, named)
-                loss = _scalar(output)
-            held = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in owned)
+        torch.clear_autocast_cache()
+        # By itself: what follows the modules keeps their tensors until the next collection of garbage.
+        with FlopCounterMode(display=False, custom_mapping=formula) as counter:
+            loss = _scalar(torch.func.functional_call(model, state, arguments, named))
             recomputed: list[torch.nn.Module] = []  # whose forward runs within the backward pass
             hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: recomputed.append(module))
             try:
                 loss.backward()  # type: ignore[no-untyped-call]
             finally:
                 hook.remove()
-        return held, counter.get_total_flops(), bool(recomputed)
+        return memory.peak, counter.get_total_flops(), bool(recomputed)
 
 
 def _convolution_backward_flops(

@@ -49,12 +49,13 @@ class Convolutional(nn.Module):
         return self.head(torch.relu(self.norm(self.conv(x))).flatten(1))
 
 
-def test_an_estimate_counts_exactly_what_autograd_keeps_and_touches_nothing() -> None:
+def test_an_estimate_counts_exactly_what_is_held_at_the_peak_and_touches_nothing() -> None:
     model = Convolutional()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     estimate = estimate_memory(model, torch.randn(4, 3, 8, 8), torch.optim.SGD(model.parameters(), lr=1, momentum=0.9))
-    # Kept: the convolution's output (for the norm), the relu's output (for itself and the head).
-    assert estimate.activation_bytes_per_sample == 2 * 16 * 64 * 4
+    # Kept: the convolution's output (for the norm), the relu's output (for itself and the head). When the backward pass
+    # is in the relu, there are the gradients of its output and of its input too.
+    assert estimate.activation_bytes_per_sample == 4 * 16 * 64 * 4
     forward = 2 * 3 * 16 * 9 * 64 + 2 * 1024 * 10
     weight_and_input_gradients = 2 * 3 * 16 * 9 * 64 + 2 * 2 * 1024 * 10  # the first layer needs no input gradient
     assert estimate.flops_per_sample == forward + weight_and_input_gradients
@@ -87,7 +88,9 @@ def test_recomputed_activations_are_seen_and_their_flops_count_once() -> None:
     assert recomputed.model_spec("net")["activation_checkpointing"]
     assert recomputed.flops_per_sample == pytest.approx(4 / 3 * plain.flops_per_sample)
     assert recomputed.model_spec("net")["flops_per_sample"] == pytest.approx(plain.flops_per_sample)
-    assert recomputed.activation_bytes_per_sample == 3 * 64 * 4, "the inputs of all blocks but the first, the batch"
+    # A block keeps outputs of 256, 256, 64 and 64 numbers; recomputed, one block does at a time, and each its input.
+    assert 4 * 640 * 4 < plain.activation_bytes_per_sample < 5 * 640 * 4
+    assert (640 + 3 * 64) * 4 < recomputed.activation_bytes_per_sample < 2 * (640 + 4 * 64) * 4
 
 
 def test_precision_is_that_of_autocast_or_of_most_parameters() -> None:
