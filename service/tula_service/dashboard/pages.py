@@ -23,7 +23,7 @@ from tula_service.dashboard.session import CurrentUser, User
 from tula_service.domain import JobOrder
 from tula_service.errors import InvalidInput
 from tula_service.usecases import events, jobs, ledger, recommendations, runs
-from tula_service.usecases.access import visible_projects, visible_tokens
+from tula_service.usecases.access import PUBLIC, visible_projects, visible_tokens
 from tula_service.usecases.telemetry import SeriesQuery, columns_of, compare
 from tula_wire import JOBS_COUNTED, Candidate, EventKind, JobSpec, JobState, Objective, Recommendation, read
 
@@ -226,7 +226,7 @@ def accuracy_page(user: CurrentUser) -> HTMLResponse:
     for each in found:
         groups.setdefault((each.network, each.device), []).append(each)
     rows = [_accuracy(*names, group) for names, group in sorted(groups.items())]
-    newest = [] if user.is_public else found[:MAX_FOLLOWED]
+    newest = [] if user.principal == PUBLIC else found[:MAX_FOLLOWED]
     return _page(user, "accuracy.html", rows=rows, overall=_accuracy("", "", found), newest=newest)
 
 

@@ -15,7 +15,7 @@ from starlette.types import Scope
 from tula_service.dashboard.format import render
 from tula_service.errors import Busy, Unauthenticated
 from tula_service.store import Store
-from tula_service.usecases.access import ANONYMOUS, PUBLIC, SESSION_S, Principal, end_session, open_session
+from tula_service.usecases.access import SESSION_S, Principal, end_session, open_session
 from tula_wire import Problem
 
 COOKIE: Final = "tula_session"
@@ -30,16 +30,6 @@ class User(NamedTuple):
 
     store: Store
     principal: Principal
-
-    @property
-    def is_anonymous(self) -> bool:
-        """True on loopback while no token exists."""
-        return self.principal == ANONYMOUS
-
-    @property
-    def is_public(self) -> bool:
-        """True of anyone, who sees figures of all jobs and no job."""
-        return self.principal == PUBLIC
 
 
 async def _user(request: Request) -> User:

@@ -131,7 +131,7 @@ class Jobs(Repository):
         *,
         project_id: str | None = None,
         search: str | None = None,
-        states: Sequence[str] | None = None,
+        state: str | None = None,
         include_archived: bool = False,
         order: JobOrder = "newest",
         cursor: int | None = None,
@@ -162,8 +162,8 @@ class Jobs(Repository):
                 phrase = '"' + search.replace('"', '""') + '"'
                 wanted += [_SEARCHED.c.rowid == jobs.c.key, _MATCH.op("MATCH")(phrase)]
                 key = _SEARCHED.c.rowid  # in this order SQLite reads the matches and their jobs until the page is full
-        if states:
-            wanted.append(jobs.c.state.in_(states))
+        if state is not None:
+            wanted.append(jobs.c.state == state)
         elif not include_archived:
             wanted.append(jobs.c.state != "archived")
         counted = sa.select(jobs.c.key).where(*wanted)

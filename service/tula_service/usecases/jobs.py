@@ -113,7 +113,7 @@ def list_jobs(
         return tx.jobs.list(
             project_id=principal.project_id,
             search=search,
-            states=None if state is None else [state],
+            state=state,
             include_archived=include_archived,
             order=order,
             cursor=runs.parse_cursor(cursor),

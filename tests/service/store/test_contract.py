@@ -116,7 +116,7 @@ class TestJobs:
             tx.jobs.update(job.id, state="archived")
         with store.reading() as tx:
             assert tx.jobs.list().total == 0
-            assert tx.jobs.list(states=["archived"]).total == 1
+            assert tx.jobs.list(state="archived").total == 1
             assert tx.jobs.get(job.id).state == "archived"
 
     def test_counts_are_of_profiling_runs_that_were_not_cancelled(self, store: Store) -> None:
