@@ -118,20 +118,15 @@ class LaunchBatches:
     """The local batches of one launch, the smallest first, and the run of each; the script's whole batch comes last.
 
     whole: the local batch that the script was started with. smaller: the other batches with their runs, ascending.
-    own_run_id: the run of the whole batch.
+    own_run_id: the run of the whole batch. cut_to: the batch that is due, as an attribute, since the loop asks each
+    time; None: the whole one is.
     """
 
     def __init__(self, run_id: str, whole: int | None, smaller: Sequence[tuple[int, str]] = ()) -> None:
         self.whole = whole
         self.own_run_id = run_id
         self._runs: dict[int, str] = {}
-        self._due: list[tuple[int, str]] = []
         self.use(smaller)
-
-    @property
-    def batch(self) -> int | None:
-        """The batch to cut to; None: the whole batch is due."""
-        return self._due[0][0] if self._due else None
 
     @property
     def several(self) -> bool:
@@ -147,10 +142,11 @@ class LaunchBatches:
         """Measure these batches, then the whole one; what was measured of others stays theirs."""
         self._due = list(smaller) if self.whole is not None else []
         self._runs.update(self._due)
+        self.cut_to = self._due[0][0] if self._due else None
 
     def next(self) -> None:
         """The batch that was due is measured."""
-        del self._due[:1]
+        self.use(self._due[1:])
 
     def run_of(self, local_batch_size: int | None) -> str:
         """The run that samples of this batch belong to."""

@@ -102,7 +102,7 @@ class Recorder:
     # What a step reads, at most of them with cold caches: in a dictionary of all attributes it costs a tenth more.
     __slots__ = (
         "__dict__", "__weakref__", "_batch_size", "_bucket_timer", "_comm_split", "_device_clock", "_last_step_s",
-        "_quiet_until", "_unclocked_step", "batches", "config", "cut_to", "finished", "gradients", "guard", "leads",
+        "_quiet_until", "_unclocked_step", "batches", "config", "finished", "gradients", "guard", "leads",
         "memory", "objects", "profiling", "readings", "timer",
     )  # fmt: skip
 
@@ -121,7 +121,6 @@ class Recorder:
         self.boot_id = secrets.token_hex(8)
         self.profiling = Profiling(config.plan, guard, config.time_limit_s)
         self.batches = LaunchBatches(config.run_id, config.local_batch_size, config.plan.column if config.plan else ())
-        self.cut_to = self.batches.batch  # kept beside them: the loop asks at every batch
         self.readings = Readings(config.row_limit)
         self.objects = TrackedObjects()
         self.timer = StepTimer(grad_accum_steps or config.grad_accum_steps)
@@ -193,7 +192,7 @@ class Recorder:
     @property
     def local_batch_size(self) -> int | None:
         """Examples per rank and micro-step as measured; by the environment before the first batch."""
-        return self._batch_size or self.cut_to or self.config.local_batch_size
+        return self._batch_size or self.batches.cut_to or self.config.local_batch_size
 
     @property
     def dropped(self) -> int:
@@ -223,7 +222,7 @@ class Recorder:
 
         A batch that can't be cut is left whole. If it is the first, this launch measures the whole batch alone.
         """
-        size, whole = self.cut_to, self.batches.whole
+        size, whole = self.batches.cut_to, self.batches.whole
         if size is None or self.finished:
             return batch
         try:
@@ -243,7 +242,7 @@ class Recorder:
 
     def measure_whole_batches(self, because: str) -> None:
         """From now on the script gets whole batches; the other runs of this launch go back to the plan."""
-        if self.cut_to is not None:
+        if self.batches.cut_to is not None:
             logger.warning("this launch measures one batch instead of several: %s", because)
             self.profiling.drop_column()
             self._follow_first_rank()
@@ -315,14 +314,14 @@ class Recorder:
             self._bucket_timer.begin()
         if self._batch_size is None and size is not None:
             self._batch_size = size
-            configured = self.cut_to or self.config.local_batch_size
+            configured = self.batches.cut_to or self.config.local_batch_size
             if configured is not None and configured != size:
                 text = "the script uses batches of %d per rank, but the run's are %d: pass it on"
                 logger.warning(text, size, configured)
         if size is not None and size > self.memory.largest_seen:
             self.memory.saw_batch(size, batch, loader)
         if self.objects.scales:
-            self.objects.observe_batch(batch, self.batches.share_of(self.cut_to), micro_steps)
+            self.objects.observe_batch(batch, self.batches.share_of(self.batches.cut_to), micro_steps)
         early = self.leads and self.timer.step < EVERY_STEP_UNTIL
         if early and (length := sequence_length_of(batch)) is not None:
             self.readings.add_value(self.timer.step, "tokens_per_example", float(length))
@@ -514,7 +513,7 @@ class Recorder:
         if self.leads and self.objects.scales:
             for name, value in self.objects.changed_values():
                 # Of a batch that was cut: the optimizer takes it for the whole one.
-                if name != "gradient_noise_scale" or self.cut_to is None:
+                if name != "gradient_noise_scale" or self.batches.cut_to is None:
                     self.readings.add_value(step, name, value)
         return not quiet and self._do_what_is_due(step, warmup, timing.step_time_s if usual else None)
 
@@ -551,7 +550,7 @@ class Recorder:
             return pending
         if self.profiling.ends(step, step_time_s, self.batches.run_id):
             self._read_memory()
-            if self.cut_to is not None:
+            if self.batches.cut_to is not None:
                 self._next_batch(step)
             self.exporter.wake()
         return True
@@ -560,13 +559,12 @@ class Recorder:
 
     def _next_batch(self, step: int) -> None:
         """A smaller batch was measured: after this step, the next one is handed out."""
-        assert self.cut_to is not None
+        assert self.batches.cut_to is not None
         if self.leads:
-            self.readings.ended.append((self.cut_to, self.batches.run_id))
+            self.readings.ended.append((self.batches.cut_to, self.batches.run_id))
         self.batches.next()
-        self.cut_to = self.batches.batch
-        self._batch_size = self.cut_to or self.batches.whole
-        if self.leads and self.cut_to is not None:
+        self._batch_size = self.batches.cut_to or self.batches.whole
+        if self.leads and self.batches.cut_to is not None:
             self._report("running", self.batches.run_id)
         self.profiling.begin_again(step + 1)
         if self.leads:
@@ -578,11 +576,11 @@ class Recorder:
     def _follow_first_rank(self) -> None:
         """Once the ranks have agreed, all cut as the first one does, or none."""
         smaller = self.plan.column if self.plan is not None else ()
-        if self.profiling.first_step == 0 and (smaller[0][0] if smaller else None) != self.cut_to:
-            if self.leads and self.cut_to is not None and self._batch_size is not None:
+        if self.profiling.first_step == 0 and (smaller[0][0] if smaller else None) != self.batches.cut_to:
+            if self.leads and self.batches.cut_to is not None and self._batch_size is not None:
                 self._report("pending", self.batches.run_id)  # it had begun
             self.batches.use(smaller)
-            self.cut_to, self._batch_size = self.batches.batch, None
+            self._batch_size = None
 
     def _report(self, state: str, run_id: str) -> None:
         path = routes.RUN.format(run_id=run_id)

@@ -169,7 +169,7 @@ class Run:
         except StopIteration:
             return []
         if recorder is not None:
-            if recorder.cut_to is not None:
+            if recorder.batches.cut_to is not None:
                 batch = recorder.cut(batch, loader)
             try:
                 recorder.batch_ready(batch, loader)
@@ -244,7 +244,7 @@ class Run:
 
     def cut(self, batch: Any) -> Any:
         """The examples of `batch` to work on: the first ones where a smaller batch is to be measured."""
-        return batch if self.recorder is None or self.recorder.cut_to is None else self.recorder.cut(batch, None)
+        return batch if self.recorder is None else self.recorder.cut(batch, None)
 
     def batch_arrived(self, batch: Any, loader: Any = None, micro_steps: int = 1) -> None:
         """The framework starts to work on a batch, or on `micro_steps` of them before its next report."""
