@@ -59,7 +59,7 @@ class Tula:
     """The command, as a person runs it in a separate folder.
 
     `forked`: the processes that it launches are forked from one that has imported torch, where the claim is neither
-    how they start nor that none is left.
+    how they start nor that none is left; so is the command itself, unless a test sends it a signal.
     """
 
     def __init__(self, server: Server | Client, folder: Path, *, forked: bool = False, **environment: str) -> None:
@@ -68,6 +68,7 @@ class Tula:
             environment.setdefault("PYTHON_EXEC", str(launchers() / "python"))
         self.environment = clean_environment(TULA_URL=server.url, PATH=path) | environment
         self.folder = folder
+        self._called = (launchers() if forked else FOLDER) / "tula"
 
     def spec(
         self,
@@ -108,10 +109,10 @@ class Tula:
         with self.client() as client:
             client.register(load_spec(Path(self.spec(name, **options))))
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, program: Path = FOLDER / "tula") -> subprocess.Popen[str]:
         """Start the command in a separate session."""
         process = subprocess.Popen(
-            [str(FOLDER / "tula"), *words],
+            [str(program), *words],
             env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True, preexec_fn=obey_ctrl_c,
         )  # fmt: skip
@@ -120,7 +121,8 @@ class Tula:
 
     def __call__(self, *words: str, fails: bool = False) -> tuple[Any, str]:
         """Run it to its end; its JSON and what it said on standard error."""
-        process = self.start(*words, "--json") if "--" not in words else self.start(*_with_json(words))
+        words = _with_json(words) if "--" in words else (*words, "--json")
+        process = self.start(*words, program=self._called)
         out, error = process.communicate(timeout=200)
         assert (process.returncode != 0) == fails, out + error
         return json.loads(out) if out else None, error
@@ -146,9 +148,9 @@ class Tula:
         return "\n".join(log.read_text() for log in sorted(self.folder.glob(".tula/*/logs/*.log")))
 
 
-def _with_json(words: tuple[str, ...]) -> list[str]:
+def _with_json(words: tuple[str, ...]) -> tuple[str, ...]:
     at = words.index("--")
-    return [*words[:at], "--json", *words[at:]]
+    return (*words[:at], "--json", *words[at:])
 
 
 def wait_until(holds: Callable[[], Any], within_s: float = 100.0) -> None:

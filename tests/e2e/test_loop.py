@@ -36,8 +36,8 @@ def test_a_spec_becomes_trained_weights_by_way_of_real_measurements(tmp_path: Pa
     spec.write_text(SPEC)
     script = ["--launcher", "torchrun", "--", str(EXAMPLE), "--batch-size", "{local_batch_size}"]
     with Server(sqlite_url) as server, Client(server.url, token="") as client:
-        profile = Tula(server, tmp_path, forked=True)
-        tuned, _ = profile("tune", str(spec), *script)
+        tula = Tula(server, tmp_path, forked=True)
+        tuned, _ = tula("tune", str(spec), *script)
         job = client.handle("digits")
         profiled = [run for run in job.runs() if run.kind == "profile"]
 
@@ -57,11 +57,11 @@ def test_a_spec_becomes_trained_weights_by_way_of_real_measurements(tmp_path: Pa
             seen = measured.get(one["configuration"]["local_batch_size"])
             assert one["profiled"] == (seen is not None)
 
-        again, _ = profile("tune", str(spec), *script)
+        again, _ = tula("tune", str(spec), *script)
         assert again["recommendation"]["model"]["num_runs"] == len(profiled)
         assert len([run for run in job.runs() if run.kind == "profile"]) == len(profiled)
 
-        Tula(server, tmp_path)("run", "digits", *script, "--epochs", "2")
+        tula("run", "digits", *script, "--epochs", "2")
         trained = next(run for run in job.runs() if run.kind == "train")
         assert trained.state == "succeeded"
         assert trained.configuration.local_batch_size == answer["chosen"]["configuration"]["local_batch_size"]

@@ -19,24 +19,20 @@ def forked_torchrun(server: Server, folder: Path) -> Tula:
     return Tula(server, folder, forked=True, PYTHON_EXEC=sys.executable)
 
 
-def test_a_plain_ddp_script_is_measured_and_ends_when_there_is_enough(server: Server, tmp_path: Path) -> None:
+def test_one_launch_of_a_plain_script_measures_every_batch_and_ends_when_there_is_enough(
+    server: Server, tmp_path: Path
+) -> None:
     tula = Tula(server, tmp_path)
-    tuned, _ = tula("tune", tula.spec("unedited"), *START, *BATCH)
-    (run,) = tula.runs("unedited")
-    assert (run.state, tuned["recommendation"]["basis"]) == ("succeeded", "profiled"), tula.logs()
-    assert run.num_samples >= 8
+    tuned, _ = tula("tune", tula.spec("unedited", least_batch=2), *START, *BATCH)
+    runs = tula.runs("unedited")
+    assert {(run.state, run.configuration_mismatch) for run in runs} == {("succeeded", None)}, tula.logs()
+    assert {run.configuration.local_batch_size for run in runs} == {2, 8}  # what the plan wants
+    assert tuned["recommendation"]["basis"] == "profiled"
+    assert all(run.num_samples >= 8 for run in runs)
+    assert len(list(tmp_path.glob(".tula/*/logs/*.log"))) == 1
     assert "complete" not in tula.logs()  # left before its last epoch
     assert "tula:" not in tula.logs()  # all is seen: DDP and its batches of 8, not those of the evaluation
     assert not tula.processes(PLAIN)
-
-
-def test_one_launch_of_a_plain_script_measures_every_batch(server: Server, tmp_path: Path) -> None:
-    tula = forked_torchrun(server, tmp_path)
-    tula("tune", tula.spec("unedited-column", least_batch=2), *START, *BATCH)
-    runs = tula.runs("unedited-column")
-    assert {(run.state, run.configuration_mismatch) for run in runs} == {("succeeded", None)}, tula.logs()
-    assert {run.configuration.local_batch_size for run in runs} == {2, 8}  # what the plan wants
-    assert len(list(tmp_path.glob(".tula/*/logs/*.log"))) == 1
 
 
 @pytest.mark.parametrize("script", ["accelerate_loop.py", "lightning_trainer.py"])

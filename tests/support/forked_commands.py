@@ -1,6 +1,6 @@
-"""`python` and `torchrun` for tests whose claim is not how an interpreter starts: what they run is forked.
+"""`python`, `torchrun` and `tula` for tests whose claim is not how an interpreter starts: what they run is forked.
 
-`launchers` is a folder with the two, to put first in a PATH; torchrun itself takes another interpreter for its ranks
+`launchers` is a folder with the three, to put first in a PATH; torchrun itself takes another interpreter for its ranks
 from PYTHON_EXEC. Each program stands for the forked process as long as that runs: it gives it its output, working
 directory and environment, forwards signals, and ends as it ended. When the program is killed, so is that process.
 """
@@ -25,8 +25,8 @@ from benchmarks.support.fork_server import AGENT, ForkedProcess, ForkServer
 
 __all__ = ["launchers"]
 
-LAUNCHED = ("torch.distributed.run", "sklearn.datasets")
-"""What torchrun imports, and the example that it starts."""
+LAUNCHED = ("torch.distributed.run", "sklearn.datasets", "tula_client.cli.app")
+"""What torchrun imports, the example that it starts, and `tula`."""
 LOOK_EVERY_S = 0.02
 
 PROGRAM = """#!{python} -IS
@@ -61,7 +61,9 @@ def fork_server() -> ForkServer:
 @functools.cache
 def launchers() -> Path:
     """The folder with the programs, served until this process ends."""
-    return programs(fork_server(), {"python": [], "torchrun": ["-m", "torch.distributed.run"]})
+    return programs(
+        fork_server(), {"python": [], "torchrun": ["-m", "torch.distributed.run"], "tula": ["-m", "tula_client.cli"]}
+    )
 
 
 def programs(forks: ForkServer, words_of: Mapping[str, Sequence[str]]) -> Path:
