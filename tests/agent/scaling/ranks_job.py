@@ -1,4 +1,4 @@
-"""Trains 200 (or 80) steps by each scenario named and prints one JSON line for all ranks.
+"""Trains 200 (or 80) steps by each scenario and prints one JSON line for all ranks; of those named, 80 steps each.
 
 Every rank sees other data; each line carries digests of the weights at several steps, so a test can compare ranks.
 """
@@ -18,7 +18,7 @@ from benchmarks.support.gloo import print_results_of_all_ranks
 from tula_agent.scaling import ScalingThresholds, TulaOptimizer, meter
 
 STEPS = 200
-SHORT_STEPS = 80  # of the scenarios that vary what the long ones prove
+SHORT_STEPS = 80  # of the scenarios that vary what the long ones prove, and of more ranks
 LONG = ("gain", "ags-tensor", "ags-element")
 
 SCENARIOS = {
@@ -55,7 +55,7 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 
 
-def run(name: str, rank: int, world_size: int) -> dict[str, object]:
+def run(name: str, rank: int, world_size: int, steps: int) -> dict[str, object]:
     ddp = nn.parallel.DistributedDataParallel(network())
     if name == "gain-powersgd":
         options = {"use_error_feedback": False, "warm_start": False, "min_compression_rate": 1}
@@ -82,7 +82,6 @@ def run(name: str, rank: int, world_size: int) -> dict[str, object]:
     micro_steps = 2 if name.startswith("gain-accumulate") else 1
     meter.HELD_ON = ("cpu",) if name.endswith("-held") else ("cuda",)  # as on a GPU
     digests, factors, versions = [], [], []
-    steps = STEPS if name in LONG else SHORT_STEPS
     for step in range(steps):
         optimizer.zero_grad()
         size = 5 if uneven and rank == 1 and step % 4 == 3 else 16
@@ -121,7 +120,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    print_results_of_all_ranks([run(name, rank, world_size) for name in (sys.argv[1:] or SCENARIOS)])
+    lengths = dict.fromkeys(sys.argv[1:], SHORT_STEPS) or {
+        name: STEPS if name in LONG else SHORT_STEPS for name in SCENARIOS
+    }
+    print_results_of_all_ranks([run(name, rank, world_size, steps) for name, steps in lengths.items()])
 
 
 if __name__ == "__main__":
