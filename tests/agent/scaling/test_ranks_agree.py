@@ -1,4 +1,4 @@
-"""With 2 real processes over gloo, up to 200 steps, and 4, 80 steps: replicas stay identical under every policy and source."""
+"""With 2 real processes over gloo, up to 200 steps, and 4, 80 steps: replicas agree under every policy and source."""
 
 from __future__ import annotations
 
