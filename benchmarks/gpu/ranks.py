@@ -132,6 +132,7 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
             world_size = int(name.split()[0])
             arguments = (world_size, free_port(), device.type, smoke, out)
             # Spawned: this process may have initialised CUDA, which does not survive a fork.
-            start_processes(rank_main, arguments, nprocs=world_size, start_method="spawn")
+            method = "spawn" if device.type == "cuda" else "fork"
+            start_processes(rank_main, arguments, nprocs=world_size, start_method=method)
             row = json.loads(out.read_text(encoding="utf-8"))
         results.add(name, row | {"verdict": judge(row)})
