@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,18 @@ WHY_NO_CLUSTER = {
     "ssh": ssh.why_not,
     "memory": memory_limit.why_not,
 }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Keep modules and tests from the garbage collector, which would visit 600,000 objects each time: 0.4 s of CPU."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
