@@ -11,21 +11,24 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 
 from benchmarks.crash import kill_the_service
 from benchmarks.support.forked import Server
 from benchmarks.support.postgres import PostgresServer
-from benchmarks.support.prepared import prepare
+from benchmarks.support.prepared import Prepared, prepare
 from benchmarks.support.senders import nothing_lost_nothing_twice, progressed, sending, unhurried
 from benchmarks.support.server import Server as StartedServer
 from benchmarks.support.server import migrate
 from tula_service.store import Store
 from tula_wire import routes
 
-SERVICE_KILLS, KILLS, WORKER_KILLS = 38, 4, 2
+Workers = tuple[Prepared, Server]
+SERVICE_KILLS, KILLS, WORKER_KILLS = 40, 4, 1
 """Fifty in all (`benchmarks.crash`: a thousand), most of what is started again fastest. A worker that is replaced
 imports the service again, 4 s of CPU."""
 
@@ -59,21 +62,34 @@ def test_kills_of_a_replica_lose_nothing(postgres_url: str) -> None:
     nothing_lost_nothing_twice(prepared, senders)
 
 
-def test_kills_of_workers_lose_nothing(database_url: str) -> None:
+@pytest.fixture(scope="module", params=["sqlite", "postgres"])
+def two_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """A job and a service of two workers, on each engine in turn."""
+    if request.param == "postgres":
+        database = request.getfixturevalue("postgres_server").create_database(template="tula_template")
+    else:
+        path = tmp_path_factory.mktemp("workers") / "tula.db"
+        shutil.copy(request.getfixturevalue("sqlite_template"), path)
+        database = f"sqlite:///{path}"
+    prepared = prepare(database, profile_runs=24)
+    with Server(database, workers=2) as server:
+        yield prepared, server
+
+
+def test_kills_of_workers_lose_nothing(two_workers: Workers) -> None:
     """kill -9 of one of two workers under load: the other answers and the supervisor replaces it."""
-    prepared = prepare(database_url)
-    with Server(database_url, workers=2) as server:
-        with sending(prepared, lambda: server.url) as senders:
-            for _ in range(WORKER_KILLS):
-                progressed(senders)
-                os.kill(server.worker_ids()[0], signal.SIGKILL)
-                progressed(senders)
-                ends = time.monotonic() + 60
-                with unhurried(senders):
-                    while len(server.worker_ids()) < 2:
-                        assert time.monotonic() < ends, f"a killed worker is replaced: {server.log()[-3000:]}"
-                        time.sleep(0.05)
-        nothing_lost_nothing_twice(prepared, senders)
+    prepared, server = two_workers
+    with sending(prepared, lambda: server.url) as senders:
+        for _ in range(WORKER_KILLS):
+            progressed(senders)
+            os.kill(server.worker_ids()[0], signal.SIGKILL)
+            progressed(senders)
+            ends = time.monotonic() + 60
+            with unhurried(senders):
+                while len(server.worker_ids()) < 2:
+                    assert time.monotonic() < ends, f"a killed worker is replaced: {server.log()[-3000:]}"
+                    time.sleep(0.05)
+    nothing_lost_nothing_twice(prepared, senders)
 
 
 def test_crashes_of_postgres_lose_nothing() -> None:
@@ -123,9 +139,9 @@ def test_an_acknowledgement_lost_after_commit_is_harmless(database_url: str) -> 
     assert sorted(prepared.stored()[0]) == [(0, 0), (0, 1)]
 
 
-def test_workers_never_give_one_run_to_two_claimants(database_url: str) -> None:
+def test_workers_never_give_one_run_to_two_claimants(two_workers: Workers) -> None:
     """Eight launchers ask two workers over HTTP, all at once: every run of the plan is leased to exactly one."""
-    prepared = prepare(database_url, profile_runs=24)
+    prepared, server = two_workers
     claims: list[tuple[str, str]] = []
     headers = {"Authorization": f"Bearer {prepared.token}"}
     begin = threading.Barrier(8)
@@ -141,13 +157,12 @@ def test_workers_never_give_one_run_to_two_claimants(database_url: str) -> None:
                 return
             claims.append((run["id"], holder))
 
-    with Server(database_url, workers=2) as server:
-        threads = [threading.Thread(target=claim_all, args=(server.url, f"h{number}")) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    store = Store.open(database_url)
+    threads = [threading.Thread(target=claim_all, args=(server.url, f"h{number}")) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store = Store.open(prepared.database)
     with store.reading() as tx:
         held = {(run.id, run.holder) for run in tx.runs.list(prepared.job_id, kind="profile")}
     store.close()
