@@ -20,6 +20,7 @@ from tula_wire import routes
 Visit = Callable[..., Page]
 
 STRUCTURE = (Path(__file__).parent / "checks.js").read_text(encoding="utf-8").partition("\n")[2]
+SIDEWAYS = "document.documentElement.scrollWidth - innerWidth"
 AXE = Axe()
 WCAG = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"], "resultTypes": ["violations"]}
 
@@ -62,10 +63,24 @@ def check(page: Page, name: str) -> None:
 
 def fits(page: Page) -> None:
     """No sideways scrolling, accessible by axe, one heading of the page, headings and tables in order."""
-    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert page.evaluate(SIDEWAYS) <= 0
     accessible(page)
     assert page.evaluate(STRUCTURE) == []
     assert page.locator("h1").count() == 1
+
+
+def enlarged(page: Page) -> None:
+    """Enlarged twice or fourfold no page scrolls sideways, and letters grow with the reader's (WCAG 1.4.4, 1.4.10)."""
+    for zoom in (2, 4):  # 1280 points wide at 200 % and 400 % are 640 and 320
+        page.set_viewport_size({"width": 1280 // zoom, "height": 900 // zoom})
+        assert page.evaluate(SIDEWAYS) <= 0, zoom
+    page.set_viewport_size({"width": 1280, "height": 900})
+    small = page.evaluate("document.querySelector('h1').getBoundingClientRect().height")
+    page.evaluate("document.documentElement.style.fontSize = '200%'")
+    assert page.evaluate("document.querySelector('h1').getBoundingClientRect().height") >= 1.9 * small
+    letters = "parseFloat(getComputedStyle(document.body).fontSize)"
+    assert page.evaluate(letters) == pytest.approx(30), "letters follow the size that the reader has chosen"
+    assert page.evaluate(SIDEWAYS) <= 0
 
 
 def test_every_page_of_an_empty_service_is_designed(
@@ -96,7 +111,9 @@ def test_every_page_of_an_empty_service_is_designed(
 
 
 @pytest.mark.parametrize("name", ["jobs", "new", "job", "run", "quality", "accuracy", "admin", "login"])
-def test_every_page_fits_laptop_and_phone_in_both_schemes(visit: Visit, seeded: Seeded, name: str) -> None:
+def test_every_page_fits_laptop_and_phone_in_both_schemes_and_those_who_enlarge_it(
+    visit: Visit, seeded: Seeded, name: str
+) -> None:
     job = f"/jobs/{seeded.job_id}"
     paths = {"jobs": "/", "new": "/jobs/new", "job": job, "run": f"/runs/{seeded.runs['ags']}"}
     paths |= {"quality": f"{job}/quality", "login": "/login?next=/"}
@@ -113,6 +130,7 @@ def test_every_page_fits_laptop_and_phone_in_both_schemes(visit: Visit, seeded: 
             fits(page)
             if (scheme, width) in (("light", 1280), ("dark", 390)):
                 picture(page, f"{name}-{scheme}-{width}")
+    enlarged(page)
 
 
 def test_an_address_that_leads_nowhere_is_a_designed_page(chromium: Browser, server: Server) -> None:

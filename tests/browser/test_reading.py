@@ -1,11 +1,10 @@
-"""The dashboard for those who enlarge, dislike motion, or keep many pages open (WCAG 2.1, 1.4.4, 1.4.10 and 2.3.3)."""
+"""The dashboard for those who dislike motion, or keep many pages open (WCAG 2.1, 2.3.3)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import httpx
-import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from benchmarks.support.forked import Server
@@ -19,29 +18,10 @@ HIDE = """hidden => {
   Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });
   document.dispatchEvent(new Event('visibilitychange'));
 }"""
-SIDEWAYS = "document.documentElement.scrollWidth - innerWidth"
 MOVING = """[...document.querySelectorAll('*')].filter((node) => {
   const style = getComputedStyle(node);
   return style.animationName !== 'none' || style.transitionDuration.split(', ').some((each) => parseFloat(each) > 0);
 }).map((node) => node.outerHTML.slice(0, 80))"""
-
-
-@pytest.mark.parametrize("name", ["jobs", "job", "run", "quality", "admin", "login"])
-def test_enlarged_twice_or_fourfold_no_page_scrolls_sideways(visit: Visit, seeded: Seeded, name: str) -> None:
-    job = f"/jobs/{seeded.job_id}"
-    paths = {"jobs": "/", "job": job, "run": f"/runs/{seeded.runs['lbt']}", "quality": f"{job}/quality"}
-    page = visit(paths.get(name, f"/{name}"))
-    draw_all(page)
-    for zoom in (2, 4):  # 1280 points wide at 200 % and 400 % are 640 and 320
-        page.set_viewport_size({"width": 1280 // zoom, "height": 900 // zoom})
-        assert page.evaluate(SIDEWAYS) <= 0, zoom
-    page.set_viewport_size({"width": 1280, "height": 900})
-    small = page.evaluate("document.querySelector('h1').getBoundingClientRect().height")
-    page.evaluate("document.documentElement.style.fontSize = '200%'")
-    assert page.evaluate("document.querySelector('h1').getBoundingClientRect().height") >= 1.9 * small
-    letters = "parseFloat(getComputedStyle(document.body).fontSize)"
-    assert page.evaluate(letters) == pytest.approx(30), "letters follow the size that the reader has chosen"
-    assert page.evaluate(SIDEWAYS) <= 0
 
 
 def test_nothing_moves_for_those_who_asked_for_less_motion(chromium: Browser, server: Server, seeded: Seeded) -> None:
@@ -60,7 +40,7 @@ def test_pages_out_of_sight_leave_the_browsers_connections_to_others(
     """A browser opens six connections to a host; with a stream in each of six tabs, a seventh would load for ever."""
     context = chromium.new_context()
     pages = []
-    for _ in range(8):
+    for _ in range(7):
         page = context.new_page()
         page.set_default_timeout(20_000)
         page.goto(f"{server.url}/jobs/{seeded.job_id}")
