@@ -11,6 +11,8 @@ this machine lacks and what checks the block instead: `NEEDS` lists these, and e
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import re
@@ -25,8 +27,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support import clean_environment
+from benchmarks.support.fork_server import ForkServer
 from benchmarks.support.forked import Server
 from benchmarks.support.postgres import PostgresServer
+from tests.support.forked_commands import programs
 from tula_wire import JobSpec
 
 ROOT = Path(__file__).parents[1]
@@ -325,8 +329,17 @@ def check_programs(document: Path, programs: list[str], server: Server, folder: 
     assert done.returncode == 0, f"{document.name}: {done.stderr}"
 
 
+@functools.cache
+def forked_command() -> Path:
+    """A folder with `tula`, forked from a process that has imported it: documents type it a hundred times."""
+    forks = ForkServer(["tula_client.cli.app", "tula_service.cli"])
+    atexit.register(forks.close)
+    return programs(forks, {"tula": ["-m", "tula_client.cli"]})
+
+
 def environment(server: Server, folder: Path) -> dict[str, str]:
-    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    places = [folder / "bin", forked_command(), Path(sys.executable).parent]
+    path = os.pathsep.join([*map(str, places), os.environ["PATH"]])
     # One rank, so that blocks which set up torch.distributed find a rendezvous.
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     return clean_environment(**ranks, PATH=path, TULA_URL=server.url)
