@@ -264,7 +264,8 @@ class Runner:
         found: list[tuple[Run, Outcome]] = []
         for run in begun:
             complete = run is not largest and run.state in ("succeeded", "cancelled")
-            ended, outcome = (run, Outcome(run.state)) if complete else self._judge(active, run, status, lines)
+            stopped = run.state == "running" and status != 0 and largest.state == "cancelled"
+            ended, outcome = (run, Outcome(run.state)) if complete else self._judge(active, run, status, lines, stopped)
             if outcome.state == "succeeded" and outcome.message:
                 self.reporter.note(f"Run {run.id}: {outcome.message.removeprefix(f'Run {run.id} ')}")
             self._send_output(active, ended, ended.state)
@@ -274,10 +275,15 @@ class Runner:
             found.append((ended, outcome))
         return found
 
-    def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str]) -> tuple[Run, Outcome]:
-        """One run of a command that ended with `status`, as the service then knows it, and its outcome."""
+    def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str], stopped: bool) -> tuple[Run, Outcome]:
+        """One run of a command that ended with `status`, as the service then knows it, and its outcome.
+
+        stopped: the command was, because the run of its largest batch was cancelled.
+        """
         limit = self.time_limit_s if active.stacks_dumped_at is not None else None
         outcome = judge(run, status, lines, timed_out_after_s=limit)
+        if stopped:
+            outcome = Outcome("cancelled", "The run of the largest batch of its launch was cancelled.")
         if run.state != outcome.state:
             try:
                 run = self.retrying(self.service.patch_run, run.id, outcome.patch(run, self.holder))

@@ -486,3 +486,19 @@ def test_a_script_whose_batches_cannot_be_cut_is_launched_once_per_batch_from_th
     assert [run.state for run in tuned.job.plan] == ["succeeded"] * 4
     assert len([note for note in notes.notes if "profiling.columns" in note]) == 1
     assert not service.columns
+
+
+def test_a_column_whose_largest_run_is_cancelled_at_the_service_has_not_failed(tmp_path):
+    """The smaller batch that ran then was stopped with the command, and says nothing of the command itself."""
+
+    def fate(command, environment, log):
+        if "TULA_COLUMN" not in environment:
+            return measured(service)(command, environment, log)
+        service.change("r1", state="running", num_samples=9)
+        service.change("r0", state="cancelled")
+        return FakeProcess(lasts=10_000)
+
+    service = FakeService(COLUMN[:3])
+    service.columns = True
+    tune(Bench(tmp_path, service, fate, Notes()), service)
+    assert states_by_batch(service) == {16: "cancelled", 32: "succeeded", 64: "cancelled"}
