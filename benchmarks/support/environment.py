@@ -12,6 +12,7 @@ import sys
 import venv
 from collections.abc import Callable
 from importlib.metadata import Distribution, distribution
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -37,15 +38,29 @@ def closure(requirements: set[str]) -> dict[str, Distribution]:
     return found
 
 
-def bring(requirements: set[str], site: Path, put: Callable[[str, Path], object] = os.symlink) -> None:
+def link(source: str, target: Path) -> None:
+    """Link a file and, of a module, its byte code, which takes longer to make than the tests to run."""
+    if target.is_symlink():  # byte code that came with its module
+        return
+    target.symlink_to(source)
+    if source.endswith(".py") and (cached := Path(cache_from_source(source))).exists():
+        folder = target.parent / "__pycache__"
+        folder.mkdir(exist_ok=True)
+        (folder / cached.name).symlink_to(cached)
+
+
+def bring(requirements: set[str], site: Path, put: Callable[[str, Path], object] = link) -> None:
     """The closure of `requirements` into a folder of packages, file by file: linked, or copied for who changes them."""
+    real: dict[Path, str] = {}  # by folder, the one that its files are in
     for each in closure(requirements).values():
         for file in each.files or []:
             if ".." in file.parts:  # scripts
                 continue
-            target = site / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-            put(os.path.realpath(str(file.locate())), target)
+            folder = site / file.parent
+            if folder not in real:
+                folder.mkdir(parents=True, exist_ok=True)
+                real[folder] = os.path.realpath(Path(str(file.locate())).parent)
+            put(f"{real[folder]}/{file.name}", folder / file.name)
 
 
 def isolated(folder: Path, requirements: set[str], wheel: Path) -> Path:
