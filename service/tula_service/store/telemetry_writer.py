@@ -148,6 +148,7 @@ class TelemetryWriter:
                 self._connection = tx.connection.connection.driver_connection
                 new = set(map(tuple, tx.connection.exec_driver_sql(INSERT_POSTGRES, columns)))
         except sa.exc.IntegrityError as error:
+            self._connection = None  # it is back in the pool, from which another thread may have taken it
             if len(chunks) == 1:
                 return [self._why_refused(rows[0], error)]
             return [self._write_postgres([chunk])[0] for chunk in chunks]

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,8 +33,8 @@ from benchmarks.support.server import migrate
 from tests.service.api.conftest import SPEC, Service
 from tests.service.api.test_ingest import batch, chunk
 from tests.service.store.examples import a_job, a_run
-from tula_service.domain import NewChunk
-from tula_service.errors import StoreUnavailable
+from tula_service.domain import NewChunk, RunRecord
+from tula_service.errors import NotFound, StoreUnavailable
 from tula_service.store import Store, telemetry_writer
 from tula_service.store.telemetry import chunk_row
 from tula_service.store.telemetry_writer import TelemetryWriter
@@ -228,6 +228,53 @@ def test_a_writer_that_waits_for_ever_is_found_and_freed(
             signal_backends(postgres_url, signal.SIGCONT)
 
     asyncio.run(asyncio.wait_for(stuck(), 30))
+    writer.close()
+
+
+def test_a_stuck_writer_is_not_freed_of_a_connection_that_another_thread_now_has(
+    postgres_url: str, open_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that the database refuses is stored chunk by chunk, each with a connection of the pool."""
+    store = open_store(postgres_url, connections=1)
+    run, gone = a_run(store, a_job(store).id), a_run(store, a_job(store).id)
+    with store.transaction() as tx:
+        tx.connection.exec_driver_sql(f"DELETE FROM runs WHERE key = {gone.key}")
+    writer, connect = TelemetryWriter(store), store.engine.connect
+    again, go_on = threading.Event(), threading.Event()
+    connects: list[str] = []
+
+    def waits_the_second_time() -> sa.Connection:
+        connects.append(threading.current_thread().name)
+        if connects == ["tula-telemetry"] * 2:
+            again.set()
+            assert go_on.wait(10)
+        return connect()
+
+    def use_it() -> int | None:
+        assert again.wait(10)
+        try:
+            with store.transaction() as tx:
+                with pytest.raises(StoreUnavailable, match="writer of telemetry"):
+                    writer.check()
+                found: int | None = tx.connection.exec_driver_sql("SELECT 1").scalar()
+                return found
+        finally:
+            go_on.set()
+
+    def add(of: RunRecord) -> Coroutine[Any, Any, bool]:
+        return writer.add(of.id, chunk_row(of.key, NewChunk(0, "b", 0, np.arange(3), ["loss"], np.ones((1, 3)))))
+
+    async def both() -> list[Any]:
+        stored = asyncio.gather(add(run), add(gone), return_exceptions=True)
+        await asyncio.sleep(0)
+        monkeypatch.setattr(telemetry_writer, "STUCK_S", 0.0)
+        assert await asyncio.to_thread(use_it) == 1
+        return await stored
+
+    monkeypatch.setattr(store.engine, "connect", waits_the_second_time)
+    stored, refused = asyncio.run(asyncio.wait_for(both(), 30))
+    assert stored is True
+    assert isinstance(refused, NotFound)
     writer.close()
 
 
