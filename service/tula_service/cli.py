@@ -25,7 +25,7 @@ from tula_service.logs import logging_config
 from tula_service.settings import Settings, SettingsError
 from tula_service.store import Store
 from tula_service.store.migrations import check_schema, is_empty, upgrade_schema
-from tula_service.usecases.access import Principal, issue_token, revoke_token, visible_tokens
+from tula_service.usecases.access import Principal, issue_token, revoke_token, state_of, visible_tokens
 from tula_service.usecases.jobs import prune_store
 from tula_wire import Scope
 
@@ -166,11 +166,7 @@ def token_list(database: _Database = None, as_json: _Json = False) -> None:
                 "scope": one.scope,
                 "project": one.project,
                 "job": one.job_id,
-                "state": "revoked"
-                if one.revoked_at
-                else "expired"
-                if one.expires_at and one.expires_at <= store.now()
-                else "valid",
+                "state": state_of(one, store.now()),
                 "last_used_at": one.last_used_at.isoformat() if one.last_used_at else None,
             }
             for one in visible_tokens(store, _OPERATOR)
