@@ -30,7 +30,7 @@ from benchmarks.support import clean_environment
 from benchmarks.support.fork_server import ForkServer
 from benchmarks.support.forked import Server
 from benchmarks.support.postgres import PostgresServer
-from tests.support.forked_commands import programs
+from tests.support.forked_commands import launchers, programs
 from tula_wire import JobSpec
 
 ROOT = Path(__file__).parents[1]
@@ -309,7 +309,7 @@ def pattern(wanted: str) -> re.Pattern[str]:
 
 
 def check_programs(document: Path, programs: list[str], server: Server, folder: Path) -> None:
-    """All Python blocks of a document in one process, each in a separate namespace."""
+    """All Python blocks of a document in one forked process, each in a separate namespace."""
     runner = folder / "run_blocks.py"
     runner.write_text(
         "import json, sys\n"
@@ -318,7 +318,7 @@ def check_programs(document: Path, programs: list[str], server: Server, folder: 
     )
     (folder / "blocks.json").write_text(json.dumps(programs))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(runner), str(folder / "blocks.json")],
+        [str(launchers() / "python"), str(runner), str(folder / "blocks.json")],
         capture_output=True,
         text=True,
         cwd=folder,
