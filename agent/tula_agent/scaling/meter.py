@@ -346,7 +346,8 @@ class GradientTap:
         return [*before, *padding, *after, *padding]
 
     def close(self) -> None:
-        """Remove every hook."""
+        """Remove every hook, and drop all sums."""
+        self.clear()
         self.tapped = None
         for handle in self._handles:
             handle.remove()

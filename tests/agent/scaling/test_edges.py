@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -153,6 +154,19 @@ def test_parameters_added_removed_or_moved_in_the_wrapped_optimizer_are_measured
     optimizer.param_groups.pop()
     train(optimizer, model, data, 3)
     assert optimizer.telemetry()["scale"] not in (1.0, known)
+
+
+def test_parameters_removed_after_a_backward_pass_leave_no_held_gradient_behind(monkeypatch):
+    monkeypatch.setattr(meter, "HELD_ON", ("cpu",))  # as on a GPU
+    model = network()
+    inner = torch.optim.SGD([{"params": list(model[at].parameters())} for at in (0, 2)], lr=0.05)
+    optimizer = TulaOptimizer(inner, policy="ags", granularity="tensor", steps_per_epoch=1)
+    train(optimizer, model, batches(), 2)
+    loss_of(model, next(batches())).backward()
+    optimizer.param_groups.pop(0)
+    before = model[2].weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, model[2].weight)
 
 
 @pytest.mark.parametrize("observed", ["whole", "parts", "twice"])
@@ -367,3 +381,14 @@ def test_a_closed_wrapper_sets_no_hooks_on_new_parameters(monkeypatch):
     monkeypatch.setattr(meter.GradientTap, "watch", lambda *_: pytest.fail("a closed wrapper set hooks"))
     optimizer.add_param_group({"params": list(model[2].parameters())})
     train(optimizer, model, batches(), 2)
+
+
+def test_a_closed_wrapper_holds_no_gradient(monkeypatch):
+    monkeypatch.setattr(meter, "HELD_ON", ("cpu",))  # as on a GPU
+    model, gradients = network(), []
+    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    model[0].weight.register_hook(lambda gradient: gradients.append(weakref.ref(gradient)))
+    loss_of(model, next(batches())).backward()
+    assert gradients[0]() is not None
+    optimizer.close()
+    assert gradients[0]() is None
