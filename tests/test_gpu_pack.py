@@ -19,7 +19,7 @@ from benchmarks.gpu import estimates
 from benchmarks.gpu.__main__ import PARTS, archive, main
 from benchmarks.gpu.networks import Network
 from benchmarks.gpu.store import Results
-from benchmarks.gpu.tables import measure_network
+from benchmarks.gpu.tables import measure_network, write_tables
 from benchmarks.support import clean_environment
 from tests.support.forked_commands import launchers
 
@@ -110,6 +110,16 @@ def test_other_benchmarks_read_the_tables(measured: Path) -> None:
             writer.writeheader()
             writer.writerows(row | {"gpu": MACHINE["device"]} for row in found)
         assert program.main([option, str(table), "--smoke"]) == 0
+
+
+def test_a_network_of_which_one_batch_fits_is_in_the_tables(tmp_path: Path) -> None:
+    results = Results(tmp_path, "tables", MACHINE)
+    read = {"step_time_s": 0.1, "peak_bytes": 10**9, "estimated_bytes": 10**9}
+    results.add("gpt2 bf16", {"parameters": 10**6, "flops_per_sample": 1e9, "batches": {"8": read}})
+    write_tables(results, tmp_path)
+    for name in ("gpu_steps", "gpu_memory", "gpu_grid"):
+        with (tmp_path / f"{name}.csv").open(newline="") as file:
+            assert [row["local_batch_size"] for row in csv.DictReader(file)] == ["8"]
 
 
 def test_peaks_measured_on_an_h100_are_predicted_from_the_three_smallest_batches(tmp_path: Path) -> None:

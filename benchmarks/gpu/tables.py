@@ -239,15 +239,13 @@ def write_tables(results: Results, folder: Path) -> None:
         about = {"source": "tula", "gpu": gpu, "precision": PRECISIONS[precision]}
         largest = max(row["batches"], key=int)
         step = {"network": network, "local_batch_size": largest, "step_time_s": row["batches"][largest]["step_time_s"]}
-        smallest, second = sorted(row["batches"], key=int)[:2]
-        grows = row["batches"][second]["estimated_bytes"] - row["batches"][smallest]["estimated_bytes"]
-        outputs = grows / (int(second) - int(smallest)) / KEPT_BYTES[precision]
-        steps.append(
-            about
-            | step
-            | {key: row[key] for key in ("parameters", "flops_per_sample")}
-            | {"activation_elements_per_sample": round(outputs)}
-        )
+        step |= {key: row[key] for key in ("parameters", "flops_per_sample")}
+        if len(row["batches"]) > 1:
+            smallest, second = sorted(row["batches"], key=int)[:2]
+            grows = row["batches"][second]["estimated_bytes"] - row["batches"][smallest]["estimated_bytes"]
+            outputs = grows / (int(second) - int(smallest)) / KEPT_BYTES[precision]
+            step["activation_elements_per_sample"] = round(outputs)
+        steps.append(about | step)
         for size, read in row["batches"].items():
             bytes_read = {"memory_bytes": read["peak_bytes"], "analytic_bytes": read["estimated_bytes"]}
             at = about | {"workload": name.replace(" ", "-"), "model": network, "local_batch_size": size}
