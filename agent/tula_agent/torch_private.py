@@ -198,20 +198,19 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._live = 0
-        self._own = {storage_key(tensor) for tensor in own}
-        self._held: dict[int, int] = {}
+        self._held = {storage_key(tensor): 0 for tensor in own}  # bytes that count, by memory
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Count it no longer."""
         key = storage_key(tensor)
-        self._own.add(key)
         self._free(key)
+        self._held[key] = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and (key := storage_key(tensor)) not in self._own | self._held.keys():
+            if isinstance(tensor, torch.Tensor) and (key := storage_key(tensor)) not in self._held:
                 storage = tensor.untyped_storage()
                 self._held[key] = storage.nbytes()
                 self._live += storage.nbytes()
