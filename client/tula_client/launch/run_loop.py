@@ -119,7 +119,8 @@ class Runner:
 
     def __enter__(self) -> Self:
         for name in self.work.names(_SUBMITTED):
-            words = (self.work.load(dict[str, list[str]], name) or {}).get("stop_command")
+            # Any: the validation of `str` refuses an argument in another encoding than UTF-8.
+            words = (self.work.load(dict[str, list[Any]], name) or {}).get("stop_command")
             if words and self._succeeds(words, _STOP_COMMAND_TIMEOUT_S):
                 launch_id = name.removeprefix(_SUBMITTED)
                 self.reporter.note(f"Ran the stop command of {launch_id}, left behind by an interrupted start.")

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from tula_client._errors import LaunchError, UsageError
 
@@ -95,16 +95,17 @@ class WorkDir:
     def load(self, kind: type[T], name: str) -> T | None:
         """A saved state, or None."""
         try:
-            return TypeAdapter(kind).validate_json((self.path / f"{name}.json").read_bytes())
-        except (OSError, ValidationError):
+            return TypeAdapter(kind).validate_python(json.loads((self.path / f"{name}.json").read_bytes()))
+        except (OSError, ValueError):
             return None
 
     def save(self, name: str, state: object) -> None:
         """Replace a saved state atomically: a crash leaves the old or the new one."""
         self._make()
         new = self.path / f".{name}.json.new"
-        with open(new, "wb", opener=_private) as file:
-            file.write(TypeAdapter(type(state)).dump_json(state, indent=1))
+        with open(new, "w", opener=_private) as file:
+            # By `json`, which also writes the bytes of an argument in another encoding than UTF-8.
+            json.dump(TypeAdapter(type(state)).dump_python(state), file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         new.replace(self.path / f"{name}.json")

@@ -275,9 +275,10 @@ def test_runs_left_leased_by_a_tula_that_died_are_done_first_and_finished_ones_n
     assert [environment["TULA_RUN_ID"] for _, environment, _ in bench.started] == ["r1", "r2"]
 
 
-def test_a_cluster_job_left_by_a_vanished_machine_is_cancelled_by_the_next_tula(tmp_path):
+@pytest.mark.parametrize("name", ["cancelled", os.fsdecode(b"other encoding \xff")])
+def test_a_cluster_job_left_by_a_vanished_machine_is_cancelled_by_the_next_tula(tmp_path, name):
     service, notes = FakeService(THREE[:1]), Notes()
-    cancelled = tmp_path / "cancelled"
+    cancelled = tmp_path / name
     stop = Template(("touch", f"{cancelled}-{{launch_id}}"))
     bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=10_000), notes, stop_template=stop)
     bench.runner.start(service.runs["r0"], TEMPLATE)  # then the machine is gone: the run is neither stopped nor judged
@@ -285,9 +286,9 @@ def test_a_cluster_job_left_by_a_vanished_machine_is_cancelled_by_the_next_tula(
     again = Bench(tmp_path, service, measured(service), notes, stop_template=stop)
     again.runner.inherited["PATH"] = os.environ["PATH"]
     tune(again, service)
-    (left,) = tmp_path.glob("cancelled-r0-*")
+    (left,) = tmp_path.glob(f"{name}-r0-*")
     assert notes.notes == [
-        f"Ran the stop command of {left.name.removeprefix('cancelled-')}, left behind by an interrupted start."
+        f"Ran the stop command of {left.name.removeprefix(f'{name}-')}, left behind by an interrupted start."
     ]
     assert not list(again.work.path.glob("submitted-*"))
 
