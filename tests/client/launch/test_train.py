@@ -138,9 +138,11 @@ def test_a_pre_empted_training_starts_again_from_its_checkpoint(tmp_path):
         ("time_limit", 0, "after 9 steps. limits.on_breach is 'stop': to continue"),
         ("time_limit", 1, "after 9 steps. limits.on_breach is 'stop': to continue"),
         (None, 0, "after 9 steps. Log:"),
+        (None, 1, "after 9 steps. Log:"),
+        (None, 137, "after 9 steps. Log:"),  # a user has cancelled it, and its command had to be killed
     ],
 )
-def test_a_training_that_its_limits_ended_is_not_restarted(tmp_path, cause, status, sentence):
+def test_a_training_that_its_limits_or_a_user_ended_is_not_restarted(tmp_path, cause, status, sentence):
     service, notes = FakeService(chosen=configuration()), Notes()
 
     def fate(command, environment, log):
