@@ -366,3 +366,15 @@ def test_the_console_writes_its_styles_and_no_control_character_of_a_text(capfd:
     output.emit({"x": evil}, "", True)
     assert json.loads(text := capfd.readouterr().out) == {"x": evil}
     assert all(letter.isprintable() for letter in text.replace("\n", ""))
+
+
+def test_every_wrong_field_of_a_job_has_a_line_without_a_control_character(tula: Tula, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        'name = "x"\n"\\u001b[2J" = 1\n[model]\nname = "m"\n[dataset]\nsize = -1\n[cluster]\nmax_nodes = 1\n'
+    )
+    code, out, err = tula("jobs", "add", str(path))
+    assert (code, out) == (2, "")
+    first, *fields = err.splitlines()
+    assert first == f"tula: {path}: 2 fields are wrong:"
+    assert [line.split(":")[0] for line in fields] == ["  dataset.size", "  \ufffd[2J"]

@@ -71,7 +71,7 @@ def _usage(error: Exception, arguments: list[str]) -> str:
 def _fail(sentence: str, code: int) -> int:
     """Print the message, if any, and return the exit code; after help was printed, there is none."""
     if sentence:
-        print(f"tula: {printable(sentence)}", file=sys.stderr)
+        print("\n".join(map(printable, f"tula: {sentence}".split("\n"))), file=sys.stderr)
     return code
 
 
