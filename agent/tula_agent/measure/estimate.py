@@ -133,6 +133,26 @@ def state_ratio(optimizer: torch.optim.Optimizer) -> float:
     return sum(v.numel() * v.element_size() for v in state) / (probe.numel() * probe.element_size())
 
 
+class _Step(nn.Module):
+    """Forward and backward pass in one call: activations that are computed again need the same weights.
+
+    `recomputed`: the modules whose forward ran within the backward pass.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.recomputed: list[nn.Module] = []
+
+    def forward(self, *arguments: Any, **named: Any) -> None:
+        loss = _scalar(self.model(*arguments, **named))
+        hook = nn.modules.module.register_module_forward_pre_hook(lambda module, _: self.recomputed.append(module))
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            hook.remove()
+
+
 def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int, bool]:
     """(bytes at the peak, FLOPs of both passes, whether modules run again) at `times` the sample's batch.
 
@@ -140,8 +160,9 @@ def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int,
     """
     from torch.utils.flop_counter import FlopCounterMode
 
+    step = _Step(model)
     with tensors_without_data() as convert:
-        state = {name: convert(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        state = {name: convert(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
         inputs = map_tensors(
             sample, lambda tensor: torch.cat([convert(tensor)] * times) if tensor.dim() else convert(tensor)
         )
@@ -158,19 +179,13 @@ def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int,
         arguments = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         torch.clear_autocast_cache()  # weights that were cast in an earlier run are of another mode
         with memory:
-            _scalar(torch.func.functional_call(model, state, arguments, named)).backward()  # type: ignore[no-untyped-call]
+            torch.func.functional_call(step, state, arguments, named)
         formula = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
         torch.clear_autocast_cache()
         # By itself: what follows the modules keeps their tensors until the next collection of garbage.
         with FlopCounterMode(display=False, custom_mapping=formula) as counter:
-            loss = _scalar(torch.func.functional_call(model, state, arguments, named))
-            recomputed: list[torch.nn.Module] = []  # whose forward runs within the backward pass
-            hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: recomputed.append(module))
-            try:
-                loss.backward()  # type: ignore[no-untyped-call]
-            finally:
-                hook.remove()
-        return memory.peak, counter.get_total_flops(), bool(recomputed)
+            torch.func.functional_call(step, state, arguments, named)
+        return memory.peak, counter.get_total_flops(), bool(step.recomputed)
 
 
 def _convolution_backward_flops(

@@ -68,15 +68,15 @@ def test_an_estimate_counts_exactly_what_is_held_at_the_peak_and_touches_nothing
 class Blocks(nn.Module):
     """Four blocks behind a first layer, recomputed in the backward pass if asked for."""
 
-    def __init__(self, *, recomputed: bool) -> None:
+    def __init__(self, *, recomputed: bool, reentrant: bool = False) -> None:
         super().__init__()
-        self.recomputed = recomputed
+        self.recomputed, self.reentrant = recomputed, reentrant
         blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.GELU()) for _ in range(4))
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if self.recomputed else block(x)
         return x
 
 
@@ -91,6 +91,14 @@ def test_recomputed_activations_are_seen_and_their_flops_count_once() -> None:
     # A block keeps outputs of 256, 256, 64 and 64 numbers; recomputed, one block does at a time, and each its input.
     assert 4 * 640 * 4 < plain.activation_bytes_per_sample < 5 * 640 * 4
     assert (640 + 3 * 64) * 4 < recomputed.activation_bytes_per_sample < 2 * (640 + 4 * 64) * 4
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_has_the_weights_without_data(reentrant: bool) -> None:
+    model = Blocks(recomputed=True, reentrant=reentrant)
+    estimate = estimate_memory(model, torch.randn(8, 64, requires_grad=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert estimate.fixed_activation_bytes < 1.1 * 4 * 64 * 256, "more than a gradient under way"
 
 
 def test_precision_is_that_of_autocast_or_of_most_parameters() -> None:
