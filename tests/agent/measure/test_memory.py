@@ -94,7 +94,7 @@ def test_recomputed_activations_are_seen_and_their_flops_count_once() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_computed_again_has_the_weights_without_data(reentrant: bool) -> None:
+def test_a_recomputed_block_has_the_weights_without_data(reentrant: bool) -> None:
     model = Blocks(recomputed=True, reentrant=reentrant)
     estimate = estimate_memory(model, torch.randn(8, 64, requires_grad=True))
     assert all(p.grad is None for p in model.parameters())
