@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tula_client._errors import InvalidInputError, LaunchError
 from tula_client.launch.judge import Outcome
-from tula_client.launch.run_loop import POLL_S, Runner, check_configuration
+from tula_client.launch.run_loop import POLL_S, ActiveRun, Runner, check_configuration
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import may_hold_files
 from tula_wire import Configuration, Job, Run
@@ -78,11 +78,16 @@ def train(
             raise LaunchError(f"the training was started {len(attempts)} times without finishing: see {active.log}")
         if outcome.state == "out_of_memory":
             state.configuration = _fall_back(runner, job, template, state.configuration)
-        elif outcome.state == "failed" and (status in _PREEMPTED or _newest_file(checkpoints) != before):
+        elif outcome.state == "failed" and (_preempted(active, status) or _newest_file(checkpoints) != before):
             runner.reporter.note(f"{outcome.message} Restarting from the last checkpoint in {checkpoints}.")
         else:
             raise LaunchError(f"run {run.id}: {outcome.message} Log: {active.log}{outcome.listed}")
         runner.work.save(_STATE, state)
+
+
+def _preempted(active: ActiveRun, status: int) -> bool:
+    """Another ended the command; what ran into its own time limit would do so again."""
+    return status in _PREEMPTED and active.stacks_dumped_at is None
 
 
 def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool) -> _State:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -165,6 +166,21 @@ def test_a_failure_without_progress_is_not_repeated(tmp_path):
     with pytest.raises(LaunchError, match="exit code 1"):
         go(bench, service)
     assert len(bench.started) == 1
+
+
+@pytest.mark.parametrize(("saves", "starts"), [(False, 1), (True, 3)])
+def test_a_training_past_its_time_limit_starts_again_only_if_it_has_saved(saves, starts, tmp_path):
+    service, notes = FakeService(chosen=configuration()), Notes()
+
+    def fate(command, environment, log):
+        if saves:
+            (Path(environment["TULA_CHECKPOINT_DIR"]) / environment["TULA_RESTART"]).write_text("weights")
+        return FakeProcess(lasts=10_000)
+
+    bench = Bench(tmp_path, service, fate, notes, time_limit_s=3)
+    with pytest.raises(LaunchError):
+        go(bench, service, max_restarts=2)
+    assert len(bench.started) == starts
 
 
 def test_restarts_are_bounded(tmp_path):
