@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="only rows whose name has this in it")
     options = parser.parse_args(arguments)
     found = errors(options.folder, options.only)
+    if not found:
+        parser.error(f"{options.folder} has no row whose network is known here and that --only names.")
     rows = [[name, f"{100 * peak:+.1f} %", f"{100 * largest:+.1f} %"] for name, (peak, largest) in found.items()]
     for label, place in (("median", 0), ("largest", -1)):
         values = [sorted(abs(each[which]) for each in found.values()) for which in (0, 1)]

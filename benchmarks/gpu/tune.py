@@ -55,6 +55,8 @@ def measure(seconds: float, smoke: bool) -> Row:
             service.tula(seconds, "run", "gpu", "--launcher", "torchrun", "--json", "--", *script, *examples)
             runs = job.runs()
         trained = next(run for run in runs if run.kind == "train")
+        if trained.step_time_s is None:
+            raise RuntimeError(f"run {trained.id} has no step time: {trained.message}")
         chosen = next(
             one for one in before.candidates if one.configuration == trained.configuration and one.excluded_by is None
         )
