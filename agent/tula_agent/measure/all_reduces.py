@@ -76,16 +76,16 @@ def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[st
     largest = _LARGEST_BYTES[_backend(group, device)]
     while size <= largest:
         buffer = torch.zeros(size // 4, device=device)
-        once_s = _slowest(group, device, _times(buffer, group, _WARM_UP))[-1]
-        left_s = _slowest(group, device, [end - time.monotonic()], least=True)[0]
+        once_s = _mean(group, device, _times(buffer, group, _WARM_UP))[-1]
+        left_s = _mean(group, device, [end - time.monotonic()])[0]
         repeats = max(_LEAST_REPEATS, min(_MOST_REPEATS, int(left_s / _GROWTH / once_s)))
-        times = _slowest(group, device, _times(buffer, group, repeats))
+        times = _mean(group, device, _times(buffer, group, repeats))
         middle = statistics.median(times)
         spread = _SD_PER_DEVIATION * statistics.median(abs(each - middle) for each in times) / middle
         found.append({"size_bytes": size, "time_s": middle, "relative_sd": spread, "repeats": len(times)})
         size *= _GROWTH
         needed_s = middle * _GROWTH * (_WARM_UP + _LEAST_REPEATS)
-        left_s = _slowest(group, device, [end - time.monotonic() - needed_s], least=True)[0]
+        left_s = _mean(group, device, [end - time.monotonic() - needed_s])[0]
         if left_s < 0.0 and len(found) >= _LEAST_SIZES:
             break
     return found
@@ -103,8 +103,12 @@ def _times(buffer: torch.Tensor, group: Any, repeats: int) -> list[float]:
     return found
 
 
-def _slowest(group: Any, device: torch.device, seconds: Sequence[float], *, least: bool = False) -> list[float]:
-    """The largest value over the ranks of the group, or the least."""
+def _mean(group: Any, device: torch.device, seconds: Sequence[float]) -> list[float]:
+    """The mean of each value over the ranks of the group: the same on all of them.
+
+    A rank that comes early to an all-reduce waits for the others and one that comes late does not: over repeats that
+    follow one another the means add up to the time that passed, the largest values to more.
+    """
     values = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(values, op=dist.ReduceOp.MIN if least else dist.ReduceOp.MAX, group=group)
-    return [float(value) for value in values.tolist()]
+    dist.all_reduce(values, group=group)
+    return [float(value) / dist.get_world_size(group) for value in values.tolist()]

@@ -50,7 +50,8 @@ class AllReduceCost:
     def ring(self, probed: int, ranks: int, messages: float, size_bytes: float) -> tuple[float, float]:
         """Seconds of `size_bytes` in so many messages over a ring of `ranks`, and the standard deviation of their
         logarithm, from a probe of `probed` ranks: a ring of N takes 2 (N - 1) hops of s / N bytes each. On as many
-        ranks as were probed, the readings count and not the line through them, which sums what may overlap.
+        ranks as were probed, what the readings beside this size miss the line by counts too: the line sums what may
+        overlap, and a chord between readings lies above it.
         """
         hops = (ranks - 1) / (probed - 1)
         parts = np.exp(self.mean) * [messages * hops, size_bytes * hops * probed / ranks]
@@ -59,7 +60,8 @@ class AllReduceCost:
             sizes, log_s = self.log_readings
             size = math.log(size_bytes / messages)
             if sizes[0] <= size <= sizes[-1]:
-                seconds = messages * math.exp(float(np.interp(size, sizes, log_s)))
+                missed = log_s - np.logaddexp(self.mean[0], self.mean[1] + sizes)
+                seconds *= math.exp(float(np.interp(size, sizes, missed)))
         return seconds, math.sqrt(float(shares @ self.covariance @ shares))
 
     def _interval(self, entry: int) -> Interval:

@@ -102,6 +102,13 @@ def test_readings_count_on_as_many_ranks_as_were_probed() -> None:
     assert fabric.whole(8, 1, 2.0**30)[0] == pytest.approx(2.0**30 * 7.5e-8, rel=0.1)
 
 
+@pytest.mark.parametrize("size_bytes", [3.0 * 2**14, 2.0**19, 2.0**21 + 1.0])
+def test_a_size_between_two_readings_of_a_straight_line_lies_on_it(size_bytes: float) -> None:
+    """A chord between logarithms is up to 6 % above it."""
+    seconds, _ = fitted(measured(5e-3, 2e-8)).ring(8, 8, 1.0, size_bytes)
+    assert seconds == pytest.approx(5e-3 + 2e-8 * size_bytes, rel=0.01)
+
+
 def test_a_prior_that_knows_its_collectives_better_keeps_them() -> None:
     prior = generic_prior()
     sure = type(prior)(prior.mean, np.minimum(prior.sd, 0.1), in_seconds=(4, 6))
