@@ -158,7 +158,7 @@ def test_the_page_for_those_who_pay_says_how_steady_the_answer_is_as_its_report_
 
 def test_the_page_of_questions_states_the_cost_of_the_agent_as_its_report_does() -> None:
     page = " ".join((ROOT / "docs" / "faq.md").read_text(encoding="utf-8").split())
-    stored = json.loads((ROOT / "benchmarks" / "results" / "2026-11-24-agent_overhead.json").read_text())
+    stored = json.loads((ROOT / "benchmarks" / "results" / "2026-11-26-agent_overhead.json").read_text())
     assert f"training thread {stored['agent.cpu_us_per_step']:.0f} microseconds" in page
     share = stored["agent.thread_us_per_step"] / 1e6 / stored["step.time_s"]
     assert f"{stored['agent.thread_us_per_step']:.0f} microseconds a step, {share:.2%}".replace("%", " %") in page
