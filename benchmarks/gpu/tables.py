@@ -27,7 +27,7 @@ PRECISIONS = {"bf16": "bf16", "tf32": "tf32", "fp32": "single", "fp16": "mixed"}
 """By name, as the column `precision` of tests/data/single_device.csv has them."""
 SMOKE_PRECISIONS = ("fp32", "fp16")
 KEPT_BYTES = {"bf16": 4, "fp16": 4, "tf32": 8, "fp32": 8}
-"""Of each output of a layer, by the rule of `benchmarks.cold_start`: its value and its gradient."""
+"""That autograd keeps of each output of a layer: two numbers, as `KEPT_PER_OUTPUT` of the service says."""
 FIRST_BATCH, SMOKE_BATCHES, BISECTIONS, MEASURED_S = 8, 2, 4, 0.3
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 STEP_COLUMNS = (

@@ -77,7 +77,7 @@ def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[st
     while size <= largest:
         buffer = torch.zeros(size // 4, device=device)
         once_s = _mean(group, device, _times(buffer, group, _WARM_UP))[-1]
-        left_s = _mean(group, device, [end - time.monotonic()])[0]
+        left_s = _reduced(group, device, [end - time.monotonic()], dist.ReduceOp.MIN)[0]
         repeats = max(_LEAST_REPEATS, min(_MOST_REPEATS, int(left_s / _GROWTH / once_s)))
         times = _mean(group, device, _times(buffer, group, repeats))
         middle = statistics.median(times)
@@ -85,7 +85,7 @@ def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[st
         found.append({"size_bytes": size, "time_s": middle, "relative_sd": spread, "repeats": len(times)})
         size *= _GROWTH
         needed_s = middle * _GROWTH * (_WARM_UP + _LEAST_REPEATS)
-        left_s = _mean(group, device, [end - time.monotonic() - needed_s])[0]
+        left_s = _reduced(group, device, [end - time.monotonic() - needed_s], dist.ReduceOp.MIN)[0]
         if left_s < 0.0 and len(found) >= _LEAST_SIZES:
             break
     return found
@@ -109,6 +109,12 @@ def _mean(group: Any, device: torch.device, seconds: Sequence[float]) -> list[fl
     A rank that comes early to an all-reduce waits for the others and one that comes late does not: over repeats that
     follow one another the means add up to the time that passed, the largest values to more.
     """
+    ranks = dist.get_world_size(group)
+    return [value / ranks for value in _reduced(group, device, seconds, dist.ReduceOp.SUM)]
+
+
+def _reduced(group: Any, device: torch.device, seconds: Sequence[float], operation: Any) -> list[float]:
+    """Each value over the ranks of the group."""
     values = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(values, group=group)
-    return [float(value) / dist.get_world_size(group) for value in values.tolist()]
+    dist.all_reduce(values, op=operation, group=group)
+    return [float(value) for value in values.tolist()]
