@@ -41,7 +41,7 @@ SOURCES = (
     "client/tula_wire",
     "benchmarks/__init__.py",
     "benchmarks/gpu",
-    *(f"benchmarks/support/{name}.py" for name in ("__init__", "cluster", "gloo", "resnet")),
+    *(f"benchmarks/support/{name}.py" for name in ("__init__", "cluster", "gloo", "resnet", "server")),
 )
 
 

@@ -11,6 +11,7 @@ import os
 import subprocess
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,8 @@ from benchmarks.support import PYTHON
 
 NAME = "resnet50 tf32, one device"
 SCRIPT = Path(__file__).with_name("train.py")
-NEEDS = ("tula_client", "tula_service", "fastapi", "sqlalchemy")
+NEEDS = ("tula_client", "tula_service", "fastapi", "sqlalchemy", "psutil")
 BATCHES, SMOKE_BATCHES = (32, 1024), (2, 8)
-STARTED_WITHIN_S = 30.0
 SPEC = """\
 name = "gpu"
 epochs = 90
@@ -38,21 +38,25 @@ profiling = {{ profiling_warmup_steps = 3, measuring_steps = 12 }}
 
 def measure(seconds: float, smoke: bool) -> Row:
     """Serve, tune, train one short epoch with what was recommended; step times in seconds by local batch."""
+    from benchmarks.support.server import Server
     from tula_client import Client
 
+    ends = time.monotonic() + seconds
     least, most = SMOKE_BATCHES if smoke else BATCHES
     script = [str(SCRIPT), "--batch-size", "{local_batch_size}", *(["--smoke"] if smoke else [])]
-    with tempfile.TemporaryDirectory() as folder, _Service(Path(folder)) as service:
-        spec = Path(folder) / "job.toml"
+    with tempfile.TemporaryDirectory() as name, Server(str(Path(name) / "tula.db")) as server:
+        folder = Path(name)
+        tula = partial(_tula, folder, server.url, ends)
+        spec = folder / "job.toml"
         spec.write_text(SPEC.format(least=least, most=most, precision="fp32" if smoke else "tf32"))
         began = time.monotonic()
-        tuned = service.tula(seconds, "tune", str(spec), "--launcher", "torchrun", "--json", "--", *script)
+        tuned = tula("tune", str(spec), "--launcher", "torchrun", "--json", "--", *script)
         tuned_s = time.monotonic() - began
-        with Client(service.url) as client:
+        with Client(server.url) as client:
             job = client.handle("gpu")
             before = job.recommendation()
             examples = ["--examples", str(64 if smoke else 40_000)]
-            service.tula(seconds, "run", "gpu", "--launcher", "torchrun", "--json", "--", *script, *examples)
+            tula("run", "gpu", "--launcher", "torchrun", "--json", "--", *script, *examples)
             runs = job.runs()
         trained = next(run for run in runs if run.kind == "train")
         if trained.step_time_s is None:
@@ -80,58 +84,26 @@ def measure(seconds: float, smoke: bool) -> Row:
         }
 
 
-class _Service:
-    """`tula serve` on a database in `folder`, and commands that ask it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._variables = os.environ | {"PATH": f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"}
-        self.url = ""
-
-    def __enter__(self) -> _Service:
-        from benchmarks.support.gloo import free_port
-
-        port = str(free_port())
-        self.url = f"http://127.0.0.1:{port}"
-        database = str(self._folder / "tula.db")
-        command = [PYTHON, "-m", "tula_client.cli", "serve", "--database", database, "--port", port]
-        log = self._folder / "service.log"
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(command, stdout=file, stderr=file)
-        self._variables["TULA_URL"] = self.url
-        from tula_client import Client, TulaError
-
-        with Client(self.url) as client:
-            ends = time.monotonic() + STARTED_WITHIN_S
-            while self._process.poll() is None and time.monotonic() < ends:
-                try:
-                    client.ready()
-                except TulaError:
-                    time.sleep(0.1)
-                else:
-                    return self
-        self._process.kill()
-        raise RuntimeError(f"the service did not start: {log.read_text(errors='replace')[-1000:]}")
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(15)
-
-    def tula(self, seconds: float, *arguments: str) -> dict[str, Any]:
-        """What a `tula` command prints; raises RuntimeError with its words where it fails or takes too long."""
-        command = [PYTHON, "-m", "tula_client.cli", *arguments]
-        try:
-            done = subprocess.run(
-                command, cwd=self._folder, env=self._variables, capture_output=True, text=True, timeout=seconds
-            )
-            failed = f"{done.stdout[-1500:]}{done.stderr[-1500:]}" if done.returncode else None
-        except subprocess.TimeoutExpired:
-            failed = f"took more than {seconds:.0f} s. "
-        if failed is not None:
-            logs = [path.read_text(errors="replace")[-2000:] for path in self._folder.glob(".tula/*/logs/*.log")]
-            raise RuntimeError(f"tula {arguments[0]}: {failed}{''.join(logs)}")
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+def _tula(folder: Path, url: str, ends: float, *arguments: str) -> dict[str, Any]:
+    """What a `tula` command prints; raises RuntimeError with its words where it fails or lasts beyond `ends`."""
+    path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
+    try:
+        done = subprocess.run(
+            [PYTHON, "-m", "tula_client.cli", *arguments],
+            cwd=folder,
+            env=os.environ | {"PATH": path, "TULA_URL": url},
+            capture_output=True,
+            text=True,
+            timeout=max(0.0, ends - time.monotonic()),
+        )
+        failed = f"{done.stdout[-1500:]}{done.stderr[-1500:]}" if done.returncode else None
+    except subprocess.TimeoutExpired:
+        failed = "the part's time was over. "
+    if failed is not None:
+        logs = [path.read_text(errors="replace")[-2000:] for path in folder.glob(".tula/*/logs/*.log")]
+        raise RuntimeError(f"tula {arguments[0]}: {failed}{''.join(logs)}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
