@@ -178,7 +178,7 @@ class Candidate(WireModel):
     measured_step_time_s: float | None = optional("Measured seconds per optimizer step; null when not profiled.")
 
 
-ScalingRule = Literal["gain", "linear", "unscaled"]
+ScalingRule = Literal["gain"]
 
 
 class Knee(WireModel):
@@ -221,8 +221,7 @@ class Recommendation(WireModel):
     why: str = Field(description="Reason for the choice, the runner-up, and what limits excluded.")
     scaling_rule: ScalingRule | None = optional(
         "What to do with the learning rate of the smallest global batch: `gain` let `TulaOptimizer` scale "
-        "it by the noise scale (`linear` and `unscaled` are no longer used); null: nothing is chosen, that batch "
-        "itself, or an optimizer that no experiment used."
+        "it by the noise scale; null: nothing is chosen, that batch itself, or an optimizer that no experiment used."
     )
     candidates: list[Candidate] = Field(description="All candidates, those excluded by a limit too.")
     frontier: list[Configuration] = Field(description="Not dominated in time and cost.")
@@ -524,7 +523,7 @@ class Job(JobSummary):
     spec: JobSpec = Field(description="The specification as registered and changed since.")
     plan: list[Run] = Field(description="The profiling runs, those that ended included.")
     plan_reason: str = Field(description="Why these runs are planned, or why profiling stopped.")
-    profiling_cost: ProfilingCost | None = optional("What profiling costs; null from a service of an earlier version.")
+    profiling_cost: ProfilingCost = Field(description="What profiling has cost, and what the rest of the plan costs.")
 
 
 class JobCreated(WireModel):

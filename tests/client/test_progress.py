@@ -34,7 +34,7 @@ def printed_of(*costs, terminal=False):
 
 
 def test_the_rest_of_the_plan_and_its_cost_are_printed_before_and_after_each_launch():
-    costs = left(3, 8, 540.0, 2.1), left(1, 1, 29.0), left(0, 0, 0.0), None
+    costs = left(3, 8, 540.0, 2.1), left(1, 1, 29.0), left(0, 0, 0.0)
     assert printed_of(*costs).splitlines() == [
         "plan      3 launches of 8 runs, about 9 min and $2.10; the search may add some",
         "plan      1 launch, about 29 s; the search may add some",

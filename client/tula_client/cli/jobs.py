@@ -203,7 +203,7 @@ def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> Rendera
     rows = [
         ["model", job.model_name],
         ["state", f"{job.state}, {job.runs_done} of {job.runs_planned} profiling runs done{suffix}"],
-        *([["plan", rest_of_plan(cost)]] if (cost := job.profiling_cost) and cost.launches_left else []),
+        *([["plan", rest_of_plan(job.profiling_cost)]] if job.profiling_cost.launches_left else []),
         ["objective", job.objective],
         ["recommended", configuration(job.recommended)],
     ]

@@ -53,11 +53,9 @@ def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Re
             "usd_per_hour_of_waiting": spec.usd_per_hour_of_waiting,
             "limits": spec.limits,
             "prices": {cluster.instance_type: cluster.price for cluster in spec.cluster},
+            "columns": spec.profiling.columns,
+            "retry_failed": retried,
         }
-        if "profiling.columns" in changes:  # a service of an earlier version refuses these two
-            wanted["columns"] = spec.profiling.columns
-        if retried:
-            wanted["retry_failed"] = True
         job = client.patch_job(job.id, JobPatch.model_validate(wanted))
     if changes:
         said = ", ".join(f"{path} {_text(before)} -> {_text(after)}" for path, (before, after) in changes.items())

@@ -56,7 +56,7 @@ class Reporter:
         """The job changed: update the bar, and print what is left of the plan and what it costs."""
         self._job, self._job_known_at = job, time.monotonic()
         self._describe()
-        if job.profiling_cost is not None and job.profiling_cost.launches_left:
+        if job.profiling_cost.launches_left:
             more = "; the search may add some" if job.spec.search == "adaptive" else ""
             self._console.print(f"plan      {rest_of_plan(job.profiling_cost)}[dim]{more}[/]", highlight=False)
 
@@ -111,10 +111,8 @@ class Reporter:
         text = ", ".join(configuration(each) for each in self._running.values()) or "nothing running"
         left = job.runs_planned - job.runs_done
         if left > 0:
-            text += f"; {left} left"
-        if left > 0 and job.profiling_cost is not None:
             seconds = job.profiling_cost.left_s / max(1, len(self._running)) - (time.monotonic() - self._job_known_at)
-            text += f", about {duration(max(0.0, seconds))}"
+            text += f"; {left} left, about {duration(max(0.0, seconds))}"
         total = max(job.runs_planned, job.runs_done)
         self._progress.update(self._task, description=text, completed=job.runs_done, total=total, visible=True)
 

@@ -330,7 +330,7 @@ def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:
         absolute=True,
         reference_batch_size=float(learned["reference_batch_size"]),
         in_seconds=COLLECTIVES,
-        optimizer_s=float(learned.get("optimizer_s", 0.0)),  # an earlier version stored none
+        optimizer_s=float(learned["optimizer_s"]),
     )
 
 

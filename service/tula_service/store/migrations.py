@@ -21,8 +21,8 @@ _VERSION: Final = sa.table("alembic_version", sa.column("version_num"))
 def upgrade_schema(engine: sa.Engine) -> None:
     """Create or upgrade the schema, in one transaction.
 
-    Raises SchemaMismatch when the database is newer, InvalidInput for a SQLite that is too old, StoreUnavailable when
-    the database cannot be reached or a table stays locked.
+    Raises SchemaMismatch when this code does not know the database's schema, InvalidInput for a SQLite that is too old,
+    StoreUnavailable when the database cannot be reached or a table stays locked.
     """
     try:
         with engine.begin() as connection:
@@ -33,7 +33,7 @@ def upgrade_schema(engine: sa.Engine) -> None:
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
                 # Behind a migration that waits for a table, all requests for that table wait too.
                 connection.execute(sa.text(f"SET LOCAL lock_timeout = '{LONGEST_WAIT_S:g}s'"))
-            _refuse_newer(_current(connection))
+            _refuse_unknown(_current(connection))
             _run_migrations(connection)
         create_ahead(engine)
     except sa.exc.OperationalError as error:
@@ -51,7 +51,7 @@ def check_schema(engine: sa.Engine) -> None:
         current = _current(connection)
     if current == head_revision():
         return
-    _refuse_newer(current)
+    _refuse_unknown(current)
     raise SchemaMismatch(
         f"The database has schema {current or 'none'} but this version needs {head_revision()}: "
         "back it up, then run `tula serve --migrate` once."
@@ -73,7 +73,7 @@ def head_revision() -> str:
 
 
 def _revisions() -> set[str]:
-    """From the names of the migrations, `0001_initial.py`: alembic takes a sixth of the service's start to import."""
+    """From the names of the migrations, `0001_first.py`: alembic takes a sixth of the service's start to import."""
     return {path.stem.partition("_")[0] for path in (_migrations() / "versions").glob("[0-9]*_*.py")}
 
 
@@ -95,11 +95,12 @@ def _current(connection: sa.Connection) -> str | None:
     return revision
 
 
-def _refuse_newer(current: str | None) -> None:
+def _refuse_unknown(current: str | None) -> None:
     if current is not None and current not in _revisions():
         raise SchemaMismatch(
-            f"The database has schema {current}, which is newer than this version of Tula (up to {head_revision()}): "
-            "run `pip install --upgrade tula`."
+            f"The database has schema {current}, which this version of Tula (up to {head_revision()}) does not know: "
+            "run `pip install --upgrade tula` if a later version made it, and give --database a new place if it was "
+            "made before the first release."
         )
 
 

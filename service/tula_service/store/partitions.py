@@ -3,7 +3,7 @@
 The key of a run is its month, such as 202611, times 10^9 plus a running number (the column's default). A month is so a
 range of run keys. All chunks of a run lie in one partition, however late they arrive or are sent again, so that the
 table's primary key (run, rank, boot id, sequence) still identifies a chunk, and a query for a run reads one partition.
-Runs from before there were partitions are in the first. SQLite has one table, and nothing to do here.
+SQLite has one table, and nothing to do here.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from tula_service.usecases import runs
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.recommendations import replan, spec_of
 
-_ADDED = ("precision", "batch_normalization")
 _MAX_KEY_LENGTH = 200
 _MIN_MEMORY_BYTES = 2**26
 _ROWS_PER_TRANSACTION: Final = 5_000
@@ -71,12 +70,8 @@ def register(
 
 
 def fingerprint_of(body: Mapping[str, Any]) -> str:
-    """Equal for equal specifications, and for one that was registered before `step_time_model` or `_ADDED` existed."""
-    model = {name: value for name, value in body["model"].items() if name not in _ADDED or value is not None}
-    facts = {**body, "model": model, "collective": "ring"}  # a field of those days that changed nothing
-    if facts["step_time_model"] == "overlap":
-        del facts["step_time_model"]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    """Return the hash that identifies a specification, given as JSON with all its defaults."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _allow_retries(tx: Transaction, job: JobRecord) -> None:

@@ -26,9 +26,19 @@ from tula_wire import (
     Token,
     TokenCreated,
 )
+from tula_wire.jobs import ProfilingCost
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 TEMPLATE = Template(("launch", "{world_size}", "{local_batch_size}", "{grad_accum_steps}"))
+NO_COST = ProfilingCost(
+    spent_gpu_seconds=0.0,
+    spent_usd=None,
+    launches_left=0,
+    runs_left=0,
+    left_s=0.0,
+    left_gpu_seconds=0.0,
+    left_usd=None,
+)
 FINAL = ("succeeded", "failed", "out_of_memory", "cancelled")
 
 
@@ -88,7 +98,7 @@ class FakeService:
         done = sum(run.state in FINAL for run in plan)
         return Job(
             id=job_id, name="j", model_name="m", state="planning", objective="knee", created_at=NOW, runs_done=done,
-            runs_planned=len(plan), plan=plan, plan_reason="All is measured.",
+            runs_planned=len(plan), plan=plan, plan_reason="All is measured.", profiling_cost=NO_COST,
             spec=spec(columns=self.columns, on_breach="warn" if self.time_limit_s is None else "stop"),
         )  # fmt: skip
 

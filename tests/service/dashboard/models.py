@@ -6,6 +6,7 @@ import math
 from datetime import datetime, timezone
 
 import tula_wire as wire
+from tula_wire.jobs import ProfilingCost
 
 __all__ = ["NOW", "candidate", "grid", "job", "ledger", "recommendation", "run", "series"]
 
@@ -98,6 +99,15 @@ def job(*, plan: list[wire.Run] | None = None, **limits: object) -> wire.Job:
         spec=spec,
         plan=plan if plan is not None else [run("run_1", local=512, state="out_of_memory"), run("run_2")],
         plan_reason="Four runs tell the rest.",
+        profiling_cost=ProfilingCost(
+            spent_gpu_seconds=0.0,
+            spent_usd=None,
+            launches_left=0,
+            runs_left=0,
+            left_s=0.0,
+            left_gpu_seconds=0.0,
+            left_usd=None,
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Writes a dump of the newest schema with a few rows: `python -m tests.service.store.make_asset`, once a release."""
+"""Writes a dump of the newest schema with a few rows: run `python -m tests.service.store.make_asset` after a change."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 import pytest
@@ -64,14 +62,6 @@ def test_the_papers_search_profiles_two_points_and_answers_by_its_equation(clust
     assert cluster.recommendation(job_id).model.form == "parameter_server"
     with pytest.raises(ValidationError, match='needs step_time_model "ring" or "parameter_server"'):
         spec(search="paper")
-
-
-def test_a_job_registered_before_its_newest_fields_existed_is_found_again() -> None:
-    body = spec().model_dump(mode="json")
-    before = {**body, "collective": "ring", "model": {**body["model"]}}
-    del before["step_time_model"], before["model"]["precision"], before["model"]["batch_normalization"]
-    assert jobs.fingerprint_of(body) == hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()
-    assert jobs.fingerprint_of({**body, "step_time_model": "ring"}) != jobs.fingerprint_of(body)
 
 
 def test_a_failed_run_is_tried_again_only_when_the_job_is_registered_again(cluster: Cluster) -> None:

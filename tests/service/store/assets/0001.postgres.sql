@@ -1,337 +1,641 @@
-CREATE TABLE alembic_version (
-	version_num VARCHAR(32) NOT NULL, 
-	CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
+CREATE FUNCTION public.refuse_ledger_update() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$ BEGIN RAISE EXCEPTION 'ledger entries are immutable'; END $$;
+-- next
+CREATE FUNCTION public.tula_trigrams(text) RETURNS text[]
+    LANGUAGE plpgsql IMMUTABLE STRICT COST 500 PARALLEL SAFE
+    AS $_$ DECLARE trigrams text[] := '{}'; BEGIN FOR at IN 1 .. length($1) - 2 LOOP trigrams := trigrams || substr($1, at, 3); END LOOP; RETURN trigrams; END $_$;
+-- next
+CREATE TABLE public.alembic_version (
+    version_num character varying(32) NOT NULL
 );
 -- next
-CREATE TABLE audit_log (
-	id BIGSERIAL NOT NULL, 
-	at TIMESTAMP WITH TIME ZONE NOT NULL, 
-	actor TEXT NOT NULL, 
-	action TEXT NOT NULL, 
-	target TEXT NOT NULL, 
-	detail JSONB NOT NULL, 
-	CONSTRAINT pk_audit_log PRIMARY KEY (id)
+CREATE TABLE public.answers (
+    job_id text NOT NULL,
+    name text NOT NULL,
+    data_version bigint NOT NULL,
+    model_version text NOT NULL,
+    body text NOT NULL,
+    created_at timestamp with time zone NOT NULL
 );
 -- next
-CREATE TABLE projects (
-	id TEXT NOT NULL, 
-	name TEXT NOT NULL, 
-	created_at TIMESTAMP WITH TIME ZONE NOT NULL, 
-	CONSTRAINT pk_projects PRIMARY KEY (id), 
-	CONSTRAINT uq_projects_name UNIQUE NULLS DISTINCT (name)
+CREATE TABLE public.audit_log (
+    id bigint NOT NULL,
+    at timestamp with time zone NOT NULL,
+    actor text NOT NULL,
+    action text NOT NULL,
+    target text NOT NULL,
+    detail jsonb NOT NULL
 );
 -- next
-CREATE TABLE jobs (
-	key BIGSERIAL NOT NULL, 
-	id TEXT NOT NULL, 
-	project_id TEXT NOT NULL, 
-	name TEXT NOT NULL, 
-	model_name TEXT NOT NULL, 
-	state TEXT NOT NULL, 
-	objective TEXT NOT NULL, 
-	spec JSONB NOT NULL, 
-	data_version BIGINT NOT NULL, 
-	plan_reason TEXT NOT NULL, 
-	created_at TIMESTAMP WITH TIME ZONE NOT NULL, 
-	updated_at TIMESTAMP WITH TIME ZONE NOT NULL, 
-	recommended JSONB, 
-	predicted_time_s DOUBLE PRECISION, 
-	predicted_cost_usd DOUBLE PRECISION, 
-	saving_vs_smallest_batch DOUBLE PRECISION, 
-	saving_vs_largest_batch DOUBLE PRECISION, 
-	prediction_error DOUBLE PRECISION, 
-	idempotency_key TEXT, 
-	fingerprint TEXT, 
-	CONSTRAINT pk_jobs PRIMARY KEY (key), 
-	CONSTRAINT fk_jobs_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE, 
-	CONSTRAINT uq_jobs_id UNIQUE NULLS DISTINCT (id), 
-	CONSTRAINT uq_jobs_project_id_idempotency_key UNIQUE NULLS DISTINCT (project_id, idempotency_key)
+CREATE SEQUENCE public.audit_log_id_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
+-- next
+ALTER SEQUENCE public.audit_log_id_seq OWNED BY public.audit_log.id;
+-- next
+CREATE TABLE public.events (
+    id bigint NOT NULL,
+    job_id text NOT NULL,
+    run_id text,
+    kind text NOT NULL,
+    at timestamp with time zone NOT NULL,
+    data jsonb NOT NULL
 );
 -- next
-CREATE INDEX ix_jobs_project_id_fingerprint ON jobs (project_id, fingerprint);
+CREATE SEQUENCE public.events_id_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
 -- next
-CREATE INDEX ix_jobs_model_name ON jobs (model_name);
+ALTER SEQUENCE public.events_id_seq OWNED BY public.events.id;
 -- next
-CREATE INDEX ix_jobs_project_id_state_key ON jobs (project_id, state, key);
--- next
-CREATE TABLE events (
-	id BIGSERIAL NOT NULL, 
-	job_id TEXT NOT NULL, 
-	run_id TEXT, 
-	kind TEXT NOT NULL, 
-	at TIMESTAMP WITH TIME ZONE NOT NULL, 
-	data JSONB NOT NULL, 
-	CONSTRAINT pk_events PRIMARY KEY (id), 
-	CONSTRAINT fk_events_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
+CREATE TABLE public.fabrics (
+    key bigint NOT NULL,
+    project_id text NOT NULL,
+    instance_type text NOT NULL,
+    probe jsonb NOT NULL,
+    created_at timestamp with time zone NOT NULL
 );
 -- next
-CREATE INDEX ix_events_job_id_id ON events (job_id, id);
+CREATE SEQUENCE public.fabrics_key_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
 -- next
-CREATE TABLE fits (
-	job_id TEXT NOT NULL, 
-	name TEXT NOT NULL, 
-	data_version BIGINT NOT NULL, 
-	model_version TEXT NOT NULL, 
-	body TEXT NOT NULL, 
-	created_at TIMESTAMP WITH TIME ZONE NOT NULL, 
-	CONSTRAINT pk_fits PRIMARY KEY (job_id, name), 
-	CONSTRAINT fk_fits_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
+ALTER SEQUENCE public.fabrics_key_seq OWNED BY public.fabrics.key;
+-- next
+CREATE TABLE public.job_lessons (
+    job_id text NOT NULL,
+    posteriors jsonb NOT NULL,
+    prediction_pairs jsonb NOT NULL
 );
 -- next
-CREATE TABLE ledger (
-	key BIGSERIAL NOT NULL, 
-	id TEXT NOT NULL, 
-	job_id TEXT NOT NULL, 
-	created_at TIMESTAMP WITH TIME ZONE NOT NULL, 
-	objective TEXT NOT NULL, 
-	basis TEXT NOT NULL, 
-	configuration JSONB, 
-	prices JSONB NOT NULL, 
-	model_version TEXT NOT NULL, 
-	data_version BIGINT NOT NULL, 
-	step_time_s DOUBLE PRECISION, 
-	step_time_low_s DOUBLE PRECISION, 
-	step_time_high_s DOUBLE PRECISION, 
-	cost_usd DOUBLE PRECISION, 
-	cost_low_usd DOUBLE PRECISION, 
-	cost_high_usd DOUBLE PRECISION, 
-	CONSTRAINT pk_ledger PRIMARY KEY (key), 
-	CONSTRAINT fk_ledger_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE, 
-	CONSTRAINT uq_ledger_id UNIQUE NULLS DISTINCT (id)
+CREATE TABLE public.jobs (
+    key bigint NOT NULL,
+    id text NOT NULL,
+    project_id text NOT NULL,
+    name text NOT NULL,
+    model_name text NOT NULL,
+    state text NOT NULL,
+    objective text NOT NULL,
+    plan_reason text NOT NULL,
+    spec jsonb NOT NULL,
+    data_version bigint NOT NULL,
+    created_at timestamp with time zone NOT NULL,
+    updated_at timestamp with time zone NOT NULL,
+    recommended jsonb,
+    cross_validated_runs jsonb,
+    predicted_time_s double precision,
+    predicted_cost_usd double precision,
+    saving_vs_smallest_batch double precision,
+    saving_vs_largest_batch double precision,
+    prediction_error double precision,
+    cross_validated_error double precision,
+    idempotency_key text,
+    fingerprint text,
+    cross_validated_model text,
+    plan_state text DEFAULT 'current'::text NOT NULL,
+    retried_up_to_key bigint DEFAULT '0'::bigint NOT NULL
 );
 -- next
-CREATE INDEX ix_ledger_job_id ON ledger (job_id);
+CREATE SEQUENCE public.jobs_key_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
 -- next
-CREATE TABLE runs (
-	key BIGSERIAL NOT NULL, 
-	id TEXT NOT NULL, 
-	job_id TEXT NOT NULL, 
-	project_id TEXT NOT NULL, 
-	kind TEXT NOT NULL, 
-	state TEXT NOT NULL, 
-	num_nodes INTEGER NOT NULL, 
-	ranks_per_node INTEGER NOT NULL, 
-	local_batch_size INTEGER NOT NULL, 
-	grad_accum_steps INTEGER NOT NULL, 
-	instance_type TEXT NOT NULL, 
-	purpose TEXT NOT NULL, 
-	instruction JSONB, 
-	message TEXT, 
-	method TEXT, 
-	position INTEGER NOT NULL, 
-	holder TEXT, 
-	lease_s DOUBLE PRECISION, 
-	lease_expires_at TIMESTAMP WITH TIME ZONE, 
-	created_at TIMESTAMP WITH TIME ZONE NOT NULL, 
-	started_at TIMESTAMP WITH TIME ZONE, 
-	finished_at TIMESTAMP WITH TIME ZONE, 
-	num_samples BIGINT NOT NULL, 
-	dropped BIGINT NOT NULL, 
-	failed_local_batch_size INTEGER, 
-	predicted_step_time_s DOUBLE PRECISION, 
-	recommendation_id TEXT, 
-	straggler_rank INTEGER, 
-	drifted BOOLEAN NOT NULL, 
-	drift_state JSONB, 
-	CONSTRAINT pk_runs PRIMARY KEY (key), 
-	CONSTRAINT fk_runs_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE, 
-	CONSTRAINT uq_runs_id UNIQUE NULLS DISTINCT (id)
+ALTER SEQUENCE public.jobs_key_seq OWNED BY public.jobs.key;
+-- next
+CREATE TABLE public.ledger (
+    key bigint NOT NULL,
+    id text NOT NULL,
+    job_id text NOT NULL,
+    created_at timestamp with time zone NOT NULL,
+    objective text NOT NULL,
+    basis text NOT NULL,
+    model_version text NOT NULL,
+    configuration jsonb,
+    prices jsonb NOT NULL,
+    data_version bigint NOT NULL,
+    step_time_s double precision,
+    step_time_low_s double precision,
+    step_time_high_s double precision,
+    interval_scale double precision,
+    cost_usd double precision,
+    cost_low_usd double precision,
+    cost_high_usd double precision
 );
 -- next
-CREATE INDEX ix_runs_job_id_state_position_key ON runs (job_id, state, position, key);
+CREATE SEQUENCE public.ledger_key_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
 -- next
-CREATE TABLE scaling_versions (
-	job_id TEXT NOT NULL, 
-	version INTEGER NOT NULL, 
-	body JSONB NOT NULL, 
-	created_at TIMESTAMP WITH TIME ZONE NOT NULL, 
-	CONSTRAINT pk_scaling_versions PRIMARY KEY (job_id, version), 
-	CONSTRAINT fk_scaling_versions_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
+ALTER SEQUENCE public.ledger_key_seq OWNED BY public.ledger.key;
+-- next
+CREATE TABLE public.ledger_outcomes (
+    ledger_id text NOT NULL,
+    run_id text NOT NULL,
+    measured_step_time_s double precision NOT NULL,
+    error double precision,
+    within_interval boolean,
+    at timestamp with time zone NOT NULL
 );
 -- next
-CREATE TABLE tokens (
-	id TEXT NOT NULL, 
-	sha256 TEXT NOT NULL, 
-	name TEXT NOT NULL, 
-	scope TEXT NOT NULL, 
-	project_id TEXT, 
-	job_id TEXT, 
-	created_at TIMESTAMP WITH TIME ZONE NOT NULL, 
-	expires_at TIMESTAMP WITH TIME ZONE, 
-	last_used_at TIMESTAMP WITH TIME ZONE, 
-	revoked_at TIMESTAMP WITH TIME ZONE, 
-	CONSTRAINT pk_tokens PRIMARY KEY (id), 
-	CONSTRAINT fk_tokens_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE, 
-	CONSTRAINT fk_tokens_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE, 
-	CONSTRAINT uq_tokens_sha256 UNIQUE NULLS DISTINCT (sha256)
+CREATE TABLE public.memory_readings (
+    source_key bigint NOT NULL,
+    run_key bigint NOT NULL,
+    method text NOT NULL,
+    peak_bytes bigint NOT NULL,
+    parameter_bytes bigint,
+    gradient_bytes bigint,
+    optimizer_bytes bigint,
+    activation_bytes bigint,
+    batch_bytes bigint,
+    reserved_bytes bigint,
+    context_bytes bigint,
+    capacity_bytes bigint
 );
 -- next
-CREATE TABLE ledger_outcomes (
-	ledger_id TEXT NOT NULL, 
-	run_id TEXT NOT NULL, 
-	measured_step_time_s DOUBLE PRECISION NOT NULL, 
-	error DOUBLE PRECISION, 
-	within_interval BOOLEAN, 
-	at TIMESTAMP WITH TIME ZONE NOT NULL, 
-	CONSTRAINT pk_ledger_outcomes PRIMARY KEY (ledger_id, run_id), 
-	CONSTRAINT fk_ledger_outcomes_ledger_id FOREIGN KEY(ledger_id) REFERENCES ledger (id) ON DELETE CASCADE, 
-	CONSTRAINT fk_ledger_outcomes_run_id FOREIGN KEY(run_id) REFERENCES runs (id) ON DELETE CASCADE
+CREATE TABLE public.projects (
+    id text NOT NULL,
+    name text NOT NULL,
+    created_at timestamp with time zone NOT NULL
 );
 -- next
-CREATE TABLE run_summaries (
-	run_key BIGINT NOT NULL, 
-	of_num_samples BIGINT NOT NULL, 
-	num_samples BIGINT NOT NULL, 
-	num_steps BIGINT NOT NULL, 
-	step_time_s DOUBLE PRECISION, 
-	relative_sd DOUBLE PRECISION, 
-	compute_time_s DOUBLE PRECISION, 
-	comm_time_s DOUBLE PRECISION, 
-	exposed_comm_time_s DOUBLE PRECISION, 
-	input_time_s DOUBLE PRECISION, 
-	skew_s DOUBLE PRECISION, 
-	straggler_rank INTEGER, 
-	world_size INTEGER, 
-	local_batch_size INTEGER, 
-	grad_accum_steps INTEGER, 
-	timing_method TEXT, 
-	CONSTRAINT pk_run_summaries PRIMARY KEY (run_key), 
-	CONSTRAINT fk_run_summaries_run_key FOREIGN KEY(run_key) REFERENCES runs (key) ON DELETE CASCADE
+CREATE TABLE public.run_outputs (
+    run_key bigint NOT NULL,
+    text text NOT NULL
 );
 -- next
-CREATE TABLE sample_sources (
-	key BIGSERIAL NOT NULL, 
-	run_key BIGINT NOT NULL, 
-	rank INTEGER NOT NULL, 
-	boot_id TEXT NOT NULL, 
-	world_size INTEGER, 
-	local_batch_size INTEGER, 
-	grad_accum_steps INTEGER, 
-	timing_method TEXT NOT NULL, 
-	CONSTRAINT pk_sample_sources PRIMARY KEY (key), 
-	CONSTRAINT fk_sample_sources_run_key FOREIGN KEY(run_key) REFERENCES runs (key) ON DELETE CASCADE, 
-	CONSTRAINT uq_sample_sources_run_key_rank_boot_id UNIQUE NULLS DISTINCT (run_key, rank, boot_id)
+CREATE TABLE public.run_summaries (
+    run_key bigint NOT NULL,
+    of_num_samples bigint NOT NULL,
+    num_samples bigint NOT NULL,
+    num_steps bigint NOT NULL,
+    step_time_s double precision,
+    relative_sd double precision,
+    compute_time_s double precision,
+    comm_time_s double precision,
+    exposed_comm_time_s double precision,
+    input_time_s double precision,
+    optimizer_time_s double precision,
+    skew_s double precision,
+    straggler_rank integer,
+    world_size integer,
+    local_batch_size integer,
+    grad_accum_steps integer,
+    timing_method text
 );
 -- next
-CREATE TABLE telemetry_chunks (
-	run_key BIGINT NOT NULL, 
-	rank INTEGER NOT NULL, 
-	boot_id TEXT NOT NULL, 
-	sequence BIGINT NOT NULL, 
-	first_step BIGINT NOT NULL, 
-	last_step BIGINT NOT NULL, 
-	num_steps INTEGER NOT NULL, 
-	columns TEXT NOT NULL, 
-	payload BYTEA NOT NULL, 
-	CONSTRAINT pk_telemetry_chunks PRIMARY KEY (run_key, rank, boot_id, sequence), 
-	CONSTRAINT fk_telemetry_chunks_run_key FOREIGN KEY(run_key) REFERENCES runs (key) ON DELETE CASCADE
+CREATE TABLE public.runs (
+    key bigint NOT NULL,
+    id text NOT NULL,
+    job_id text NOT NULL,
+    project_id text NOT NULL,
+    kind text NOT NULL,
+    state text NOT NULL,
+    instance_type text NOT NULL,
+    purpose text NOT NULL,
+    num_nodes integer NOT NULL,
+    ranks_per_node integer NOT NULL,
+    local_batch_size integer NOT NULL,
+    grad_accum_steps integer NOT NULL,
+    "position" integer NOT NULL,
+    origin text DEFAULT 'plan'::text NOT NULL,
+    instruction jsonb,
+    end_cause text,
+    message text,
+    method text,
+    holder text,
+    recommendation_id text,
+    drift_sentence text,
+    lease_s double precision,
+    predicted_step_time_s double precision,
+    time_limit_s double precision,
+    lease_expires_at timestamp with time zone,
+    started_at timestamp with time zone,
+    finished_at timestamp with time zone,
+    created_at timestamp with time zone NOT NULL,
+    num_samples bigint NOT NULL,
+    dropped bigint NOT NULL,
+    failed_local_batch_size integer,
+    straggler_rank integer,
+    drifted boolean NOT NULL,
+    drift_state jsonb,
+    unsteady boolean DEFAULT false NOT NULL,
+    scaling_step bigint
 );
 -- next
-CREATE TABLE memory_readings (
-	source_key BIGINT NOT NULL, 
-	run_key BIGINT NOT NULL, 
-	method TEXT NOT NULL, 
-	peak_bytes BIGINT NOT NULL, 
-	parameter_bytes BIGINT, 
-	gradient_bytes BIGINT, 
-	optimizer_bytes BIGINT, 
-	activation_bytes BIGINT, 
-	batch_bytes BIGINT, 
-	reserved_bytes BIGINT, 
-	context_bytes BIGINT, 
-	capacity_bytes BIGINT, 
-	CONSTRAINT pk_memory_readings PRIMARY KEY (source_key), 
-	CONSTRAINT fk_memory_readings_source_key FOREIGN KEY(source_key) REFERENCES sample_sources (key) ON DELETE CASCADE
+CREATE SEQUENCE public.runs_key_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
+-- next
+ALTER SEQUENCE public.runs_key_seq OWNED BY public.runs.key;
+-- next
+CREATE TABLE public.sample_sources (
+    key bigint NOT NULL,
+    run_key bigint NOT NULL,
+    rank integer NOT NULL,
+    boot_id text NOT NULL,
+    timing_method text NOT NULL,
+    world_size integer,
+    local_batch_size integer,
+    grad_accum_steps integer,
+    timeline jsonb
 );
 -- next
-CREATE INDEX ix_memory_readings_run_key ON memory_readings (run_key);
+CREATE SEQUENCE public.sample_sources_key_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
 -- next
-CREATE TABLE step_samples (
-	source_key BIGINT NOT NULL, 
-	sequence BIGINT NOT NULL, 
-	run_key BIGINT NOT NULL, 
-	rank INTEGER NOT NULL, 
-	step BIGINT NOT NULL, 
-	warmup BOOLEAN NOT NULL, 
-	step_time_s DOUBLE PRECISION NOT NULL, 
-	compute_time_s DOUBLE PRECISION, 
-	comm_time_s DOUBLE PRECISION, 
-	exposed_comm_time_s DOUBLE PRECISION, 
-	input_time_s DOUBLE PRECISION, 
-	skew_s DOUBLE PRECISION, 
-	straggler_rank INTEGER, 
-	CONSTRAINT pk_step_samples PRIMARY KEY (source_key, sequence), 
-	CONSTRAINT fk_step_samples_source_key FOREIGN KEY(source_key) REFERENCES sample_sources (key) ON DELETE CASCADE
+ALTER SEQUENCE public.sample_sources_key_seq OWNED BY public.sample_sources.key;
+-- next
+CREATE TABLE public.scaling_versions (
+    job_id text NOT NULL,
+    version integer NOT NULL,
+    body jsonb NOT NULL,
+    created_at timestamp with time zone NOT NULL
 );
 -- next
-CREATE INDEX ix_step_samples_run_key_warmup_step ON step_samples (run_key, warmup, step);
+CREATE TABLE public.sessions (
+    sha256 text NOT NULL,
+    token_id text NOT NULL,
+    created_at timestamp with time zone NOT NULL,
+    expires_at timestamp with time zone NOT NULL
+);
 -- next
-INSERT INTO "alembic_version" ("version_num") VALUES ('0001');
+CREATE TABLE public.step_samples (
+    source_key bigint NOT NULL,
+    sequence bigint NOT NULL,
+    run_key bigint NOT NULL,
+    rank integer NOT NULL,
+    step bigint NOT NULL,
+    warmup boolean NOT NULL,
+    step_time_s double precision NOT NULL,
+    compute_time_s double precision,
+    comm_time_s double precision,
+    exposed_comm_time_s double precision,
+    input_time_s double precision,
+    skew_s double precision,
+    optimizer_time_s double precision,
+    straggler_rank integer
+);
 -- next
-INSERT INTO "projects" ("id", "name", "created_at") VALUES ('default', 'default', '2026-11-21 09:29:09.378604+00:00'::timestamptz);
+CREATE TABLE public.telemetry_chunks (
+    run_key bigint NOT NULL,
+    rank integer NOT NULL,
+    boot_id text NOT NULL,
+    sequence bigint NOT NULL,
+    first_step bigint NOT NULL,
+    last_step bigint NOT NULL,
+    num_steps integer NOT NULL,
+    columns text NOT NULL,
+    payload bytea NOT NULL
+)
+PARTITION BY RANGE (run_key);
 -- next
-INSERT INTO "jobs" ("key", "id", "project_id", "name", "model_name", "state", "objective", "spec", "data_version", "plan_reason", "created_at", "updated_at", "recommended", "predicted_time_s", "predicted_cost_usd", "saving_vs_smallest_batch", "saving_vs_largest_batch", "prediction_error", "idempotency_key", "fingerprint") VALUES (1, 'job-5e867602f0ad3135', 'default', 'kept', 'digits', 'planning', 'knee', '{"name": "kept"}'::jsonb, 2, '', '2026-01-01 00:00:00+00:00'::timestamptz, '2026-01-01 00:00:00+00:00'::timestamptz, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL);
+ALTER TABLE ONLY public.telemetry_chunks ALTER COLUMN payload SET STORAGE EXTERNAL;
 -- next
-INSERT INTO "fits" ("job_id", "name", "data_version", "model_version", "body", "created_at") VALUES ('job-5e867602f0ad3135', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00:00'::timestamptz);
+CREATE TABLE public.telemetry_chunks_202611 (
+    run_key bigint CONSTRAINT telemetry_chunks_run_key_not_null NOT NULL,
+    rank integer CONSTRAINT telemetry_chunks_rank_not_null NOT NULL,
+    boot_id text CONSTRAINT telemetry_chunks_boot_id_not_null NOT NULL,
+    sequence bigint CONSTRAINT telemetry_chunks_sequence_not_null NOT NULL,
+    first_step bigint CONSTRAINT telemetry_chunks_first_step_not_null NOT NULL,
+    last_step bigint CONSTRAINT telemetry_chunks_last_step_not_null NOT NULL,
+    num_steps integer CONSTRAINT telemetry_chunks_num_steps_not_null NOT NULL,
+    columns text CONSTRAINT telemetry_chunks_columns_not_null NOT NULL,
+    payload bytea CONSTRAINT telemetry_chunks_payload_not_null NOT NULL
+);
 -- next
-INSERT INTO "ledger" ("key", "id", "job_id", "created_at", "objective", "basis", "configuration", "prices", "model_version", "data_version", "step_time_s", "step_time_low_s", "step_time_high_s", "cost_usd", "cost_low_usd", "cost_high_usd") VALUES (1, 'rec-60e7a02145353ac6', 'job-5e867602f0ad3135', '2026-01-01 00:00:00+00:00'::timestamptz, 'knee', 'profiled', NULL, '{}'::jsonb, '1', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL);
+ALTER TABLE ONLY public.telemetry_chunks_202611 ALTER COLUMN payload SET STORAGE EXTERNAL;
 -- next
-INSERT INTO "runs" ("key", "id", "job_id", "project_id", "kind", "state", "num_nodes", "ranks_per_node", "local_batch_size", "grad_accum_steps", "instance_type", "purpose", "instruction", "message", "method", "position", "holder", "lease_s", "lease_expires_at", "created_at", "started_at", "finished_at", "num_samples", "dropped", "failed_local_batch_size", "predicted_step_time_s", "recommendation_id", "straggler_rank", "drifted", "drift_state") VALUES (1, 'run-2ed159fdf29fe180', 'job-5e867602f0ad3135', 'default', 'profile', 'pending', 2, 4, 32, 1, 'default', '', NULL, NULL, NULL, 0, NULL, NULL, NULL, '2026-01-01 00:00:00+00:00'::timestamptz, NULL, NULL, 20, 0, NULL, NULL, NULL, NULL, false, NULL);
+CREATE TABLE public.telemetry_chunks_202612 (
+    run_key bigint CONSTRAINT telemetry_chunks_run_key_not_null NOT NULL,
+    rank integer CONSTRAINT telemetry_chunks_rank_not_null NOT NULL,
+    boot_id text CONSTRAINT telemetry_chunks_boot_id_not_null NOT NULL,
+    sequence bigint CONSTRAINT telemetry_chunks_sequence_not_null NOT NULL,
+    first_step bigint CONSTRAINT telemetry_chunks_first_step_not_null NOT NULL,
+    last_step bigint CONSTRAINT telemetry_chunks_last_step_not_null NOT NULL,
+    num_steps integer CONSTRAINT telemetry_chunks_num_steps_not_null NOT NULL,
+    columns text CONSTRAINT telemetry_chunks_columns_not_null NOT NULL,
+    payload bytea CONSTRAINT telemetry_chunks_payload_not_null NOT NULL
+);
 -- next
-INSERT INTO "run_summaries" ("run_key", "of_num_samples", "num_samples", "num_steps", "step_time_s", "relative_sd", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank", "world_size", "local_batch_size", "grad_accum_steps", "timing_method") VALUES (1, 20, 20, 20, 0.55, 0.014585662097964098, 0.25, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, 'wall');
+ALTER TABLE ONLY public.telemetry_chunks_202612 ALTER COLUMN payload SET STORAGE EXTERNAL;
 -- next
-INSERT INTO "sample_sources" ("key", "run_key", "rank", "boot_id", "world_size", "local_batch_size", "grad_accum_steps", "timing_method") VALUES (1, 1, 0, 'boot', NULL, NULL, NULL, 'wall');
+CREATE TABLE public.telemetry_chunks_202701 (
+    run_key bigint CONSTRAINT telemetry_chunks_run_key_not_null NOT NULL,
+    rank integer CONSTRAINT telemetry_chunks_rank_not_null NOT NULL,
+    boot_id text CONSTRAINT telemetry_chunks_boot_id_not_null NOT NULL,
+    sequence bigint CONSTRAINT telemetry_chunks_sequence_not_null NOT NULL,
+    first_step bigint CONSTRAINT telemetry_chunks_first_step_not_null NOT NULL,
+    last_step bigint CONSTRAINT telemetry_chunks_last_step_not_null NOT NULL,
+    num_steps integer CONSTRAINT telemetry_chunks_num_steps_not_null NOT NULL,
+    columns text CONSTRAINT telemetry_chunks_columns_not_null NOT NULL,
+    payload bytea CONSTRAINT telemetry_chunks_payload_not_null NOT NULL
+);
 -- next
-INSERT INTO "telemetry_chunks" ("run_key", "rank", "boot_id", "sequence", "first_step", "last_step", "num_steps", "columns", "payload") VALUES (1, 0, 'boot', 0, 0, 9, 10, 'loss,grad_norm', '\x0028b52ffd20b0450300640500000100cdaa00a82eeacd003b4c00f421f83b007f58009709d27f0066e8009b14a966009e7a00778e7f9e00a0b600e3982aa000f0f6fb00010305060800f000081014181c2022003f3f3f40003f40404040404040400910008861442e72918b5ce491b4a10d'::bytea);
+ALTER TABLE ONLY public.telemetry_chunks_202701 ALTER COLUMN payload SET STORAGE EXTERNAL;
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 0, 1, 0, 0, false, 0.5, NULL, NULL, NULL, NULL, NULL, NULL);
+CREATE TABLE public.tokens (
+    id text NOT NULL,
+    sha256 text NOT NULL,
+    name text NOT NULL,
+    scope text NOT NULL,
+    project_id text,
+    job_id text,
+    created_at timestamp with time zone NOT NULL,
+    expires_at timestamp with time zone,
+    last_used_at timestamp with time zone,
+    revoked_at timestamp with time zone
+);
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 1, 1, 0, 1, false, 0.5052631578947369, 0.25, NULL, NULL, NULL, NULL, 1);
+ALTER TABLE ONLY public.telemetry_chunks ATTACH PARTITION public.telemetry_chunks_202611 FOR VALUES FROM ('202611000000000') TO ('202612000000000');
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 2, 1, 0, 2, false, 0.5105263157894737, 0.25, NULL, NULL, NULL, NULL, 1);
+ALTER TABLE ONLY public.telemetry_chunks ATTACH PARTITION public.telemetry_chunks_202612 FOR VALUES FROM ('202612000000000') TO ('202701000000000');
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 3, 1, 0, 3, false, 0.5157894736842106, 0.25, NULL, NULL, NULL, NULL, 1);
+ALTER TABLE ONLY public.telemetry_chunks ATTACH PARTITION public.telemetry_chunks_202701 FOR VALUES FROM ('202701000000000') TO ('202702000000000');
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 4, 1, 0, 4, false, 0.5210526315789473, 0.25, NULL, NULL, NULL, NULL, 1);
+ALTER TABLE ONLY public.audit_log ALTER COLUMN id SET DEFAULT nextval('public.audit_log_id_seq'::regclass);
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 5, 1, 0, 5, false, 0.5263157894736842, 0.25, NULL, NULL, NULL, NULL, 1);
+ALTER TABLE ONLY public.events ALTER COLUMN id SET DEFAULT nextval('public.events_id_seq'::regclass);
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 6, 1, 0, 6, false, 0.531578947368421, 0.25, NULL, NULL, NULL, NULL, 1);
+ALTER TABLE ONLY public.fabrics ALTER COLUMN key SET DEFAULT nextval('public.fabrics_key_seq'::regclass);
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 7, 1, 0, 7, false, 0.5368421052631579, 0.25, NULL, NULL, NULL, NULL, 1);
+ALTER TABLE ONLY public.jobs ALTER COLUMN key SET DEFAULT nextval('public.jobs_key_seq'::regclass);
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 8, 1, 0, 8, false, 0.5421052631578948, 0.25, NULL, NULL, NULL, NULL, 1);
+ALTER TABLE ONLY public.ledger ALTER COLUMN key SET DEFAULT nextval('public.ledger_key_seq'::regclass);
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 9, 1, 0, 9, false, 0.5473684210526316, 0.25, NULL, NULL, NULL, NULL, 1);
+ALTER TABLE ONLY public.runs ALTER COLUMN key SET DEFAULT (((to_char((now() AT TIME ZONE 'UTC'::text), 'YYYYMM'::text))::bigint * 1000000000) + nextval('public.runs_key_seq'::regclass));
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 10, 1, 0, 10, false, 0.5526315789473684, 0.25, NULL, NULL, NULL, NULL, 1);
+ALTER TABLE ONLY public.sample_sources ALTER COLUMN key SET DEFAULT nextval('public.sample_sources_key_seq'::regclass);
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 11, 1, 0, 11, false, 0.5578947368421052, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.alembic_version VALUES ('0001');
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 12, 1, 0, 12, false, 0.5631578947368421, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.answers VALUES ('job-bd28478694843afd', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 13, 1, 0, 13, false, 0.5684210526315789, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.jobs VALUES (1, 'job-bd28478694843afd', 'default', 'kept', 'digits', 'planning', 'knee', '', '{"name": "kept", "model": {"name": "digits"}, "objective": "knee"}', 2, '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0);
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 14, 1, 0, 14, false, 0.5736842105263158, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.ledger VALUES (1, 'rec-2c41fa04d3edab9d', 'job-bd28478694843afd', '2026-01-01 00:00:00+00', 'knee', 'profiled', '1', NULL, '{}', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 15, 1, 0, 15, false, 0.5789473684210527, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.projects VALUES ('default', 'default', '2026-11-26 23:19:52.21989+00');
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 16, 1, 0, 16, false, 0.5842105263157895, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.012659097182127222, 0.25, NULL, NULL, NULL, 0.05000000000000001, NULL, 1, NULL, NULL, NULL, 'wall');
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 17, 1, 0, 17, false, 0.5894736842105263, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.runs VALUES (202611000000001, 'run-a53f3f5d65999750', 'job-bd28478694843afd', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 0, NULL, NULL, false, NULL, false, NULL);
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 18, 1, 0, 18, false, 0.5947368421052631, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.sample_sources VALUES (1, 202611000000001, 0, 'boot', 'wall', NULL, NULL, NULL, NULL);
 -- next
-INSERT INTO "step_samples" ("source_key", "sequence", "run_key", "rank", "step", "warmup", "step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "straggler_rank") VALUES (1, 19, 1, 0, 19, false, 0.6, 0.25, NULL, NULL, NULL, NULL, 1);
+INSERT INTO public.step_samples VALUES (1, 0, 202611000000001, 0, 0, false, 0.5, NULL, NULL, NULL, NULL, NULL, 0.05, NULL);
 -- next
-SELECT setval('public.audit_log_id_seq', (SELECT coalesce(max("id"), 0) + 1 FROM "audit_log"), false);
+INSERT INTO public.step_samples VALUES (1, 1, 202611000000001, 0, 1, false, 0.5052631578947369, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
 -- next
-SELECT setval('public.jobs_key_seq', (SELECT coalesce(max("key"), 0) + 1 FROM "jobs"), false);
+INSERT INTO public.step_samples VALUES (1, 2, 202611000000001, 0, 2, false, 0.5105263157894737, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
 -- next
-SELECT setval('public.events_id_seq', (SELECT coalesce(max("id"), 0) + 1 FROM "events"), false);
+INSERT INTO public.step_samples VALUES (1, 3, 202611000000001, 0, 3, false, 0.5157894736842106, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
 -- next
-SELECT setval('public.ledger_key_seq', (SELECT coalesce(max("key"), 0) + 1 FROM "ledger"), false);
+INSERT INTO public.step_samples VALUES (1, 4, 202611000000001, 0, 4, false, 0.5210526315789473, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
 -- next
-SELECT setval('public.runs_key_seq', (SELECT coalesce(max("key"), 0) + 1 FROM "runs"), false);
+INSERT INTO public.step_samples VALUES (1, 5, 202611000000001, 0, 5, false, 0.5263157894736842, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
 -- next
-SELECT setval('public.sample_sources_key_seq', (SELECT coalesce(max("key"), 0) + 1 FROM "sample_sources"), false)
+INSERT INTO public.step_samples VALUES (1, 6, 202611000000001, 0, 6, false, 0.531578947368421, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.step_samples VALUES (1, 7, 202611000000001, 0, 7, false, 0.5368421052631579, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.step_samples VALUES (1, 8, 202611000000001, 0, 8, false, 0.5421052631578948, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.step_samples VALUES (1, 9, 202611000000001, 0, 9, false, 0.5473684210526316, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.step_samples VALUES (1, 10, 202611000000001, 0, 10, false, 0.5526315789473684, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.step_samples VALUES (1, 11, 202611000000001, 0, 11, false, 0.5578947368421052, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.step_samples VALUES (1, 12, 202611000000001, 0, 12, false, 0.5631578947368421, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.step_samples VALUES (1, 13, 202611000000001, 0, 13, false, 0.5684210526315789, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.step_samples VALUES (1, 14, 202611000000001, 0, 14, false, 0.5736842105263158, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.step_samples VALUES (1, 15, 202611000000001, 0, 15, false, 0.5789473684210527, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.step_samples VALUES (1, 16, 202611000000001, 0, 16, false, 0.5842105263157895, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.step_samples VALUES (1, 17, 202611000000001, 0, 17, false, 0.5894736842105263, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.step_samples VALUES (1, 18, 202611000000001, 0, 18, false, 0.5947368421052631, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.step_samples VALUES (1, 19, 202611000000001, 0, 19, false, 0.6, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
+-- next
+INSERT INTO public.telemetry_chunks_202611 VALUES (202611000000001, 0, 'boot', 0, 0, 9, 10, 'loss,grad_norm', '\x0028b52ffd20b0450300640500000100cdaa00a82eeacd003b4c00f421f83b007f58009709d27f0066e8009b14a966009e7a00778e7f9e00a0b600e3982aa000f0f6fb00010305060800f000081014181c2022003f3f3f40003f40404040404040400910008861442e72918b5ce491b4a10d');
+-- next
+SELECT pg_catalog.setval('public.audit_log_id_seq', 1, false);
+-- next
+SELECT pg_catalog.setval('public.events_id_seq', 1, false);
+-- next
+SELECT pg_catalog.setval('public.fabrics_key_seq', 1, false);
+-- next
+SELECT pg_catalog.setval('public.jobs_key_seq', 1, true);
+-- next
+SELECT pg_catalog.setval('public.ledger_key_seq', 1, true);
+-- next
+SELECT pg_catalog.setval('public.runs_key_seq', 1, true);
+-- next
+SELECT pg_catalog.setval('public.sample_sources_key_seq', 1, true);
+-- next
+ALTER TABLE ONLY public.alembic_version
+    ADD CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num);
+-- next
+ALTER TABLE ONLY public.answers
+    ADD CONSTRAINT pk_answers PRIMARY KEY (job_id, name);
+-- next
+ALTER TABLE ONLY public.audit_log
+    ADD CONSTRAINT pk_audit_log PRIMARY KEY (id);
+-- next
+ALTER TABLE ONLY public.events
+    ADD CONSTRAINT pk_events PRIMARY KEY (id);
+-- next
+ALTER TABLE ONLY public.fabrics
+    ADD CONSTRAINT pk_fabrics PRIMARY KEY (key);
+-- next
+ALTER TABLE ONLY public.job_lessons
+    ADD CONSTRAINT pk_job_lessons PRIMARY KEY (job_id);
+-- next
+ALTER TABLE ONLY public.jobs
+    ADD CONSTRAINT pk_jobs PRIMARY KEY (key);
+-- next
+ALTER TABLE ONLY public.ledger
+    ADD CONSTRAINT pk_ledger PRIMARY KEY (key);
+-- next
+ALTER TABLE ONLY public.ledger_outcomes
+    ADD CONSTRAINT pk_ledger_outcomes PRIMARY KEY (ledger_id, run_id);
+-- next
+ALTER TABLE ONLY public.memory_readings
+    ADD CONSTRAINT pk_memory_readings PRIMARY KEY (source_key);
+-- next
+ALTER TABLE ONLY public.projects
+    ADD CONSTRAINT pk_projects PRIMARY KEY (id);
+-- next
+ALTER TABLE ONLY public.run_outputs
+    ADD CONSTRAINT pk_run_outputs PRIMARY KEY (run_key);
+-- next
+ALTER TABLE ONLY public.run_summaries
+    ADD CONSTRAINT pk_run_summaries PRIMARY KEY (run_key);
+-- next
+ALTER TABLE ONLY public.runs
+    ADD CONSTRAINT pk_runs PRIMARY KEY (key);
+-- next
+ALTER TABLE ONLY public.sample_sources
+    ADD CONSTRAINT pk_sample_sources PRIMARY KEY (key);
+-- next
+ALTER TABLE ONLY public.scaling_versions
+    ADD CONSTRAINT pk_scaling_versions PRIMARY KEY (job_id, version);
+-- next
+ALTER TABLE ONLY public.sessions
+    ADD CONSTRAINT pk_sessions PRIMARY KEY (sha256);
+-- next
+ALTER TABLE ONLY public.step_samples
+    ADD CONSTRAINT pk_step_samples PRIMARY KEY (source_key, sequence);
+-- next
+ALTER TABLE ONLY public.telemetry_chunks
+    ADD CONSTRAINT pk_telemetry_chunks PRIMARY KEY (run_key, rank, boot_id, sequence);
+-- next
+ALTER TABLE ONLY public.tokens
+    ADD CONSTRAINT pk_tokens PRIMARY KEY (id);
+-- next
+ALTER TABLE ONLY public.telemetry_chunks_202611
+    ADD CONSTRAINT telemetry_chunks_202611_pkey PRIMARY KEY (run_key, rank, boot_id, sequence);
+-- next
+ALTER TABLE ONLY public.telemetry_chunks_202612
+    ADD CONSTRAINT telemetry_chunks_202612_pkey PRIMARY KEY (run_key, rank, boot_id, sequence);
+-- next
+ALTER TABLE ONLY public.telemetry_chunks_202701
+    ADD CONSTRAINT telemetry_chunks_202701_pkey PRIMARY KEY (run_key, rank, boot_id, sequence);
+-- next
+ALTER TABLE ONLY public.jobs
+    ADD CONSTRAINT uq_jobs_id UNIQUE (id);
+-- next
+ALTER TABLE ONLY public.jobs
+    ADD CONSTRAINT uq_jobs_project_id_idempotency_key UNIQUE (project_id, idempotency_key);
+-- next
+ALTER TABLE ONLY public.ledger
+    ADD CONSTRAINT uq_ledger_id UNIQUE (id);
+-- next
+ALTER TABLE ONLY public.projects
+    ADD CONSTRAINT uq_projects_name UNIQUE (name);
+-- next
+ALTER TABLE ONLY public.runs
+    ADD CONSTRAINT uq_runs_id UNIQUE (id);
+-- next
+ALTER TABLE ONLY public.sample_sources
+    ADD CONSTRAINT uq_sample_sources_run_key_rank_boot_id UNIQUE (run_key, rank, boot_id);
+-- next
+ALTER TABLE ONLY public.tokens
+    ADD CONSTRAINT uq_tokens_sha256 UNIQUE (sha256);
+-- next
+CREATE INDEX ix_events_job_id_id ON public.events USING btree (job_id, id);
+-- next
+CREATE INDEX ix_fabrics_project_id_instance_type_key ON public.fabrics USING btree (project_id, instance_type, key);
+-- next
+CREATE INDEX ix_jobs_listed ON public.jobs USING btree (project_id, key, state, name, model_name);
+-- next
+CREATE INDEX ix_jobs_model_name ON public.jobs USING btree (model_name);
+-- next
+CREATE INDEX ix_jobs_project_id_fingerprint ON public.jobs USING btree (project_id, fingerprint);
+-- next
+CREATE INDEX ix_jobs_project_id_state_key ON public.jobs USING btree (project_id, state, key);
+-- next
+CREATE INDEX ix_jobs_trigrams ON public.jobs USING gin (public.tula_trigrams(lower(((name || ' '::text) || model_name))));
+-- next
+CREATE INDEX ix_ledger_job_id ON public.ledger USING btree (job_id);
+-- next
+CREATE INDEX ix_memory_readings_run_key ON public.memory_readings USING btree (run_key);
+-- next
+CREATE INDEX ix_runs_job_id_state_position_key ON public.runs USING btree (job_id, state, "position", key);
+-- next
+CREATE INDEX ix_sessions_token_id ON public.sessions USING btree (token_id);
+-- next
+CREATE INDEX ix_step_samples_run_key_warmup_step ON public.step_samples USING btree (run_key, warmup, step);
+-- next
+ALTER INDEX public.pk_telemetry_chunks ATTACH PARTITION public.telemetry_chunks_202611_pkey;
+-- next
+ALTER INDEX public.pk_telemetry_chunks ATTACH PARTITION public.telemetry_chunks_202612_pkey;
+-- next
+ALTER INDEX public.pk_telemetry_chunks ATTACH PARTITION public.telemetry_chunks_202701_pkey;
+-- next
+CREATE TRIGGER ledger_is_immutable BEFORE UPDATE ON public.ledger FOR EACH ROW EXECUTE FUNCTION public.refuse_ledger_update();
+-- next
+ALTER TABLE ONLY public.answers
+    ADD CONSTRAINT fk_answers_job_id FOREIGN KEY (job_id) REFERENCES public.jobs(id) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.events
+    ADD CONSTRAINT fk_events_job_id FOREIGN KEY (job_id) REFERENCES public.jobs(id) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.fabrics
+    ADD CONSTRAINT fk_fabrics_project_id FOREIGN KEY (project_id) REFERENCES public.projects(id) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.job_lessons
+    ADD CONSTRAINT fk_job_lessons_job_id FOREIGN KEY (job_id) REFERENCES public.jobs(id) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.jobs
+    ADD CONSTRAINT fk_jobs_project_id FOREIGN KEY (project_id) REFERENCES public.projects(id) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.ledger
+    ADD CONSTRAINT fk_ledger_job_id FOREIGN KEY (job_id) REFERENCES public.jobs(id) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.ledger_outcomes
+    ADD CONSTRAINT fk_ledger_outcomes_ledger_id FOREIGN KEY (ledger_id) REFERENCES public.ledger(id) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.ledger_outcomes
+    ADD CONSTRAINT fk_ledger_outcomes_run_id FOREIGN KEY (run_id) REFERENCES public.runs(id) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.memory_readings
+    ADD CONSTRAINT fk_memory_readings_source_key FOREIGN KEY (source_key) REFERENCES public.sample_sources(key) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.run_outputs
+    ADD CONSTRAINT fk_run_outputs_run_key FOREIGN KEY (run_key) REFERENCES public.runs(key) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.run_summaries
+    ADD CONSTRAINT fk_run_summaries_run_key FOREIGN KEY (run_key) REFERENCES public.runs(key) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.runs
+    ADD CONSTRAINT fk_runs_job_id FOREIGN KEY (job_id) REFERENCES public.jobs(id) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.sample_sources
+    ADD CONSTRAINT fk_sample_sources_run_key FOREIGN KEY (run_key) REFERENCES public.runs(key) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.scaling_versions
+    ADD CONSTRAINT fk_scaling_versions_job_id FOREIGN KEY (job_id) REFERENCES public.jobs(id) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.sessions
+    ADD CONSTRAINT fk_sessions_token_id FOREIGN KEY (token_id) REFERENCES public.tokens(id) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.step_samples
+    ADD CONSTRAINT fk_step_samples_source_key FOREIGN KEY (source_key) REFERENCES public.sample_sources(key) ON DELETE CASCADE;
+-- next
+ALTER TABLE public.telemetry_chunks
+    ADD CONSTRAINT fk_telemetry_chunks_run_key FOREIGN KEY (run_key) REFERENCES public.runs(key) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.tokens
+    ADD CONSTRAINT fk_tokens_job_id FOREIGN KEY (job_id) REFERENCES public.jobs(id) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.tokens
+    ADD CONSTRAINT fk_tokens_project_id FOREIGN KEY (project_id) REFERENCES public.projects(id) ON DELETE CASCADE

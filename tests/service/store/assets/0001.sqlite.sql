@@ -5,6 +5,19 @@ CREATE TABLE alembic_version (
 -- next
 INSERT INTO "alembic_version" VALUES('0001');
 -- next
+CREATE TABLE answers (
+	job_id TEXT NOT NULL, 
+	name TEXT NOT NULL, 
+	data_version BIGINT NOT NULL, 
+	model_version TEXT NOT NULL, 
+	body TEXT NOT NULL, 
+	created_at DATETIME NOT NULL, 
+	CONSTRAINT pk_answers PRIMARY KEY (job_id, name), 
+	CONSTRAINT fk_answers_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
+);
+-- next
+INSERT INTO "answers" VALUES('job-76ff28e61d367c5e','kept',1,'1','{}','2026-01-01 00:00:00.000000');
+-- next
 CREATE TABLE audit_log (
 	id INTEGER NOT NULL, 
 	at DATETIME NOT NULL, 
@@ -26,18 +39,23 @@ CREATE TABLE events (
 	CONSTRAINT fk_events_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-CREATE TABLE fits (
-	job_id TEXT NOT NULL, 
-	name TEXT NOT NULL, 
-	data_version BIGINT NOT NULL, 
-	model_version TEXT NOT NULL, 
-	body TEXT NOT NULL, 
+CREATE TABLE fabrics (
+	"key" INTEGER NOT NULL, 
+	project_id TEXT NOT NULL, 
+	instance_type TEXT NOT NULL, 
+	probe JSON NOT NULL, 
 	created_at DATETIME NOT NULL, 
-	CONSTRAINT pk_fits PRIMARY KEY (job_id, name), 
-	CONSTRAINT fk_fits_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
+	CONSTRAINT pk_fabrics PRIMARY KEY ("key"), 
+	CONSTRAINT fk_fabrics_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "fits" VALUES('job-cbe2c46aaaaaff47','kept',1,'1','{}','2026-01-01 00:00:00.000000');
+CREATE TABLE job_lessons (
+	job_id TEXT NOT NULL, 
+	posteriors JSON NOT NULL, 
+	prediction_pairs JSON NOT NULL, 
+	CONSTRAINT pk_job_lessons PRIMARY KEY (job_id), 
+	CONSTRAINT fk_job_lessons_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
+);
 -- next
 CREATE TABLE jobs (
 	"key" INTEGER NOT NULL, 
@@ -47,26 +65,31 @@ CREATE TABLE jobs (
 	model_name TEXT NOT NULL, 
 	state TEXT NOT NULL, 
 	objective TEXT NOT NULL, 
+	plan_reason TEXT NOT NULL, 
 	spec JSON NOT NULL, 
 	data_version BIGINT NOT NULL, 
-	plan_reason TEXT NOT NULL, 
 	created_at DATETIME NOT NULL, 
 	updated_at DATETIME NOT NULL, 
 	recommended JSON, 
+	cross_validated_runs JSON, 
 	predicted_time_s DOUBLE, 
 	predicted_cost_usd DOUBLE, 
 	saving_vs_smallest_batch DOUBLE, 
 	saving_vs_largest_batch DOUBLE, 
 	prediction_error DOUBLE, 
+	cross_validated_error DOUBLE, 
 	idempotency_key TEXT, 
 	fingerprint TEXT, 
+	cross_validated_model TEXT, 
+	plan_state TEXT DEFAULT 'current' NOT NULL, 
+	retried_up_to_key INTEGER DEFAULT '0' NOT NULL, 
 	CONSTRAINT pk_jobs PRIMARY KEY ("key"), 
-	CONSTRAINT fk_jobs_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE, 
+	CONSTRAINT uq_jobs_project_id_idempotency_key UNIQUE (project_id, idempotency_key), 
 	CONSTRAINT uq_jobs_id UNIQUE (id), 
-	CONSTRAINT uq_jobs_project_id_idempotency_key UNIQUE (project_id, idempotency_key)
+	CONSTRAINT fk_jobs_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "jobs" VALUES(1,'job-cbe2c46aaaaaff47','default','kept','digits','planning','knee','{"name":"kept"}',2,'','2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL);
+INSERT INTO "jobs" VALUES(1,'job-76ff28e61d367c5e','default','kept','digits','planning','knee','','{"name":"kept","model":{"name":"digits"},"objective":"knee"}',2,'2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0);
 -- next
 CREATE TABLE ledger (
 	"key" INTEGER NOT NULL, 
@@ -75,22 +98,23 @@ CREATE TABLE ledger (
 	created_at DATETIME NOT NULL, 
 	objective TEXT NOT NULL, 
 	basis TEXT NOT NULL, 
+	model_version TEXT NOT NULL, 
 	configuration JSON, 
 	prices JSON NOT NULL, 
-	model_version TEXT NOT NULL, 
 	data_version BIGINT NOT NULL, 
 	step_time_s DOUBLE, 
 	step_time_low_s DOUBLE, 
 	step_time_high_s DOUBLE, 
+	interval_scale DOUBLE, 
 	cost_usd DOUBLE, 
 	cost_low_usd DOUBLE, 
 	cost_high_usd DOUBLE, 
 	CONSTRAINT pk_ledger PRIMARY KEY ("key"), 
-	CONSTRAINT fk_ledger_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE, 
-	CONSTRAINT uq_ledger_id UNIQUE (id)
+	CONSTRAINT uq_ledger_id UNIQUE (id), 
+	CONSTRAINT fk_ledger_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "ledger" VALUES(1,'rec-767bd2532af7ef1a','job-cbe2c46aaaaaff47','2026-01-01 00:00:00.000000','knee','profiled',NULL,'{}','1',1,0.5,0.4,0.6,NULL,NULL,NULL);
+INSERT INTO "ledger" VALUES(1,'rec-ca439a8a0cb5d2ce','job-76ff28e61d367c5e','2026-01-01 00:00:00.000000','knee','profiled','1',NULL,'{}',1,0.5,0.4,0.6,NULL,NULL,NULL,NULL);
 -- next
 CREATE TABLE ledger_outcomes (
 	ledger_id TEXT NOT NULL, 
@@ -129,7 +153,14 @@ CREATE TABLE projects (
 	CONSTRAINT uq_projects_name UNIQUE (name)
 );
 -- next
-INSERT INTO "projects" VALUES('default','default','2026-11-21 09:29:02.917287');
+INSERT INTO "projects" VALUES('default','default','2026-11-26 23:19:50.644083');
+-- next
+CREATE TABLE run_outputs (
+	run_key INTEGER NOT NULL, 
+	text TEXT NOT NULL, 
+	CONSTRAINT pk_run_outputs PRIMARY KEY (run_key), 
+	CONSTRAINT fk_run_outputs_run_key FOREIGN KEY(run_key) REFERENCES runs ("key") ON DELETE CASCADE
+);
 -- next
 CREATE TABLE run_summaries (
 	run_key INTEGER NOT NULL, 
@@ -142,6 +173,7 @@ CREATE TABLE run_summaries (
 	comm_time_s DOUBLE, 
 	exposed_comm_time_s DOUBLE, 
 	input_time_s DOUBLE, 
+	optimizer_time_s DOUBLE, 
 	skew_s DOUBLE, 
 	straggler_rank INTEGER, 
 	world_size INTEGER, 
@@ -152,7 +184,7 @@ CREATE TABLE run_summaries (
 	CONSTRAINT fk_run_summaries_run_key FOREIGN KEY(run_key) REFERENCES runs ("key") ON DELETE CASCADE
 );
 -- next
-INSERT INTO "run_summaries" VALUES(1,20,20,20,0.55,1.45856620979640978774e-02,0.25,NULL,NULL,NULL,NULL,1,NULL,NULL,NULL,'wall');
+INSERT INTO "run_summaries" VALUES(1,20,20,20,0.55,1.2659097182127222389e-02,0.25,NULL,NULL,NULL,5.00000000000000097144e-02,NULL,1,NULL,NULL,NULL,'wall');
 -- next
 CREATE TABLE runs (
 	"key" INTEGER NOT NULL, 
@@ -161,52 +193,59 @@ CREATE TABLE runs (
 	project_id TEXT NOT NULL, 
 	kind TEXT NOT NULL, 
 	state TEXT NOT NULL, 
+	instance_type TEXT NOT NULL, 
+	purpose TEXT NOT NULL, 
 	num_nodes INTEGER NOT NULL, 
 	ranks_per_node INTEGER NOT NULL, 
 	local_batch_size INTEGER NOT NULL, 
 	grad_accum_steps INTEGER NOT NULL, 
-	instance_type TEXT NOT NULL, 
-	purpose TEXT NOT NULL, 
+	position INTEGER NOT NULL, 
+	origin TEXT DEFAULT 'plan' NOT NULL, 
 	instruction JSON, 
+	end_cause TEXT, 
 	message TEXT, 
 	method TEXT, 
-	position INTEGER NOT NULL, 
 	holder TEXT, 
+	recommendation_id TEXT, 
+	drift_sentence TEXT, 
 	lease_s DOUBLE, 
+	predicted_step_time_s DOUBLE, 
+	time_limit_s DOUBLE, 
 	lease_expires_at DATETIME, 
-	created_at DATETIME NOT NULL, 
 	started_at DATETIME, 
 	finished_at DATETIME, 
+	created_at DATETIME NOT NULL, 
 	num_samples BIGINT NOT NULL, 
 	dropped BIGINT NOT NULL, 
 	failed_local_batch_size INTEGER, 
-	predicted_step_time_s DOUBLE, 
-	recommendation_id TEXT, 
 	straggler_rank INTEGER, 
 	drifted BOOLEAN NOT NULL, 
 	drift_state JSON, 
+	unsteady BOOLEAN DEFAULT 0 NOT NULL, 
+	scaling_step BIGINT, 
 	CONSTRAINT pk_runs PRIMARY KEY ("key"), 
-	CONSTRAINT fk_runs_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE, 
-	CONSTRAINT uq_runs_id UNIQUE (id)
+	CONSTRAINT uq_runs_id UNIQUE (id), 
+	CONSTRAINT fk_runs_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "runs" VALUES(1,'run-d19fcd98153ae600','job-cbe2c46aaaaaff47','default','profile','pending',2,4,32,1,'default','',NULL,NULL,NULL,0,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',NULL,NULL,20,0,NULL,NULL,NULL,NULL,0,NULL);
+INSERT INTO "runs" VALUES(1,'run-5f4d9a1253566dc1','job-76ff28e61d367c5e','default','profile','pending','default','',2,4,32,1,0,'plan',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',20,0,NULL,NULL,0,NULL,0,NULL);
 -- next
 CREATE TABLE sample_sources (
 	"key" INTEGER NOT NULL, 
 	run_key INTEGER NOT NULL, 
 	rank INTEGER NOT NULL, 
 	boot_id TEXT NOT NULL, 
+	timing_method TEXT NOT NULL, 
 	world_size INTEGER, 
 	local_batch_size INTEGER, 
 	grad_accum_steps INTEGER, 
-	timing_method TEXT NOT NULL, 
+	timeline JSON, 
 	CONSTRAINT pk_sample_sources PRIMARY KEY ("key"), 
-	CONSTRAINT fk_sample_sources_run_key FOREIGN KEY(run_key) REFERENCES runs ("key") ON DELETE CASCADE, 
-	CONSTRAINT uq_sample_sources_run_key_rank_boot_id UNIQUE (run_key, rank, boot_id)
+	CONSTRAINT uq_sample_sources_run_key_rank_boot_id UNIQUE (run_key, rank, boot_id), 
+	CONSTRAINT fk_sample_sources_run_key FOREIGN KEY(run_key) REFERENCES runs ("key") ON DELETE CASCADE
 );
 -- next
-INSERT INTO "sample_sources" VALUES(1,1,0,'boot',NULL,NULL,NULL,'wall');
+INSERT INTO "sample_sources" VALUES(1,1,0,'boot','wall',NULL,NULL,NULL,NULL);
 -- next
 CREATE TABLE scaling_versions (
 	job_id TEXT NOT NULL, 
@@ -215,6 +254,15 @@ CREATE TABLE scaling_versions (
 	created_at DATETIME NOT NULL, 
 	CONSTRAINT pk_scaling_versions PRIMARY KEY (job_id, version), 
 	CONSTRAINT fk_scaling_versions_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
+);
+-- next
+CREATE TABLE sessions (
+	sha256 TEXT NOT NULL, 
+	token_id TEXT NOT NULL, 
+	created_at DATETIME NOT NULL, 
+	expires_at DATETIME NOT NULL, 
+	CONSTRAINT pk_sessions PRIMARY KEY (sha256), 
+	CONSTRAINT fk_sessions_token_id FOREIGN KEY(token_id) REFERENCES tokens (id) ON DELETE CASCADE
 );
 -- next
 CREATE TABLE step_samples (
@@ -230,6 +278,7 @@ CREATE TABLE step_samples (
 	exposed_comm_time_s DOUBLE, 
 	input_time_s DOUBLE, 
 	skew_s DOUBLE, 
+	optimizer_time_s DOUBLE, 
 	straggler_rank INTEGER, 
 	CONSTRAINT pk_step_samples PRIMARY KEY (source_key, sequence), 
 	CONSTRAINT fk_step_samples_source_key FOREIGN KEY(source_key) REFERENCES sample_sources ("key") ON DELETE CASCADE
@@ -238,45 +287,45 @@ CREATE TABLE step_samples (
 
 ;
 -- next
-INSERT INTO "step_samples" VALUES(1,0,1,0,0,0,0.5,NULL,NULL,NULL,NULL,NULL,NULL);
+INSERT INTO "step_samples" VALUES(1,0,1,0,0,0,0.5,NULL,NULL,NULL,NULL,NULL,0.05,NULL);
 -- next
-INSERT INTO "step_samples" VALUES(1,1,1,0,1,0,5.05263157894736858466e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,1,1,0,1,0,5.05263157894736858466e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,2,1,0,2,0,5.10526315789473716932e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,2,1,0,2,0,5.10526315789473716932e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,3,1,0,3,0,5.15789473684210575399e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,3,1,0,3,0,5.15789473684210575399e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,4,1,0,4,0,5.21052631578947322843e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,4,1,0,4,0,5.21052631578947322843e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,5,1,0,5,0,5.26315789473684181309e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,5,1,0,5,0,5.26315789473684181309e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,6,1,0,6,0,0.531578947368421,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,6,1,0,6,0,0.531578947368421,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,7,1,0,7,0,5.36842105263157898242e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,7,1,0,7,0,5.36842105263157898242e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,8,1,0,8,0,5.42105263157894756709e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,8,1,0,8,0,5.42105263157894756709e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,9,1,0,9,0,5.47368421052631615175e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,9,1,0,9,0,5.47368421052631615175e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,10,1,0,10,0,5.52631578947368362619e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,10,1,0,10,0,5.52631578947368362619e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,11,1,0,11,0,5.57894736842105221086e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,11,1,0,11,0,5.57894736842105221086e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,12,1,0,12,0,5.63157894736842079552e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,12,1,0,12,0,5.63157894736842079552e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,13,1,0,13,0,5.68421052631578938019e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,13,1,0,13,0,5.68421052631578938019e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,14,1,0,14,0,5.73684210526315796485e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,14,1,0,14,0,5.73684210526315796485e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,15,1,0,15,0,5.78947368421052654952e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,15,1,0,15,0,5.78947368421052654952e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,16,1,0,16,0,5.84210526315789513418e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,16,1,0,16,0,5.84210526315789513418e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,17,1,0,17,0,5.89473684210526260862e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,17,1,0,17,0,5.89473684210526260862e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,18,1,0,18,0,5.94736842105263119329e-01,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,18,1,0,18,0,5.94736842105263119329e-01,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
-INSERT INTO "step_samples" VALUES(1,19,1,0,19,0,0.6,0.25,NULL,NULL,NULL,NULL,1);
+INSERT INTO "step_samples" VALUES(1,19,1,0,19,0,0.6,0.25,NULL,NULL,NULL,NULL,0.05,1);
 -- next
 CREATE TABLE telemetry_chunks (
 	run_key INTEGER NOT NULL, 
@@ -306,25 +355,39 @@ CREATE TABLE tokens (
 	last_used_at DATETIME, 
 	revoked_at DATETIME, 
 	CONSTRAINT pk_tokens PRIMARY KEY (id), 
-	CONSTRAINT fk_tokens_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE, 
+	CONSTRAINT uq_tokens_sha256 UNIQUE (sha256), 
 	CONSTRAINT fk_tokens_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE, 
-	CONSTRAINT uq_tokens_sha256 UNIQUE (sha256)
+	CONSTRAINT fk_tokens_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
--- next
-CREATE INDEX ix_jobs_model_name ON jobs (model_name);
--- next
-CREATE INDEX ix_jobs_project_id_fingerprint ON jobs (project_id, fingerprint);
 -- next
 CREATE INDEX ix_jobs_project_id_state_key ON jobs (project_id, state, "key");
 -- next
-CREATE INDEX ix_events_job_id_id ON events (job_id, id);
+CREATE INDEX ix_jobs_project_id_fingerprint ON jobs (project_id, fingerprint);
 -- next
-CREATE INDEX ix_ledger_job_id ON ledger (job_id);
+CREATE INDEX ix_jobs_listed ON jobs (project_id, "key", state, name, model_name);
+-- next
+CREATE INDEX ix_jobs_model_name ON jobs (model_name);
+-- next
+CREATE INDEX ix_fabrics_project_id_instance_type_key ON fabrics (project_id, instance_type, "key");
 -- next
 CREATE INDEX ix_runs_job_id_state_position_key ON runs (job_id, state, position, "key");
 -- next
-CREATE INDEX ix_memory_readings_run_key ON memory_readings (run_key);
--- next
 CREATE INDEX ix_step_samples_run_key_warmup_step ON step_samples (run_key, warmup, step);
 -- next
-CREATE TRIGGER ledger_is_immutable BEFORE UPDATE ON ledger BEGIN SELECT RAISE(ABORT, 'ledger entries are immutable'); END
+CREATE INDEX ix_memory_readings_run_key ON memory_readings (run_key);
+-- next
+CREATE INDEX ix_ledger_job_id ON ledger (job_id);
+-- next
+CREATE INDEX ix_events_job_id_id ON events (job_id, id);
+-- next
+CREATE INDEX ix_sessions_token_id ON sessions (token_id);
+-- next
+CREATE TRIGGER ledger_is_immutable BEFORE UPDATE ON ledger BEGIN SELECT RAISE(ABORT, 'ledger entries are immutable'); END;
+-- next
+CREATE TRIGGER jobs_search_insert AFTER INSERT ON jobs BEGIN INSERT INTO jobs_search (rowid, name, model_name) VALUES (new.key, new.name, new.model_name); END;
+-- next
+CREATE TRIGGER jobs_search_delete AFTER DELETE ON jobs BEGIN INSERT INTO jobs_search (jobs_search, rowid, name, model_name) VALUES ('delete', old.key, old.name, old.model_name); END;
+-- next
+CREATE VIRTUAL TABLE jobs_search USING fts5(name, model_name, content='jobs', content_rowid='key', tokenize='trigram');
+-- next
+INSERT INTO jobs_search (jobs_search) VALUES ('rebuild')
