@@ -10,9 +10,7 @@ prior, with and without histories drawn at random (the same in every run) from o
 long again, or by a third too short), and `.coverage` of its 90 % intervals. `.without` is the median factor of the same
 targets from hardware figures alone. A history that no row has is left out.
 `cold.mixed.0.0.median` and `.p90` are of the mixed-precision rows of FILE without history; without FILE, of timm's 765
-on one RTX 3090, which the product's numbers were fitted to. Without FILE, `cold.held_out.<table>.<precision>.median`
-and `.p90` are those of numbers fitted with the row's family of networks (`timm`) or its device (`devices`) left out,
-with activations as published.
+on one RTX 3090, which the product's numbers were fitted to.
 """
 
 from __future__ import annotations
@@ -188,11 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     header = ["precision", "jobs here", "elsewhere", "cases", "median", "p90", "without", "coverage"]
     print_table("first guess of a step time: off by a factor of", header, rows)
-    if options.steps is None:
-        from benchmarks._fit_roofline import figures as fitted  # it reads the tables by functions of this module
-
-        figures |= {f"cold.held_out.{name}": off for name, off in fitted().items() if name.endswith(("median", "p90"))}
-    for key in (key for key in figures if key.startswith(("cold.mixed.0.0.", "cold.held_out."))):
+    for key in (key for key in figures if key.startswith("cold.mixed.0.0.")):
         print(f"{key}: x {1.0 + figures[key]:.2f}")
     write_json(options.json, figures)
     return 0

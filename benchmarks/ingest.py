@@ -1,6 +1,6 @@
-"""Telemetry and samples through real HTTP with tokens and durable commits, beside the driver alone and MLflow.
+"""Telemetry and samples through real HTTP with tokens and durable commits, and the driver alone.
 
-    python -m benchmarks.ingest [--json OUT] [--seconds 6] [--smoke] [--peer mlflow --peer-python PYTHON]
+    python -m benchmarks.ingest [--json OUT] [--seconds 6] [--smoke]
 
 A step value is one number of one column of one step. Load comes from separate processes on the same machine, so the
 service and its clients share the cores. `raw` is the same rows through the database driver alone, one commit a chunk,
@@ -9,7 +9,6 @@ service's processes per million step values, which other work on the machine cha
 `agents` is what agents send, samples and telemetry of ten steps in turn: as many requests a second are as many agents
 that send one a second. It is measured with one, two and four workers, and with two replicas on one Postgres.
 `--smoke` runs every case for a fraction of a second with one worker: it only shows that the benchmark works.
-The peer is MLflow's own server on SQLite, from an environment made for it; a metric there is a step value here.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ import psycopg
 import sqlalchemy as sa
 
 from benchmarks.support.load import Load, Measured, Request, drive
-from benchmarks.support.mlflow import METRICS, measure_mlflow
 from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.report import parser_of, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
@@ -228,8 +226,6 @@ def main() -> None:
     parser = parser_of("ingest", __doc__)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--engines", nargs="*", default=["sqlite", "postgres"], choices=["sqlite", "postgres"])
-    parser.add_argument("--peer", choices=["mlflow"])
-    parser.add_argument("--peer-python", default="python3", help="interpreter of the environment that has the peer")
     wanted = parser.parse_args()
     load = SMOKE if wanted.smoke else Load(measure_s=wanted.seconds)
     figures: dict[str, float] = {}
@@ -237,23 +233,10 @@ def main() -> None:
     with all_databases(wanted.engines) as found:
         for engine, databases in found.items():
             _engine(engine, databases, load, 1 if wanted.smoke else 2, figures, rows)
-    if wanted.peer:
-        _peer(wanted.peer_python, load.measure_s, figures, rows)
     print_table("Ingest", ("case", "requests/s", "step values/s", "p50 ms", "p99 ms", "failed", "CPU us/request"), rows)
     for key, value in figures.items():
         print(f"{key} = {value:,.3f}")
     write_json(wanted.json, figures)
-
-
-def _peer(python: str, seconds: float, figures: dict[str, float], rows: list[tuple[str, ...]]) -> None:
-    # one connection: more gave MLflow no higher rate, only longer waits
-    found = measure_mlflow(python, Load(processes=1, connections=1, measure_s=seconds), series(METRICS // 4, 0))
-    per_s = found.per_s * METRICS
-    figures["mlflow.metrics_per_s"] = per_s
-    figures["mlflow.p50_ms"], figures["mlflow.p99_ms"] = found.p50_ms, found.p99_ms
-    if "sqlite.step_values_per_s" in figures:
-        figures["sqlite.over_mlflow"] = figures["sqlite.step_values_per_s"] / per_s
-    _show(f"MLflow, sqlite, {METRICS:,} metrics, 1 worker", found, per_s, "", rows)
 
 
 def _show(name: str, found: Measured, values_per_s: float, cpu_us: str, rows: list[tuple[str, ...]]) -> None:

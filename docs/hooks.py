@@ -1,7 +1,7 @@
 """MkDocs hooks: pages list routes and calls as the application has them.
 
-`python docs/hooks.py` writes into `docs/paper.md` the figures of the benchmarks' reports, the first answers for the
-paper's four networks, and what the report of the experiments on gradient scaling says beside Table I.
+`python docs/hooks.py` writes into `docs/paper.md` the figures of the benchmarks' reports, and how the report of the
+experiments on gradient scaling compares with Table I.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import inspect
 import json
 import re
 import statistics
-import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OPENAPI = "<!-- openapi -->"
 MEASURED = ("<!-- measured -->\n", "<!-- end of measured -->")
-ANSWERED = ("<!-- answered -->\n", "<!-- end of answered -->")
 COMPARED = ("<!-- compared -->\n", "<!-- end of compared -->")
 STATIC = ("<!-- static -->\n", "<!-- end of static -->")
 TRAINED = ("<!-- trained -->\n", "<!-- end of trained -->")
@@ -99,16 +97,6 @@ def measured(root: Path) -> str:
         if key in found
     ]
     return "| | measured | the paper | where |\n|---|---|---|---|\n" + "\n".join(rows)
-
-
-def answered() -> str:
-    """The service's first answers for the paper's four networks, beside the paper's."""
-    if str(ROOT) not in sys.path:  # a script's path begins with its folder
-        sys.path.append(str(ROOT))
-    from benchmarks.paper_answers import HEADER, rows
-
-    lines = (" | ".join(cells) for cells in (HEADER, ["---"] * len(HEADER), *rows()))
-    return "\n".join(f"| {line} |" for line in lines)
 
 
 RESULTS = ROOT / "experiments" / "generalization" / "results"
@@ -230,7 +218,6 @@ def with_tables(page: str) -> str:
     """`docs/paper.md` with everything that is written from reports, each part between its two marks."""
     parts = (
         (MEASURED, measured(ROOT)),
-        (ANSWERED, answered()),
         (COMPARED, compared()),
         (TRAINED, trained()),
         (STATIC, factors()),

@@ -98,23 +98,6 @@ def a_million_steps(made: Seeded) -> str:
     return run_id
 
 
-def a_crowded_job(made: Seeded, num_runs: int) -> str:
-    """A job of 1,008 candidates with training runs that each logged a loss; answers its id."""
-    kinds = [
-        {"instance_type": f"type-{place}", "max_nodes": 256, "price": {"usd_per_node_hour": 1 + place / 4}}
-        for place in range(16)
-    ]
-    batch = {"min_local_batch_size": 8, "max_local_batch_size": 512}
-    spec = specification("crowded", cluster=kinds, batch=batch, dataset={"size": 1_281_167})
-    job_id = str(made.post(routes.JOBS, spec)["job"]["id"])
-    for number in range(num_runs):
-        configuration = {"num_nodes": 1, "local_batch_size": 32, "instance_type": "type-0"}
-        body = {"kind": "train", "configuration": configuration, "holder": "seed"}
-        run_id = str(made.post(routes.JOB_RUNS.format(job_id=job_id), body)["id"])
-        made.telemetry(run_id, 0, range(100), {"loss": [4 * 0.98**step + number / 100 for step in range(100)]})
-    return job_id
-
-
 def _profile(made: Seeded, run: dict[str, Any]) -> None:
     batch, nodes = run["configuration"]["local_batch_size"], run["configuration"]["num_nodes"]
     made.patch(run["id"], state="running")

@@ -448,7 +448,6 @@ def test_a_failing_chart_says_so_and_can_be_tried_again(visit: Visit, seeded: Se
 
 
 def test_a_million_steps_are_thinned_before_they_reach_the_page(visit: Visit, seeded: Seeded) -> None:
-    """`python -m benchmarks.dashboard` measures how fast that is."""
     figure = visit(f"/runs/{a_million_steps(seeded)}").locator("[data-chart$='/loss']")
     figure.scroll_into_view_if_needed()
     expect(figure.locator(".subtitle")).to_contain_text("of 1,000,000 points")

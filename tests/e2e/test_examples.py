@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import runpy
 import socket
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -65,3 +69,21 @@ def test_the_example_continues_from_its_checkpoint_as_if_it_had_not_stopped(tmp_
 @pytest.mark.parametrize("name", ["accumulation.py", "amp.py"])
 def test_an_example_trains_without_a_service(tmp_path: Path, name: str) -> None:
     assert "epoch 2: loss" in train(tmp_path, EXAMPLES / name, "--batch-size", "64")
+
+
+def test_without_torchvision_the_script_of_the_paper_says_in_one_sentence_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(SystemExit, match=r"pip install 'tula\[examples\]'.*\.$"):
+        runpy.run_path(str(EXAMPLES / "cnn_ddp.py"), run_name="__main__")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="torchvision (the extra `examples`) is not installed"
+)
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "paper").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_facts_in_a_job_of_the_paper_are_those_that_the_script_counts(path: Path, tmp_path: Path) -> None:
+    job = tomllib.loads(path.read_text(encoding="utf-8"))["model"]
+    facts = tomllib.loads(train(tmp_path, EXAMPLES / "cnn_ddp.py", "--model", path.stem, "--facts"))
+    assert facts == {key: job[key] for key in facts}

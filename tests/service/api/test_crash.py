@@ -17,7 +17,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.crash import kill_the_service
 from benchmarks.support.forked import Server
 from benchmarks.support.postgres import PostgresServer
 from benchmarks.support.prepared import Prepared, prepare
@@ -29,15 +28,26 @@ from tula_wire import routes
 
 Workers = tuple[Prepared, Server]
 SERVICE_KILLS, KILLS, WORKER_KILLS = 40, 4, 1
-"""Fifty in all (`benchmarks.crash`: a thousand), most of what is started again fastest. A worker that is replaced
+"""Fifty in all, most of what is started again fastest. A worker that is replaced
 imports the service again, 4 s of CPU."""
 
 
 def test_kills_of_the_service_lose_nothing(sqlite_url: str) -> None:
     """kill -9 of the whole service under load, time and again over one SQLite file."""
-    found = kill_the_service(sqlite_url, SERVICE_KILLS)
-    assert found["resent"] > 0, "the kills were felt"
-    assert (found["lost"], found["doubled"]) == (0, 0)
+    prepared = prepare(sqlite_url)
+    server = Server(sqlite_url)
+    port = server.port
+    try:
+        with sending(prepared, lambda: f"http://127.0.0.1:{port}") as senders:
+            for _ in range(SERVICE_KILLS):
+                progressed(senders)
+                server.kill()
+                server = Server(sqlite_url, port=port)
+            progressed(senders)
+    finally:
+        server.stop()
+    assert sum(sender.resent for sender in senders) > 0, "the kills were felt"
+    nothing_lost_nothing_twice(prepared, senders)
 
 
 def test_kills_of_a_replica_lose_nothing(postgres_url: str) -> None:

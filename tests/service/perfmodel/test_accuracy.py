@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
-import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import black_box, memory, neighbours, step_time
+from benchmarks import memory, step_time
 from benchmarks.support.grids import (
-    Placement,
     Workload,
     over_workloads,
     read_memory,
@@ -110,52 +108,6 @@ def test_waits_of_a_source_join_its_own_campaign_and_a_table_that_joins_nothing_
     else:
         _, ((workload, waits),) = over_workloads(parser, lambda workload: workload.sync_time_s, arguments)
         assert waits == {c: 0.04 for c in workload.candidates if c.num_nodes == 2}
-
-
-def test_pollux_s_form_as_we_fit_it_recovers_its_own_data():
-    at = [
-        Placement(num_nodes=nodes, ranks_per_node=4, local_batch_size=batch, ranks=nodes * ranks)
-        for nodes, ranks in ((1, 1), (1, 2), (1, 4), (2, 4), (4, 4))
-        for batch in (8, 32, 128)
-    ]
-
-    def truth(c: Placement) -> float:
-        several = c.num_nodes > 1
-        sync = 0.0 if c.world_size == 1 else (0.09 if several else 0.02) + 0.002 * (c.world_size - 2)
-        return float(((0.01 + 0.0008 * c.local_batch_size) ** 1.8 + sync**1.8) ** (1 / 1.8))
-
-    fitted = neighbours.Pollux(at[::2], [truth(c) for c in at[::2]], [np.nan] * len(at[::2]))
-    assert np.median(np.abs(fitted.predict(at) / [truth(c) for c in at] - 1.0)) < 0.02
-
-
-def test_both_models_are_judged_by_the_same_runs(workloads, tmp_path):
-    small = min((w for w in workloads if w.grid == "regular"), key=lambda w: len(w.candidates))
-    lines = (GRIDS / "step_time.csv").read_text(encoding="utf-8").splitlines()
-    (tmp_path / "one.csv").write_text(
-        "\n".join(line for line in lines if line.startswith(("workload", f"{small.name},"))) + "\n", encoding="utf-8"
-    )
-    assert neighbours.main(["--grids", str(tmp_path / "one.csv"), "--json", str(tmp_path / "out.json")]) == 0
-    figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    ours = np.median(step_time.held_out(small, step_time.corners(small))[0])
-    assert figures["regular.corners.tula.median"] == pytest.approx(ours, abs=1e-6)
-    for runs in neighbours.RUNS:
-        assert figures[f"regular.{runs}.pollux.median"] > 0.0
-        assert figures[f"regular.{runs}.tula.better"] in (0.0, 1.0)
-
-
-def test_searches_that_know_nothing_choose_the_best_of_what_they_ran():
-    placed = [(nodes, batch) for nodes in (1, 2, 4) for batch in (8, 16, 32, 64)]
-    at = [Placement(num_nodes=nodes, local_batch_size=batch, ranks=nodes) for nodes, batch in placed]
-    times = {c: 1.0 / c.world_size + 1.0 / c.local_batch_size for c in at}
-    few = dict(list(times.items())[:5])
-    assert black_box.drawn(few, few, np.inf, random.Random(1)) == min(few, key=lambda c: few[c])
-    found = [black_box.bayes(times, times, np.inf, random.Random(seed)) for seed in range(4)]
-    assert np.median([times[c] for c in found]) <= 1.1 * min(times.values()), (
-        "it is a fair opponent on a smooth surface"
-    )
-    paid = {c: times[c] * c.world_size**2 for c in at}
-    kept = [black_box.bayes(times, paid, 0.6, random.Random(seed)) for seed in range(4)]
-    assert all(times[c] <= 0.6 for c in kept)
 
 
 def test_memory_of_the_largest_batch_is_predicted_from_the_two_smallest(tmp_path):
