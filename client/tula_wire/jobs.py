@@ -74,7 +74,7 @@ class Run(WireModel):
         "Seconds after which a training ends its loop, from what is left of deadline and budget; null "
         'unless the job has `limits.on_breach = "stop"`.'
     )
-    drifted: bool = Field(False, description="True: its step time changed while it ran.")
+    drifted: bool = Field(False, description="True: it does not run at the predicted speed.")
 
 
 class RunList(WireModel):

@@ -131,8 +131,7 @@ def upgrade() -> None:
         *required(TIME, "created_at"),
         *required(sa.BigInteger, "num_samples", "dropped"),
         *optional(sa.Integer, "failed_local_batch_size", "straggler_rank"),
-        *required(sa.Boolean, "drifted"),
-        *optional(JSON, "drift_state"),
+        *optional(JSON, "monitor"),
         sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),
         *optional(sa.BigInteger, "scaling_step"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -32,7 +33,6 @@ from tula_service.api import (
 )
 from tula_service.api.deps import Limiter, Services, authenticate
 from tula_service.api.middleware import Metrics, RequestMiddleware
-from tula_service.background import BackgroundQueue
 from tula_service.dashboard import pages, session, static_files
 from tula_service.settings import Settings, SettingsError
 from tula_service.store import Store
@@ -43,6 +43,7 @@ from tula_service.usecases.samples import SampleIngest
 from tula_service.usecases.telemetry import TelemetryIngest
 from tula_wire import routes
 
+_LOG = logging.getLogger("tula.service")
 _PARTS: Final = (
     telemetry,  # first: routes are matched in order, and agents call this one most often
     samples,
@@ -74,21 +75,21 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     store = Store.open(settings.database, connections=settings.threads + LOOKUPS + 1)  # one for the telemetry writer
     check_schema(store.engine)
     counters = Metrics()
-    known_runs, background = KnownRuns(store), BackgroundQueue()
+    known_runs = KnownRuns(store)
     services = Services(
         settings=settings,
         store=store,
         access=Access(store, cache_s=token_cache_s, tokenless_allowed=settings.on_loopback),
         limiter=Limiter(requests_per_minute=settings.requests_per_minute, ingest_per_minute=settings.ingest_per_minute),
         metrics=counters,
-        samples=SampleIngest(store, known_runs, background),
+        samples=SampleIngest(store, known_runs),
         telemetry=TelemetryIngest(store, known_runs, threads=intake),
         intake=intake,
         lookups=anyio.CapacityLimiter(LOOKUPS),
         drawers=anyio.CapacityLimiter(2),
     )
 
-    at_end: list[Callable[[], None]] = [services.telemetry.writer.close, background.close, store.close]
+    at_end: list[Callable[[], None]] = [services.telemetry.writer.close, store.close]
     tracer = _tracer() if settings.trace else None
     if tracer is not None:
         at_end.append(tracer.shutdown)
@@ -98,7 +99,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
         anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads - settings.threads // 2
         daily = None
         if not settings.read_only:
-            make_partitions = partial(background.run, "partitions", partial(create_ahead, store.engine))
+            make_partitions = partial(_make_partitions, store)
             await anyio.to_thread.run_sync(make_partitions)  # the service may have been stopped for months
             daily = asyncio.create_task(_every_day(make_partitions))
         yield {"stopping": services.stopping}
@@ -133,6 +134,14 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     for router in (operations.open_router, session.router, static_files.router):
         app.include_router(router)
     return app
+
+
+def _make_partitions(store: Store) -> None:
+    """Make the partitions of the coming months; a failure is logged, and tried again the next day."""
+    try:
+        create_ahead(store.engine)
+    except Exception:
+        _LOG.exception("partitions for the coming months could not be made")
 
 
 async def _every_day(work: Callable[[], None]) -> None:

@@ -121,8 +121,7 @@ class RunRecord(NewRun):
     dropped: int
     failed_local_batch_size: int | None
     straggler_rank: int | None
-    drifted: bool
-    drift_state: dict[str, Any] | None
+    monitor: dict[str, Any] | None
     drift_sentence: str | None
     unsteady: bool
     time_limit_s: float | None
@@ -131,6 +130,11 @@ class RunRecord(NewRun):
     observed_world_size: int | None = None
     observed_local_batch_size: int | None = None
     observed_grad_accum_steps: int | None = None
+
+    @property
+    def drifted(self) -> bool:
+        """True while its speed is not the one predicted."""
+        return self.drift_sentence is not None
 
     @property
     def configuration_mismatch(self) -> str | None:

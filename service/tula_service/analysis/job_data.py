@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import tula_wire as wire
@@ -79,27 +79,14 @@ class JobData:
 
     @property
     def drift(self) -> str | None:
-        """How the newest training run has changed its speed, if it has and the cause was diagnosed."""
+        """How the newest training run differs in speed from its prediction; None if it does not."""
         newest = max((run for run in self.runs if run.kind == "train"), key=lambda run: run.key, default=None)
-        return newest.drift_sentence if newest is not None and newest.drifted else None
+        return None if newest is None else newest.drift_sentence
 
     @property
     def profile_runs(self) -> list[RunRecord]:
         """The profiling runs, in plan order."""
         return [run for run in self.runs if run.kind == "profile"]
-
-    def ignoring(self, run_id: str) -> JobData:
-        """The same data without the step time of this run."""
-        return replace(self, ignored_step_times=self.ignored_step_times | {run_id})
-
-    def since(self, run_id: str, step_time_s: float, compute_time_s: float | None) -> JobData:
-        """The same data with step times of this run, at its present speed, and of later runs only."""
-        keys = {run.id: run.key for run in self.runs}
-        ignored = {known for known, key in keys.items() if key < keys[run_id]}
-        present = {"step_time_s": step_time_s, "compute_time_s": compute_time_s}
-        present |= {"exposed_comm_time_s": None, "relative_sd": None}
-        summaries = [replace(s, **present) if s.run_id == run_id else s for s in self.summaries]  # type: ignore[arg-type]
-        return replace(self, summaries=summaries, ignored_step_times=frozenset(ignored))
 
 
 def devices_of(model: wire.ModelSpec) -> int:

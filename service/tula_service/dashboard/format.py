@@ -81,12 +81,11 @@ def words(name: str) -> str:
 
 def event_warns(event: Event) -> bool:
     """True where a person may want to act."""
-    kind = event.data.get("kind")
     if event.kind == "drift":
         return event.data.get("alarm") != "recovered"
-    if event.kind == "advice" and kind in ("deadline", "budget"):
+    if event.kind == "advice":
         return True
-    return kind == "reconfigure" or event.data.get("state") in ("failed", "out_of_memory")
+    return event.data.get("state") in ("failed", "out_of_memory")
 
 
 def event_sentence(event: Event) -> str:

@@ -44,7 +44,6 @@ class Runs(Repository):
             "started_at": now if run.state == "running" else None,
             "num_samples": 0,
             "dropped": 0,
-            "drifted": False,
         }
         values |= values.pop("configuration")
         self._connection.execute(sa.insert(runs).values(values))

@@ -128,8 +128,7 @@ runs = sa.Table(
     sa.Column("created_at", UtcTime, nullable=False),
     *_required(sa.BigInteger, "num_samples", "dropped"),
     *_optional(sa.Integer, "failed_local_batch_size", "straggler_rank"),
-    sa.Column("drifted", sa.Boolean, nullable=False),
-    sa.Column("drift_state", JSON),  # analysis.monitoring.Monitor
+    sa.Column("monitor", JSON),  # analysis.alarm.Monitor
     sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Column("scaling_step", sa.BigInteger),  # the last telemetry step that threshold tuning has looked at
     sa.Index("ix_runs_job_id_state_position_key", "job_id", "state", "position", "key"),

@@ -168,7 +168,7 @@ def _compute(store: Store, job_id: str, objective: Objective | None, *, plan: bo
 def _facts(tx: Transaction, job: JobRecord, plan: bool) -> object:
     """Everything besides measurements that an answer rests on, or an answer with its plan."""
     runs = tx.runs.list(job.id, limit=_MAX_RUNS) if plan else ()
-    states = [(run.id, run.state, run.failed_local_batch_size, run.drifted) for run in runs]
+    states = [(run.id, run.state, run.failed_local_batch_size, run.drift_sentence) for run in runs]
     return job.spec, job.retried_up_to_key if plan else None, states
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from functools import partial
 from typing import Final
 
 import sqlalchemy as sa
 from pydantic import Field
 
-from tula_service.background import BackgroundQueue
 from tula_service.domain import RunRecord
 from tula_service.errors import InvalidInput, NotFound
 from tula_service.perfmodel.step_summary import summarise
@@ -29,10 +27,9 @@ _CURSOR: Final = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 class SampleIngest:
     """Stores batches of samples, and has monitoring look at those of training runs."""
 
-    def __init__(self, store: Store, runs: KnownRuns, background: BackgroundQueue) -> None:
+    def __init__(self, store: Store, runs: KnownRuns) -> None:
         self._store = store
         self._runs = runs
-        self._background = background
 
     def store(self, principal: Principal, run_id: str, batch: SampleBatch) -> SamplesAccepted:
         """Store a batch of samples; the answer says whether the run may stop. A resent row counts as a duplicate.
@@ -40,7 +37,6 @@ class SampleIngest:
         Raises NotFound, and InvalidInput for a rank beyond both the run's world size and the one its process saw.
         """
         run_key, job_id = self._runs.authorise(principal, run_id)
-        diagnosis_due = False
         with self._store.transaction() as tx:
             try:
                 stored = tx.samples.add(run_key, job_id, batch)
@@ -53,7 +49,7 @@ class SampleIngest:
             if highest >= world_size:
                 raise _no_such_rank("straggler_rank", highest, world_size)
             if stored:
-                diagnosis_due = monitoring.ingest(tx, run, batch, stored)
+                monitoring.observe_samples(tx, run, batch, stored)
             stop, reason = _stop_advice(tx, run)
             tx.leases.renew(run_id)
             if stored and self._runs.may_announce(run_id):
@@ -62,8 +58,6 @@ class SampleIngest:
             # In a transaction by itself: it changes other jobs, which samples never lock.
             with suppress(NotFound):  # deleted meanwhile
                 fabrics.add_of_run(self._store, run_id, batch.all_reduces)
-        if diagnosis_due:
-            self._background.enqueue(run_id, partial(monitoring.diagnose, self._store, run_id))
         return SamplesAccepted(stored=stored, duplicates=len(batch.sequence) - stored, stop=stop, reason=reason)
 
 

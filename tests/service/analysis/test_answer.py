@@ -228,7 +228,7 @@ def test_a_configuration_that_ran_fits_into_memory_even_where_its_step_time_is_i
     probability = answer_of(data).evidence.memory.fit_probability(largest)
     assert probability is not None
     assert probability < data.spec.profiling.memory_safety
-    assert largest not in answer_of(data.ignoring(data.runs[-1].id)).doubtful
+    assert largest not in answer_of(replace(data, ignored_step_times=frozenset({data.runs[-1].id}))).doubtful
 
 
 def test_a_question_about_any_configuration_costs_no_second_fit(monkeypatch: pytest.MonkeyPatch) -> None:

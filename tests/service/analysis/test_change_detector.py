@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.busy_host import steady_steps
-from tula_service.analysis.monitoring import DriftState, watch_drift
+from tula_service.analysis.alarm import DriftState, watch_drift
 from tula_service.perfmodel.points import ObservationError
 
 

@@ -50,7 +50,7 @@ class TestSamples:
                 waiting = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
                 while not tx.connection.execute(waiting).scalar():
                     assert not sent.done()
-                tx.runs.update(run.id, drifted=True)
+                tx.runs.update(run.id, drift_sentence="slower")
             assert sent.result() == 10
         with store.reading() as tx:
             assert (tx.runs.get(run.id).drifted, tx.runs.get(run.id).num_samples) == (True, 10)

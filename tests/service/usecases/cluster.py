@@ -10,7 +10,6 @@ import numpy as np
 
 import tula_wire as wire
 from tests.service.store.examples import add_chunk
-from tula_service.background import BackgroundQueue, Work
 from tula_service.domain import NewChunk
 from tula_service.store import Store
 from tula_service.usecases import jobs, recommendations, runs
@@ -42,14 +41,6 @@ def overlapping(c: wire.Configuration, *, bandwidth: float = 1.0) -> float:
     return float((compute**2.5 + ring**2.5) ** 0.4)
 
 
-class Immediately(BackgroundQueue):
-    """Background work is done before the request returns, so that a test finds it done."""
-
-    def enqueue(self, run_id: str, work: Work) -> None:
-        """Do it."""
-        self.run(run_id, work)
-
-
 @dataclass
 class Cluster:
     """Runs whatever the plan asks for; `noise` is the relative spread of a step, `capacity_bytes` that of a rank."""
@@ -65,7 +56,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(7)
-        self.ingest = SampleIngest(self.store, KnownRuns(self.store), Immediately())
+        self.ingest = SampleIngest(self.store, KnownRuns(self.store))
         self.sequence = 0
 
     def register(self, wanted: wire.JobSpec | None = None, **options: Any) -> wire.JobCreated:

@@ -7,7 +7,7 @@ import pytest
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tests.support.clock import ManualClock
-from tula_service.analysis.monitoring import usd_per_s
+from tula_service.analysis.alarm import usd_per_s
 from tula_service.errors import InvalidInput
 from tula_wire.bounds import MAX_DURATION_S
 

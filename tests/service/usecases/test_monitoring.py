@@ -1,25 +1,14 @@
-"""Training monitored live: changes of speed found soon and never without cause, limits, and advice with its figures."""
+"""Training monitored live: changes of speed found soon and never without cause, and limits that will not hold."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from functools import partial
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 import tula_wire as wire
-from tests.service.usecases.cluster import Cluster, Immediately, overlapping, spec
-from tests.support.clock import ManualClock
-from tula_service.analysis import monitoring as pure
-from tula_service.analysis.answer import Analysis
-from tula_service.background import BackgroundQueue
-from tula_service.errors import Busy, StoreUnavailable
-from tula_service.usecases import monitoring
-from tula_service.usecases.access import KnownRuns
-from tula_service.usecases.samples import SampleIngest
+from tests.service.usecases.cluster import Cluster, overlapping, spec
 
 
 @pytest.fixture
@@ -60,7 +49,7 @@ def test_rows_that_are_resent_are_not_observed_again(trained: tuple[Cluster, str
     assert cluster.events(job_id, "drift") == []
 
 
-def test_links_at_a_quarter_are_noticed_within_50_steps_and_blamed(trained: tuple[Cluster, str, wire.Run]) -> None:
+def test_links_at_a_quarter_are_noticed_within_50_steps(trained: tuple[Cluster, str, wire.Run]) -> None:
     cluster, job_id, run = trained
     feed(cluster, run, 100)
     before = cluster.sequence
@@ -69,8 +58,9 @@ def test_links_at_a_quarter_are_noticed_within_50_steps_and_blamed(trained: tupl
     (drift,) = cluster.events(job_id, "drift")
     assert drift["step"] - before < 50
     assert drift["alarm"] == "slower"
-    assert drift["part"] == "communication"
-    assert 2.5 < drift["factor"] < 6.5
+    assert drift["step_time_s"] > drift["expected_high_s"]
+    assert drift["sentence"].startswith("Training has become slower than predicted: ")
+    assert "tula predict" in drift["sentence"]
     assert cluster.job(job_id).state == "training"
 
 
@@ -93,38 +83,6 @@ def test_a_training_that_is_slow_from_its_start_is_measured_as_it_is(trained: tu
     cluster.step_time = partial(overlapping, bandwidth=0.25)
     feed(cluster, run, 50)
     assert cluster.recommendation(job_id).model.num_runs == before.model.num_runs + 1
-
-
-def test_advice_shows_arithmetic_that_adds_up(cluster: Cluster, clock: ManualClock) -> None:
-    job_id = cluster.register(spec(objective="cost", epochs=100)).job.id
-    cluster.work(job_id)
-    spread = wire.Configuration(num_nodes=8, ranks_per_node=2, local_batch_size=32)
-    run = cluster.train(job_id, spread)
-    clock.advance(90.0)
-    feed(cluster, run, 50)
-    cluster.step_time = partial(overlapping, bandwidth=0.25)
-    feed(cluster, run, 50)
-    (advice,) = cluster.events(job_id, "advice")
-    assert advice["kind"] == "reconfigure"
-    assert advice["unit"] == "USD"
-    left = advice["remaining_examples"]
-    assert advice["stay_s"] == pytest.approx(left / (32 * 16) * advice["step_time_s"])
-    assert 0 < advice["restart_s"] < 90
-    per_node_s = 3.0 / 3600
-    move = (advice["move_s"] + advice["restart_s"]) * advice["to"]["num_nodes"] * per_node_s
-    assert advice["saving"] == pytest.approx(advice["stay_s"] * 8 * per_node_s - move)
-    assert advice["saving"] > 0
-
-
-def test_a_restart_that_costs_more_than_it_saves_is_not_advised(cluster: Cluster, clock: ManualClock) -> None:
-    job_id = cluster.register(spec(objective="cost", epochs=1)).job.id
-    cluster.work(job_id)
-    run = cluster.train(job_id, wire.Configuration(num_nodes=8, ranks_per_node=2, local_batch_size=32))
-    clock.advance(100_000.0)
-    feed(cluster, run, 50)
-    cluster.step_time = partial(overlapping, bandwidth=0.25)
-    feed(cluster, run, 50)
-    assert [advice["kind"] for advice in cluster.events(job_id, "advice")] == ["stay"]
 
 
 def test_recovery_is_announced(trained: tuple[Cluster, str, wire.Run]) -> None:
@@ -165,85 +123,6 @@ def test_a_training_that_never_ran_at_the_predicted_speed_says_so(
     assert drift["sentence"].startswith("Since its start")
 
 
-def test_a_change_of_speed_is_diagnosed_after_the_request_that_showed_it(
-    trained: tuple[Cluster, str, wire.Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Samples are stored and answered while the fit is still at work; no request waits for it."""
-    cluster, job_id, run = trained
-    analyse, computing_now, released = monitoring.analyse, threading.Event(), threading.Event()
-
-    def held(*arguments: Any) -> Analysis:
-        computing_now.set()
-        assert released.wait(60)
-        return analyse(*arguments)
-
-    monkeypatch.setattr(monitoring, "analyse", held)
-    background = BackgroundQueue()
-    cluster.ingest = SampleIngest(cluster.store, KnownRuns(cluster.store), background)
-    feed(cluster, run, 50)
-    cluster.step_time = partial(overlapping, bandwidth=0.25)
-    feed(cluster, run, 50)
-    assert computing_now.wait(60)
-    assert cluster.events(job_id, "drift") == []
-    with cluster.store.transaction() as tx:  # no lock is held meanwhile
-        tx.jobs.bump(job_id)
-    feed(cluster, run, 10)
-    released.set()
-    background.close()
-    assert [event["alarm"] for event in cluster.events(job_id, "drift")] == ["slower"]
-    assert any("slower" in warning for warning in cluster.recommendation(job_id).model.warnings)
-
-
-def test_a_worker_that_dies_before_its_diagnosis_leaves_it_to_the_next_samples(
-    trained: tuple[Cluster, str, wire.Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster, job_id, run = trained
-    feed(cluster, run, 50)
-    cluster.step_time = partial(overlapping, bandwidth=0.25)
-    with monkeypatch.context() as dying:
-        dying.setattr(Immediately, "enqueue", lambda *_: None)
-        feed(cluster, run, 50)
-    assert cluster.events(job_id, "drift") == []
-    feed(cluster, run, 10)
-    (drift,) = cluster.events(job_id, "drift")
-    assert (drift["alarm"], drift["part"]) == ("slower", "communication")
-    feed(cluster, run, 50)
-    assert len(cluster.events(job_id, "drift")) == 1, "it is diagnosed once"
-
-
-@pytest.mark.parametrize("error", [StoreUnavailable("away"), RuntimeError("a bug")])
-def test_a_diagnosis_that_fails_harms_no_sample_and_is_retried(
-    trained: tuple[Cluster, str, wire.Run], monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    cluster, job_id, run = trained
-    feed(cluster, run, 50)
-    cluster.step_time = partial(overlapping, bandwidth=0.25)
-    with monkeypatch.context() as failing:
-        failing.setattr(monitoring, "analyse", Mock(side_effect=error))
-        feed(cluster, run, 50)
-    assert cluster.events(job_id, "drift") == []
-    feed(cluster, run, 10)
-    assert len(cluster.events(job_id, "drift")) == 1
-
-
-@pytest.mark.parametrize("error", [Busy("full", retry_after_s=5.0), RuntimeError("a bug")])
-def test_advice_that_failed_is_retried_with_its_diagnosis_at_the_next_samples(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    job_id = cluster.register(spec(objective="cost", epochs=100)).job.id
-    cluster.work(job_id)
-    run = cluster.train(job_id, wire.Configuration(num_nodes=8, ranks_per_node=2, local_batch_size=32))
-    feed(cluster, run, 50)
-    cluster.step_time = partial(overlapping, bandwidth=0.25)
-    with monkeypatch.context() as failing:
-        failing.setattr(pure, "reconfigure", Mock(side_effect=error))
-        feed(cluster, run, 50)
-    assert (cluster.events(job_id, "drift"), cluster.events(job_id, "advice")) == ([], [])
-    feed(cluster, run, 30)
-    assert len(cluster.events(job_id, "drift")) == 1
-    assert [each["kind"] for each in cluster.events(job_id, "advice")] == ["reconfigure"]
-
-
 @pytest.mark.parametrize("continued", [False, True])
 def test_a_half_recovery_says_what_the_speed_became_and_how_it_compares(
     trained: tuple[Cluster, str, wire.Run], continued: bool
@@ -257,12 +136,10 @@ def test_a_half_recovery_says_what_the_speed_became_and_how_it_compares(
     cluster.step_time = partial(overlapping, bandwidth=0.5)
     feed(cluster, run, 50)
     first, second = cluster.events(job_id, "drift")
-    assert first["sentence"].startswith("Training has become slower than predicted: communication is")
+    assert first["sentence"].startswith("Training has become slower than predicted: ")
     assert second["step_time_s"] > second["expected_high_s"]
     start = "Since its start training is slower" if continued else "Training has become faster, but is still slower"
-    assert second["sentence"].startswith(f"{start} than predicted: communication")
-    assert "times slower than when it was profiled" in second["sentence"]
-    assert 1.5 < second["factor"] < 2.7
+    assert second["sentence"].startswith(f"{start} than predicted: ")
 
 
 @pytest.mark.parametrize("local_batch_size", [None, 128])
@@ -288,13 +165,3 @@ def test_a_training_that_was_restarted_recovers_to_what_was_profiled(
     cluster.step_time = partial(overlapping, bandwidth=0.25)
     feed(cluster, second, 60)
     assert [event["alarm"] for event in cluster.events(job_id, "drift")] == [*alarms, "recovered", "slower"]
-
-
-def test_a_loader_that_became_slow_is_blamed(trained: tuple[Cluster, str, wire.Run]) -> None:
-    cluster, job_id, run = trained
-    feed(cluster, run, 50)
-    times = cluster.times(run.configuration, 20)
-    cluster.send(run, times + 0.4, compute_time_s=list(times), input_time_s=[0.4] * 20)
-    (drift,) = cluster.events(job_id, "drift")
-    assert (drift["alarm"], drift["part"]) == ("slower", "input")
-    assert "it waits for data" in drift["sentence"]

@@ -232,8 +232,7 @@ CREATE TABLE public.runs (
     dropped bigint NOT NULL,
     failed_local_batch_size integer,
     straggler_rank integer,
-    drifted boolean NOT NULL,
-    drift_state jsonb,
+    monitor jsonb,
     unsteady boolean DEFAULT false NOT NULL,
     scaling_step bigint
 );
@@ -401,7 +400,7 @@ INSERT INTO public.projects VALUES ('default', 'default', '2026-11-26 23:19:52.2
 -- next
 INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.012659097182127222, 0.25, NULL, NULL, NULL, 0.05000000000000001, NULL, 1, NULL, NULL, NULL, 'wall');
 -- next
-INSERT INTO public.runs VALUES (202611000000001, 'run-a53f3f5d65999750', 'job-bd28478694843afd', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 0, NULL, NULL, false, NULL, false, NULL);
+INSERT INTO public.runs VALUES (202611000000001, 'run-a53f3f5d65999750', 'job-bd28478694843afd', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 0, NULL, NULL, NULL, false, NULL);
 -- next
 INSERT INTO public.sample_sources VALUES (1, 202611000000001, 0, 'boot', 'wall', NULL, NULL, NULL, NULL);
 -- next

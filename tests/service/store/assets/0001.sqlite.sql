@@ -219,8 +219,7 @@ CREATE TABLE runs (
 	dropped BIGINT NOT NULL, 
 	failed_local_batch_size INTEGER, 
 	straggler_rank INTEGER, 
-	drifted BOOLEAN NOT NULL, 
-	drift_state JSON, 
+	monitor JSON, 
 	unsteady BOOLEAN DEFAULT 0 NOT NULL, 
 	scaling_step BIGINT, 
 	CONSTRAINT pk_runs PRIMARY KEY ("key"), 
@@ -228,7 +227,7 @@ CREATE TABLE runs (
 	CONSTRAINT fk_runs_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "runs" VALUES(1,'run-5f4d9a1253566dc1','job-76ff28e61d367c5e','default','profile','pending','default','',2,4,32,1,0,'plan',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',20,0,NULL,NULL,0,NULL,0,NULL);
+INSERT INTO "runs" VALUES(1,'run-5f4d9a1253566dc1','job-76ff28e61d367c5e','default','profile','pending','default','',2,4,32,1,0,'plan',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',20,0,NULL,NULL,NULL,0,NULL);
 -- next
 CREATE TABLE sample_sources (
 	"key" INTEGER NOT NULL, 

@@ -1,4 +1,4 @@
-"""Monitoring of a training run: its speed against the prediction, the cause of a change, its limits, and advice. Pure.
+"""The alarm of a training whose speed changes, and the projection of its deadline and budget. Pure.
 
 A `Monitor` is what is known of a training between two batches of samples. `usecases/monitoring.py` stores it with the
 run and announces what the functions here find.
@@ -16,29 +16,25 @@ from pydantic import TypeAdapter
 
 import tula_wire as wire
 from tula_service.analysis import job_data
-from tula_service.analysis.answer import Analysis, Answer
-from tula_service.analysis.explanation import name_of
-from tula_service.domain import MEASURES, FloatArray, Measure
+from tula_service.domain import FloatArray
 from tula_service.perfmodel.choice import Estimate
 from tula_service.perfmodel.points import column
-from tula_service.perfmodel.step_summary import known_mean, robust_mean
 from tula_wire import Configuration
 from tula_wire.bounds import MAX_DURATION_S
-from tula_wire.format import percent
+from tula_wire.format import duration
 
 CHECK_EVERY_STEPS = 50
 """Steps between two projections of deadline and budget."""
 
 _FROM_START_STEPS = 50
-_LEAST_SAVING = 0.02
 _THRESHOLD = 30.0
 _LARGEST_SCORE = 2.0
 _LEAST_HALF_WIDTH = 0.05
 _LEAST_CHANGE = 0.1  # of the expected step time
 _BLOCK = 50
 """Steps whose mean is compared with the interval: where that is wide, a speed just outside adds little to the sums."""
-_MOST_OVERLAP = 64.0  # the exponent at which max(compute, communication) is reached
 _BYTES_PER_GB = 1e9
+_ADVICE = "`tula predict JOB`, or the what-if on the job's page, says how other configurations compare."
 
 
 @dataclass(frozen=True)
@@ -119,40 +115,31 @@ def _is_off(total: float, squares: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Alarm:
-    """A change of speed that was noticed, with what diagnosis and advice need of that moment.
+class DriftAlarm:
+    """A lasting change of speed; `sentence` is None once training runs as predicted again. `event`: its `drift` event.
 
-    `kind` is "slower" or "faster", `after_steps` the steps until the detector raised it, `level_s` the robust mean of
-    the newest step times, `compute_s` and `input_s` those of their compute and of their waits for data if the agent
-    reports them. `examples_left` is None if it is unknown.
+    `from_start`: the training has never had another speed, so its samples describe one.
     """
 
-    kind: str
-    step: int
-    after_steps: int
+    sentence: str | None
     from_start: bool
-    level_s: float
-    compute_s: float | None
-    examples_left: float | None
-    input_s: float | None = None
+    event: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Monitor:
     """The state of monitoring one run; without a prediction there is no detector, and only limits are checked.
 
-    `low_s`, `high_s`: the predicted step time. `restart_s`: time from the run's start to its first steps. `checked_at`:
-    the step of the last projection. `announced`: limits whose violation was announced. `changed`: the detector has
-    fired before. `elapsed_s` is the run's own time; `spent_s` and `spent_usd` are those of the runs that it continues.
+    `low_s`, `high_s`: the predicted step time. `checked_at`: the step of the last projection. `announced`: limits whose
+    violation was announced. `changed`: the detector has fired before. `elapsed_s` is the run's own time; `spent_s` and
+    `spent_usd` are those of the runs that it continues.
     """
 
     detector: DriftState | None = None
     low_s: float = 0.0
     high_s: float = 0.0
-    restart_s: float | None = None
     checked_at: int = 0
     announced: list[str] = field(default_factory=list)
-    alarm: Alarm | None = None
     changed: bool = False
     peak_bytes: float | None = None
     elapsed_s: float = 0.0
@@ -181,45 +168,40 @@ class Monitor:
 
     def observe(self, step_times_s: FloatArray, *, elapsed_s: float | None, warmup: bool) -> Monitor:
         """The state after these steps of one rank."""
-        monitor = self
-        if elapsed_s is not None:
-            restart_s = self.restart_s
-            if restart_s is None:
-                restart_s = max(elapsed_s - float(step_times_s.sum()), 0.0)
-            monitor = replace(monitor, elapsed_s=elapsed_s, restart_s=restart_s)
+        monitor = self if elapsed_s is None else replace(self, elapsed_s=elapsed_s)
         if monitor.detector is not None and not warmup:
             monitor = replace(monitor, detector=watch_drift(monitor.detector, step_times_s))
         return monitor
 
-    def raise_alarm(
-        self,
-        step: int,
-        recent_s: FloatArray,
-        compute_s: FloatArray | None,
-        input_s: FloatArray | None,
-        examples_left: float | None,
-    ) -> Monitor:
-        """The state once the detector has fired: rearmed around the new level, with an alarm unless it recovered."""
-        level_s = robust_mean(recent_s)[0]
-        if self.detector is None or self.detector.alarm is None or level_s is None:
-            return self
-        after_steps = self.detector.alarm_after_steps or recent_s.size
+    def expecting(self, level_s: float) -> Monitor:
+        """The state after a confirmed alarm: from now on a change from the new step time raises one."""
         width = max(self.high_s / self.low_s, 1.0) ** 0.5
-        monitor = replace(self, detector=DriftState.expecting(level_s / width, level_s * width))
+        return replace(self, detector=DriftState.expecting(level_s / width, level_s * width), changed=True)
+
+    def alarm(self, step: int, level_s: float) -> DriftAlarm:
+        """What to announce of a confirmed alarm, after which a step takes `level_s`."""
+        assert self.detector is not None
+        kind, after_steps = self.detector.alarm or "slower", self.detector.alarm_after_steps or 0
         from_start = not self.changed and after_steps <= _FROM_START_STEPS
+        sentence = None
         if self.low_s <= level_s <= self.high_s:
-            return replace(monitor, alarm=None, changed=True)
-        alarm = Alarm(
-            kind=self.detector.alarm,
-            step=step,
-            after_steps=after_steps,
-            from_start=from_start,
-            level_s=level_s,
-            compute_s=known_mean(compute_s),
-            examples_left=examples_left,
-            input_s=known_mean(input_s),
-        )
-        return replace(monitor, alarm=alarm, changed=True)
+            kind = "recovered"
+        else:
+            now = "slower" if level_s > self.high_s else "faster"
+            sentence = f"{'Since its start training is' if from_start else 'Training has become'} {now} than predicted"
+            if now != kind:
+                sentence = f"Training has become {kind}, but is still {now} than predicted"
+            sentence += f": {duration(level_s)} a step instead of {duration(self.low_s)} to {duration(self.high_s)}"
+        event = {
+            "alarm": kind,
+            "step": step,
+            "after_steps": after_steps,
+            "step_time_s": level_s,
+            "expected_low_s": self.low_s,
+            "expected_high_s": self.high_s,
+            "sentence": "Training runs at the predicted speed again." if sentence is None else f"{sentence}. {_ADVICE}",
+        }
+        return DriftAlarm(sentence, from_start, event)
 
     @property
     def fired(self) -> bool:
@@ -230,73 +212,8 @@ class Monitor:
         """True if deadline and budget are to be projected at this step; steps restart with the run's processes."""
         return step < self.checked_at or step >= self.checked_at + CHECK_EVERY_STEPS
 
-    def event(self, kind: str, *, step: int, after_steps: int | None, level_s: float) -> dict[str, Any]:
-        """The fields that every `drift` event has."""
-        return {
-            "alarm": kind,
-            "step": step,
-            "after_steps": after_steps,
-            "step_time_s": level_s,
-            "expected_low_s": self.low_s,
-            "expected_high_s": self.high_s,
-        }
-
 
 _MONITOR = TypeAdapter(Monitor)
-
-
-def diagnose(analysis: Analysis, c: Configuration, monitor: Monitor, alarm: Alarm) -> dict[str, Any]:
-    """Which part of the step changed, by which factor, and a sentence: `{"part", "factor", "sentence"}`.
-
-    Without a model of the job, the sentence alone. Where waits for data are more than half of what a step takes longer,
-    they are the part. Measured compute decides next: with more than half of the excess (in log) in it, that is the
-    part. Else a run of several ranks blames communication, which is what changes under a running job.
-    """
-    if not isinstance(analysis, Answer):
-        return {"sentence": f"{_speed(monitor, alarm)}, and no model can say why: {analysis.reason}"}
-    predicted = analysis.model.predict([c])
-    columns = (predicted.compute_s, predicted.comm_s, predicted.mean_s, predicted.input_s)
-    compute, comm, mean, waits_s = (float(column[0]) for column in columns)
-    if alarm.input_s is not None and alarm.input_s - waits_s > 0.5 * (alarm.level_s - mean) > 0.0:
-        shares = f"{percent(alarm.input_s / alarm.level_s, digits=0)} of the time"
-        shares += f", by prediction {percent(waits_s / mean, digits=0)}"
-        sentence = f"{_speed(monitor, alarm)}: it waits for data {shares}"
-        return {"part": "input", "factor": alarm.level_s / mean, "sentence": sentence}
-    part, factor = "compute", alarm.level_s / mean
-    computing = abs(math.log((alarm.compute_s or compute) / compute)) > 0.5 * abs(math.log(factor))
-    if c.world_size > 1 and comm > 1e-9 * mean and not computing:
-        level_s = alarm.level_s - (waits_s if alarm.input_s is None else alarm.input_s)
-        part, factor = "communication", _comm_factor(compute, comm, mean - waits_s, c.grad_accum_steps, level_s)
-    times, word = (factor, "slower") if factor >= 1 else (1 / factor, "faster")
-    sentence = f"{_speed(monitor, alarm)}: {part} is {times:.2g} times {word} than when it was profiled"
-    return {"part": part, "factor": factor, "sentence": sentence}
-
-
-def _speed(monitor: Monitor, alarm: Alarm) -> str:
-    """How fast the training is by its prediction, which after an earlier change may differ from what it has become."""
-    now = "slower" if alarm.level_s > monitor.high_s else "faster"
-    if now != alarm.kind:
-        return f"Training has become {alarm.kind}, but is still {now} than predicted"
-    return f"{'Since its start training is' if alarm.from_start else 'Training has become'} {now} than predicted"
-
-
-def _comm_factor(compute: float, comm: float, mean: float, micro_steps: int, step_time_s: float) -> float:
-    """By how much communication must have changed, from t = (m-1) T_g + (T_g^g + T_s^g)^(1/g) (docs/model.md)."""
-    from scipy.optimize import brentq  # imported on use: it doubles what scipy adds to the service's start
-
-    last = compute / micro_steps
-    overlapped, now = mean - (compute - last), step_time_s - (compute - last)
-
-    def excess(g: float) -> float:
-        return float(np.linalg.norm([last, comm], g)) - overlapped
-
-    if excess(1.0) <= 0.0:
-        g = 1.0
-    else:
-        g = _MOST_OVERLAP if excess(_MOST_OVERLAP) >= 0.0 else float(brentq(excess, 1.0, _MOST_OVERLAP))
-    largest = max(now, last)
-    comm_now = largest * max((now / largest) ** g - (last / largest) ** g, 0.0) ** (1.0 / g) if now > 0.0 else 0.0
-    return max(comm_now / comm, 1e-4)
 
 
 def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
@@ -359,49 +276,3 @@ def broken_limits(
             "sentence": f"At {step_time_s:.3g} s a step, with {steps_left:.0f} steps left, training ends at "
             f"{value:.4g} {unit}{earlier}, beyond the {name} of {limit:.4g} {unit}.",
         }
-
-
-def reconfigure(analysis: Analysis, c: Configuration, monitor: Monitor, alarm: Alarm) -> dict[str, Any] | None:
-    """An `advice` event: restart with the chosen configuration if that saves more than the restart costs, else stay.
-
-    `analysis` rests on what was measured since the change. None without a choice, if the present configuration is the
-    chosen one, or if it is not known how much is left.
-    """
-    left = alarm.examples_left
-    if not isinstance(analysis, Answer) or left is None:
-        return None
-    chosen = analysis.choice.chosen
-    if chosen is None or chosen.configuration == c:
-        return None
-    restart_s = monitor.restart_s or 0.0
-    stay_s = left / c.global_batch_size * alarm.level_s
-    move_s = left / chosen.configuration.global_batch_size * chosen.step_time_s.mean
-    stay, move, unit = stay_s, move_s + restart_s, "s"
-    if MEASURES[analysis.objective] is Measure.COST:
-        peak = None if chosen.peak_bytes is None else chosen.peak_bytes.mean
-        both = (c, monitor.peak_bytes), (chosen.configuration, peak)
-        rates = [usd_per_s(analysis.spec, each, peak_bytes) for each, peak_bytes in both]
-        unit = "USD"
-        if rates[0] is None or rates[1] is None:
-            rates, unit = [c.num_nodes / 3600, chosen.configuration.num_nodes / 3600], "node-hours"
-        stay, move = stay * (rates[0] or 0.0), move * (rates[1] or 0.0)
-    pays = stay > 0 and stay - move > _LEAST_SAVING * stay
-    return {
-        "kind": "reconfigure" if pays else "stay",
-        "step": alarm.step,
-        "from": asdict(c),
-        "to": asdict(chosen.configuration),
-        "remaining_examples": left,
-        "step_time_s": alarm.level_s,
-        "predicted_step_time_s": chosen.step_time_s.mean,
-        "stay_s": stay_s,
-        "move_s": move_s,
-        "restart_s": restart_s,
-        "saving": stay - move,
-        "unit": unit,
-        "sentence": (
-            f"{'Restart with' if pays else 'Stay; not worth moving to'} {name_of(chosen.configuration)}: "
-            f"the rest takes {stay:.4g} {unit} as it is and {move:.4g} {unit} there, "
-            f"{restart_s:.3g} s of restart included."
-        ),
-    }
