@@ -1,10 +1,10 @@
-"""Batches: what is read of one, its first examples, and the several that one launch measures."""
+"""What the agent reads of a batch: its examples, its tokens, its bytes; and its first examples."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.nn.utils.rnn import PackedSequence
@@ -112,48 +112,3 @@ def _first_of_sequence(value: Any, size: int, count: int) -> Any:
     if len(value) == size:
         raise TypeError(f"a {type(value).__name__} of {size} tensors may be the examples or parts of all examples")
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-
-
-class LaunchBatches:
-    """The local batches of one launch, the smallest first, and the run of each; the script's whole batch comes last.
-
-    whole: the local batch that the script was started with. smaller: the other batches with their runs, ascending.
-    own_run_id: the run of the whole batch. cut_to: the batch that is due, as an attribute, since the loop asks each
-    time; None: the whole one is.
-    """
-
-    def __init__(self, run_id: str, whole: int | None, smaller: Sequence[tuple[int, str]] = ()) -> None:
-        self.whole = whole
-        self.own_run_id = run_id
-        self._runs: dict[int, str] = {}
-        self.use(smaller)
-
-    @property
-    def several(self) -> bool:
-        """True where the launch has more than one run."""
-        return bool(self._runs)
-
-    @property
-    def run_id(self) -> str:
-        """The run that is being measured."""
-        return self._due[0][1] if self._due else self.own_run_id
-
-    def use(self, smaller: Sequence[tuple[int, str]]) -> None:
-        """Measure these batches, then the whole one; what was measured of others stays theirs."""
-        self._due = list(smaller) if self.whole is not None else []
-        self._runs.update(self._due)
-        self.cut_to = self._due[0][0] if self._due else None
-
-    def next(self) -> None:
-        """The batch that was due is measured."""
-        self.use(self._due[1:])
-
-    def run_of(self, local_batch_size: int | None) -> str:
-        """The run that samples of this batch belong to."""
-        return self._runs.get(local_batch_size or 0, self.own_run_id)
-
-    def share_of(self, local_batch_size: int | None) -> float:
-        """Which share of the whole batch this is; 1 for any that is not cut."""
-        if self.whole is None or local_batch_size not in self._runs:
-            return 1.0
-        return local_batch_size / self.whole

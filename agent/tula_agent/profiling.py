@@ -9,6 +9,7 @@ from typing import Any
 from tula_agent.config import ProfilePlan
 from tula_agent.guard import Guard, logger
 from tula_agent.rank_channel import Channel, RankRendezvous
+from tula_agent.sweep import Sweep
 from tula_wire.bounds import FURTHER_WARMUP_STEPS
 from tula_wire.precision import FEWEST_STEPS, relative_error
 
@@ -105,19 +106,19 @@ class Profiling:
 
     `plan` is None in a training run. It comes from the environment only: a service that could turn a training into a
     profiling run could end it. `stop_soon` is called on the shipping thread and takes effect at the next step that all
-    ranks share. `first_step` is the first of the batch that is measured: the launch of a column measures several.
+    ranks share. sweep: the batches of this launch, each of which is measured so.
     `time_limit_s`: of a training, from here on; it too comes from the environment only.
     """
 
-    def __init__(self, plan: ProfilePlan | None, guard: Guard, time_limit_s: float | None = None) -> None:
+    def __init__(self, plan: ProfilePlan | None, sweep: Sweep, guard: Guard, time_limit_s: float | None = None) -> None:
         self.plan = plan
+        self._sweep = sweep
         self.time_limit_s = time_limit_s
         self._began = time.monotonic()
         self._last_step: int | None = None
         self.stopping = False
         self.pending = False  # True: `agree` has something to do
         self._agreement = StopAgreement(None, guard)
-        self.first_step = 0
         self._times: list[float] = []
         self._stop_requested: str | None = None
 
@@ -128,10 +129,11 @@ class Profiling:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps from `first_step` on that do not count."""
+        """Steps of the batch that is due which do not count."""
         if self.plan is None:
             return TRAIN_WARMUP_STEPS
-        return min(self.plan.warmup_steps, FURTHER_WARMUP_STEPS) if self.first_step else self.plan.warmup_steps
+        further = self._sweep.first_step > 0
+        return min(self.plan.warmup_steps, FURTHER_WARMUP_STEPS) if further else self.plan.warmup_steps
 
     @property
     def measuring(self) -> bool:
@@ -152,10 +154,9 @@ class Profiling:
         if self.plan is not None:
             self.plan = replace(self.plan, column=())
 
-    def begin_again(self, step: int) -> None:
-        """Measure another batch from `step` on, warm-up first."""
+    def begin_again(self) -> None:
+        """Measure another batch, warm-up first."""
         self.stopping = False
-        self.first_step = step
         self._times = []
 
     def agree(self) -> None:
@@ -184,12 +185,12 @@ class Profiling:
             return False
         if step_time_s is not None:
             self._times.append(step_time_s)
-        measured = step + 1 - self.first_step - self.warmup_steps
+        measured = step + 1 - self._sweep.first_step - self.warmup_steps
         if not self._agreement.agreed or measured < 1:
             return False
         precise = self.plan.precision > 0 and relative_error(self._times) <= self.plan.precision
         enough = precise or self._stop_requested == run_id
-        if measured >= self.plan.measure_steps or self._agreement.decide(measured, enough, self.first_step):
+        if measured >= self.plan.measure_steps or self._agreement.decide(measured, enough, self._sweep.first_step):
             self.stopping = True
             return True
         return False

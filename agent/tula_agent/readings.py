@@ -149,8 +149,8 @@ class Readings:
     dropped and counted. `steps`: timing, warm-up, sampled; `comm`: DDP's times of earlier steps, of which the oldest
     are dropped, since the steps are kept; `device`: steps that the device times, added before they end; `memory`: the
     newest breakdown by local batch; `timelines`: what `measure/ddp.py` found for it; `all_reduces`: what a probe found;
-    `ended`: the runs of a launch's smaller batches that were measured, with their batch; `epochs_before`: the epochs
-    that earlier processes of this training completed (None: unknown); `expects_comm`: every rank reports `CommTiming`s.
+    `epochs_before`: the epochs that earlier processes of this training completed (None: unknown); `expects_comm`: every
+    rank reports `CommTiming`s.
     """
 
     def __init__(self, limit: int) -> None:
@@ -158,7 +158,6 @@ class Readings:
         self.memory: dict[int | None, dict[str, Any]] = {}
         self.timelines: dict[int | None, dict[str, list[float]]] = {}
         self.all_reduces: dict[str, Any] | None = None
-        self.ended: deque[tuple[int, str]] = deque()
         self.epochs_before: float | None = None
         self.expects_comm = False
         self._limit = limit

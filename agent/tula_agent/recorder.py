@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tula_agent.batches import LaunchBatches, batch_size_of, first_examples, sequence_length_of
+from tula_agent.batches import batch_size_of, sequence_length_of
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched
 from tula_agent.guard import Guard, logger
 from tula_agent.measure.ddp import BucketTimer, CommSplit
@@ -28,6 +28,7 @@ from tula_agent.ship.joining import Joining
 from tula_agent.ship.request_builder import Identity, RequestBuilder
 from tula_agent.ship.spool import SpooledRequest, encode
 from tula_agent.ship.transport import Reply, Transport
+from tula_agent.sweep import Sweep
 from tula_agent.torch_private import ddp_models, default_store
 from tula_wire import routes
 
@@ -102,8 +103,8 @@ class Recorder:
     # What a step reads, at most of them with cold caches: in a dictionary of all attributes it costs a tenth more.
     __slots__ = (
         "__dict__", "__weakref__", "_batch_size", "_bucket_timer", "_comm_split", "_device_clock", "_last_step_s",
-        "_quiet_until", "_unclocked_step", "batches", "config", "finished", "gradients", "guard", "leads",
-        "memory", "objects", "profiling", "readings", "timer",
+        "_quiet_until", "_unclocked_step", "config", "finished", "gradients", "guard", "leads",
+        "memory", "objects", "profiling", "readings", "sweep", "timer",
     )  # fmt: skip
 
     def __init__(
@@ -119,8 +120,8 @@ class Recorder:
         self.leads = config.rank == 0  # the rank that reports for the run
         self.finished = False
         self.boot_id = secrets.token_hex(8)
-        self.profiling = Profiling(config.plan, guard, config.time_limit_s)
-        self.batches = LaunchBatches(config.run_id, config.local_batch_size, config.plan.column if config.plan else ())
+        self.sweep = Sweep(config.run_id, config.local_batch_size, config.plan.column if config.plan else ())
+        self.profiling = Profiling(config.plan, self.sweep, guard, config.time_limit_s)
         self.readings = Readings(config.row_limit)
         self.objects = TrackedObjects()
         self.timer = StepTimer(grad_accum_steps or config.grad_accum_steps)
@@ -128,7 +129,7 @@ class Recorder:
         self.gradients = GradientReader()
         self.requests = RequestBuilder(
             self.readings,
-            self.batches,
+            self.sweep,
             guard=guard,
             identity=lambda: Identity(self.config.rank, self.boot_id, self.world_size),
             channel=self.channel,
@@ -192,7 +193,7 @@ class Recorder:
     @property
     def local_batch_size(self) -> int | None:
         """Examples per rank and micro-step as measured; by the environment before the first batch."""
-        return self._batch_size or self.batches.cut_to or self.config.local_batch_size
+        return self._batch_size or self.sweep.cut_to or self.config.local_batch_size
 
     @property
     def dropped(self) -> int:
@@ -222,27 +223,24 @@ class Recorder:
 
         A batch that can't be cut is left whole. If it is the first, this launch measures the whole batch alone.
         """
-        size, whole = self.batches.cut_to, self.batches.whole
-        if size is None or self.finished:
+        if self.sweep.cut_to is None or self.finished:
             return batch
+        first = self.timer.step == 0
         try:
-            found = batch_size_of(batch, loader)
-            if found is None or whole is None or found > whole or (self.timer.step == 0 and found != whole):
-                raise TypeError(f"its leading length is {found}, not the local batch of {whole}")
-            cut = first_examples(batch, found, min(size, found))
+            cut = self.sweep.cut(batch, loader, first)
         except Exception as error:
-            if self.timer.step == 0:
+            if first:
                 self.measure_whole_batches(f"the batch can't be cut: {error}")
             else:
                 self.guard.note("cutting a batch", error)
             return batch
         if self._batch_size is None and self.leads:
-            self._report("running", self.batches.run_id)
+            self._report("running", self.sweep.run_id)
         return cut
 
     def measure_whole_batches(self, because: str) -> None:
         """From now on the script gets whole batches; the other runs of this launch go back to the plan."""
-        if self.batches.cut_to is not None:
+        if self.sweep.cut_to is not None:
             logger.warning("this launch measures one batch instead of several: %s", because)
             self.profiling.drop_column()
             self._follow_first_rank()
@@ -314,14 +312,14 @@ class Recorder:
             self._bucket_timer.begin()
         if self._batch_size is None and size is not None:
             self._batch_size = size
-            configured = self.batches.cut_to or self.config.local_batch_size
+            configured = self.sweep.cut_to or self.config.local_batch_size
             if configured is not None and configured != size:
                 text = "the script uses batches of %d per rank, but the run's are %d: pass it on"
                 logger.warning(text, size, configured)
         if size is not None and size > self.memory.largest_seen:
             self.memory.saw_batch(size, batch, loader)
         if self.objects.scales:
-            self.objects.observe_batch(batch, self.batches.share_of(self.batches.cut_to), micro_steps)
+            self.objects.observe_batch(batch, self.sweep.share_of(self.sweep.cut_to), micro_steps)
         early = self.leads and self.timer.step < EVERY_STEP_UNTIL
         if early and (length := sequence_length_of(batch)) is not None:
             self.readings.add_value(self.timer.step, "tokens_per_example", float(length))
@@ -500,7 +498,7 @@ class Recorder:
     def _step_ended(self, timing: StepTiming, interval: Interval | None) -> bool:
         """Record a step; True when that took so long that the next step's clock should be restarted."""
         step, quiet = timing.step, timing.step < self._quiet_until
-        warmup = not quiet and step < self.profiling.first_step + self.profiling.warmup_steps
+        warmup = not quiet and step < self.sweep.first_step + self.profiling.warmup_steps
         if self.leads and not quiet and (self._bucket_timer is not None or step == BUCKETS_TIMED_FROM):
             self._time_buckets(timing.local_batch_size)
         # The last, smaller batch of an epoch, and its last, shorter accumulation, belong to another configuration.
@@ -513,13 +511,13 @@ class Recorder:
         if self.leads and self.objects.scales:
             for name, value in self.objects.changed_values():
                 # Of a batch that was cut: the optimizer takes it for the whole one.
-                if name != "gradient_noise_scale" or self.batches.cut_to is None:
+                if name != "gradient_noise_scale" or self.sweep.cut_to is None:
                     self.readings.add_value(step, name, value)
         return not quiet and self._do_what_is_due(step, warmup, timing.step_time_s if usual else None)
 
     def _do_what_is_due(self, step: int, warmup: bool, step_time_s: float | None) -> bool:
         """What is not done after every step, and which steps have none of it; True where that takes long."""
-        since, profiling = step - self.profiling.first_step, self.profiling
+        since, profiling = step - self.sweep.first_step, self.profiling
         took_long = since == max(2, profiling.warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
         if took_long:
             self._read_memory()
@@ -548,9 +546,9 @@ class Recorder:
             if self.profiling.reaches_limit(step) and self.leads:
                 logger.warning("the time limit of %g s is over: the loop ends", self.profiling.time_limit_s)
             return pending
-        if self.profiling.ends(step, step_time_s, self.batches.run_id):
+        if self.profiling.ends(step, step_time_s, self.sweep.run_id):
             self._read_memory()
-            if self.batches.cut_to is not None:
+            if self.sweep.cut_to is not None:
                 self._next_batch(step)
             self.exporter.wake()
         return True
@@ -559,14 +557,11 @@ class Recorder:
 
     def _next_batch(self, step: int) -> None:
         """A smaller batch was measured: after this step, the next one is handed out."""
-        assert self.batches.cut_to is not None
-        if self.leads:
-            self.readings.ended.append((self.batches.cut_to, self.batches.run_id))
-        self.batches.next()
-        self._batch_size = self.batches.cut_to or self.batches.whole
-        if self.leads and self.batches.cut_to is not None:
-            self._report("running", self.batches.run_id)
-        self.profiling.begin_again(step + 1)
+        self.sweep.end_batch(step)
+        self.profiling.begin_again()
+        self._batch_size = self.sweep.cut_to or self.sweep.whole
+        if self.leads and self.sweep.cut_to is not None:
+            self._report("running", self.sweep.run_id)
         if self.leads:
             self._stop_timing_buckets()  # of the batch that has ended
             self._time_buckets(self._batch_size)
@@ -576,10 +571,10 @@ class Recorder:
     def _follow_first_rank(self) -> None:
         """Once the ranks have agreed, all cut as the first one does, or none."""
         smaller = self.plan.column if self.plan is not None else ()
-        if self.profiling.first_step == 0 and (smaller[0][0] if smaller else None) != self.batches.cut_to:
-            if self.leads and self.batches.cut_to is not None and self._batch_size is not None:
-                self._report("pending", self.batches.run_id)  # it had begun
-            self.batches.use(smaller)
+        if self.sweep.differs(smaller):
+            if self.leads and self.sweep.cut_to is not None and self._batch_size is not None:
+                self._report("pending", self.sweep.run_id)  # it had begun
+            self.sweep.use(smaller)
             self._batch_size = None
 
     def _report(self, state: str, run_id: str) -> None:
@@ -620,7 +615,7 @@ class Recorder:
     def _end_report(
         self, state: str, message: str | None, cause: str | None, failed_local_batch_size: int | None
     ) -> list[SpooledRequest]:
-        unfinished = self.batches.several and not self.stopping  # the launcher knows how it ended
+        unfinished = self.sweep.several and not self.stopping  # the launcher knows how it ended
         out_of_memory = state == "out_of_memory"
         silent = not out_of_memory and (not self.leads or (state == "succeeded" and unfinished))
         if silent or (self.joining is not None and self.joining.run_id is None):
@@ -629,7 +624,7 @@ class Recorder:
         body = {"state": state, "message": message, "end_cause": cause, "dropped": self.dropped}
         body["failed_local_batch_size"] = failed
         known = {name: value for name, value in body.items() if value is not None}
-        return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.batches.run_id), encode(known))]
+        return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.sweep.run_id), encode(known))]
 
     # Asked on the shipping thread, most of it for a run that the agent makes by itself.
 
@@ -649,7 +644,7 @@ class Recorder:
 
     def joined(self, run_id: str) -> None:
         """The run is known from now on."""
-        self.batches.own_run_id = run_id
+        self.sweep.own_run_id = run_id
         if self.leads:
             self._report("running", run_id)
         for optimizer in list(self.objects.optimizers):

@@ -100,7 +100,7 @@ class UneditedLoop:
         self._last = _key(iterator)
         if not self._is_training(iterator):
             return batch
-        if self._recorder.batches.cut_to is not None:
+        if self._recorder.sweep.cut_to is not None:
             caller = sys._getframe(2)  # of this method, of the iterator's `__next__`, of who called that
             if str(caller.f_globals.get("__name__")).partition(".")[0] in _AHEAD:
                 because = "the framework fetches a batch ahead of the one that is trained on"

@@ -11,6 +11,7 @@ from tula_agent.config import ProfilePlan
 from tula_agent.guard import Guard
 from tula_agent.profiling import LIMIT_EVERY, Profiling, StopAgreement
 from tula_agent.rank_channel import Channel
+from tula_agent.sweep import Sweep
 
 PLAN = ProfilePlan(warmup_steps=5, measure_steps=20, precision=0.05)
 
@@ -29,7 +30,7 @@ def test_all_ranks_take_the_first_ranks_plan_and_end_at_the_same_step() -> None:
     store, ranks = dist.HashStore(), []
     for rank, plan in enumerate((PLAN, None)):
         rendezvous: Any = Connected(Channel(store, "run/", rank, 2))
-        ranks.append(Profiling(plan, Guard()))
+        ranks.append(Profiling(plan, Sweep("r", None), Guard()))
         ranks[rank].use(StopAgreement(rendezvous, Guard(), 2))
     threads = [threading.Thread(target=rank.agree) for rank in ranks if rank.pending]
     for thread in threads:
@@ -43,7 +44,10 @@ def test_all_ranks_take_the_first_ranks_plan_and_end_at_the_same_step() -> None:
 
 
 def test_a_training_without_a_limit_or_whose_ranks_did_not_agree_never_ends_early() -> None:
-    unlimited, alone = Profiling(None, Guard()), Profiling(None, Guard(), time_limit_s=1e-9)
+    unlimited, alone = (
+        Profiling(None, Sweep("r", None), Guard()),
+        Profiling(None, Sweep("r", None), Guard(), time_limit_s=1e-9),
+    )
     unlimited.use(StopAgreement(None, Guard(), 1))
     alone.use(StopAgreement(None, Guard(), 2))  # no rank answered
     assert not any(each.reaches_limit(step) for each in (unlimited, alone) for step in range(5 * LIMIT_EVERY))
@@ -53,7 +57,7 @@ def test_ranks_end_a_training_at_the_step_that_the_first_announced_in_time() -> 
     store, ranks = dist.HashStore(), []
     for rank in range(2):
         rendezvous: Any = Connected(Channel(store, "run/", rank, 2))
-        ranks.append(Profiling(None, Guard(), time_limit_s=1e-9 if rank == 0 else 1e9))
+        ranks.append(Profiling(None, Sweep("r", None), Guard(), time_limit_s=1e-9 if rank == 0 else 1e9))
         ranks[rank].use(StopAgreement(rendezvous, Guard(), 2))
     threads = [threading.Thread(target=rank.agree) for rank in ranks]
     for thread in threads:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from tula_agent.batches import LaunchBatches
 from tula_agent.guard import Guard
 from tula_agent.rank_channel import Channel
 from tula_agent.readings import CommTiming, Interval, Readings, StepTiming, take
 from tula_agent.ship.spool import SpooledRequest, encode
+from tula_agent.sweep import Sweep
 from tula_wire import routes
 
 HOLD_S = 5.0
@@ -83,7 +83,7 @@ class RequestBuilder:
 
     identity, is_training: asked at each call, since a process may join another group or become a profiling run.
     device_use: numbers of the device at this moment, sent as telemetry of the newest step.
-    batches: those of this launch; samples go to the run of their batch, telemetry to that of the whole batch.
+    sweep: the batches of this launch; samples go to the run of their batch, telemetry to that of the whole batch.
     channel: the connection to the other ranks, or None as long as there is none. Ranks other than the first send their
     `CommTiming`s to the first, and only a summary of their steps with their memory to the service. The reported world
     size counts `model_parallel_size` processes as one rank.
@@ -92,7 +92,7 @@ class RequestBuilder:
     def __init__(
         self,
         readings: Readings,
-        batches: LaunchBatches,
+        sweep: Sweep,
         *,
         guard: Guard,
         identity: Callable[[], Identity],
@@ -102,7 +102,7 @@ class RequestBuilder:
         model_parallel_size: int = 1,
     ) -> None:
         self._readings = readings
-        self._batches = batches
+        self._sweep = sweep
         self._ended: list[tuple[int, str]] = []
         self._guard = guard
         self._identity = identity
@@ -127,7 +127,8 @@ class RequestBuilder:
 
     def collect(self, last: bool = False) -> list[SpooledRequest]:
         """Requests that are due; `last` waits a moment for the other ranks and then keeps nothing back."""
-        self._ended += take(self._readings.ended)  # before their last steps
+        leads, ended = self._identity().rank == 0, take(self._sweep.ended)  # before their last steps
+        self._ended += ended if leads else []
         taken = take(self._readings.steps)
         self._device.update(take(self._readings.device))
         for name, value in self._device_use().items() if taken else ():
@@ -136,10 +137,7 @@ class RequestBuilder:
         if self._guard.works("reaching the other ranks"):
             with self._guard("reaching the other ranks"):
                 channel = self._channel()
-        if self._identity().rank == 0:
-            due = self._collect_first(taken, channel, last)
-        else:
-            due = self._collect_other(taken, channel)
+        due = self._collect_first(taken, channel, last) if leads else self._collect_other(taken, channel)
         return due + self._ends() + self._telemetry()
 
     def _collect_first(
@@ -260,7 +258,7 @@ class RequestBuilder:
         for row in rows:
             # Without the time in which the loader prepared examples beyond those that the script got.
             timing = row.timing
-            further_s = timing.input_time_s * (1.0 - self._batches.share_of(timing.local_batch_size))
+            further_s = timing.input_time_s * (1.0 - self._sweep.share_of(timing.local_batch_size))
             step_time_s, input_time_s = max(timing.step_time_s - further_s, 0.0), timing.input_time_s - further_s
             row.timing = timing._replace(step_time_s=step_time_s, input_time_s=input_time_s)
         readings, identity, due = self._readings, self._identity(), []
@@ -276,7 +274,7 @@ class RequestBuilder:
             }
             readings.all_reduces = None
             body |= {name: value for name, value in further.items() if value is not None}
-            path = routes.RUN_SAMPLES.format(run_id=self._batches.run_of(size))
+            path = routes.RUN_SAMPLES.format(run_id=self._sweep.run_of(size))
             due.append(SpooledRequest("POST", path, encode(body), len(body["sequence"])))
         self._sequence += len(rows)
         return due
@@ -286,7 +284,7 @@ class RequestBuilder:
         if chunk is None:
             return []
         self._chunk += 1
-        path = routes.RUN_TELEMETRY.format(run_id=self._batches.run_of(None))
+        path = routes.RUN_TELEMETRY.format(run_id=self._sweep.run_of(None))
         return [SpooledRequest("POST", path, encode(chunk), len(chunk["steps"]))]
 
 

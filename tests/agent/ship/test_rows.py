@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.batches import LaunchBatches
 from tula_agent.guard import Guard
 from tula_agent.readings import CommTiming, Readings, StepTiming
 from tula_agent.ship.request_builder import (
@@ -20,6 +19,7 @@ from tula_agent.ship.request_builder import (
     telemetry_body,
 )
 from tula_agent.ship.spool import encode
+from tula_agent.sweep import Sweep
 from tula_wire import SampleBatch, TelemetryChunk
 
 IDENTITY = Identity(0, "b", 2)
@@ -76,7 +76,7 @@ def test_telemetry_keeps_the_last_finite_value_of_each_step(values: list[tuple[i
 def test_ddps_times_of_a_smaller_last_batch_make_no_sample() -> None:
     readings = Readings(100)
     builder = RequestBuilder(
-        readings, LaunchBatches("r", 8), guard=Guard(), identity=lambda: Identity(0, "b", 1),
+        readings, Sweep("r", 8), guard=Guard(), identity=lambda: Identity(0, "b", 1),
         channel=lambda: None, is_training=lambda: True,
     )  # fmt: skip
     for step, size in enumerate((8, 5)):
@@ -90,7 +90,7 @@ def test_ddps_times_of_a_smaller_last_batch_make_no_sample() -> None:
 def test_the_time_in_which_the_loader_prepared_other_examples_counts_in_no_step_of_a_batch_that_was_cut() -> None:
     readings = Readings(100)
     builder = RequestBuilder(
-        readings, LaunchBatches("r", 8, [(2, "small")]), guard=Guard(), identity=lambda: Identity(0, "b", 1),
+        readings, Sweep("r", 8, [(2, "small")]), guard=Guard(), identity=lambda: Identity(0, "b", 1),
         channel=lambda: None, is_training=lambda: False,
     )  # fmt: skip
     for step, size in enumerate((2, 8)):

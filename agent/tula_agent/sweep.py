@@ -1,0 +1,78 @@
+"""The local batches that one launch measures, one after the other: which is due, and to which run its samples go."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from tula_agent.batches import batch_size_of, first_examples
+
+
+class Sweep:
+    """The local batches of one launch, the smallest first, and the run of each; the script's whole batch comes last.
+
+    The script loads whole batches and gets the first examples of each, so that a launch pays for its start once.
+
+    whole: the local batch that the script was started with. smaller: the other batches with their runs, ascending.
+    own_run_id: the run of the whole batch. cut_to: the batch that is due, as an attribute, since the loop asks each
+    time; None: the whole one is. first_step: where the measurement of the batch that is due began. ended: the smaller
+    batches that were measured, with their runs; the shipping thread takes them.
+    """
+
+    def __init__(self, run_id: str, whole: int | None, smaller: Sequence[tuple[int, str]] = ()) -> None:
+        self.whole = whole
+        self.own_run_id = run_id
+        self.first_step = 0
+        self.ended: deque[tuple[int, str]] = deque()
+        self._runs: dict[int, str] = {}
+        self.use(smaller)
+
+    @property
+    def several(self) -> bool:
+        """True where the launch has more than one run."""
+        return bool(self._runs)
+
+    @property
+    def run_id(self) -> str:
+        """The run that is being measured."""
+        return self._due[0][1] if self._due else self.own_run_id
+
+    def use(self, smaller: Sequence[tuple[int, str]]) -> None:
+        """Measure these batches, then the whole one; what was measured of others stays theirs."""
+        self._due = list(smaller) if self.whole is not None else []
+        self._runs.update(self._due)
+        self.cut_to = self._due[0][0] if self._due else None
+
+    def differs(self, smaller: Sequence[tuple[int, str]]) -> bool:
+        """True where nothing is measured yet and another batch than the first of `smaller` is due."""
+        return self.first_step == 0 and (smaller[0][0] if smaller else None) != self.cut_to
+
+    def cut(self, batch: Any, loader: Any, first: bool) -> Any:
+        """The examples of `batch` to measure now: the first `cut_to`. first: no step has ended yet.
+
+        Raises TypeError for a batch that can't be cut.
+        """
+        if self.cut_to is None or self.whole is None:
+            return batch
+        size = batch_size_of(batch, loader)
+        if size is None or size > self.whole or (first and size != self.whole):
+            raise TypeError(f"its leading length is {size}, not the local batch of {self.whole}")
+        return first_examples(batch, size, min(self.cut_to, size))
+
+    def end_batch(self, step: int) -> None:
+        """The batch that was due is measured, and `step` was its last; the next one is due."""
+        if self.cut_to is not None:
+            self.ended.append((self.cut_to, self.run_id))
+        self.use(self._due[1:])
+        self.first_step = step + 1
+
+    def run_of(self, local_batch_size: int | None) -> str:
+        """The run that samples of this batch belong to."""
+        return self._runs.get(local_batch_size or 0, self.own_run_id)
+
+    def share_of(self, local_batch_size: int | None) -> float:
+        """Which share of the whole batch this is; 1 for any that is not cut."""
+        if self.whole is None or local_batch_size not in self._runs:
+            return 1.0
+        return local_batch_size / self.whole
