@@ -24,7 +24,7 @@ from pathlib import Path
 import tula_wire as wire
 from benchmarks.support.grids import DATA, read_rows
 from benchmarks.support.report import mean, median, parser_of, percentile, print_table, write_json
-from tula_service.analysis.priors import BYTES_PER_NUMBER, facts_of, hardware_of
+from tula_service.analysis.hardware import BYTES_PER_NUMBER, facts_of, hardware_of
 from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.priors import (
     KEPT_PER_OUTPUT,

@@ -29,7 +29,7 @@ from benchmarks.support import PYTHON
 from benchmarks.support.cluster import Cluster, why_not
 from benchmarks.support.report import median, parser_of, print_table, write_json
 from tula_client import Client
-from tula_service.analysis.priors import cost_of
+from tula_service.analysis.hardware import cost_of
 from tula_wire import Configuration, Estimate, ProjectCreate, RunCreate, TokenCreate
 from tula_wire.jobs import JobSpec
 from tula_wire.samples import PROBE_MARK, FabricProbe

@@ -51,7 +51,7 @@ class Job:
         """What this job teaches later ones."""
         candidates = self.workload.candidates
         model = fit_step_time(self.workload.measure(candidates), candidates=candidates)
-        return model.posterior_for(candidates[0].instance_type).lesson()
+        return model.posterior_for(candidates[0].instance_type).without_prior()
 
 
 @dataclass(frozen=True)

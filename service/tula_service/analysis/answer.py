@@ -13,8 +13,8 @@ import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.evidence import Evidence, evidence_of, required_fit_probability
 from tula_service.analysis.job_data import JobData
-from tula_service.analysis.priors import lessons_of, prior_of
 from tula_service.analysis.scaling import StatisticalEfficiency
+from tula_service.analysis.transfer import earlier_evidence, prior_of
 from tula_service.perfmodel.choice import (
     Choice,
     Estimate,
@@ -96,13 +96,13 @@ def analyse(data: JobData, objective: Objective | None = None) -> Analysis:
 
 def _answer(data: JobData, wanted: Objective) -> Answer:
     evidence = evidence_of(data)
-    lessons = lessons_of(data)
+    earlier = earlier_evidence(data)
     model = fit_step_time(
         evidence.observed,
         form=data.spec.step_time_model,
-        prior=prior_of(lessons, data.spec, evidence.candidates, measured=evidence.observed is not None),
+        prior=prior_of(earlier, data.spec, evidence.candidates, measured=evidence.observed is not None),
         candidates=evidence.candidates,
-        interval_scale=lessons.interval_scale,
+        interval_scale=earlier.interval_scale,
     )
     spec = job_data.payable(data.spec, evidence.memory.models)
     goal = goal_of(spec, wanted)

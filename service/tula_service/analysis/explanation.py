@@ -10,7 +10,7 @@ from statistics import fmean
 from scipy import special
 
 import tula_wire as wire
-from tula_service.analysis import job_data, priors, scaling
+from tula_service.analysis import hardware, job_data, scaling
 from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
 from tula_service.analysis.evidence import Evidence
 from tula_service.domain import MEASURES, Measure
@@ -103,7 +103,7 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
     warnings = [*_warnings(answer.data.spec, evidence), *_unequal_lengths(answer.data.seen_tokens)]
     warnings += _waits_for_data(answer)
     if model.basis == "prior":
-        warnings += priors.guesses_of(answer.data.spec)
+        warnings += hardware.guesses_of(answer.data.spec)
     return wire.ModelReport(
         form=model.form,
         version=MODEL_VERSION,

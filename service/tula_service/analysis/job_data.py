@@ -23,7 +23,7 @@ _MOST_DOUBLINGS = 12
 class EarlierJob:
     """An earlier job of the same project, with what it learned.
 
-    `posteriors` are those of `analysis.priors.posteriors_of`, by instance type. `prediction_pairs` are of trainings:
+    `posteriors` are those of `analysis.transfer.posteriors_of`, by instance type. `prediction_pairs` are of trainings:
     the step time that the model predicted, both ends of its interval before calibration, and the measured one, s.
     """
 

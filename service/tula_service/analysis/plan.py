@@ -13,7 +13,7 @@ from tula_service.analysis.answer import Analysis, Answer, Infeasible
 from tula_service.analysis.evidence import leave_one_out
 from tula_service.analysis.explanation import reason_of
 from tula_service.analysis.job_data import JobData
-from tula_service.analysis.priors import posteriors_of
+from tula_service.analysis.transfer import posteriors_of
 from tula_service.domain import NewRun, RunRecord
 from tula_service.perfmodel.planner import Plan, PlanBudget, column_of, columns_of, plan
 from tula_service.perfmodel.points import ObservationError
@@ -31,7 +31,7 @@ Span: TypeAlias = tuple[RunRecord, float, float]
 
 @dataclass(frozen=True)
 class PlanDecision:
-    """The plan for one version of a job's data; `usecases/recommendations.py` stores it.
+    """The plan for one version of a job's data; `usecases/planning.py` stores it.
 
     `cancelled` are ids of waiting runs. `predicted_step_time_s` is by id of the waiting runs that stay. `active` is
     False when profiling is over; then `posteriors` are what later jobs learn, and `cross_validated_error` is how well

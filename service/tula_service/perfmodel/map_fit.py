@@ -123,7 +123,7 @@ class Posterior:
         """Mean and standard deviation of theta over all members, as a prior for other types of the same job."""
         return self._moments([member.covariance * member.variance_factor for member in self.members])
 
-    def lesson(self) -> StepTimePrior:
+    def without_prior(self) -> StepTimePrior:
         """What the measurements alone teach later jobs: what they would have left of the generic prior.
 
         The prior of the fit is divided out: a job that has not left one GPU would otherwise repeat what others found of

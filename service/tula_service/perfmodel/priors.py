@@ -286,7 +286,7 @@ def prior_from_jobs(
     scale: StepTimePrior | None = None,
     gradient_ratios: Sequence[float | None] = (),
 ) -> StepTimePrior:
-    """The prior of the next job from k earlier ones on the same hardware (their `Posterior.lesson`); basis transfer.
+    """The prior of the next job from k earlier ones on the same hardware (`Posterior.without_prior`); basis transfer.
 
     Each posterior holds the generic prior, which is divided out before they are combined: what a job did not measure,
     it does not teach. The next job differs from the others as they differ from one another, so its deviation is

@@ -43,7 +43,7 @@ from tula_service.store.access import Audit, Projects, Sessions, Tokens
 from tula_service.store.events import Events
 from tula_service.store.fabrics import Fabrics
 from tula_service.store.jobs import Jobs
-from tula_service.store.ledger import Ledger, Lessons
+from tula_service.store.ledger import Ledger, PosteriorStore
 from tula_service.store.recommendations import AnswerCache
 from tula_service.store.runs import Leases, Runs
 from tula_service.store.samples import Samples
@@ -86,7 +86,7 @@ class Transaction:
         self.telemetry = Telemetry(connection, now)
         self.ledger = Ledger(connection, now)
         self.answers = AnswerCache(connection, now)
-        self.lessons = Lessons(connection, now)
+        self.posteriors = PosteriorStore(connection, now)
         self.fabrics = Fabrics(connection, now)
         self.scaling = Scaling(connection, now)
         self.events = Events(connection, now)

@@ -122,7 +122,7 @@ def _record(row: RowMap) -> LedgerRecord:
     return LedgerRecord.model_construct(recommendation_id=row["id"], **values)
 
 
-class Lessons(Repository):
+class PosteriorStore(Repository):
     """What jobs teach later jobs of their project; a job without a row has taught nothing yet."""
 
     def prediction_pairs(self, job_id: str) -> PredictionPairs:

@@ -6,12 +6,12 @@ from datetime import datetime
 
 import tula_wire as wire
 from tula_service.analysis.explanation import estimate_of
-from tula_service.analysis.priors import cost_of, probe_of_run, probes_of
+from tula_service.analysis.hardware import cost_of, probe_of_run, probes_of
 from tula_service.perfmodel.fabric import AllReduceCost
 from tula_service.store import Store, Transaction
 from tula_service.store.jobs import JobRecord
 from tula_service.usecases.access import Principal
-from tula_service.usecases.recommendations import cluster_of, stored_probes
+from tula_service.usecases.job_data import cluster_of, stored_probes
 
 _MOST_LISTED = 200
 

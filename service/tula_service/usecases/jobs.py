@@ -12,8 +12,8 @@ from typing import Any, Final
 import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.evidence import state_beyond_memory
+from tula_service.analysis.hardware import contradiction
 from tula_service.analysis.plan import profiling_cost
-from tula_service.analysis.priors import contradiction
 from tula_service.domain import JobOrder
 from tula_service.errors import Forbidden, InvalidInput
 from tula_service.perfmodel.points import ObservationError
@@ -23,7 +23,8 @@ from tula_service.store.database import is_sqlite
 from tula_service.store.jobs import JobRecord
 from tula_service.usecases import runs
 from tula_service.usecases.access import Principal, visible_job
-from tula_service.usecases.recommendations import replan, spec_of
+from tula_service.usecases.job_data import spec_of
+from tula_service.usecases.planning import replan
 
 _MAX_KEY_LENGTH = 200
 _MIN_MEMORY_BYTES = 2**26

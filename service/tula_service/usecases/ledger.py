@@ -77,7 +77,7 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
     ended = run.state != "cancelled"
     if ended and entry.basis == "profiled" and entry.interval_scale is not None:
         pair = [*_uncalibrated(value, low, high, entry.interval_scale), measured]
-        tx.lessons.add_prediction_pair(run.job_id, pair, keep=_MAX_PAIRS)
+        tx.posteriors.add_prediction_pair(run.job_id, pair, keep=_MAX_PAIRS)
     error, within = measured / value - 1.0, low <= measured <= high
     tx.ledger.record_outcome(entry.recommendation_id, run.id, measured, error=error, within_interval=within)
 

@@ -16,7 +16,7 @@ from tula_service.perfmodel.choice import Estimate
 from tula_service.perfmodel.step_summary import robust_mean
 from tula_service.store import Transaction
 from tula_service.store.jobs import JobRecord
-from tula_service.usecases.recommendations import spec_of
+from tula_service.usecases.job_data import spec_of
 
 _CONFIRMING_STEPS, _LEVEL_STEPS = 20, 15
 """The newest steps that confirm an alarm, and those whose mean is the level after it: the detector fires after 15."""

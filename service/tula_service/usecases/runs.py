@@ -17,7 +17,8 @@ from tula_service.store import Store, Transaction
 from tula_service.store.jobs import JobRecord
 from tula_service.usecases import fabrics, ledger, monitoring, recommendations
 from tula_service.usecases.access import Principal, visible_job, visible_run
-from tula_service.usecases.recommendations import replan, spec_of
+from tula_service.usecases.job_data import load_job_data, spec_of
+from tula_service.usecases.planning import replan
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
 from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
 from tula_wire.text import printable_lines
@@ -108,7 +109,7 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
                 job = visible_job(tx, principal, job_id)
                 configuration = _of_known_type(spec_of(job), request.configuration)
                 _continued_run(tx, job_id, request)
-                data = recommendations.load_job_data(tx, job)
+                data = load_job_data(tx, job)
             expected = recommendations.expectation(data, configuration)
         request = request.model_copy(update={"configuration": configuration})
         with store.transaction() as tx:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tula_service.analysis.priors import Lessons
+from tula_service.analysis.transfer import EarlierEvidence
 
 
 def scale_from(pairs: np.ndarray) -> float:
-    return Lessons({}, {}, (), (), pairs=tuple(pairs)).interval_scale
+    return EarlierEvidence({}, {}, (), (), pairs=tuple(pairs)).interval_scale
 
 
 def ledger(rng: np.random.Generator, sd: float, pairs: int = 400) -> np.ndarray:

@@ -17,7 +17,7 @@ from tula_service.dashboard.charts.candidates import CANDIDATE_CHARTS
 from tula_service.dashboard.charts.runs import RUN_CHARTS
 from tula_service.domain import SampleColumns
 from tula_service.perfmodel.step_summary import summarise
-from tula_service.usecases.recommendations import spec_of
+from tula_service.usecases.job_data import spec_of
 from tula_wire import routes
 
 ROWS = 6

@@ -15,7 +15,7 @@ import pytest
 from tests.service.api.conftest import HOST, SPEC, Service
 from tests.service.api.test_ingest import batch, chunk
 from tula_service.store.database import COMPUTE_SLOTS
-from tula_service.usecases import recommendations
+from tula_service.usecases import planning
 from tula_wire import routes
 
 ASKED = 50
@@ -25,7 +25,7 @@ ROOM = 40
 @pytest.fixture
 def fits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Fits do not end before this is set, and never are more at work than should be."""
-    compute, at_work, released = recommendations.analyse, [], threading.Event()
+    compute, at_work, released = planning.analyse, [], threading.Event()
 
     def held(*arguments):  # type: ignore[no-untyped-def]
         at_work.append(1)
@@ -34,7 +34,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         at_work.pop()
         return compute(*arguments)
 
-    monkeypatch.setattr(recommendations, "analyse", held)
+    monkeypatch.setattr(planning, "analyse", held)
     return released
 
 

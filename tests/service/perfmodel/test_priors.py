@@ -286,13 +286,15 @@ def test_jobs_that_inherit_a_network_and_stay_on_one_gpu_do_not_make_the_next_su
     """One job measured it; nine that start from its lesson and never leave one GPU repeat nothing."""
     nodes = [make_configuration(n, 1, batch) for n in (1, 2, 4, 8) for batch in (32, 128)]
     times = [0.02 + 0.001 * c.local_batch_size + 0.05 * (c.num_nodes - 1) / c.num_nodes for c in nodes]
-    lessons = [fit_step_time(StepTimeObservations.at(nodes, times), candidates=nodes).posterior_for("default").lesson()]
+    lessons = [
+        fit_step_time(StepTimeObservations.at(nodes, times), candidates=nodes).posterior_for("default").without_prior()
+    ]
     first = prior_from_jobs(lessons, scale=a_guess(), gradient_ratios=[1.0])
     for number in range(9):
         inherited = prior_from_jobs(lessons, scale=a_guess(), gradient_ratios=[1.0] * len(lessons))
         seen = StepTimeObservations.at(nodes[:2], [time * (1.0 + 0.1 * number) for time in times[:2]])
         model = fit_step_time(seen, prior=Priors({"default": inherited}), candidates=nodes)
-        lessons.append(model.posterior_for("default").lesson())
+        lessons.append(model.posterior_for("default").without_prior())
     after = prior_from_jobs(lessons, scale=a_guess(), gradient_ratios=[1.0] * 10)
     assert after.sd[S_INTER] > 0.95 * first.sd[S_INTER]
     assert first.sd[S_INTER] < 0.6 * a_guess().sd[S_INTER], "the job that measured it taught it"

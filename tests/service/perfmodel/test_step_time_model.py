@@ -314,7 +314,7 @@ def test_runs_that_accumulate_teach_an_unmeasured_type_and_the_next_job_no_slowe
     )
     assert fit_step_time(silent).optimizer_s["other"] == optimizer_s
     (learned,) = model.posteriors.values()
-    lesson = replace(learned.lesson(), optimizer_s=model.optimizer_s[points[0].instance_type])
+    lesson = replace(learned.without_prior(), optimizer_s=model.optimizer_s[points[0].instance_type])
     priors = Priors({points[0].instance_type: prior_from_jobs([lesson])})
     assert unmeasured_model(priors, points).predict(points[:1]).mean_s[0] == pytest.approx(taken[0], rel=0.1)
 

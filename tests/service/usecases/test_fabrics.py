@@ -12,11 +12,11 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tests.support.configurations import make_configuration
 from tula_service.analysis.answer import Answer, analyse
-from tula_service.analysis.priors import posteriors_of
+from tula_service.analysis.transfer import posteriors_of
 from tula_service.perfmodel.fabric import Buckets
 from tula_service.usecases import fabrics, runs
 from tula_service.usecases.access import Principal, create_project
-from tula_service.usecases.recommendations import load_job_data
+from tula_service.usecases.job_data import load_job_data
 
 
 def probe(alpha: float = 1e-4, beta: float = 1e-9, **changes: Any) -> wire.FabricProbe:

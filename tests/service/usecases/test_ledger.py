@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
-from tula_service.analysis.priors import Lessons
+from tula_service.analysis.transfer import EarlierEvidence
 from tula_service.usecases import jobs, ledger
 from tula_service.usecases.access import ANONYMOUS
 
@@ -85,7 +85,7 @@ def test_calibration_learns_from_the_width_before_calibration(
     assert own is not None
     # A promise twice as wide as the model's own leaves a pair half as wide: else widening undoes itself as soon as
     # widened promises come true.
-    monkeypatch.setattr(Lessons, "interval_scale", 2.0)
+    monkeypatch.setattr(EarlierEvidence, "interval_scale", 2.0)
     with cluster.store.transaction() as tx:
         tx.jobs.bump(job_id)
     chosen = cluster.recommendation(job_id).chosen
@@ -95,11 +95,11 @@ def test_calibration_learns_from_the_width_before_calibration(
     assert promised.high / promised.value == pytest.approx((own.step_time_s.high / own.step_time_s.value) ** 2)
     # What was learnt since the promise was made changes nothing of how it was made.
     run = cluster.train(job_id, chosen.configuration)
-    monkeypatch.setattr(Lessons, "interval_scale", 7.0)
+    monkeypatch.setattr(EarlierEvidence, "interval_scale", 7.0)
     cluster.send(run, [overlapping(chosen.configuration)] * 4)
     cluster.patch(run.id, "succeeded")
     with cluster.store.reading() as tx:
-        ((value, low, high, measured),) = tx.lessons.prediction_pairs(job_id)
+        ((value, low, high, measured),) = tx.posteriors.prediction_pairs(job_id)
     assert (value, measured) == pytest.approx((promised.value, overlapping(chosen.configuration)))
     assert value / low == pytest.approx((promised.value / promised.low) ** 0.5)
     assert high / value == pytest.approx((promised.high / promised.value) ** 0.5)

@@ -10,9 +10,9 @@ from tests.service.usecases.cluster import Cluster, overlapping, spec
 from tula_service.analysis.answer import analyse
 from tula_service.analysis.explanation import name_of
 from tula_service.store import Store
-from tula_service.usecases import jobs, recommendations, runs, scaling
+from tula_service.usecases import jobs, planning, recommendations, runs, scaling
 from tula_service.usecases.access import ANONYMOUS
-from tula_service.usecases.recommendations import load_job_data
+from tula_service.usecases.job_data import load_job_data
 
 
 def test_a_second_question_costs_no_fit_and_gets_the_same_bytes(
@@ -20,7 +20,7 @@ def test_a_second_question_costs_no_fit_and_gets_the_same_bytes(
 ) -> None:
     cluster, job_id = profiled
     first = recommendations.get(cluster.store, ANONYMOUS, job_id)
-    monkeypatch.setattr(recommendations, "analyse", lambda *_: pytest.fail("a cached answer was fitted again"))
+    monkeypatch.setattr(planning, "analyse", lambda *_: pytest.fail("a cached answer was fitted again"))
     assert recommendations.get(cluster.store, ANONYMOUS, job_id) == first
 
 
@@ -29,7 +29,7 @@ def test_another_worker_computes_the_same_answer(profiled: tuple[Cluster, str]) 
     first = cluster.recommendation(job_id)
     with cluster.store.transaction() as tx:
         job = tx.jobs.get(job_id)
-        second = recommendations.store_answer(tx, job, analyse(load_job_data(tx, job), "time"))
+        second = planning.store_answer(tx, job, analyse(load_job_data(tx, job), "time"))
     assert wire.read(wire.Recommendation, second) == first, "even the ledger entry is the same, since it says the same"
 
 

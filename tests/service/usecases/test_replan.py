@@ -19,7 +19,7 @@ from tula_service.analysis import scaling as analysis_scaling
 from tula_service.analysis.answer import Analysis
 from tula_service.analysis.job_data import JobData
 from tula_service.store import Store, Transaction
-from tula_service.usecases import jobs, ledger, recommendations, runs, scaling
+from tula_service.usecases import jobs, ledger, planning, runs, scaling
 from tula_service.usecases.access import ANONYMOUS
 
 OPEN = ("pending", "claimed", "running")
@@ -85,7 +85,7 @@ def test_no_fit_holds_the_database_when_data_change_faster_than_it_takes(
     job_id = cluster.register().job.id
     cluster.work(job_id)
     run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
-    analyse = recommendations.analyse
+    analyse = planning.analyse
     asked: list[int] = []
 
     def overtaken(data: JobData, objective: str) -> Analysis:
@@ -97,7 +97,7 @@ def test_no_fit_holds_the_database_when_data_change_faster_than_it_takes(
         return found
 
     cluster.send(run, [0.1] * 5)
-    monkeypatch.setattr(recommendations, "analyse", overtaken)
+    monkeypatch.setattr(planning, "analyse", overtaken)
     first = cluster.recommendation(job_id)
     assert len(asked) == 1, "the answer is that of the data as they were when it was asked for"
     second = cluster.recommendation(job_id)
@@ -111,7 +111,7 @@ def test_an_answer_is_computed_again_if_prices_changed_meanwhile(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    analyse, asked = recommendations.analyse, []
+    analyse, asked = planning.analyse, []
     with cluster.store.transaction() as tx:
         tx.jobs.bump(job_id)
 
@@ -129,7 +129,7 @@ def test_an_answer_is_computed_again_if_prices_changed_meanwhile(
         with cluster.store.transaction() as tx:
             tx.jobs.update(job_id, bump=True, spec=changed)
 
-    monkeypatch.setattr(recommendations, "analyse", repriced)
+    monkeypatch.setattr(planning, "analyse", repriced)
     cluster.recommendation(job_id)
     assert len(asked) == 2
     newest = ledger.entries(cluster.store, ANONYMOUS, job_id).entries[0]
@@ -166,7 +166,7 @@ def test_an_answer_is_computed_again_if_the_job_changed_meanwhile(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    analyse = recommendations.analyse
+    analyse = planning.analyse
     raced: list[int] = []
 
     def beaten(data: JobData, objective: str | None) -> Analysis:
@@ -176,7 +176,7 @@ def test_an_answer_is_computed_again_if_the_job_changed_meanwhile(
             change_epochs(cluster.store, job_id, 10.0 + len(raced))
         return found
 
-    monkeypatch.setattr(recommendations, "analyse", beaten)
+    monkeypatch.setattr(planning, "analyse", beaten)
     cluster.work(job_id)
     assert len(raced) == 2
     assert cluster.job(job_id).state == "ready"
@@ -189,7 +189,7 @@ def test_measurements_during_a_computation_do_not_delay_the_plan(store: Store, m
     cluster = Cluster(tracked)
     job_id = cluster.register().job.id
     run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
-    analyse, fitted = recommendations.analyse, []
+    analyse, fitted = planning.analyse, []
 
     def overtaken(data: JobData, objective: str | None) -> Analysis:
         assert not getattr(WriteTracker.writing, "now", False), "fitted inside a writing transaction"
@@ -198,7 +198,7 @@ def test_measurements_during_a_computation_do_not_delay_the_plan(store: Store, m
             agent.submit(cluster.send, run, [0.1] * 5).result()
         return analyse(data, objective)
 
-    monkeypatch.setattr(recommendations, "analyse", overtaken)
+    monkeypatch.setattr(planning, "analyse", overtaken)
     done = cluster.work(job_id)
     assert len(done) >= 3
     assert len(fitted) == len(done), "once for each run that ended"
@@ -210,19 +210,19 @@ def test_a_job_that_changes_during_every_attempt_is_planned_under_its_lock(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    analyse, raced = recommendations.analyse, []
+    analyse, raced = planning.analyse, []
 
     def beaten(data: JobData, objective: str | None) -> Analysis:
         raced.append(data.data_version)
-        if len(raced) <= recommendations.ATTEMPTS:
+        if len(raced) <= planning.ATTEMPTS:
             change_epochs(cluster.store, job_id, 10.0 + len(raced))
         return analyse(data, objective)
 
-    monkeypatch.setattr(recommendations, "analyse", beaten)
+    monkeypatch.setattr(planning, "analyse", beaten)
     with cluster.store.transaction() as tx:
         tx.jobs.mark_plan_stale(job_id)
-    body = recommendations.replan(cluster.store, job_id)
-    assert len(raced) == recommendations.ATTEMPTS + 1
+    body = planning.replan(cluster.store, job_id)
+    assert len(raced) == planning.ATTEMPTS + 1
     assert wire.read(wire.Recommendation, body).job_id == job_id
 
 
@@ -248,18 +248,18 @@ def test_runs_that_end_at_once_are_planned_for_once(store: Store) -> None:
 
 def test_threads_that_wait_for_a_replan_return_its_result(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = cluster.register().job.id
-    analyse, computed, released = recommendations.analyse, [], threading.Event()
+    analyse, computed, released = planning.analyse, [], threading.Event()
 
     def held(data: JobData, objective: str | None) -> Analysis:
         computed.append(data.data_version)
         released.wait()
         return analyse(data, objective)
 
-    monkeypatch.setattr(recommendations, "analyse", held)
+    monkeypatch.setattr(planning, "analyse", held)
     with cluster.store.transaction() as tx:
         tx.jobs.mark_plan_stale(job_id)
     with ThreadPoolExecutor(6) as threads:
-        asked = [threads.submit(recommendations.replan, cluster.store, job_id) for _ in range(6)]
+        asked = [threads.submit(planning.replan, cluster.store, job_id) for _ in range(6)]
         while not computed:
             time.sleep(0.001)
         released.set()

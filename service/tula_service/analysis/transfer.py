@@ -1,4 +1,4 @@
-"""What is believed of a job's step time before its own runs: from earlier jobs of the project and from data sheets."""
+"""What earlier jobs teach: the prior of a job's step time before its own runs, and what its runs teach later jobs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,18 @@ from typing import Any
 import numpy as np
 
 import tula_wire as wire
-from tula_service.analysis import job_data
+from tula_service.analysis.hardware import device_of, fabric_of, facts_of, hardware_of, same_hardware
 from tula_service.analysis.job_data import JobData
 from tula_service.domain import RunSummary
-from tula_service.perfmodel.fabric import AllReduceCost, Buckets, Fabric, fit_all_reduce, with_fabric
+from tula_service.perfmodel.fabric import Buckets, Fabric, with_fabric
 from tula_service.perfmodel.intervals import LEVEL
 from tula_service.perfmodel.priors import (
-    GUESSED_ACTIVATIONS_SD,
-    ROOFLINE_SD,
-    UNKNOWN_PRECISION_SD,
     Hardware,
     ModelFacts,
     Priors,
     ScaleError,
     StepTimePrior,
     generic_prior,
-    guessed_activation_bytes,
     prior_from_hardware,
     prior_from_jobs,
     prior_from_other_type,
@@ -34,17 +30,8 @@ from tula_service.perfmodel.priors import (
 from tula_service.perfmodel.step_time_form import COLLECTIVES
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire import Configuration
-from tula_wire.devices import DEVICES, PROCESSOR, capacities_gib, known_device
-from tula_wire.jobs import Precision
 
-_PROCESSOR_SD = 1.0
-_UNKNOWN_PARAMETERS = 25_000_000
-_FLOPS_PER_PARAMETER = 300.0
-_UNKNOWN_FLOPS_SD = 1.0
-_COUNTED = ("precision", "parameters", "activation_bytes_per_sample")
-BYTES_PER_NUMBER = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0}
-_RECOMPUTED = 4.0 / 3.0  # a second forward pass beside a forward and a backward one, which is twice as long
-_OF_A_STEP = (
+_STEP_DEFINING_FIELDS = (
     "name", "activation_checkpointing", "sharding", "pipeline_stages", "tensor_parallel_size", "micro_batch_size",
 )  # fmt: skip
 _MAX_PRIORS = 10
@@ -56,7 +43,7 @@ _WIDTH_BOUNDS = (0.5, 5.0)
 
 
 @dataclass(frozen=True)
-class Lessons:
+class EarlierEvidence:
     """What earlier jobs of the project learned, sorted by how much they have in common with this job.
 
     `same_network` and `other_networks` ran on the hardware of this job, by instance type; beside one of another network
@@ -93,7 +80,7 @@ class Lessons:
         return float(np.clip(np.exp(weight * np.log(quantile)), *_WIDTH_BOUNDS))
 
 
-def lessons_of(data: JobData) -> Lessons:
+def earlier_evidence(data: JobData) -> EarlierEvidence:
     """Sort what earlier jobs learned by network and hardware; `data.earlier_jobs` are newest first."""
     same: dict[str, list[StepTimePrior]] = {}
     related: dict[str, list[tuple[StepTimePrior, float | None]]] = {}
@@ -122,7 +109,7 @@ def lessons_of(data: JobData) -> Lessons:
                 elsewhere.append((learned, hardware_of(cluster, job.model.precision)))
         if ran_on_this:
             pairs += job.prediction_pairs
-    return Lessons(
+    return EarlierEvidence(
         same_network={name: tuple(found[:_MAX_PRIORS]) for name, found in same.items()},
         other_networks={name: tuple(found[:_MAX_PRIORS]) for name, found in related.items()},
         other_hardware=tuple(elsewhere[:_MAX_PRIORS]),
@@ -133,7 +120,9 @@ def lessons_of(data: JobData) -> Lessons:
     )
 
 
-def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configuration], *, measured: bool) -> Priors:
+def prior_of(
+    earlier: EarlierEvidence, spec: wire.JobSpec, candidates: Sequence[Configuration], *, measured: bool
+) -> Priors:
     """The priors of a job's fit, one for each instance type.
 
     `measured`: the job has runs. Then a type starts from the generic prior unless earlier jobs ran on its hardware.
@@ -144,20 +133,20 @@ def prior_of(lessons: Lessons, spec: wire.JobSpec, candidates: Sequence[Configur
     believed: dict[str, StepTimePrior] = {}
     probed = set()
     for cluster in spec.cluster:
-        name, related = cluster.instance_type, lessons.other_networks.get(cluster.instance_type)
-        if name in lessons.same_network:
-            believed[name] = prior_from_jobs(lessons.same_network[name])
+        name, related = cluster.instance_type, earlier.other_networks.get(cluster.instance_type)
+        if name in earlier.same_network:
+            believed[name] = prior_from_jobs(earlier.same_network[name])
         elif related is not None or not measured:
             batches = [c.local_batch_size for c in candidates if c.instance_type == name]
             reference = float(max(batches or [c.local_batch_size for c in candidates]))
             # The job's own runs tell its scale better than the scales of other jobs do.
             believed[name] = _scale(
-                lessons, spec.model, cluster, hardware, reference, () if measured else lessons.scales
+                earlier, spec.model, cluster, hardware, reference, () if measured else earlier.scales
             )
             if related is not None:
                 learned, ratios = zip(*related, strict=True)
                 believed[name] = prior_from_jobs(learned, scale=believed[name], gradient_ratios=ratios)
-        fabric, buckets = lessons.fabrics.get(name), lessons.buckets.get(name) or _counted_buckets(spec.model)
+        fabric, buckets = earlier.fabrics.get(name), earlier.buckets.get(name) or _counted_buckets(spec.model)
         if fabric is None or buckets is None:
             continue
         believed[name] = with_fabric(
@@ -183,76 +172,20 @@ def _counted_buckets(model: wire.ModelSpec) -> Buckets | None:
 def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:
     """What a job's runs taught about each instance type, for later jobs: parameters in the order of
     `perfmodel.PARAMETERS`, as JSON. `_as_prior` is the inverse."""
-    lessons = {name: posterior.lesson() for name, posterior in sorted(model.posteriors.items())}
+    learned = {name: posterior.without_prior() for name, posterior in sorted(model.posteriors.items())}
     return {
         name: {
-            "mean": learned.mean.tolist(),
-            "sd": learned.sd.tolist(),
-            "reference_batch_size": learned.reference_batch_size or 1.0,
+            "mean": prior.mean.tolist(),
+            "sd": prior.sd.tolist(),
+            "reference_batch_size": prior.reference_batch_size or 1.0,
             "optimizer_s": model.optimizer_s.get(name, 0.0),
         }
-        for name, learned in lessons.items()
+        for name, prior in learned.items()
     }
 
 
-def guesses_of(spec: wire.JobSpec) -> list[str]:
-    """What the prior guesses because the specification leaves it out, one sentence each with its remedy."""
-    sentences = []
-    if spec.model.flops_per_sample is None:
-        sentences.append("The model's FLOPs per sample are unknown and were guessed: give model.flops_per_sample.")
-    names = [f"model.{name}" for name in _COUNTED if getattr(spec.model, name) is None]
-    if names:
-        sentences.append(f"The first guess of the step time is wider without {', '.join(names)}: give what is missing.")
-    for cluster in spec.cluster:
-        if hardware_of(cluster).peak_tflops is None:
-            sentences.append(
-                f"The accelerator of {cluster.instance_type} is not known and its speed was guessed: "
-                "give cluster.accelerator, for example V100-16GB."
-                if cluster.accelerator is None
-                else f"{cluster.accelerator} has no data sheet here and its speed was guessed: if it is like one of "
-                f"{', '.join(sorted(DEVICES))}, give that as cluster.accelerator."
-            )
-        if cluster.network_gbps is None and cluster.max_nodes > 1:
-            sentences.append(f"The network of {cluster.instance_type} was guessed: give cluster.network_gbps.")
-    return sentences
-
-
-def hardware_of(cluster: wire.ClusterSpec, precision: Precision | None = None) -> Hardware:
-    """The figures of an instance type, with the peak at `precision`; None where specification and data sheets leave
-    them open."""
-    name = known_device(cluster.accelerator)
-    if name is None:
-        return Hardware(inter_node_gbps=cluster.network_gbps)
-    device = DEVICES[name]
-    # A rank's share of a processor may be one core or forty; the specification does not say.
-    uncertain = _PROCESSOR_SD if name == PROCESSOR else 0.0
-    # Jobs that were registered before it was checked may name a precision that the device lacks.
-    peak = device.peak if precision is None else device.tflops(precision) or device.fp32
-    return Hardware(peak, cluster.network_gbps, memory_gb_per_s=device.memory_gb_per_s, figures_sd=uncertain)
-
-
-def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterSpec) -> bool:
-    """True when both name the same hardware. If neither names it, ranks and memory, if known, must agree as well."""
-    if any(getattr(one, name) != getattr(other, name) for name in ("instance_type", "accelerator", "network_gbps")):
-        return False
-    if one.accelerator is not None or one.instance_type != wire.DEFAULT_INSTANCE_TYPE:
-        return True
-    if isinstance(one, wire.ClusterSpec) and one.memory_bytes_per_rank != other.memory_bytes_per_rank:
-        return False
-    return one.ranks_per_node == other.ranks_per_node
-
-
-def device_of(cluster: wire.ClusterSpec) -> str:
-    """A key that is equal for equal devices: V100-16GB and Tesla V100 share one, processors of two instance types do
-    not."""
-    name = known_device(cluster.accelerator)
-    if cluster.accelerator is None or name == PROCESSOR:
-        return f"{name or 'device'} of {cluster.instance_type}"
-    return name or cluster.accelerator.upper().replace(" ", "").replace("-", "")
-
-
 def _scale(
-    lessons: Lessons,
+    earlier: EarlierEvidence,
     model: wire.ModelSpec,
     cluster: wire.ClusterSpec,
     hardware: Mapping[str, Hardware],
@@ -266,10 +199,10 @@ def _scale(
     """
     facts, mine = facts_of(model), hardware[cluster.instance_type]
     guess = prior_from_hardware(facts, mine, reference_batch_size=reference)
-    near = [(prior, hardware[other]) for other, found in sorted(lessons.same_network.items()) for prior in found]
+    near = [(prior, hardware[other]) for other, found in sorted(earlier.same_network.items()) for prior in found]
     moved = [
         prior_from_other_type(learned, other, mine)
-        for learned, other in (*near, *lessons.other_hardware)
+        for learned, other in (*near, *earlier.other_hardware)
         if other.memory_gb_per_s is not None and mine.memory_gb_per_s is not None
     ]
     # A run on hardware of uncertain speed says less of a device than its data sheet does.
@@ -277,29 +210,6 @@ def _scale(
     if nearest is not guess:
         return replace(nearest, basis="prior")
     return scale_from_jobs(guess, _scale_error(facts, cluster, mine), scales)
-
-
-def facts_of(model: wire.ModelSpec) -> ModelFacts:
-    """What the specification says of a network, and guesses with their widths where it is silent."""
-    parameters = float(model.parameters or _UNKNOWN_PARAMETERS)
-    known = model.flops_per_sample
-    # The wire counts forward and backward, the performance model one forward pass.
-    flops = _FLOPS_PER_PARAMETER * parameters if known is None else known / 3.0
-    devices = job_data.devices_of(model)
-    again = _RECOMPUTED if model.activation_checkpointing else 1.0
-    # What a checkpointed network keeps says little of what it computes, so there a count is not used.
-    counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
-    guess = guessed_activation_bytes(flops, parameters, BYTES_PER_NUMBER[model.precision or "fp32"]) / devices
-    return ModelFacts(
-        parameters,
-        again * flops / devices,
-        again * float(counted or guess),
-        BYTES_PER_NUMBER["fp32"] * parameters / devices,
-        flops_sd=math.hypot(_UNKNOWN_FLOPS_SD if known is None else 0.0, 0.0 if counted else GUESSED_ACTIVATIONS_SD),
-        rule_sd=UNKNOWN_PRECISION_SD if model.precision is None else ROOFLINE_SD,
-        volumes=3.0 if model.sharding == "zero3" else 2.0,
-        idle_samples=float((model.pipeline_stages - 1) * (model.micro_batch_size or 1)),
-    )
 
 
 def _buckets_of(summaries: Sequence[RunSummary]) -> dict[str, Buckets]:
@@ -336,76 +246,7 @@ def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:
 
 def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
     """True when the names agree, what a step does, and parameter counts and precisions where both give them."""
-    if any(getattr(one, name) != getattr(other, name) for name in _OF_A_STEP):
+    if any(getattr(one, name) != getattr(other, name) for name in _STEP_DEFINING_FIELDS):
         return False
     pairs = ((one.parameters, other.parameters), (one.precision, other.precision))
     return all(first == second or None in (first, second) for first, second in pairs)
-
-
-def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str, str] | None:
-    """(field of the specification, sentence) of a precision or capacity that the accelerator does not have."""
-    name = known_device(cluster.accelerator)
-    if name is None:
-        return None
-    device = DEVICES[name]
-    if model.precision is not None and device.tflops(model.precision) is None:
-        has = ", ".join(each for each in ("fp32", "tf32", "bf16", "fp16") if device.tflops(each) is not None)
-        return "model.precision", (
-            f"{cluster.accelerator} does not compute in {model.precision}: give one of {has}, or correct "
-            "cluster.accelerator."
-        )
-    given = cluster.memory_bytes_per_rank or 0
-    most = max(capacities_gib(cluster.accelerator or "", device), default=None)
-    if most is not None and given > most * 2**30:
-        return "cluster.memory_bytes_per_rank", (
-            f"memory_bytes_per_rank is {given / 2**30:.3g} GiB, and {cluster.accelerator} has at most {most} GiB: "
-            "give what one device has, or correct cluster.accelerator."
-        )
-    return None
-
-
-def cost_of(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
-    """The line through the readings of one group of ranks."""
-    return fit_all_reduce(
-        [each.size_bytes for each in readings],
-        [each.time_s for each in readings],
-        [each.relative_sd / each.repeats**0.5 for each in readings],
-    )
-
-
-def fabric_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> Fabric | None:
-    """The probe with most ranks of those on nodes like these, the first of `probes` among equals; None without one."""
-    if not (mine := probes_of(probes, cluster)):
-        return None
-    probe = max(mine, key=lambda each: each.num_nodes * each.ranks_per_node)
-    in_node = None if probe.in_node is None else cost_of(probe.in_node)
-    return Fabric(probe.num_nodes, probe.ranks_per_node, cost_of(probe.all_ranks), in_node)
-
-
-def probes_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> list[wire.FabricProbe]:
-    """Those on nodes like the cluster's."""
-    return [probe for probe in probes if same_hardware(probe, cluster)]
-
-
-def probe_of_run(
-    measured: wire.AllReduces, configuration: wire.Configuration, cluster: wire.ClusterSpec
-) -> wire.FabricProbe | None:
-    """What the ranks of a run measured, as a probe of its cluster; None where another number of ranks took part.
-
-    Nodes are those of the configuration, as in its samples; what was measured in one node counts where the ranks saw
-    the same nodes.
-    """
-    c = configuration
-    if measured.num_nodes * measured.ranks_per_node != c.world_size:
-        return None
-    same = (measured.num_nodes, measured.ranks_per_node) == (c.num_nodes, c.ranks_per_node)
-    return wire.FabricProbe(
-        instance_type=cluster.instance_type,
-        accelerator=cluster.accelerator,
-        network_gbps=cluster.network_gbps,
-        backend=measured.backend,
-        num_nodes=c.num_nodes,
-        ranks_per_node=c.ranks_per_node,
-        all_ranks=measured.all_ranks,
-        in_node=measured.in_node if same else None,
-    )

@@ -11,12 +11,12 @@ import pytest
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tests.support.configurations import make_configuration
-from tula_service.analysis import priors
-from tula_service.analysis.priors import device_of, hardware_of, same_hardware
+from tula_service.analysis import hardware, transfer
+from tula_service.analysis.hardware import device_of, hardware_of, same_hardware
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.priors import StepTimePrior
 from tula_service.perfmodel.step_time_model import fit_step_time
-from tula_service.usecases.recommendations import load_job_data
+from tula_service.usecases.job_data import load_job_data
 from tula_wire.devices import DEVICES
 
 MODEL = fit_step_time(
@@ -35,13 +35,13 @@ def remember(cluster: Cluster, *wanted: wire.JobSpec) -> None:
     for each in wanted:
         job_id = cluster.register(each).job.id
         with cluster.store.transaction() as tx:
-            tx.lessons.put_posteriors(job_id, priors.posteriors_of(MODEL))
+            tx.posteriors.put_posteriors(job_id, transfer.posteriors_of(MODEL))
 
 
-def lessons_for(cluster: Cluster, wanted: wire.JobSpec) -> priors.Lessons:
+def lessons_for(cluster: Cluster, wanted: wire.JobSpec) -> transfer.EarlierEvidence:
     job_id = cluster.register(wanted).job.id
     with cluster.store.reading() as tx:
-        return priors.lessons_of(load_job_data(tx, tx.jobs.get(job_id)))
+        return transfer.earlier_evidence(load_job_data(tx, tx.jobs.get(job_id)))
 
 
 def test_a_network_that_was_tuned_again_and_again_counts_once_on_each_device(cluster: Cluster) -> None:
@@ -85,10 +85,11 @@ LEARNT = MODEL.posteriors["node"].as_prior()
 
 def first_guess(wanted: wire.JobSpec, *earlier: tuple[dict[str, Any], StepTimePrior]) -> StepTimePrior:
     scales = tuple(
-        priors.earlier_scale(wire.ModelSpec.model_validate(model), one("V100"), learnt) for model, learnt in earlier
+        transfer.earlier_scale(wire.ModelSpec.model_validate(model), one("V100"), learnt) for model, learnt in earlier
     )
-    lessons = priors.Lessons(same_network={}, other_networks={}, other_hardware=(), scales=scales, pairs=())
-    return priors.prior_of(lessons, wanted, [make_configuration(1, 2, 256, 1, "node")], measured=False).believed["node"]
+    lessons = transfer.EarlierEvidence(same_network={}, other_networks={}, other_hardware=(), scales=scales, pairs=())
+    candidates = [make_configuration(1, 2, 256, 1, "node")]
+    return transfer.prior_of(lessons, wanted, candidates, measured=False).believed["node"]
 
 
 def test_an_earlier_job_of_which_less_is_known_corrects_less() -> None:
@@ -185,10 +186,10 @@ def test_a_network_is_known_by_its_name_if_only_one_job_gives_its_parameters(
 
 
 def test_an_accelerator_without_a_data_sheet_is_named_beside_those_that_have_one() -> None:
-    warnings = " ".join(priors.guesses_of(asked("net", "Zorg-9000")))
+    warnings = " ".join(hardware.guesses_of(asked("net", "Zorg-9000")))
     assert "Zorg-9000 has no data sheet here" in warnings
     assert "A100, " in warnings
-    assert "give cluster.accelerator, for example" in " ".join(priors.guesses_of(asked("net", None)))
+    assert "give cluster.accelerator, for example" in " ".join(hardware.guesses_of(asked("net", None)))
 
 
 def test_every_device_has_a_source_and_precisions_in_order_of_speed() -> None:
@@ -204,9 +205,9 @@ def test_a_specification_hears_of_what_it_lacks_and_of_nothing_that_it_has() -> 
     counted = {"precision": "fp16", "parameters": 25_000_000, "activation_bytes_per_sample": 44_000_000}
     full = {"name": "net", "flops_per_sample": 24e9} | counted
     on = one("V100").model_dump() | {"network_gbps": 25}
-    assert priors.guesses_of(spec(model=full, cluster=[on])) == []
+    assert hardware.guesses_of(spec(model=full, cluster=[on])) == []
     for name in counted:
-        (said,) = priors.guesses_of(spec(model={key: full[key] for key in full if key != name}, cluster=[on]))
+        (said,) = hardware.guesses_of(spec(model={key: full[key] for key in full if key != name}, cluster=[on]))
         assert [each for each in counted if f"model.{each}" in said] == [name]
 
 

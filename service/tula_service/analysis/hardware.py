@@ -1,0 +1,176 @@
+"""What a specification, data sheets and probes say of a job's network, devices and links."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tula_wire as wire
+from tula_service.analysis import job_data
+from tula_service.perfmodel.fabric import AllReduceCost, Fabric, fit_all_reduce
+from tula_service.perfmodel.priors import (
+    GUESSED_ACTIVATIONS_SD,
+    ROOFLINE_SD,
+    UNKNOWN_PRECISION_SD,
+    Hardware,
+    ModelFacts,
+    guessed_activation_bytes,
+)
+from tula_wire.devices import DEVICES, PROCESSOR, capacities_gib, known_device
+from tula_wire.jobs import Precision
+
+_PROCESSOR_SD = 1.0
+_UNKNOWN_PARAMETERS = 25_000_000
+_FLOPS_PER_PARAMETER = 300.0
+_UNKNOWN_FLOPS_SD = 1.0
+_COUNTED = ("precision", "parameters", "activation_bytes_per_sample")
+BYTES_PER_NUMBER = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0}
+_RECOMPUTED = 4.0 / 3.0  # a second forward pass beside a forward and a backward one, which is twice as long
+
+
+def hardware_of(cluster: wire.ClusterSpec, precision: Precision | None = None) -> Hardware:
+    """The figures of an instance type, with the peak at `precision`; None where specification and data sheets leave
+    them open."""
+    name = known_device(cluster.accelerator)
+    if name is None:
+        return Hardware(inter_node_gbps=cluster.network_gbps)
+    device = DEVICES[name]
+    # A rank's share of a processor may be one core or forty; the specification does not say.
+    uncertain = _PROCESSOR_SD if name == PROCESSOR else 0.0
+    # Jobs that were registered before it was checked may name a precision that the device lacks.
+    peak = device.peak if precision is None else device.tflops(precision) or device.fp32
+    return Hardware(peak, cluster.network_gbps, memory_gb_per_s=device.memory_gb_per_s, figures_sd=uncertain)
+
+
+def device_of(cluster: wire.ClusterSpec) -> str:
+    """A key that is equal for equal devices: V100-16GB and Tesla V100 share one, processors of two instance types do
+    not."""
+    name = known_device(cluster.accelerator)
+    if cluster.accelerator is None or name == PROCESSOR:
+        return f"{name or 'device'} of {cluster.instance_type}"
+    return name or cluster.accelerator.upper().replace(" ", "").replace("-", "")
+
+
+def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterSpec) -> bool:
+    """True when both name the same hardware. If neither names it, ranks and memory, if known, must agree as well."""
+    if any(getattr(one, name) != getattr(other, name) for name in ("instance_type", "accelerator", "network_gbps")):
+        return False
+    if one.accelerator is not None or one.instance_type != wire.DEFAULT_INSTANCE_TYPE:
+        return True
+    if isinstance(one, wire.ClusterSpec) and one.memory_bytes_per_rank != other.memory_bytes_per_rank:
+        return False
+    return one.ranks_per_node == other.ranks_per_node
+
+
+def facts_of(model: wire.ModelSpec) -> ModelFacts:
+    """What the specification says of a network, and guesses with their widths where it is silent."""
+    parameters = float(model.parameters or _UNKNOWN_PARAMETERS)
+    known = model.flops_per_sample
+    # The wire counts forward and backward, the performance model one forward pass.
+    flops = _FLOPS_PER_PARAMETER * parameters if known is None else known / 3.0
+    devices = job_data.devices_of(model)
+    again = _RECOMPUTED if model.activation_checkpointing else 1.0
+    # What a checkpointed network keeps says little of what it computes, so there a count is not used.
+    counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
+    guess = guessed_activation_bytes(flops, parameters, BYTES_PER_NUMBER[model.precision or "fp32"]) / devices
+    return ModelFacts(
+        parameters,
+        again * flops / devices,
+        again * float(counted or guess),
+        BYTES_PER_NUMBER["fp32"] * parameters / devices,
+        flops_sd=math.hypot(_UNKNOWN_FLOPS_SD if known is None else 0.0, 0.0 if counted else GUESSED_ACTIVATIONS_SD),
+        rule_sd=UNKNOWN_PRECISION_SD if model.precision is None else ROOFLINE_SD,
+        volumes=3.0 if model.sharding == "zero3" else 2.0,
+        idle_samples=float((model.pipeline_stages - 1) * (model.micro_batch_size or 1)),
+    )
+
+
+def guesses_of(spec: wire.JobSpec) -> list[str]:
+    """What the prior guesses because the specification leaves it out, one sentence each with its remedy."""
+    sentences = []
+    if spec.model.flops_per_sample is None:
+        sentences.append("The model's FLOPs per sample are unknown and were guessed: give model.flops_per_sample.")
+    names = [f"model.{name}" for name in _COUNTED if getattr(spec.model, name) is None]
+    if names:
+        sentences.append(f"The first guess of the step time is wider without {', '.join(names)}: give what is missing.")
+    for cluster in spec.cluster:
+        if hardware_of(cluster).peak_tflops is None:
+            sentences.append(
+                f"The accelerator of {cluster.instance_type} is not known and its speed was guessed: "
+                "give cluster.accelerator, for example V100-16GB."
+                if cluster.accelerator is None
+                else f"{cluster.accelerator} has no data sheet here and its speed was guessed: if it is like one of "
+                f"{', '.join(sorted(DEVICES))}, give that as cluster.accelerator."
+            )
+        if cluster.network_gbps is None and cluster.max_nodes > 1:
+            sentences.append(f"The network of {cluster.instance_type} was guessed: give cluster.network_gbps.")
+    return sentences
+
+
+def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str, str] | None:
+    """(field of the specification, sentence) of a precision or capacity that the accelerator does not have."""
+    name = known_device(cluster.accelerator)
+    if name is None:
+        return None
+    device = DEVICES[name]
+    if model.precision is not None and device.tflops(model.precision) is None:
+        has = ", ".join(each for each in ("fp32", "tf32", "bf16", "fp16") if device.tflops(each) is not None)
+        return "model.precision", (
+            f"{cluster.accelerator} does not compute in {model.precision}: give one of {has}, or correct "
+            "cluster.accelerator."
+        )
+    given = cluster.memory_bytes_per_rank or 0
+    most = max(capacities_gib(cluster.accelerator or "", device), default=None)
+    if most is not None and given > most * 2**30:
+        return "cluster.memory_bytes_per_rank", (
+            f"memory_bytes_per_rank is {given / 2**30:.3g} GiB, and {cluster.accelerator} has at most {most} GiB: "
+            "give what one device has, or correct cluster.accelerator."
+        )
+    return None
+
+
+def cost_of(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
+    """The line through the readings of one group of ranks."""
+    return fit_all_reduce(
+        [each.size_bytes for each in readings],
+        [each.time_s for each in readings],
+        [each.relative_sd / each.repeats**0.5 for each in readings],
+    )
+
+
+def fabric_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> Fabric | None:
+    """The probe with most ranks of those on nodes like these, the first of `probes` among equals; None without one."""
+    if not (mine := probes_of(probes, cluster)):
+        return None
+    probe = max(mine, key=lambda each: each.num_nodes * each.ranks_per_node)
+    in_node = None if probe.in_node is None else cost_of(probe.in_node)
+    return Fabric(probe.num_nodes, probe.ranks_per_node, cost_of(probe.all_ranks), in_node)
+
+
+def probes_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> list[wire.FabricProbe]:
+    """Those on nodes like the cluster's."""
+    return [probe for probe in probes if same_hardware(probe, cluster)]
+
+
+def probe_of_run(
+    measured: wire.AllReduces, configuration: wire.Configuration, cluster: wire.ClusterSpec
+) -> wire.FabricProbe | None:
+    """What the ranks of a run measured, as a probe of its cluster; None where another number of ranks took part.
+
+    Nodes are those of the configuration, as in its samples; what was measured in one node counts where the ranks saw
+    the same nodes.
+    """
+    c = configuration
+    if measured.num_nodes * measured.ranks_per_node != c.world_size:
+        return None
+    same = (measured.num_nodes, measured.ranks_per_node) == (c.num_nodes, c.ranks_per_node)
+    return wire.FabricProbe(
+        instance_type=cluster.instance_type,
+        accelerator=cluster.accelerator,
+        network_gbps=cluster.network_gbps,
+        backend=measured.backend,
+        num_nodes=c.num_nodes,
+        ranks_per_node=c.ranks_per_node,
+        all_ranks=measured.all_ranks,
+        in_node=measured.in_node if same else None,
+    )

@@ -1,0 +1,96 @@
+"""From rows to values: `JobData`, which holds everything that an analysis of a job reads, and parts of a specification.
+
+`load_job_data` alone reads what an analysis needs, inside a transaction of its caller.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+import tula_wire as wire
+from tula_service.analysis.job_data import EarlierJob, JobData
+from tula_service.domain import FloatArray, RunRecord
+from tula_service.perfmodel.step_summary import summarise
+from tula_service.store import Transaction
+from tula_service.store.jobs import JobRecord
+
+M = TypeVar("M", bound=BaseModel)
+MAX_RUNS = 10_000
+_BOUNDS = {"less_than_equal": "le", "greater_than_equal": "ge"}  # of an error, where it holds the bound
+_MAX_EARLIER_JOBS = 200
+_MAX_PROBES = 200
+_RUNS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE = 6, 1000
+_RUNS_READ_FOR_TOKENS, _STEPS_READ_FOR_TOKENS = 4, 100
+
+
+def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
+    """Everything that an analysis of this version of the job reads; bounded to the newest runs and earlier jobs."""
+    runs = sorted(tx.runs.list(job.id, limit=MAX_RUNS), key=lambda run: (run.position, run.key))
+    thresholds = tx.scaling.latest(job.id)
+    profiled = [run for run in runs if run.kind == "profile"]
+    earlier = tx.posteriors.of_earlier_jobs(job.project_id, before=job.cursor, limit=_MAX_EARLIER_JOBS)
+    return JobData(
+        spec=spec_of(job),
+        objective=job.objective,
+        data_version=job.data_version,
+        runs=runs,
+        summaries=tx.samples.summaries(job.id, summarise),
+        earlier_jobs=[_earlier_job(**each) for each in earlier],
+        prediction_pairs=tx.posteriors.prediction_pairs(job.id),
+        trained_noise_scale=None if thresholds is None else thresholds[1].get("gradient_noise_scale"),
+        profiled_noise=_columns(tx, profiled, "gradient_noise_scale", _RUNS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE),
+        token_counts=_columns(tx, runs, "tokens_per_example", _RUNS_READ_FOR_TOKENS, _STEPS_READ_FOR_TOKENS),
+        retried_up_to_key=job.retried_up_to_key,
+        ignored_step_times=frozenset(run.id for run in runs if run.unsteady),
+        probes=stored_probes(tx, job),
+    )
+
+
+def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
+    """Those of the project for the job's instance types, newest first."""
+    types = {cluster.instance_type for cluster in spec_of(job).cluster}
+    found = tx.fabrics.list(job.project_id, instance_types=types, limit=_MAX_PROBES)
+    return [read_stored(wire.FabricProbe, probe) for probe, _ in found]
+
+
+def cluster_of(job: JobRecord, configuration: wire.Configuration) -> wire.ClusterSpec | None:
+    """The cluster of a configuration; None where the specification has dropped it since."""
+    return next((each for each in spec_of(job).cluster if each.instance_type == configuration.instance_type), None)
+
+
+def spec_of(job: JobRecord) -> wire.JobSpec:
+    """The job's specification."""
+    return read_stored(wire.JobSpec, job.spec)
+
+
+def read_stored(model: type[M], stored: Mapping[str, Any]) -> M:
+    """What was valid when it was stored: unknown fields are ignored, and a number beyond a bound that has come since is
+    read as that bound, so that the job stays readable and a change can correct it."""
+    try:
+        return wire.read(model, dict(stored))
+    except ValidationError as error:
+        within = copy.deepcopy(dict(stored))
+        for each in error.errors():
+            bound = each.get("ctx", {}).get(_BOUNDS.get(each["type"], ""))
+            if bound is None:
+                raise
+            *path, name = each["loc"]
+            functools.reduce(operator.getitem, path, within)[name] = bound  # type: ignore[arg-type,index]
+        return wire.read(model, within)
+
+
+def _earlier_job(spec: Mapping[str, Any], **learned: Any) -> EarlierJob:
+    clusters = tuple(read_stored(wire.ClusterSpec, each) for each in spec["cluster"])
+    return EarlierJob(model=read_stored(wire.ModelSpec, spec["model"]), clusters=clusters, **learned)
+
+
+def _columns(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int, last_step: int) -> list[FloatArray]:
+    """A telemetry column of the newest runs that have samples."""
+    newest = sorted((run.key for run in runs if run.num_samples), reverse=True)[:num_runs]
+    return [tx.telemetry.read(key, name, last_step=last_step)[1] for key in newest]

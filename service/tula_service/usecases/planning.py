@@ -1,0 +1,140 @@
+"""Planning: after a change, a job's answer is computed once, and its plan and its recommendation are stored.
+
+A fit runs on a read-only snapshot, so that no writer waits for it. If anything but measurements changed meanwhile, it
+is computed again, and after four attempts under the job's lock. A plan that waits for a worker is marked on the job
+(`PlanState`), in the transaction of the change: if the worker dies, the next claim computes the plan. Answers are
+cached once per version of a job's data, and entered in the ledger.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tula_wire as wire
+from tula_service.analysis import explanation
+from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
+from tula_service.analysis.plan import PlanDecision, plan_of
+from tula_service.store import Store, Transaction
+from tula_service.store.jobs import JobRecord
+from tula_service.usecases import ledger
+from tula_service.usecases.job_data import MAX_RUNS, load_job_data
+from tula_wire.enums import Objective
+
+ATTEMPTS = 4
+_STATES_KEPT = ("archived", "training")
+
+
+def replan(store: Store, job_id: str) -> str:
+    """Bring a job's plan and recommendation up to date; returns the recommendation as JSON.
+
+    Threads of one process that replan the same job queue up, and those that waited return what the first one stored.
+    Raises NotFound when the job is gone, Busy when too many computations are queued.
+    """
+    with store.reading() as tx:
+        asked = tx.jobs.get(job_id)
+    with store.job_lock(job_id):
+        with store.reading() as tx:
+            job, body = tx.jobs.get(job_id), None
+            if job.plan_state == "current":
+                body = cached(tx, job_id, job.objective, asked.data_version, or_newer=True)
+        return body or compute(store, job_id, None, plan=True)
+
+
+def compute(store: Store, job_id: str, objective: Objective | None, *, plan: bool) -> str:
+    """Analyse and store what follows, with `plan` the plan too; returns the recommendation as JSON."""
+    for _ in range(ATTEMPTS):
+        with store.compute_slot():
+            with store.reading() as tx:
+                job = tx.jobs.get(job_id)
+                facts, data = _facts(tx, job, plan), load_job_data(tx, job)
+            analysis = analyse(data, objective)
+            decision = plan_of(analysis) if plan else None
+        with store.transaction() as tx:
+            now = tx.jobs.lock(job_id)
+            if now.data_version == job.data_version or _facts(tx, now, plan) == facts:
+                return store_answer(tx, now, analysis, decision)
+    with store.transaction() as tx:
+        job = tx.jobs.lock(job_id)
+        analysis = analyse(load_job_data(tx, job), objective)
+        return store_answer(tx, job, analysis, plan_of(analysis) if plan else None)
+
+
+def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, decision: PlanDecision | None = None) -> str:
+    """Store the plan, then render, cache and enter the answer; returns the recommendation as JSON.
+
+    If the data have moved on and a newer answer is cached, that one is returned. The caller holds the job's lock and
+    has compared the facts.
+    """
+    # New pending runs change no fit, so the answer also holds for the version that they make. Measurements that arrived
+    # meanwhile do: then it is stored under the version that it was computed from.
+    version, objective = analysis.data.data_version, analysis.objective
+    is_newest = job.data_version == version
+    if decision is not None:
+        job = _store_plan(tx, job, analysis, decision)
+    if is_newest:
+        version = job.data_version
+    elif (newer := cached(tx, job.id, objective, version, or_newer=True)) is not None:
+        return newer
+    entry = ledger.enter(tx, job, analysis, version)
+    fields: dict[str, object] = {"id": entry.recommendation_id, "job_id": job.id, "created_at": entry.created_at}
+    if isinstance(analysis, Answer):
+        validated = (job.cross_validated_model, tuple(job.cross_validated_runs))
+        error = job.cross_validated_error if validated == (MODEL_VERSION, analysis.evidence.run_ids) else None
+        fields |= explanation.recommendation_fields(analysis, error)
+    else:
+        fields |= explanation.infeasible_fields(analysis)
+    recommendation = wire.Recommendation.model_validate(fields)
+    body = recommendation.model_dump_json()
+    tx.answers.put(job.id, f"recommendation:{objective}", data_version=version, model_version=MODEL_VERSION, body=body)
+    if objective == job.objective:
+        chosen = recommendation.chosen
+        smallest, largest = explanation.savings(chosen, recommendation.candidates)
+        tx.jobs.update(  # what a list of jobs shows
+            job.id,
+            recommended=None if chosen is None else chosen.configuration,
+            predicted_time_s=None if chosen is None else chosen.total_time_s.value,
+            predicted_cost_usd=None if chosen is None or chosen.cost_usd is None else chosen.cost_usd.value,
+            saving_vs_smallest_batch=smallest,
+            saving_vs_largest_batch=largest,
+        )
+    return body
+
+
+def _store_plan(tx: Transaction, job: JobRecord, analysis: Analysis, decision: PlanDecision) -> JobRecord:
+    for run_id in decision.cancelled:
+        tx.runs.transition(run_id, expected=["pending"], to="cancelled")
+    for run_id, step_time_s in decision.predicted_step_time_s.items():
+        tx.runs.update(run_id, predicted_step_time_s=step_time_s)
+    for new in decision.new:
+        run = tx.runs.create(job.id, new)
+        tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state, "purpose": run.purpose})
+    if decision.posteriors is not None:
+        tx.posteriors.put_posteriors(job.id, decision.posteriors)
+    if isinstance(analysis, Answer) and decision.cross_validated_error is not None:
+        tx.jobs.update(
+            job.id,
+            cross_validated_error=decision.cross_validated_error,
+            cross_validated_runs=list(analysis.evidence.run_ids),
+            cross_validated_model=MODEL_VERSION,
+        )
+    state, reason = "planning" if decision.active else "ready", decision.reason
+    if job.state in _STATES_KEPT or (state == "ready" and job.state == "finished"):
+        state = job.state
+    if (state, reason) != (job.state, job.plan_reason):
+        tx.events.append(job.id, "job", data={"state": state, "plan_reason": reason})
+    return tx.jobs.update(job.id, state=state, plan_reason=reason, plan_state="current")
+
+
+def _facts(tx: Transaction, job: JobRecord, plan: bool) -> object:
+    """Everything besides measurements that an answer rests on, or an answer with its plan."""
+    runs = tx.runs.list(job.id, limit=MAX_RUNS) if plan else ()
+    states = [(run.id, run.state, run.failed_local_batch_size, run.drift_sentence) for run in runs]
+    return job.spec, job.retried_up_to_key if plan else None, states
+
+
+def cached(
+    tx: Transaction, job_id: str, objective: Objective, data_version: int, *, or_newer: bool = False
+) -> str | None:
+    """The cached recommendation for exactly this version of the job's data, or, with `or_newer`, for any since then."""
+    versions: dict[str, Any] = {"data_version": data_version, "model_version": MODEL_VERSION}
+    return tx.answers.get(job_id, f"recommendation:{objective}", **versions, or_newer=or_newer)
