@@ -17,8 +17,6 @@ DECIDE_EVERY = 4
 """Steps between two chances to end early, from FEWEST_STEPS measured ones on."""
 TRAIN_WARMUP_STEPS = 5
 PEERS_WITHIN_S = 10.0
-LIMIT_EVERY = 16
-"""Steps between two looks at the time limit of a training."""
 DECISION_WITHIN_S = 600.0
 """How long a rank waits for the first rank's decision: no longer than the collectives of training would wait for it."""
 
@@ -45,16 +43,17 @@ class StopAgreement:
         with self._guard("finding the other ranks"):
             channel = self._channel = None if self._rendezvous is None else self._rendezvous.channel(PEERS_WITHIN_S)
             if channel is not None and channel.rank == 0:
-                ends = time.monotonic() + PEERS_WITHIN_S
-                others = [f"joined/{rank}" for rank in range(1, channel.world_size)]
-                self.agreed = all(channel.wait(key, ends - time.monotonic()) for key in others)
-                channel.set("plan", [self.agreed, astuple(plan) if plan else None])
+                if plan is not None:  # a training waits for nobody
+                    ends = time.monotonic() + PEERS_WITHIN_S
+                    others = [f"joined/{rank}" for rank in range(1, channel.world_size)]
+                    self.agreed = all(channel.wait(key, ends - time.monotonic()) for key in others)
+                channel.set("plan", [self.agreed, None if plan is None else astuple(plan)])
             elif channel is not None:
                 channel.set(f"joined/{channel.rank}", True)
                 answer = channel.wait("plan", 2 * PEERS_WITHIN_S)
                 if answer is not None:
                     self.agreed = bool(answer[0])
-                    plan = _plan_of(answer[1]) if answer[1] else None
+                    plan = None if answer[1] is None else _plan_of(answer[1])
         if not self.agreed and plan is not None:
             logger.warning(
                 "the ranks could not agree, so the run can't end early: call tula_agent.init() on all of them, and "
@@ -80,42 +79,18 @@ class StopAgreement:
         self.agreed = False  # the store is gone, for every rank at once: no rank ends early from now on
         return False
 
-    def last_step(self, step: int, is_over: bool) -> int | None:
-        """The step after which a training ends on all ranks, once the first rank found its time `is_over`; else None.
-
-        The first rank announces a step that is two looks away. No rank is a whole look ahead of another, since every
-        step waits for the gradients of all, so all read it before that step. Nothing waits here.
-        """
-        channel = self._channel
-        if not self.agreed or step % LIMIT_EVERY:
-            return None
-        if channel is None:
-            return step if is_over else None
-        with self._guard("agreeing with the other ranks"):
-            if channel.rank > 0:
-                return int(channel.get("last_step")) if channel.has("last_step") else None
-            if is_over:
-                channel.set("last_step", step + 2 * LIMIT_EVERY)
-            return step + 2 * LIMIT_EVERY if is_over else None
-        self.agreed = False
-        return None
-
 
 class Profiling:
-    """Decides whether this run profiles, when it has measured enough, and whether a training's time is over.
+    """Decides whether this run profiles, and when it has measured enough.
 
     `plan` is None in a training run. It comes from the environment only: a service that could turn a training into a
     profiling run could end it. `stop_soon` is called on the shipping thread and takes effect at the next step that all
     ranks share. sweep: the batches of this launch, each of which is measured so.
-    `time_limit_s`: of a training, from here on; it too comes from the environment only.
     """
 
-    def __init__(self, plan: ProfilePlan | None, sweep: Sweep, guard: Guard, time_limit_s: float | None = None) -> None:
+    def __init__(self, plan: ProfilePlan | None, sweep: Sweep, guard: Guard) -> None:
         self.plan = plan
         self._sweep = sweep
-        self.time_limit_s = time_limit_s
-        self._began = time.monotonic()
-        self._last_step: int | None = None
         self.stopping = False
         self.pending = False  # True: `agree` has something to do
         self._agreement = StopAgreement(None, guard)
@@ -194,17 +169,6 @@ class Profiling:
             self.stopping = True
             return True
         return False
-
-    def reaches_limit(self, step: int) -> bool:
-        """True when a training ends with `step`, since its time is over; the same on all ranks."""
-        if self.time_limit_s is None or self.stopping:
-            return False
-        if self._last_step is None:
-            self._last_step = self._agreement.last_step(step, time.monotonic() - self._began > self.time_limit_s)
-        if self._last_step is None or step < self._last_step:
-            return False
-        self.stopping = True
-        return True
 
 
 def _plan_of(values: list[Any]) -> ProfilePlan:

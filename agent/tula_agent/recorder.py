@@ -121,7 +121,7 @@ class Recorder:
         self.finished = False
         self.boot_id = secrets.token_hex(8)
         self.sweep = Sweep(config.run_id, config.local_batch_size, config.plan.column if config.plan else ())
-        self.profiling = Profiling(config.plan, self.sweep, guard, config.time_limit_s)
+        self.profiling = Profiling(config.plan, self.sweep, guard)
         self.readings = Readings(config.row_limit)
         self.objects = TrackedObjects()
         self.timer = StepTimer(grad_accum_steps or config.grad_accum_steps)
@@ -180,7 +180,7 @@ class Recorder:
 
     @property
     def stopping(self) -> bool:
-        """True once a profiling run has measured enough, or the time of a training is over."""
+        """True once a profiling run has measured enough."""
         return self.profiling.stopping
 
     @property
@@ -397,22 +397,16 @@ class Recorder:
     def finish(self, state: str, message: str | None = None, failed_local_batch_size: int | None = None) -> None:
         """Report how the run ended, send what is left, and drop every reference to the job.
 
-        A training that its time limit ended before its script did is cancelled, not succeeded.
         A model that lives until the interpreter shuts down can abort it (gloo). Optimizer hooks stay and do nothing:
         the out-of-memory watch may call this while an optimizer iterates over its hooks, and removing one then raises.
         """
         self.finished = True
-        over = state == "succeeded" and self.plan is None and self.stopping
-        if over:
-            state = "cancelled"
-            message = f"Stopped at its time limit of {self.profiling.time_limit_s:g} s, after {self.timer.step} steps."
         if self.timer.step:
             self._read_memory()
         self._forget_objects()
         self._device_clock = self._threshold_poller = None
-        cause = "time_limit" if over else None
         self.exporter.close(
-            self.config.exit_deadline_s, lambda: self._end_report(state, message, cause, failed_local_batch_size)
+            self.config.exit_deadline_s, lambda: self._end_report(state, message, failed_local_batch_size)
         )
         self._rendezvous = None
         self.profiling.use(StopAgreement(None, self.guard))
@@ -526,7 +520,7 @@ class Recorder:
         if not warmup:
             took_long = self._profile(step, step_time_s) or took_long
         begins = step < UNWATCHED_KNOWN_STEP or profiling.pending or self._bucket_timer is not None
-        if not begins and profiling.plan is None and profiling.time_limit_s is None:
+        if not begins and profiling.plan is None:
             self._quiet_until = step - step % MEMORY_EVERY_STEPS + MEMORY_EVERY_STEPS
         return took_long
 
@@ -543,8 +537,6 @@ class Recorder:
                     found = time_all_reduces(device_of(self.objects.models), self.profiling.probe_s)
                     self.readings.all_reduces = found if self.leads else None
         if self.plan is None:
-            if self.profiling.reaches_limit(step) and self.leads:
-                logger.warning("the time limit of %g s is over: the loop ends", self.profiling.time_limit_s)
             return pending
         if self.profiling.ends(step, step_time_s, self.sweep.run_id):
             self._read_memory()
@@ -612,16 +604,14 @@ class Recorder:
                 step = max(0, self.timer.step - 1)
                 self.readings.add_value(step, "largest_local_batch_size", float(largest))
 
-    def _end_report(
-        self, state: str, message: str | None, cause: str | None, failed_local_batch_size: int | None
-    ) -> list[SpooledRequest]:
+    def _end_report(self, state: str, message: str | None, failed_local_batch_size: int | None) -> list[SpooledRequest]:
         unfinished = self.sweep.several and not self.stopping  # the launcher knows how it ended
         out_of_memory = state == "out_of_memory"
         silent = not out_of_memory and (not self.leads or (state == "succeeded" and unfinished))
         if silent or (self.joining is not None and self.joining.run_id is None):
             return []
         failed = (failed_local_batch_size or self._batch_size) if out_of_memory else None
-        body = {"state": state, "message": message, "end_cause": cause, "dropped": self.dropped}
+        body = {"state": state, "message": message, "dropped": self.dropped}
         body["failed_local_batch_size"] = failed
         known = {name: value for name, value in body.items() if value is not None}
         return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.sweep.run_id), encode(known))]

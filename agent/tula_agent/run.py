@@ -106,10 +106,7 @@ class Run:
 
     @property
     def stopping(self) -> bool:
-        """True once a profiling run has measured enough, or the time of a training is over (`limits.on_breach`).
-
-        `steps` then yields nothing, and a loop may break.
-        """
+        """True once a profiling run has measured enough: `steps` then yields nothing, and a loop may break."""
         return self.recorder is not None and self.recorder.stopping
 
     @property

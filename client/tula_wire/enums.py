@@ -31,6 +31,6 @@ EndCause: TypeAlias = Literal["vanished", "superseded", "no_samples", "time_limi
 """Why a run ended, where its state does not say it.
 
 vanished: the lease of a training expired. superseded: another training continued it before it reported its end.
-no_samples: a profiling run reported success without a single sample. time_limit: a training ended itself when it had
+no_samples: a profiling run reported success without a single sample. time_limit: `tula run` ended a training that had
 used up its deadline or budget.
 """

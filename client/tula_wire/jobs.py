@@ -71,7 +71,7 @@ class Run(WireModel):
     dropped: int = Field(0, description="Measurements that the agent had to drop.")
     straggler_rank: int | None = optional("The rank that the others wait for; null: none stands out.")
     time_limit_s: Seconds | None = optional(
-        "Seconds after which a training ends its loop, from what is left of deadline and budget; null "
+        "Seconds after which `tula run` ends a training, from what is left of deadline and budget; null "
         'unless the job has `limits.on_breach = "stop"`.'
     )
     drifted: bool = Field(False, description="True: it does not run at the predicted speed.")
@@ -386,8 +386,8 @@ class Limits(WireModel):
     max_global_batch_size: Count | None = optional("Most examples per optimizer step.")
     on_breach: Literal["warn", "stop"] = Field(
         "warn",
-        description="What happens to a training that exceeds its deadline or budget: an event says so, or `stop`: its "
-        "loop ends on all ranks at the same step.",
+        description="What happens to a training that exceeds its deadline or budget: an event says so, or `stop`: "
+        "`tula run` ends its command.",
     )
 
 

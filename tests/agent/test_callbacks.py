@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.support.fork_server import AGENT, FRAMEWORKS, ForkServer
 from tests.agent.conftest import Launch
@@ -89,22 +88,6 @@ def test_a_training_that_the_framework_resumes_reports_its_earlier_epochs(
     launch(script, "3", str(checkpoint))
     assert not sink.invalid
     assert {body["epochs_before"] for body in sink.samples} == {0.0, 1.5}
-
-
-@pytest.mark.parametrize("script", ["lightning_fit.py", "transformers_train.py"])
-def test_a_training_that_its_limit_stops_leaves_a_checkpoint_of_its_last_step(
-    sink: Sink, launch: Launch, tmp_path: Path, script: str
-) -> None:
-    """No save is due then: transformers saves every twelfth step, Lightning every thousandth."""
-    saved = tmp_path / "saved"
-    done = launch(script, "50", str(saved), TULA_KIND="train", TULA_TIME_LIMIT_S="0.01")
-    steps = int(done.printed("steps")[0].split()[1])
-    assert 16 <= steps < 40
-    assert sink.states == ["running", "cancelled"]
-    if script == "transformers_train.py":
-        assert (saved / f"checkpoint-{steps}" / "trainer_state.json").exists()
-    else:
-        assert torch.load(tmp_path / "stopped.ckpt", weights_only=False)["global_step"] == steps
 
 
 @pytest.mark.parametrize("script", ["lightning_fit.py", "transformers_train.py"])

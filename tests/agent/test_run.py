@@ -131,16 +131,6 @@ def test_a_service_cannot_make_a_profiling_run_of_a_training(sink: Sink, launch:
     assert done.printed("micro-steps") == ["micro-steps 0 64"]
 
 
-def test_a_training_ends_at_its_time_limit_on_all_ranks_at_the_same_step(sink: Sink, launch: Launch) -> None:
-    done = launch("train.py", "--pause", "0.05", ranks=2, TULA_KIND="train", TULA_TIME_LIMIT_S="0.3")
-    counts = {line.split()[2] for line in done.printed("micro-steps")}
-    assert len(counts) == 1
-    assert 32 <= int(counts.pop()) < 64
-    assert sink.states == ["running", "cancelled"]
-    assert [body.get("end_cause") for method, _, body in sink.requests if method == "PATCH"] == [None, "time_limit"]
-    assert "time limit of 0.3 s is over" in done.stderr
-
-
 def test_accumulation_is_observed_and_reported_where_the_run_has_another(sink: Sink, launch: Launch) -> None:
     done = launch("train.py", "--accumulate", "4", TULA_GRAD_ACCUM_STEPS="1")
     assert "accumulates 4 micro-steps a step, but the run's are 1" in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_agent.callbacks import columns
@@ -28,8 +27,6 @@ class TulaCallback(Callback):
     """Measures `fit`, stops it when a profiling run has enough samples, and reports how it ended.
 
     A launch that measures several batches cuts each before the trainer's strategy moves it to the device.
-
-    At a training's limit it stops too, and saves `stopped.ckpt` beside the checkpoints, if the trainer keeps any.
 
     The trainer's optimizers and strategy show accumulation, precision plugins and DDP. Metrics that the module logs
     become telemetry. `run` is the agent's run, one that does nothing before `fit`.
@@ -72,9 +69,6 @@ class TulaCallback(Callback):
         if self.run.stopping:
             trainer.should_stop = True
             trainer.fit_loop.max_epochs = trainer.current_epoch + 1  # or min_epochs would continue the fit
-            saver = trainer.checkpoint_callback
-            if saver is not None and self.run.recorder is not None and self.run.recorder.plan is None:
-                trainer.save_checkpoint(Path(saver.dirpath or trainer.default_root_dir, "stopped.ckpt"))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Stop timing the loop."""

@@ -23,7 +23,7 @@ __all__ = ["TulaTrainerCallback"]
 
 
 class TulaTrainerCallback(TrainerCallback):
-    """Measures `train`; stops it when a profiling run has enough samples, and saves and stops at a training's limit.
+    """Measures `train`, and stops it when a profiling run has enough samples.
 
     The trainer loads all micro-batches of a step before it calls back, so input time is that of the whole step.
     `run` is the agent's run, one that does nothing before training.
@@ -59,9 +59,7 @@ class TulaTrainerCallback(TrainerCallback):
         self.run.batch_done()
         if self.run.stopping:
             control.should_training_stop = True
-            control.should_evaluate = False
-            # A training that its limit ends can be continued; a profiling run has nothing to keep.
-            control.should_save = self.run.recorder is not None and self.run.recorder.plan is None
+            control.should_evaluate = control.should_save = False
         if control.should_evaluate or control.should_save:
             self._pause.enter_context(self.run.paused())  # until the next step begins
 

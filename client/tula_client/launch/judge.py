@@ -6,7 +6,7 @@ import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from tula_wire import Run, RunPatch, RunState
 
@@ -44,6 +44,7 @@ class Outcome:
     state: RunState
     message: str | None = None
     lines: tuple[str, ...] = ()
+    end_cause: Literal["time_limit"] | None = None
 
     @property
     def listed(self) -> str:
@@ -58,6 +59,7 @@ class Outcome:
             message=None if text is None else text[:_MAX_MESSAGE],
             failed_local_batch_size=run.configuration.local_batch_size if self.state == "out_of_memory" else None,
             holder=holder,
+            end_cause=self.end_cause,
         )
 
 

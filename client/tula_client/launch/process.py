@@ -152,8 +152,6 @@ def run_variables(
         "TULA_LOCAL_BATCH_SIZE": str(configuration.local_batch_size),
         "TULA_GRAD_ACCUM_STEPS": str(configuration.grad_accum_steps),
     }
-    if run.time_limit_s is not None:
-        variables["TULA_TIME_LIMIT_S"] = f"{run.time_limit_s:.1f}"
     if smaller:
         variables["TULA_COLUMN"] = ",".join(f"{each.configuration.local_batch_size}={each.id}" for each in smaller)
     if token:

@@ -6,6 +6,7 @@ What the service answers is checked before a command is started from it, as it b
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import subprocess
@@ -84,6 +85,7 @@ class ActiveRun:
     started_at: float
     next_heartbeat_at: float
     stacks_dumped_at: float | None = None
+    limit_reached: bool = False
     sent_output: str = ""
     silence_checked: bool = False
     smaller: tuple[Run, ...] = ()
@@ -221,7 +223,9 @@ class Runner:
         return active
 
     def poll(self, active: ActiveRun) -> int | None:
-        """The exit status if the command has ended; else enforce the time limit, renew the lease, and return None.
+        """The exit status if the command has ended; else enforce the time limits, renew the lease, and return None.
+
+        The limit of the runner makes each rank print its stack; that of a training (`limits.on_breach`) asks it to end.
 
         Reports what a training has written since.
         """
@@ -237,6 +241,9 @@ class Runner:
             active.process.request_stop(stacks=True)
         elif now - (active.stacks_dumped_at or now) > self.grace_s + _DUMP_TIMEOUT_S:
             active.process.stop()
+        if not active.limit_reached and now - active.started_at > (active.run.time_limit_s or math.inf):
+            active.limit_reached = True
+            active.process.request_stop()
         if not active.silence_checked and now - active.started_at >= SILENT_S:
             active.silence_checked = True
             self._report_silence(active)
@@ -283,6 +290,9 @@ class Runner:
         """
         limit = self.time_limit_s if active.stacks_dumped_at is not None else None
         outcome = judge(run, status, lines, timed_out_after_s=limit)
+        if active.limit_reached and run.state != "cancelled":
+            text = f"Stopped at its time limit of {run.time_limit_s:.4g} s."
+            outcome = Outcome("cancelled", text, end_cause="time_limit")
         if stopped:
             outcome = Outcome("cancelled", "The run of the largest batch of its launch was cancelled.")
         if run.state != outcome.state:

@@ -144,7 +144,7 @@ class FakeService:
             detail = "The run is already over or somebody else's."
             raise ConflictError(Problem(type=ProblemType.CONFLICT, title="Conflict", status=409, detail=detail))
         self.output[run_id] = patch.output or self.output.get(run_id)
-        return self.change(run_id, state=patch.state, message=patch.message)
+        return self.change(run_id, state=patch.state, message=patch.message, end_cause=patch.end_cause)
 
     def patch_job(self, job_id, patch):
         self._called("patch_job", patch)
