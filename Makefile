@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+QUICK := $(addprefix tests/,wire client agent service/perfmodel service/analysis service/usecases)
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench pictures install lint clean
+.PHONY: demo test quick test-gpu check bench pictures install lint clean
 
 install: $(STAMP)  ## create .venv and install everything, pinned
 
@@ -24,11 +25,23 @@ test: $(STAMP)  ## every test; says which ones this machine cannot run, and the 
 	tests/system-packages.sh
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10
 
+quick: $(STAMP)  ## what answers within a minute: wire, model, analysis, use cases on SQLite, client, parts of the agent
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow and not gpu' $(QUICK)
+
+test-gpu: $(STAMP)  ## what only a GPU can show of the agent; needs one
+	$(BIN)/python -m pytest tests/gpu
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 check: $(STAMP)  ## what CI runs; the lint beside the tests, which leave cores idle, and printed after them
 	@$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \

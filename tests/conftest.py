@@ -30,9 +30,13 @@ NETWORK_FIRST = ("tests/e2e/test_cluster.py", "tests/e2e/test_recipes.py", "test
 """They add network interfaces, whereupon a browser on the same machine aborts its requests (ERR_NETWORK_CHANGED)."""
 LONG_FIRST = (
     "test_crash.py", "tests/e2e/", "tests/test_documents.py", "tests/agent/test_failures_ddp.py",
-    "tests/test_gpu_pack.py", "tests/test_container.py", "tests/experiments/",
+    "tests/test_gpu_benchmark.py", "tests/experiments/",
 )  # fmt: skip
-
+SLOW = (
+    "tests/e2e/", "tests/browser/", "tests/experiments/", "tests/service/api/", "tests/service/dashboard/",
+    "tests/service/store/", "tests/test_",
+)  # fmt: skip
+"""Files whose tests are marked `slow`, as is every test on Postgres: `make quick` leaves them out."""
 
 WHY_NO_CLUSTER = {
     "namespaces": cluster.why_not,
@@ -54,6 +58,16 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what `make quick` leaves out."""
+    parameters = (
+        item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    )
+    on_postgres = any(isinstance(value, str) and value == "postgres" for value in parameters)
+    if on_postgres or any(part in str(item.path) for part in SLOW):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)
@@ -87,8 +101,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail when a test skips itself: only the marks `cluster` and `skipif` may, which say what the machine lacks."""
-    if any(not {"cluster", "skipif"} & set(report.keywords) for report in skipped(session.config)):
+    """Fail when a test skips itself: only the marks below may skip one, and they say what the machine lacks."""
+    if any(not {"cluster", "gpu", "skipif"} & set(report.keywords) for report in skipped(session.config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -6,8 +6,6 @@ import asyncio
 import json
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -25,12 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").rglob("*.yaml"))
 SETTINGS = {PREFIX + name.upper() for name in Settings.model_fields}
 AGENT_VARIABLES = {"TULA_URL", "TULA_JOB", "TULA_TOKEN"}
-
-
-def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of the environment in the repository."""
-    command = [str(Path(sys.executable).parent / name), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -72,37 +64,6 @@ def test_every_file_deploys_the_version_of_the_package() -> None:
     assert set(arguments) <= {rest.partition("=")[0] for word, rest in dockerfile() if word == "ARG"}
 
 
-def test_the_image_is_built_in_stages_pinned_and_ends_without_root() -> None:
-    steps = dockerfile()
-    assert [rest.split(" AS ")[0] for word, rest in steps if word == "FROM"] == ["${BASE}", "${BASE}"]
-    base = next(rest for word, rest in steps if word == "ARG" and rest.startswith("BASE="))
-    assert re.fullmatch(r"BASE=python:\d+\.\d+\.\d+-slim-\w+", base)
-    users = [rest for word, rest in steps if word == "USER"]
-    assert users == ["10001:10001"]
-    assert not {"ADD", "MAINTAINER"} & {word for word, _ in steps}
-    assert sum(word == "HEALTHCHECK" for word, _ in steps) == 1
-
-
-def test_the_image_is_written_as_a_linter_wants_it() -> None:
-    done = tool("hadolint", "Dockerfile")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_compose_follows_the_compose_specification() -> None:
-    done = tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_image_copies_what_exists_and_the_context_lets_it_through() -> None:
-    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    assert ignored[0] == "*"
-    for word, rest in dockerfile():
-        if word == "COPY" and not rest.startswith("--from"):
-            for source in shlex.split(rest)[:-1]:
-                assert (ROOT / source).exists(), source
-                assert f"!{source}" in ignored
-
-
 def test_the_image_starts_a_command_that_exists_with_settings_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = dict(dockerfile())
     assert json.loads(steps["ENTRYPOINT"]) == ["python", "-m", "tula_service"]
@@ -117,37 +78,6 @@ def test_the_image_starts_a_command_that_exists_with_settings_that_exist(monkeyp
     assert steps["EXPOSE"] == "8321"
 
 
-def test_compose_refers_only_to_what_it_defines() -> None:
-    found = compose()
-    assert set(found) <= {"name", "services", "volumes", "secrets", "x-tula"}
-    services = found["services"]
-    for name, service in services.items():
-        for needed in service.get("depends_on", []):
-            assert needed in services, name
-        for volume in service.get("volumes", []):
-            source = volume.split(":")[0]
-            assert (ROOT / source).exists() if source.startswith(".") else source in found["volumes"], volume
-        assert set(service.get("secrets", [])) <= set(found["secrets"])
-        tag = service["image"].rpartition(":")[2]
-        assert re.search(r"\d", tag), f"{name}: pin the image's version"
-        assert "privileged" not in service
-        for port in service.get("ports", []):
-            assert port.startswith("127.0.0.1:"), f"{name} would listen to everyone"
-
-
-def test_compose_migrates_before_it_serves_with_two_workers_on_a_read_only_file_system() -> None:
-    services = compose()["services"]
-    assert services["migrate"]["command"] == ["migrate"]
-    assert "migrate" in command_names()
-    serving = services["service"]
-    assert serving["depends_on"]["migrate"]["condition"] == "service_completed_successfully"
-    assert serving["environment"]["TULA_WORKERS"] == "2"
-    assert set(serving["environment"]) <= SETTINGS
-    assert serving["read_only"] is True
-    assert serving["cap_drop"] == ["ALL"]
-    assert "postgres:/var/lib/postgresql/data" in services["postgres"]["volumes"]
-
-
 def test_no_container_keeps_capabilities_or_has_a_default_password() -> None:
     """An empty variable would have left Grafana's own, which everyone knows."""
     services = compose()["services"]
@@ -158,19 +88,6 @@ def test_no_container_keeps_capabilities_or_has_a_default_password() -> None:
             if "PASSWORD" in variable and not variable.endswith("__FILE"):
                 assert ":?" in value, f"{name}: {variable} may be empty"
     assert "grafana-password" in services["grafana"]["secrets"]
-
-
-def test_the_network_policy_names_who_may_come_in_and_where_requests_may_go() -> None:
-    spec = documents(ROOT / "deploy/kubernetes/base/network-policy.yaml")[0]["spec"]
-    assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
-    assert all(rule["from"] for rule in spec["ingress"])
-    assert {port["port"] for rule in spec["egress"] for port in rule["ports"]} == {53, 5432}
-
-
-@pytest.mark.parametrize("name", ["docker-compose.yml", "deploy/prometheus/prometheus.yml"])
-def test_no_secret_stands_in_a_file(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert not re.search(r"(?i)(password|token|secret)[a-z_]*:\s*[\"']?(?!\$\{)[A-Za-z0-9]{8,}[\"']?\s*$", text, re.M)
 
 
 def scraped(database: str) -> str:
@@ -201,25 +118,6 @@ def test_every_metric_on_the_grafana_dashboard_exists(sqlite_url: str) -> None:
         used |= {name for target in panel["targets"] for name in re.findall(r"\btula_\w+", target["expr"])}
     assert len(used) > 8
     assert used <= known
-
-
-def test_prometheus_scrapes_the_service_of_the_compose_file() -> None:
-    scrape = documents(ROOT / "deploy/prometheus/prometheus.yml")[0]["scrape_configs"][0]
-    assert scrape["static_configs"][0]["targets"] == ["service:8321"]
-    secret = scrape["authorization"]["credentials_file"].removeprefix("/run/secrets/")
-    assert secret in compose()["services"]["prometheus"]["secrets"]
-    assert scrape.get("metrics_path", "/metrics") == routes.METRICS
-
-
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_manifest_is_complete(path: Path) -> None:
-    for document in documents(path):
-        assert document["apiVersion"]
-        if document["kind"] == "Kustomization":
-            listed = {path.parent / name for name in document["resources"]}
-            assert listed == {each for each in path.parent.glob("*.yaml") if each != path}
-        else:
-            assert re.fullmatch(r"[a-z0-9-]+", document["metadata"]["name"])
 
 
 def test_pods_are_restricted_probe_real_routes_and_take_settings_that_exist() -> None:

@@ -1,4 +1,4 @@
-"""Part 4: several ranks. On two or more GPUs the agent's split of NCCL's time against `no_sync`; else correctness."""
+"""Several ranks. On two or more GPUs the agent's split of NCCL's time against `no_sync`; else correctness."""
 
 from __future__ import annotations
 

@@ -26,15 +26,6 @@ def table(header: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
         yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
-def _checks(rows: dict[str, Row]) -> Iterator[str]:
-    verdicts = [
-        [one["name"], one["state"], one["found"]]
-        for name, row in rows.items()
-        for one in row.get("verdicts", [{"name": name, "state": "fail", "found": row.get("failed", "")}])
-    ]
-    return table(["check", "verdict", "found"], verdicts)
-
-
 def _tables(rows: dict[str, Row]) -> Iterator[str]:
     failed = {name: row["failed"] for name, row in rows.items() if "failed" in row}
     whole = {name: row for name, row in rows.items() if name not in failed}
@@ -115,4 +106,4 @@ def _mib(size: int | None) -> str:
     return "" if size is None else f"{size / 2**20:.0f}"
 
 
-LAYOUTS = {"checks": _checks, "tables": _tables, "tune": _tune, "ranks": _ranks, "scaling": _scaling}
+LAYOUTS = {"tables": _tables, "tune": _tune, "ranks": _ranks, "scaling": _scaling}

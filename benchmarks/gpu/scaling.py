@@ -1,4 +1,4 @@
-"""Part 5: what gradient scaling costs a step of ResNet-50, by policy, against the bare optimizer in turns."""
+"""What gradient scaling costs a step of ResNet-50, by policy, against the bare optimizer in turns."""
 
 from __future__ import annotations
 

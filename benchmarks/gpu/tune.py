@@ -1,4 +1,4 @@
-"""Part 6: what a user does. `tula tune` on a script without a line of Tula, `tula run`, predicted against measured.
+"""What a user does. `tula tune` on a script without a line of Tula, `tula run`, predicted against measured.
 
 Needs the command and the service (`pip install 'tula[agent,service]'`), which the other parts do without.
 """

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import venv
-from collections.abc import Callable
 from importlib.metadata import Distribution, distribution
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -49,8 +48,8 @@ def link(source: str, target: Path) -> None:
         (folder / cached.name).symlink_to(cached)
 
 
-def bring(requirements: set[str], site: Path, put: Callable[[str, Path], object] = link) -> None:
-    """The closure of `requirements` into a folder of packages, file by file: linked, or copied for who changes them."""
+def bring(requirements: set[str], site: Path) -> None:
+    """Link the closure of `requirements` into a folder of packages, file by file."""
     real: dict[Path, str] = {}  # by folder, the one that its files are in
     for each in closure(requirements).values():
         for file in each.files or []:
@@ -60,7 +59,7 @@ def bring(requirements: set[str], site: Path, put: Callable[[str, Path], object]
             if folder not in real:
                 folder.mkdir(parents=True, exist_ok=True)
                 real[folder] = os.path.realpath(Path(str(file.locate())).parent)
-            put(f"{real[folder]}/{file.name}", folder / file.name)
+            link(f"{real[folder]}/{file.name}", folder / file.name)
 
 
 def isolated(folder: Path, requirements: set[str], wheel: Path) -> Path:
