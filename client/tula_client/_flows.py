@@ -56,7 +56,7 @@ def job_id(name_or_id: str) -> Flow[str]:
     if not ids:
         raise JobNotFoundError(f"no job has the id or name {name_or_id!r}: tula jobs list shows them")
     if len(ids) > 1:
-        raise TulaError(f"{len(ids)} jobs have the name {name_or_id!r}: give the id of one ({', '.join(ids[:5])})")
+        raise UsageError(f"{len(ids)} jobs have the name {name_or_id!r}: give the id of one ({', '.join(ids[:5])})")
     return ids[0]
 
 

@@ -21,6 +21,8 @@ from typing import (
     get_type_hints,
     overload,
 )
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
@@ -234,10 +236,22 @@ def _attempts(call: Call[T], policy: RetryPolicy, url: str) -> Generator[Step, R
             raise _unanswered(url, received) from received
 
 
+def proxy_for(url: str) -> str | None:
+    """The proxy that the environment names for this address, without a password; None without one."""
+    parts = urlsplit(url)
+    proxy = getproxies().get(parts.scheme) or getproxies().get("all")
+    if proxy is None or proxy_bypass(parts.netloc):
+        return None
+    return urlsplit(proxy)._replace(netloc=urlsplit(proxy).netloc.rpartition("@")[2]).geturl()
+
+
 def _unanswered(url: str, error: Exception | None) -> ServiceUnreachableError:
     """The exception for every way to get no answer."""
     reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
     remedy = "start one with tula serve, or set TULA_URL"
+    if proxy := proxy_for(url):
+        host = urlsplit(url).hostname
+        reason, remedy = f"{reason}, through the proxy {proxy}", f"add {host} to NO_PROXY if it needs no proxy"
     if "CERTIFICATE_VERIFY_FAILED" in reason:
         remedy = "name the file of the authority that signed its certificate in SSL_CERT_FILE"
     return ServiceUnreachableError(f"no Tula service answers at {url.rstrip('/')} ({reason}): {remedy}")

@@ -70,7 +70,7 @@ def _dotenv() -> Access:
     """TULA_URL and TULA_TOKEN of `.env` in the working directory; its other lines are ignored."""
     path = Path(".env").absolute()
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError:  # none, or for instance a virtual environment of that name
         return _NOTHING
     pairs = (line.strip().removeprefix("export ").partition("=") for line in text.splitlines())
@@ -82,12 +82,14 @@ def _config_file() -> Access:
     """`url` and `token` of the config file."""
     path = config_path()
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError):
         return _NOTHING
     except OSError as error:
         raise TulaError(f"{path} cannot be read ({error.strerror}): make it readable for you, or remove it") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise TulaError(f"{path} is not UTF-8 text: save it as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
         raise TulaError(f'{path} is not valid TOML ({error}): write url = "..." and token = "..."') from None
     for name, value in values.items():
         if name not in ("url", "token") or not isinstance(value, str):
@@ -101,7 +103,7 @@ _PLACES: Final[tuple[Callable[[], Access], ...]] = (_environment, _dotenv, _conf
 
 
 def _bare(url: str) -> str:
-    return url.strip().rstrip("/")
+    return url.lstrip("\ufeff").strip().rstrip("/")
 
 
 def _usable_url(place: Access) -> str:

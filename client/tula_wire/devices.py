@@ -53,7 +53,7 @@ DEVICES: Final = {
     "A40": Device(37.4, 37.4, 74.8, 149.7, 696, (48,), "NVIDIA A40 data sheet"),
     "A6000": Device(38.7, 38.7, 77.4, 154.8, 768, (48,), "NVIDIA GA102 white paper, RTX A6000"),
     "A100": Device(156, 19.5, 156, 312, 1555, (40, 80), "NVIDIA A100 data sheet, 40 GB"),
-    "A10080G": Device(156, 19.5, 156, 312, 2039, (80,), "NVIDIA A100 data sheet, 80 GB SXM"),
+    "A10080": Device(156, 19.5, 156, 312, 2039, (80,), "NVIDIA A100 data sheet, 80 GB SXM"),
     "RTX6000ADA": Device(91.1, 91.1, 91.1, 182.1, 960, (48,), "NVIDIA Ada white paper, RTX 6000 Ada Generation"),
     "L4": Device(30.3, 30.3, 60, 121, 300, (24,), "NVIDIA L4 data sheet"),
     "L40": Device(90.5, 90.5, 90.5, 181, 864, (48,), "NVIDIA L40 data sheet"),

@@ -113,6 +113,7 @@ def test_a_wrong_option_of_tune_is_one_sentence(tula: Tula, tmp_path: Path, opti
     ("words", "named"),
     [
         (("tune", "job.toml", "python", "train.py", "--bs", "8"), "put -- before your launch command"),
+        (("jobs", "edit", "any", "--deadline", "2h"), "'2h' is no number of seconds: two hours are 7200"),
         (("--url", "127.0.0.1:8393", "jobs", "list"), "url: '127.0.0.1:8393' is no HTTP address"),
         (
             ("serve", "--database", "/nonexistent/x.db"),

@@ -299,6 +299,20 @@ def test_an_unreachable_service_is_one_sentence_with_the_remedy() -> None:
         client.jobs()
 
 
+def test_an_unreachable_service_behind_a_proxy_names_the_proxy_without_its_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("no_proxy", "NO_PROXY", "http_proxy", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://me:secret@127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:9")
+    with (
+        Client("http://127.0.0.1:8321", retry=NO_RETRY) as client,
+        pytest.raises(ServiceUnreachableError, match=r"proxy http://127\.0\.0\.1:9\).*127\.0\.0\.1 to NO_PROXY"),
+    ):
+        client.jobs()
+
+
 def test_a_busy_service_is_asked_again_as_late_as_it_wants() -> None:
     todo = send_steps(calls.health(), RetryPolicy(), "http://service")
     request = next(todo)

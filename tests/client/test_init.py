@@ -108,3 +108,11 @@ def test_a_command_without_a_batch_is_refused_before_anything_is_written(capfd: 
     assert run(["init", "--", "torchrun", "train.py", "--batch-size"]) == 2
     assert "write {local_batch_size}" in capfd.readouterr().err
     assert not Path("job.toml").exists()
+
+
+@pytest.mark.parametrize("option", ["--batchSize", "--micro-batch", "-b", "--per-gpu-batch-size"])
+def test_a_batch_of_any_usual_spelling_is_found_and_may_be_that_of_all_ranks(capfd: Out, option: str) -> None:
+    written(capfd, "torchrun", "--nproc-per-node=4", "train.py", option, "8")
+    text = Path("job.toml").read_text()
+    assert "that of all ranks together, write {global_batch_size} there instead" in text
+    assert "# max_nodes = 4\n# ranks_per_node = 1\n" in text

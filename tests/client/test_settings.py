@@ -116,3 +116,14 @@ def test_a_source_tree_that_is_not_installed_has_a_version_too(monkeypatch: pyte
     assert package_version() == metadata.version("tula")
     monkeypatch.setattr("sys.path", [])
     assert package_version() == "0.0.0"
+
+
+def test_a_byte_order_mark_hides_neither_the_address_nor_the_file_of_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TULA_URL", raising=False)
+    (tmp_path / ".env").write_text("TULA_URL=http://elsewhere:1\r\n", encoding="utf-8-sig")
+    assert access().url == "http://elsewhere:1"
+    monkeypatch.setenv("TULA_URL", "\ufeffhttp://from-the-environment:1")
+    assert access().url == "http://from-the-environment:1"

@@ -87,3 +87,29 @@ def test_a_configuration_inside_an_answer_is_printed_as_a_json_object(capsys: py
     )
     (attempt,) = json.loads(capsys.readouterr().out)["attempts"]
     assert (attempt["configuration"]["num_nodes"], attempt["configuration"]["local_batch_size"]) == (2, 8)
+
+
+@pytest.mark.parametrize("width", [160, 100, 80])
+def test_a_table_of_candidates_cuts_no_number_and_marks_the_recommended_one(width: int) -> None:
+    answer = models.recommendation()
+    assert answer.chosen is not None
+    cost = wire.Estimate(value=392.25, low=300.0, high=500.0)
+    wide = [one.model_copy(update={"cost_usd": cost}) for one in answer.candidates]
+    out = StringIO()
+    Console(file=out, width=width).print(jobs.candidates_table(answer.model_copy(update={"candidates": wide})))
+    text = out.getvalue()
+    for one in wide:
+        assert output.estimate(one.step_time_s) in text
+    assert text.count("$392") == len(wide)
+    assert sum(line.lstrip().startswith("* ") for line in text.splitlines()) == 1
+    left_out = [name for name in ("ranks", "epoch", "memory") if name not in text.splitlines()[0]]
+    assert left_out == [] if width == 160 else all(name in text.partition("Too narrow for")[2] for name in left_out)
+
+
+def test_a_list_of_runs_keeps_ids_and_times_whole_at_eighty_columns() -> None:
+    runs = [models.run("run-8f004699939b2956", kind="profile"), models.run("run-9", method="post_local_sgd")]
+    out = StringIO()
+    Console(file=out, width=80).print(jobs.job_view(models.job(), runs))
+    for run in runs:
+        line = next(line for line in out.getvalue().splitlines() if run.id in line)
+        assert all(text in line for text in (run.id, run.state, "2, 128 (64)", "210 ms"))

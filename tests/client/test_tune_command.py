@@ -40,6 +40,40 @@ def test_a_job_that_is_trained_is_not_trained_again_by_the_same_command(
     assert not list((tmp_path / "w").rglob("*.log"))
 
 
+def test_a_training_says_what_the_last_one_used_and_can_be_held_to_it(tula: Tula, tmp_path: Path, address: str) -> None:
+    path = spec_file(tmp_path, tmp_path.name)
+    with Client(address, token="") as client:
+        job_id = client.register(load_spec(Path(path))).job.id
+        profile(client, job_id)
+        answer = client.recommendation(job_id)
+        assert answer.chosen is not None
+        other = next(one.configuration for one in answer.candidates if one.configuration != answer.chosen.configuration)
+        run = client.create_run(job_id, RunCreate(kind="train", configuration=other, holder="test"))
+        for state in ("running", "succeeded"):
+            client.patch_run(run.id, RunPatch.model_validate({"state": state, "holder": "test"}))
+        shape = f"{other.num_nodes}x{other.local_batch_size}"
+        command = [
+            "--work-dir",
+            str(tmp_path / "w"),
+            "--",
+            sys.executable,
+            "-c",
+            "pass",
+            "{local_batch_size}",
+            "{num_nodes}",
+        ]
+        code, out, _ = tula("run", job_id, *command)
+        assert code == 0
+        assert f"--configuration {shape} trains with that again" in out.replace("\n", " ")
+        assert client.runs(job_id).runs[0].configuration == answer.chosen.configuration
+        code, out, _ = tula("run", job_id, "--configuration", shape, *command)
+        assert code == 0
+        assert "The recommendation changed" not in out
+        assert client.runs(job_id).runs[0].configuration == other
+        code, _, err = tula("run", job_id, "--configuration", "9x9", *command)
+        assert (code, "--configuration 9x9: the job has no such configuration" in err) == (2, True)
+
+
 def test_a_configuration_that_was_measured_is_measured_again(tula: Tula, tmp_path: Path, address: str) -> None:
     path = spec_file(tmp_path, tmp_path.name)
     with Client(address, token="") as client:

@@ -15,6 +15,7 @@ from tula_wire.devices import DEVICES, capacities_gib, known_device
         ("NVIDIA GH200 480GB", (96, 144), 4000, True),
         ("NVIDIA H200", (141,), 4800, True),
         ("A100-80GB", (80,), 2039, True),
+        ("A100-80", (80,), 2039, True),
         ("NVIDIA A100-SXM4-80GB", (80,), 2039, True),
         ("NVIDIA A100 80GB PCIe", (80,), 2039, True),
         ("NVIDIA A100-SXM4-40GB", (40,), 1555, True),

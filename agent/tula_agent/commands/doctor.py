@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 import httpx
 import typer
 
+from tula_client._request import proxy_for
 from tula_wire import routes
 
 State = Literal["ok", "warning", "wrong"]
@@ -113,7 +114,13 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
     try:
         health = client.get(url + routes.HEALTH)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        yield Finding("service", "wrong", f"{named} does not answer ({error})", "start `tula serve`, or set TULA_URL")
+        proxy, remedy = proxy_for(url), "start `tula serve`, or set TULA_URL"
+        if proxy is not None:
+            named, remedy = (
+                f"{named}, asked through the proxy {proxy},",
+                "add its host to NO_PROXY if it needs no proxy",
+            )
+        yield Finding("service", "wrong", f"{named} does not answer ({error})", remedy)
         return
     answers = health.status_code == 200
     found = named if answers else f"{named} answers {health.status_code}"

@@ -20,9 +20,9 @@ from tula_client.launch.template import Template
 from tula_wire.text import printable
 
 _OPTIONS: Final = {
-    "global_batch_size": re.compile(r"(.*\.)?(global|total)-batch-size"),
+    "global_batch_size": re.compile(r"(.*\.)?(global|total)-(batch-?size|batch)"),
     "local_batch_size": re.compile(
-        r"(.*\.)?(local-|micro-|per-device-|per-device-train-|train-)?batch-size|b|bs|batch"
+        r"(.*\.)?((local|micro|per-device|per-device-train|per-gpu|train)-)?batch-?[sS]ize|micro-batch|b|bs|batch"
     ),
     "ranks_per_node": re.compile(r"nproc-per-node|num-processes|gpus-per-node"),
     "num_nodes": re.compile(r"nnodes|num-machines"),
@@ -119,6 +119,13 @@ def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tup
     batch = stated or _DEFAULT_BATCH
     name = json.dumps(script, ensure_ascii=False)
     around = f"around the {batch} of your command" if stated else "FILL IN"
+    single = []
+    if ranks > 1:
+        single = [
+            ("# To ask how many of them to use, let each stand for a node, at its share of the machine's price:", ""),
+            (f"# max_nodes = {ranks}", ""),
+            ("# ranks_per_node = 1", ""),
+        ]
     device, of_ranks = [], "no NVIDIA device was found: one for each process that this machine runs"
     if devices:
         of_ranks = f"{len(devices)} x {devices[0][0]}"
@@ -136,9 +143,11 @@ def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tup
         ("\n[cluster]", ""),
         ("max_nodes = 1", "more, if the command can start ranks on several nodes"),
         (f"ranks_per_node = {ranks}", of_ranks),
+        *single,
         *device,
         ("# price = { usd_per_node_hour = 3.06 }", "FILL IN to see what a training costs"),
         ("\n[batch]", "examples of a rank and micro-step"),
+        ("# if the batch of the command is that of all ranks together, write {global_batch_size} there instead", ""),
         (f"min_local_batch_size = {max(1, batch // _SPAN)}", ""),
         (f"max_local_batch_size = {batch * _SPAN}", around),
     ]

@@ -15,7 +15,20 @@ from rich.text import Text
 from tula_client._client import Client
 from tula_client._errors import UsageError
 from tula_client._flows import roles
-from tula_client.cli.output import BRIEF, JobName, Json, brief, emit, escaped, estimate, facts, saving, table
+from tula_client.cli.output import (
+    BRIEF,
+    JobName,
+    Json,
+    Narrowing,
+    brief,
+    emit,
+    escaped,
+    estimate,
+    facts,
+    saving,
+    seconds,
+    table,
+)
 from tula_client.launch.registration import register
 from tula_client.launch.reporter import rest_of_plan
 from tula_client.launch.spec import load_spec
@@ -100,7 +113,7 @@ def edit(
     job: JobName,
     objective: Annotated[Objective | None, typer.Option(help="What to optimize from now on.")] = None,
     deadline_s: Annotated[
-        float | None, typer.Option("--deadline", min=0, help="Seconds the training may take; 0: any.")
+        float | None, typer.Option("--deadline", parser=seconds, help="Seconds the training may take; 0: any.")
     ] = None,
     budget_usd: Annotated[
         float | None, typer.Option("--budget", min=0, help="US dollars the training may cost; 0: any.")
@@ -240,7 +253,11 @@ def _runs_view(runs: list[Run]) -> RenderableType:
     heads = ["run", "=state", f"={BRIEF}", ">step time", ">predicted", ">error", "=kind"]
     # Sentences stand below the table: a narrow column would break them into words.
     notes = [(run.id, run.message or (run.purpose if run.kind == "profile" else "")) for run in runs]
-    return Group(table(heads, rows), *(Text(f"{run}  {note}", style="dim") for run, note in notes if note))
+    listed = Narrowing(heads, rows, ("=kind", ">predicted", ">error"))
+    return Group(
+        listed,
+        *(Text(f"{run}  {note}", style="dim") for run, note in notes if note),
+    )
 
 
 def _prediction_error(run: Run) -> str:
@@ -281,7 +298,8 @@ def list_view(page: JobPage) -> RenderableType:
         ]
         for job in page.jobs
     ]
-    listed = table(["id", "name", "=state", ">runs", f"={BRIEF}", ">training", ">cost"], rows)
+    heads = ["id", "name", "=state", ">runs", f"={BRIEF}", ">training", ">cost"]
+    listed = Narrowing(heads, rows, (">runs", "=state"))
     if page.next_cursor is None:
         return listed
     total = f"{page.total}{'+' if page.total >= JOBS_COUNTED else ''}"
@@ -307,7 +325,9 @@ def predict(
     batch: Annotated[list[int], typer.Option(min=1, help="Global batch; give it again for more.")] = [],  # noqa: B006
     instance_type: Annotated[list[str], typer.Option("--type", help="Instance type of the job.")] = [],  # noqa: B006
     usd_per_node_hour: Annotated[float | None, typer.Option("--price", help="US dollars per node-hour.")] = None,
-    deadline_s: Annotated[float | None, typer.Option("--deadline", help="Seconds the training may take.")] = None,
+    deadline_s: Annotated[
+        float | None, typer.Option("--deadline", parser=seconds, help="Seconds the training may take.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict all combinations of the values given; a value that is left out stands for all that the job allows."""
@@ -391,11 +411,11 @@ def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[st
     several = len({one.configuration.instance_type for one in candidates}) > 1
     rows = []
     for one in candidates:
-        chosen = one.configuration
+        chosen, held = one.configuration, marks(one)
         rows.append(
             [
                 *([chosen.instance_type] if several else []),
-                str(chosen.num_nodes),
+                ("* " if held.get("recommended") else "") + str(chosen.num_nodes),
                 str(chosen.world_size),
                 str(chosen.local_batch_size),
                 str(chosen.global_batch_size),
@@ -404,10 +424,10 @@ def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[st
                 duration(one.total_time_s.value),
                 _cost(one),
                 size(one.memory_bytes.value if one.memory_bytes else None),
-                ", ".join(name for name, holds in marks(one).items() if holds),
+                ", ".join(name for name, holds in held.items() if holds),
             ]
         )
-    return table([*(["=type"] if several else []), *COLUMNS], rows)
+    return Narrowing([*(["=type"] if several else []), *COLUMNS], rows, (">ranks", ">epoch", ">memory", ">local"))
 
 
 def _predictions(one: Candidate) -> RenderableType:
@@ -438,7 +458,7 @@ def _cost(one: Candidate) -> str:
 def _state(one: Candidate) -> dict[str, bool]:
     return {
         "spot": one.spot,
-        "measured": one.profiled,
+        "profiled": one.profiled,
         "extrapolated": one.extrapolated,
         f"excluded: {one.excluded_by}": one.excluded_by is not None,
     }

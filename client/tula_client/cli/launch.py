@@ -27,10 +27,10 @@ from tula_client.launch.run_loop import Runner
 from tula_client.launch.spec import load_spec
 from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
 from tula_client.launch.train import train
-from tula_client.launch.tune import Tuned, to_measure_again, work_through
+from tula_client.launch.tune import Tuned, named_configuration, to_measure_again, work_through
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Configuration, Job, Run
-from tula_wire.format import configuration
+from tula_wire.format import configuration as in_words
 from tula_wire.text import printable
 
 _RETRY = RetryPolicy(max_attempts=3, budget_s=10.0)
@@ -119,6 +119,10 @@ def run(
     reconfigure: Annotated[
         bool, typer.Option("--reconfigure", help="Continue the unfinished training with the current recommendation.")
     ] = False,
+    configuration: Annotated[
+        str | None,
+        typer.Option(metavar="NODESxBATCH|RUN", help="Train with nodes x local batch as in 2x64, or as a run did."),
+    ] = None,
     stop_command: StopCommand = None,
     work_dir: Folder = Path(".tula"),
     time_limit: TimeLimit = None,
@@ -130,13 +134,36 @@ def run(
         raise typer.BadParameter("--fresh and --reconfigure exclude each other: give one")
     template, stop = _templates(command, launcher, stop_command)
     with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json, quiet) as reporter:
-        found = client.handle(job).status()
+        handle = client.handle(job)
+        found = handle.status()
         template.check(found.spec)
+        fixed: Configuration | None = None
+        if configuration is None:
+            _note_change(client, found, reporter)
+        else:
+            runs = {one.configuration: one for one in sorted(handle.runs(), key=lambda one: one.id == configuration)}
+            candidates = (one.configuration for one in handle.recommendation().candidates)
+            fixed = named_configuration(configuration, runs, candidates, "--configuration")
         options = {"time_limit_s": time_limit, "grace_s": _TRAINING_GRACE_S, "stop_template": stop}
         with _runner(client, found, work_dir, reporter, **options) as runner:
-            wanted = {"fresh": fresh, "reconfigure": reconfigure}
+            wanted: dict[str, Any] = {"fresh": fresh, "reconfigure": reconfigure, "configuration": fixed}
             trained = train(runner, found, template, method=method, max_restarts=max_restarts, **wanted)
     emit(_trained_plain(trained), _trained_view(trained), as_json)
+
+
+def _note_change(client: Client, job: Job, reporter: Reporter) -> None:
+    """Say that the recommendation is another than what the last training used."""
+    newest = client.runs(job.id, kind="train", limit=1).runs
+    chosen = client.recommendation(job.id).chosen
+    if not newest or newest[0].state != "succeeded" or chosen is None:
+        return
+    last = newest[0].configuration
+    if last != chosen.configuration:
+        accumulation = f"x{last.grad_accum_steps}" if last.grad_accum_steps > 1 else ""
+        reporter.note(
+            f"The recommendation changed since the last training, which used {in_words(last)}: "
+            f"--configuration {last.num_nodes}x{last.local_batch_size}{accumulation} trains with that again."
+        )
 
 
 def launchers(as_json: Json = False) -> None:
@@ -246,4 +273,4 @@ def _trained_view(attempts: _Runs) -> RenderableType:
     run, outcome = attempts[-1]
     if outcome.message:  # printed as a note: for example, it used another configuration
         return Text(f"Trained: run {run.id}.")
-    return Text(f"Trained with {configuration(run.configuration)}: run {run.id}.")
+    return Text(f"Trained with {in_words(run.configuration)}: run {run.id}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -12,9 +13,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import BaseModel
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from tula_wire import Configuration, Estimate
 from tula_wire.format import NOTHING, count, duration, money, size
@@ -22,6 +25,21 @@ from tula_wire.text import UNPRINTABLE, printable
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name.")]
+
+
+WORDS_WIDTH = 16
+"""Columns of characters that a cell of several words needs at least."""
+
+
+def seconds(text: str) -> float:
+    """A number of seconds from the command line; raises `typer.BadParameter` for anything else."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise typer.BadParameter(f"{text!r} is no number of seconds: two hours are 7200")
+    return number
 
 
 BRIEF = "nodes, batch (local)"
@@ -81,6 +99,40 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for row in rows:
         drawn.add_row(*row)
     return drawn
+
+
+class Narrowing:
+    """A table that leaves whole columns out, rather than cut a number, where the terminal is too narrow for all.
+
+    spare: headings of the columns that may go, the first one first. Other columns than numbers, and those marked `=`,
+    need as much room as their longest word, and WORDS_WIDTH at least if all of their text is longer.
+    """
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str]) -> None:
+        self.columns, self.rows, self.spare = columns, rows, spare
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
+        left, gone = list(range(len(self.columns))), []
+        for name in self.spare:
+            if self._width(left) <= options.max_width:
+                break
+            index = self.columns.index(name)
+            left.remove(index)
+            gone.append(name.lstrip(">="))
+        yield table([self.columns[i] for i in left], [[row[i] for i in left] for row in self.rows])
+        if gone:
+            yield Text(f"Too narrow for {', '.join(gone)}: widen the terminal, or ask for --json.", style="dim")
+
+    def _width(self, indices: Sequence[int]) -> int:
+        return sum(self._needed(index) + 2 for index in indices) - 2
+
+    def _needed(self, index: int) -> int:
+        cells = [self.columns[index].lstrip(">="), *(row[index] for row in self.rows)]
+        whole = max(map(cell_len, cells))
+        if index == 0 or self.columns[index].startswith((">", "=")):
+            return whole
+        word = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
+        return max(word, min(whole, WORDS_WIDTH))
 
 
 def saving(value: float) -> str:

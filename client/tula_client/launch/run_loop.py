@@ -176,6 +176,7 @@ class Runner:
         resume: Path | None = None,
         restart: int = 0,
         smaller: Sequence[Run] = (),
+        learning_rate_factor: float = 1.0,
     ) -> ActiveRun:
         """Start the command of `run`; without `checkpoints`, it gets a scratch folder for them.
 
@@ -197,7 +198,15 @@ class Runner:
             smaller=smaller,
         )
         env_file = str(self.work.env_file(run.id, variables)) if "env_file" in template.placeholders else ""
-        command = template.fill(run.configuration, run_id=run.id, launch_id=launch_id, resume=resume, env_file=env_file)
+        command = template.fill(
+            run.configuration,
+            run_id=run.id,
+            launch_id=launch_id,
+            resume=resume,
+            env_file=env_file,
+            checkpoint_dir=checkpoints,
+            learning_rate_factor=learning_rate_factor,
+        )
         stop = self.stop_template
         stop_command = None if stop is None else stop.fill(run.configuration, run_id=run.id, launch_id=launch_id)
         if stop_command is not None:
@@ -365,7 +374,7 @@ class Runner:
         with suppress(TulaError):
             if first.kind == "profile" and self.service.run(first.id).num_samples == 0:
                 steps = f"If its steps have begun (see {active.log}), {EMBED}"
-                self.reporter.note(f"Run {first.id}: no measurement in {SILENT_S:g} s. {steps}")
+                self.reporter.note(f"Run {first.id}: still starting after {SILENT_S:g} s. {steps}")
 
     def _send_output(self, active: ActiveRun, run: Run, state: RunState) -> None:
         """Send the end of what rank 0 has written, if it is new and the user agrees; a failure leaves it in the log."""

@@ -36,10 +36,12 @@ def load_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}): give the path of a job's TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8 text: save it as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from None
 
 

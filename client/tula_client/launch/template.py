@@ -19,6 +19,9 @@ PLACEHOLDERS: Final = {
     "global_batch_size": "examples per optimizer step",
     "grad_accum_steps": "micro-steps per optimizer step",
     "instance_type": "name of the instance type, as in the job's cluster; quoted for a shell where it needs that",
+    "checkpoint_dir": "folder for the run's checkpoints; the same at a restart",
+    "learning_rate_factor": "learning rate of this batch over that of the job's smallest, by the job's scaling rule; 1 "
+    "in profiling runs and where the rule has no answer",
     "resume": "checkpoint directory on a restart; an argument that holds it is left out at the first start",
     "run_id": "id of this run; stays the same when an interrupted run is started again",
     "launch_id": "unique id of this start, for example as the name of a cluster job",
@@ -57,12 +60,15 @@ class Template:
         launch_id: str = "",
         resume: Path | str | None = None,
         env_file: str = "",
+        checkpoint_dir: Path | str = "",
+        learning_rate_factor: float = 1.0,
     ) -> list[str]:
         """The command for one run; an argument that holds `{resume}` is left out while `resume` is None.
 
         What the service gives is quoted, since the command may pass it to a shell (`bash -c "..."`).
         """
-        ours = {"resume": str(resume or ""), "env_file": env_file}
+        ours = {"resume": str(resume or ""), "env_file": env_file, "checkpoint_dir": str(checkpoint_dir)}
+        ours["learning_rate_factor"] = f"{learning_rate_factor:.6g}"
         ours |= {"run_id": shlex.quote(run_id), "launch_id": shlex.quote(launch_id)}
 
         def replace(match: re.Match[str]) -> str:

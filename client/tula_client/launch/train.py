@@ -38,10 +38,12 @@ def train(
     max_restarts: int = 10,
     fresh: bool = False,
     reconfigure: bool = False,
+    configuration: Configuration | None = None,
 ) -> list[tuple[Run, Outcome]]:
     """Train until the command succeeds; every start with its outcome, the successful one last.
 
-    `fresh` starts another training; `reconfigure` continues the unfinished one with the current recommendation.
+    `fresh` starts another training; `reconfigure` continues the unfinished one with the current recommendation. Either
+    kind of training uses `configuration` where it is given.
 
     After an out-of-memory, continues with the next smaller configuration (`next_smaller`); after a pre-emption, or a
     failure since which a checkpoint was written, with the same one; both from the last checkpoint. Calling it again
@@ -49,7 +51,7 @@ def train(
 
     Raises `LaunchError`, and the client's errors.
     """
-    state = _begin(runner, job, fresh, reconfigure)
+    state = _begin(runner, job, fresh, reconfigure, configuration)
     checkpoints = runner.work.checkpoints(state.training)
     attempts: list[tuple[Run, Outcome]] = []
     while True:
@@ -59,7 +61,15 @@ def train(
         resume = checkpoints if state.restart and before is not None else None
         if run.time_limit_s is not None:
             runner.reporter.note(f"The training stops after {run.time_limit_s:.4g} s, as limits.on_breach says.")
-        active = runner.start(run, template, checkpoints=checkpoints, resume=resume, restart=state.restart)
+        factor = _learning_rate_factor(runner, job, template, run.configuration)
+        active = runner.start(
+            run,
+            template,
+            checkpoints=checkpoints,
+            resume=resume,
+            restart=state.restart,
+            learning_rate_factor=factor,
+        )
         state.restart += 1
         runner.work.save(_STATE, state)
         while (status := runner.poll(active)) is None:
@@ -90,7 +100,7 @@ def _preempted(active: ActiveRun, status: int) -> bool:
     return status in _PREEMPTED and active.stacks_dumped_at is None
 
 
-def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool) -> _State:
+def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool, configuration: Configuration | None) -> _State:
     """The state of the unfinished training, or of another training."""
     work, note = runner.work, runner.reporter.note
     state = None if fresh else work.load(_State, _STATE)
@@ -98,8 +108,11 @@ def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool) -> _State:
         note("The unfinished training left no checkpoint: starting another.")
         state = None  # its configuration may be an outdated guess
     if state is None:
-        return _State(_recommended(runner, job), work.next_training())
-    if reconfigure:
+        return _State(configuration or _recommended(runner, job), work.next_training())
+    if configuration is not None:
+        state.configuration = configuration
+        note("Continuing the unfinished training with the configuration that was asked for.")
+    elif reconfigure:
         state.configuration = _recommended(runner, job)
         note("Continuing the unfinished training with the current recommendation.")
     else:
@@ -130,6 +143,17 @@ def _recommended(runner: Runner, job: Job) -> Configuration:
     if recommendation.basis == "prior":
         runner.reporter.note("Nothing was measured for this job, so this configuration is a guess. Measure: tula tune.")
     return check_configuration(recommendation.chosen.configuration, job)
+
+
+def _learning_rate_factor(runner: Runner, job: Job, template: Template, configuration: Configuration) -> float:
+    """The factor for the placeholder; 1, with a note, where the rule has no answer for this configuration."""
+    if "learning_rate_factor" not in template.placeholders:
+        return 1.0
+    candidates = runner.retrying(runner.service.recommendation, job.id).candidates
+    factor = next((one.learning_rate_factor for one in candidates if one.configuration == configuration), None)
+    if factor is None:
+        runner.reporter.note("No learning rate factor is known for this batch: {learning_rate_factor} is 1.")
+    return 1.0 if factor is None else factor
 
 
 def _newest_file(folder: Path) -> tuple[str, float] | None:

@@ -76,11 +76,17 @@ def to_measure_again(
         if word in ("failed", "all"):
             found += [one for one, run in ended.items() if word == "all" or run.state == "failed"]
         else:
-            found.append(_named(word, newest, candidates))
+            found.append(named_configuration(word, newest, candidates))
     return tuple(dict.fromkeys(found))
 
 
-def _named(word: str, newest: dict[Configuration, Run], candidates: Iterable[Configuration]) -> Configuration:
+def named_configuration(
+    word: str, newest: dict[Configuration, Run], candidates: Iterable[Configuration], option: str = "--again"
+) -> Configuration:
+    """The one configuration that `word` names: a run's id, or nodes x local batch (x accumulation) as in `2x64`.
+
+    newest: a run of each configuration. Raises `UsageError`, which names `option`, for none or several.
+    """
     shape = _SHAPE.fullmatch(word)
     fitting = [one for one, run in newest.items() if run.id == word]
     if shape is not None:
@@ -90,10 +96,11 @@ def _named(word: str, newest: dict[Configuration, Run], candidates: Iterable[Con
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise UsageError(f"--again {word} is true of several instance types: give the id of a run, see tula runs")
+        raise UsageError(f"{option} {word} matches several instance types: give the id of a run, see tula runs")
+    words = "failed, all, " if option == "--again" else ""
     raise UsageError(
-        f"--again {word}: the job has no such configuration: give failed, all, nodes x local batch as in 2x64, or the "
-        "id of a profiling run, see tula runs"
+        f"{option} {word}: the job has no such configuration: give {words}nodes x local batch as in 2x64, or the id of "
+        "a run, see tula runs"
     )
 
 

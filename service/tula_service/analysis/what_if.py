@@ -70,9 +70,10 @@ def configurations_of(answer: Answer, question: WhatIf) -> tuple[Configuration, 
                 )
     fitting = {c for c in found if c.global_batch_size <= size}
     if not found:
-        worlds = sorted({cluster.ranks_per_node for cluster in spec.cluster})
+        ranks = {cluster.ranks_per_node for cluster in spec.cluster}
+        worlds = sorted({nodes * each for nodes in question.num_nodes or (1,) for each in ranks})
         raise InvalidInput(
-            "No configuration has this global batch: it must be a multiple of num_nodes times ranks_per_node "
+            "No configuration has this global batch: it must be a multiple of the number of ranks "
             f"({', '.join(map(str, worlds))}).",
             field="global_batch_size",
         )

@@ -102,3 +102,10 @@ def test_a_quantity_that_the_job_fixes_needs_no_placeholder():
     Template(("x", "{world_size}", "{local_batch_size}", "{global_batch_size}")).check(
         spec(batch={"max_grad_accum_steps": 4})
     )
+
+
+def test_a_command_gets_its_folder_of_checkpoints_and_the_factor_of_its_learning_rate():
+    template = Template(("python", "x.py", "--output-dir={checkpoint_dir}", "--lr-times", "{learning_rate_factor}"))
+    filled = template.fill(CONFIGURATION, checkpoint_dir="/c", learning_rate_factor=2**0.5)
+    assert filled == ["python", "x.py", "--output-dir=/c", "--lr-times", "1.41421"]
+    assert template.fill(CONFIGURATION)[-1] == "1"

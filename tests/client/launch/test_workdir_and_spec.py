@@ -148,3 +148,12 @@ def test_the_folder_and_its_files_are_the_users_alone(tmp_path: Path) -> None:
     finally:
         os.umask(umask)
     assert stat.S_IMODE((tmp_path / "new" / ".tula").stat().st_mode) == 0o700
+
+
+def test_a_specification_with_a_byte_order_mark_is_read_and_another_encoding_is_named(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(SPEC, encoding="utf-8-sig")
+    assert load_spec(path).name == "j"
+    path.write_text(SPEC, encoding="utf-16")
+    with pytest.raises(UsageError, match="is not UTF-8 text: save it as UTF-8"):
+        load_spec(path)
