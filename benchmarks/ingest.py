@@ -24,7 +24,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import msgpack
 import numpy as np
 import psutil
 import psycopg
@@ -36,7 +35,7 @@ from benchmarks.support.report import parser_of, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
 from tula_service.domain import NewChunk, NewRun
 from tula_service.store import DEFAULT_PROJECT_ID, Store
-from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
+from tula_service.store.telemetry import INSERT, chunk_row
 from tula_wire import Configuration
 
 COLUMNS = ("step_time_s", "loss", "grad_norm", "lr")
@@ -60,38 +59,19 @@ def series(steps: int, seed: int) -> np.ndarray:
     )
 
 
-def packed_requests(run_ids: list[str], steps: int) -> list[Request]:
-    """Telemetry as MessagePack with packed columns: the fast way in."""
-    found = []
-    for variant in range(VARIANTS):
-        columns = dict(zip(COLUMNS, (one.tobytes() for one in series(steps, variant)), strict=True))
-        body = {
-            "rank": 0,
-            "steps": np.arange(steps).tobytes(),
-            "columns": columns,
-            "boot_id": f"bench-{steps}",
-            "sequence": 0,
-        }
-        packed = msgpack.packb(body)
-        head = packed[:-1] + b"\xcf"  # the sequence becomes a 64-bit number that the client counts up
-        path = f"/v1/runs/{run_ids[variant % len(run_ids)]}/telemetry"
-        found.append(Request(path, "application/msgpack", head, b""))
-    return found
-
-
-def json_requests(run_ids: list[str], steps: int) -> list[Request]:
-    """The same telemetry as columnar JSON, the default body."""
-    found = []
+def telemetry_requests(run_ids: list[str], steps: int) -> list[Request]:
+    """Telemetry as agents send it: columnar JSON, six significant digits."""
+    requests = []
     for variant in range(VARIANTS):
         columns = ",".join(
-            f'"{name}":[{",".join(map(repr, one.tolist()))}]'
-            for name, one in zip(COLUMNS, series(steps, variant), strict=True)
+            f'"{name}":[{",".join(f"{value:.6g}" for value in column.tolist())}]'
+            for name, column in zip(COLUMNS, series(steps, variant), strict=True)
         )
         numbers = ",".join(map(str, range(steps)))
         head = f'{{"rank":0,"steps":[{numbers}],"columns":{{{columns}}},"sequence":0,"boot_id":"bench-'.encode()
         path = f"/v1/runs/{run_ids[variant % len(run_ids)]}/telemetry"
-        found.append(Request(path, "application/json", head, b'"}', textual=True))
-    return found
+        requests.append(Request(path, "application/json", head, b'"}', textual=True))
+    return requests
 
 
 def sample_requests(run_ids: list[str], samples: int) -> list[Request]:
@@ -110,7 +90,7 @@ def sample_requests(run_ids: list[str], samples: int) -> list[Request]:
 
 def agent_requests(run_ids: list[str], steps: int) -> list[Request]:
     """What an agent sends of some steps: its samples, then its telemetry."""
-    pairs = zip(sample_requests(run_ids, steps), json_requests(run_ids, steps), strict=True)
+    pairs = zip(sample_requests(run_ids, steps), telemetry_requests(run_ids, steps), strict=True)
     return [request for pair in pairs for request in pair]
 
 
@@ -156,7 +136,7 @@ def measure(databases: Databases, server: Server, load: Load, kind: str, steps: 
     return found, (cpu_s(server) - before) / max(1, found.answered)
 
 
-KINDS = {"packed": packed_requests, "json": json_requests, "samples": sample_requests, "agents": agent_requests}
+KINDS = {"telemetry": telemetry_requests, "samples": sample_requests, "agents": agent_requests}
 
 
 def replicas(databases: Databases, servers: Sequence[Server], load: Load) -> list[Measured]:
@@ -190,7 +170,8 @@ def raw_commits_per_s(databases: Databases, steps: int, seconds: float) -> float
         connection.execute("PRAGMA synchronous=FULL")
         while time.perf_counter() < ends:
             connection.execute("BEGIN IMMEDIATE")
-            connection.execute(INSERT_SQLITE, (*rows[done % VARIANTS][:3], done, *rows[done % VARIANTS][4:]))
+            row = rows[done % VARIANTS]
+            connection.execute(INSERT["sqlite"], (*row[:3], done, *row[4:], key, databases.run_ids[0]))
             connection.execute("COMMIT")
             done += 1
         connection.close()
@@ -200,7 +181,7 @@ def raw_commits_per_s(databases: Databases, steps: int, seconds: float) -> float
     with psycopg.connect(plain) as postgres:
         while time.perf_counter() < ends:
             row = rows[done % VARIANTS]
-            postgres.execute(INSERT_POSTGRES, [[value] for value in (*row[:3], done, *row[4:])])
+            postgres.execute(INSERT["postgresql"], (*row[:3], done, *row[4:]))
             postgres.commit()
             done += 1
     return done / seconds
@@ -266,11 +247,11 @@ def _engine(
 
     with databases.serve(1) as one:
         limits = [raw()]  # the driver alone between and around the cases, since a machine's pace changes
-        measured = {engine: case(one, engine, "packed 1,000 x 4, 1 worker", "packed", 1000)}
+        measured = {engine: case(one, engine, "1,000 x 4, 1 worker", "telemetry", 1000)}
         limits.append(raw())
         with nullcontext(one) if workers == 1 else databases.serve(workers) as two:
             key = f"{engine}.workers_2"
-            measured[key] = case(two, key, "packed 1,000 x 4, 2 workers", "packed", 1000)
+            measured[key] = case(two, key, "1,000 x 4, 2 workers", "telemetry", 1000)
             agents(two, ".workers_2", "2 workers")
         limits.append(raw())
         rows += [
@@ -282,11 +263,9 @@ def _engine(
             figures[f"{key}.p50_ms"], figures[f"{key}.p99_ms"] = found.p50_ms, found.p99_ms
             figures[f"{key}.fraction_of_raw"] = 2 * found.per_s / sum(around)
         figures[f"{engine}.raw_step_values_per_s"] = sum(limits) / len(limits) * 4000
-        large = case(one, f"{engine}.large", "packed 10,000 x 4, 1 worker", "packed", 10_000)
+        large = case(one, f"{engine}.large", "10,000 x 4, 1 worker", "telemetry", 10_000)
         figures[f"{engine}.large.step_values_per_s"] = large.per_s * 40_000
         figures[f"{engine}.large.fraction_of_raw"] = large.per_s / raw(10_000)
-        plain = case(one, f"{engine}.json", "JSON 1,000 x 4, 1 worker", "json", 1000)
-        figures[f"{engine}.json.step_values_per_s"], figures[f"{engine}.json.p99_ms"] = plain.per_s * 4000, plain.p99_ms
         stored = case(one, f"{engine}.samples", f"samples, {SAMPLES} a request", "samples", SAMPLES)
         figures[f"{engine}.samples_per_s"] = stored.per_s * SAMPLES
         agents(one, "", "1 worker")

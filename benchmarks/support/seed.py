@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import msgpack
 import numpy as np
 
 from tula_wire import routes
@@ -89,12 +88,11 @@ def a_million_steps(made: Seeded) -> str:
     """A training run with a million values of `loss`; answers its id."""
     body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 32}, "holder": "seed"}
     run_id = str(made.post(routes.JOB_RUNS.format(job_id=made.job_id), body)["id"])
-    values = (1 + np.arange(10_000) % 97 / 97).astype("<f8").tobytes()
-    with httpx.Client(base_url=made.url, headers={"Content-Type": "application/msgpack"}, timeout=60) as client:
-        for part in range(100):
-            steps = np.arange(part * 10_000, (part + 1) * 10_000, dtype="<i8").tobytes()
-            chunk = {"rank": 0, "boot_id": "b", "sequence": part, "steps": steps, "columns": {"loss": values}}
-            client.post(routes.RUN_TELEMETRY.format(run_id=run_id), content=msgpack.packb(chunk)).raise_for_status()
+    values = (1 + np.arange(10_000) % 97 / 97).tolist()
+    for part in range(100):
+        steps = list(range(part * 10_000, (part + 1) * 10_000))
+        chunk = {"rank": 0, "boot_id": "b", "sequence": part, "steps": steps, "columns": {"loss": values}}
+        made.post(routes.RUN_TELEMETRY.format(run_id=run_id), chunk)
     return run_id
 
 

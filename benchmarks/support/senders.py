@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
-import msgpack
 import numpy as np
 
 from benchmarks.support.prepared import Prepared
@@ -64,12 +63,11 @@ class Sender:
             "rank": self.rank,
             "boot_id": "b",
             "sequence": self.acknowledged,
-            "steps": np.arange(STEPS).tobytes(),
-            "columns": {"loss": column.tobytes()},
+            "steps": list(range(STEPS)),
+            "columns": {"loss": column.tolist()},
         }
         path = routes.RUN_TELEMETRY.format(run_id=self.prepared.run_id)
-        headers = {"Content-Type": "application/msgpack"}
-        return client.post(url + path, content=msgpack.packb(body), headers=headers).is_success
+        return client.post(url + path, json=body).is_success
 
 
 @contextmanager

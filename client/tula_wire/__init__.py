@@ -46,6 +46,7 @@ from tula_wire.memory_breakdown import MemoryBreakdown
 from tula_wire.problems import MEDIA_TYPE, FieldError, Problem, ProblemType
 from tula_wire.samples import (
     COLUMNS,
+    MAX_BODY_BYTES,
     MAX_STEPS,
     AllReduceCost,
     AllReduceReading,
@@ -68,6 +69,7 @@ __all__ = [
     "COLUMNS",
     "DEFAULT_INSTANCE_TYPE",
     "JOBS_COUNTED",
+    "MAX_BODY_BYTES",
     "MAX_STEPS",
     "MEDIA_TYPE",
     "AllReduceCost",

@@ -20,9 +20,6 @@ Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}$")]
 """An id that the service gives: a file name and a word of a shell as it stands, and never `..`."""
 Message = Annotated[str, AfterValidator(printable), Field(max_length=2000)]
 """A sentence, often of an exception: control characters in it are replaced, as refusing them would lose the report."""
-_QUARTET = "[A-Za-z0-9+/]"
-Base64 = Annotated[str, Field(pattern=f"^({_QUARTET}{{4}})*({_QUARTET}{{2}}==|{_QUARTET}{{3}}=)?$")]
-"""Bytes; long text is sent so, since bodies of many brackets, commas and points are refused."""
 Timestamp = AwareDatetime
 
 

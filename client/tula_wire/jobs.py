@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from tula_wire._base import (
-    Base64,
     Bytes,
     Count,
     Id,
@@ -24,6 +23,7 @@ from tula_wire._base import (
 from tula_wire.bounds import MAX_DURATION_S, MAX_EPOCHS, MIN_EPOCHS
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_wire.enums import Basis, EndCause, Objective, RunKind, RunOrigin, RunState, Search, StepTimeForm
+from tula_wire.text import printable_lines
 
 WarmupSteps = Annotated[int, Field(ge=0, le=10_000)]
 LeaseSeconds = Annotated[float, Field(ge=5, le=86_400)]
@@ -126,8 +126,8 @@ class RunPatch(WireModel):
     holder: Name | None = optional("The holder of the lease; a patch of another holder is rejected.")
     lease_s: LeaseSeconds | None = optional("Seconds from now until the lease expires.")
     dropped: Annotated[int, Field(ge=0, le=2**53)] | None = optional("Measurements dropped by the agent so far.")
-    output: Annotated[Base64, Field(max_length=87_384)] | None = optional(
-        "Base64 of the last 64 KiB (UTF-8) that the run has written so far; replaces the ones before."
+    output: Annotated[str, AfterValidator(printable_lines), Field(max_length=65_536)] | None = optional(
+        "The end of what the run has written so far; replaces the ones before."
     )
 
 

@@ -90,6 +90,8 @@ class FabricList(WireModel):
     fabrics: list[Fabric] = Field(description="Fabrics, newest first.")
 
 
+MAX_BODY_BYTES = 2**20
+"""Of one body of samples or telemetry: agents send no larger one, and the service refuses it."""
 MAX_STEPS = 10_000
 MAX_BUCKETS = 4096
 

@@ -17,7 +17,6 @@ from fastapi import Depends, FastAPI
 from tula_service import __version__
 from tula_service.api import (
     access,
-    charts,
     docs,
     errors,
     events,
@@ -31,9 +30,11 @@ from tula_service.api import (
     scaling,
     telemetry,
 )
-from tula_service.api.deps import Limiter, Services, authenticate
-from tula_service.api.middleware import Metrics, RequestMiddleware
-from tula_service.dashboard import pages, session, static_files
+from tula_service.api.auth import authorise
+from tula_service.api.limits import RequestLimits
+from tula_service.api.middleware import RequestMiddleware
+from tula_service.api.services import Metrics, Services
+from tula_service.dashboard import chart_routes, pages, session, static_files
 from tula_service.settings import Settings, SettingsError
 from tula_service.store import Store
 from tula_service.store.migrations import check_schema
@@ -57,12 +58,12 @@ _PARTS: Final = (
     access,
     operations,
     docs,
-    charts,
+    chart_routes,
     pages,
 )
 """Modules whose `router` requires authentication."""
 
-LOOKUPS: Final = 2
+AUTH_THREADS: Final = 2
 """Threads that look up tokens: a flood of wrong ones waits for these, and takes none that works for others."""
 TOKEN_CACHE_S: Final = 1.0
 """How often a worker checks for tokens that were created or revoked elsewhere: the longest that revocation takes."""
@@ -70,26 +71,26 @@ TOKEN_CACHE_S: Final = 1.0
 
 def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> FastAPI:
     """The service on a migrated database. Raises SchemaMismatch when the schema is not that of this version."""
-    # Half of the threads are reserved for measurements of agents, so that slow requests of others cannot delay those.
-    intake = anyio.CapacityLimiter(settings.threads // 2)
-    store = Store.open(settings.database, connections=settings.threads + LOOKUPS + 1)  # one for the telemetry writer
+    store = Store.open(settings.database, connections=settings.threads + AUTH_THREADS)
     check_schema(store.engine)
-    counters = Metrics()
     known_runs = KnownRuns(store)
     services = Services(
         settings=settings,
         store=store,
         access=Access(store, cache_s=token_cache_s, tokenless_allowed=settings.on_loopback),
-        limiter=Limiter(requests_per_minute=settings.requests_per_minute, ingest_per_minute=settings.ingest_per_minute),
-        metrics=counters,
+        limits=RequestLimits(
+            requests_per_minute=settings.requests_per_minute, ingest_per_minute=settings.ingest_per_minute
+        ),
+        metrics=Metrics(),
         samples=SampleIngest(store, known_runs),
-        telemetry=TelemetryIngest(store, known_runs, threads=intake),
-        intake=intake,
-        lookups=anyio.CapacityLimiter(LOOKUPS),
-        drawers=anyio.CapacityLimiter(2),
+        telemetry=TelemetryIngest(store, known_runs),
+        error_page=session.error_page,
+        # Half of the threads are reserved for measurements of agents: slow requests of others cannot delay those.
+        ingest_threads=anyio.CapacityLimiter(settings.threads // 2),
+        auth_threads=anyio.CapacityLimiter(AUTH_THREADS),
     )
 
-    at_end: list[Callable[[], None]] = [services.telemetry.writer.close, store.close]
+    at_end: list[Callable[[], None]] = [store.close]
     tracer = _tracer() if settings.trace else None
     if tracer is not None:
         at_end.append(tracer.shutdown)
@@ -116,6 +117,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        strict_content_type=False,  # a body without a type is JSON
         redirect_slashes=False,  # a redirect would name whatever host the request did, before it is authorised
         generate_unique_id_function=lambda route: route.name,  # operation ids make names in generated clients
         telemetry={
@@ -130,7 +132,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     errors.install(app)
     app.add_middleware(RequestMiddleware, services=services)
     for part in _PARTS:
-        app.include_router(part.router, dependencies=[Depends(authenticate)])
+        app.include_router(part.router, dependencies=[Depends(authorise)])
     for router in (operations.open_router, session.router, static_files.router):
         app.include_router(router)
     return app

@@ -19,7 +19,7 @@ import typer
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tula_service.api.middleware import MULTIPROCESS_VARIABLE
+from tula_service.api.services import MULTIPROCESS_VARIABLE
 from tula_service.errors import ServiceError
 from tula_service.logs import logging_config
 from tula_service.settings import Settings, SettingsError

@@ -34,7 +34,6 @@ class Settings(BaseSettings):
         ge=1,
         description="Requests of agents that a worker holds at once, and 3/4 as many others.",
     )
-    max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Largest body as sent.")
     requests_per_minute: int = Field(6_000, ge=1, description="Requests of one token to one worker, ingest excluded.")
     ingest_per_minute: int = Field(240_000, ge=1, description="The same for samples and telemetry.")
     shutdown_s: int = Field(20, ge=1, description="How long accepted requests may take to finish at shutdown.")

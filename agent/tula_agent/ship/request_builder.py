@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from tula_agent.guard import Guard
+from tula_agent.guard import Guard, logger
 from tula_agent.rank_channel import Channel
 from tula_agent.readings import CommTiming, Interval, Readings, StepTiming, take
 from tula_agent.ship.spool import SpooledRequest, encode
@@ -25,6 +26,11 @@ KEPT_STEPS = 16
 """Steps that DDP's times are waited for; it publishes them a step or two later."""
 MAX_ROWS = 5_000
 """Rows of one request; the wire allows twice as many."""
+MAX_COLUMNS = 64
+MAX_VALUES = 60_000
+"""Columns and numbers of one chunk of telemetry, at most 14 bytes each: less than the wire's MAX_BODY_BYTES."""
+MAX_NAMES = 1_000
+"""Metrics of one run; the service takes as many."""
 STRAGGLER_SHARE = 0.02
 """Skew below this share of the step names no straggler."""
 
@@ -118,6 +124,7 @@ class RequestBuilder:
         self._released: deque[int] = deque(maxlen=1000)
         self._sequence = 0
         self._chunk = 0
+        self._names = MetricNames()
         self._summary: deque[StepTiming] = deque(maxlen=1000)
 
     @property
@@ -280,12 +287,44 @@ class RequestBuilder:
         return due
 
     def _telemetry(self) -> list[SpooledRequest]:
-        chunk = telemetry_body(self._readings.take_values(), self._identity(), self._chunk)
-        if chunk is None:
-            return []
-        self._chunk += 1
+        values = [
+            (step, wire_name, value)
+            for step, name, value in self._readings.take_values()
+            if (wire_name := self._names.wire_name(name)) is not None
+        ]
+        chunks = telemetry_bodies(values, self._identity(), self._chunk)
+        self._chunk += len(chunks)
         path = routes.RUN_TELEMETRY.format(run_id=self._sweep.run_of(None))
-        return [SpooledRequest("POST", path, encode(chunk), len(chunk["steps"]))]
+        return [SpooledRequest("POST", path, encode(chunk), len(chunk["steps"])) for chunk in chunks]
+
+
+class MetricNames:
+    """The name on the wire of each metric that a script logs: always the same one, and no other metric's."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self._is_full = False
+
+    def wire_name(self, name: str) -> str | None:
+        """The name in lower case, digits and `_`, at most 64 characters; None beyond MAX_NAMES names."""
+        if name not in self._names:
+            if len(self._names) >= MAX_NAMES:
+                self._say_full(name)
+                return None
+            taken = set(self._names.values())
+            plain = re.sub(r"[^a-z0-9_]", "_", name.lower())
+            plain = plain if plain[:1].isalpha() else f"m_{plain}"
+            endings = ("", *(f"_{number}" for number in range(2, MAX_NAMES + 2)))
+            chosen = next(choice for end in endings if (choice := plain[: 64 - len(end)] + end) not in taken)
+            if chosen != name:
+                logger.warning("The metric %r is sent as %r: names have a-z, 0-9, _ and 64 characters.", name, chosen)
+            self._names[name] = chosen
+        return self._names[name]
+
+    def _say_full(self, name: str) -> None:
+        if not self._is_full:
+            logger.warning("More than %d metrics are logged: %r and later ones are not sent.", MAX_NAMES, name)
+        self._is_full = True
 
 
 def sample_bodies(rows: list[SampleRow], identity: Identity, sequence: int) -> list[dict[str, Any]]:
@@ -321,24 +360,29 @@ def sample_bodies(rows: list[SampleRow], identity: Identity, sequence: int) -> l
     return bodies
 
 
-def telemetry_body(values: list[tuple[int, str, float]], identity: Identity, sequence: int) -> dict[str, Any] | None:
-    """Body of `POST .../telemetry`, or None without values; what is not finite becomes null."""
+def telemetry_bodies(values: list[tuple[int, str, float]], identity: Identity, sequence: int) -> list[dict[str, Any]]:
+    """Bodies of `POST .../telemetry`, numbered from `sequence`; what is not finite becomes null."""
     by_step: dict[int, dict[str, float]] = {}
-    names: dict[str, None] = {}
     for step, name, value in values:
         by_step.setdefault(step, {})[name] = value
-        names[name] = None
-    if not by_step:
-        return None
-    steps = sorted(by_step)
-    columns = {name: [_finite(by_step[step].get(name)) for step in steps] for name in names}
-    return {
-        "rank": identity.rank,
-        "boot_id": identity.boot_id,
-        "sequence": sequence,
-        "steps": steps,
-        "columns": columns,
-    }
+    names = list(dict.fromkeys(name for _, name, _ in values))
+    bodies: list[dict[str, Any]] = []
+    for first in range(0, len(names), MAX_COLUMNS):
+        columns = names[first : first + MAX_COLUMNS]
+        steps = sorted(step for step, row in by_step.items() if not row.keys().isdisjoint(columns))
+        most = min(MAX_ROWS, MAX_VALUES // (len(columns) + 1))
+        for start in range(0, len(steps), most):
+            part = steps[start : start + most]
+            bodies.append(
+                {
+                    "rank": identity.rank,
+                    "boot_id": identity.boot_id,
+                    "sequence": sequence + len(bodies),
+                    "steps": part,
+                    "columns": {name: [_finite(by_step[step].get(name)) for step in part] for name in columns},
+                }
+            )
+    return bodies
 
 
 def _short(value: float) -> float:

@@ -12,7 +12,6 @@ import secrets
 import subprocess
 import sys
 import time
-from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -46,6 +45,7 @@ from tula_wire import (
     TokenCreate,
 )
 from tula_wire.enums import FINAL_STATES
+from tula_wire.text import printable_lines
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -384,7 +384,7 @@ class Runner:
         text = output.decode(errors="ignore")
         if (text == active.sent_output and state == "running") or not text:
             return
-        patch = RunPatch(state=state, holder=self.holder, output=b64encode(text.encode()).decode())
+        patch = RunPatch(state=state, holder=self.holder, output=printable_lines(text))
         with suppress(TulaError):
             self.service.patch_run(run.id, patch)
             active.sent_output = text

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from fastapi import APIRouter, Depends
 
-from tula_service.api.bodies import json_of, request_body
-from tula_service.api.deps import AppServices, Caller, reject_unknown_query
-from tula_service.dashboard.session import CurrentUser
+from tula_service.api.auth import Caller, CurrentUser
+from tula_service.api.bodies import JsonRoute
+from tula_service.api.queries import reject_unknown_query
+from tula_service.api.services import AppServices
 from tula_service.usecases import access
 from tula_wire import Project, ProjectCreate, ProjectList, Token, TokenCreate, TokenCreated, TokenList, routes
 
-router = APIRouter(tags=["access"], dependencies=[Depends(reject_unknown_query)])
+router = APIRouter(route_class=JsonRoute, tags=["access"], dependencies=[Depends(reject_unknown_query)])
 
 
-@router.post(routes.TOKENS, status_code=201, openapi_extra=request_body(TokenCreate))
-def create_token(
-    wanted: Annotated[TokenCreate, json_of(TokenCreate)], caller: Caller, services: AppServices
-) -> TokenCreated:
+@router.post(routes.TOKENS, status_code=201)
+def create_token(wanted: TokenCreate, caller: Caller, services: AppServices) -> TokenCreated:
     """Make a token; its secret is in this answer and nowhere else."""
     issued = access.issue_token(services.store, caller, **dict(wanted))
-    services.access.forget()
+    services.access.forget(None)
     return issued
 
 
@@ -35,12 +32,12 @@ def list_tokens(user: CurrentUser) -> TokenList:
 def delete_token(token_id: str, caller: Caller, services: AppServices) -> Token:
     """Revoke a token: at once in this worker, within a second in others."""
     revoked = access.revoke_token(services.store, caller, token_id)
-    services.access.forget()
+    services.access.forget_all()
     return revoked
 
 
-@router.post(routes.PROJECTS, status_code=201, openapi_extra=request_body(ProjectCreate))
-def create_project(wanted: Annotated[ProjectCreate, json_of(ProjectCreate)], user: CurrentUser) -> Project:
+@router.post(routes.PROJECTS, status_code=201)
+def create_project(wanted: ProjectCreate, user: CurrentUser) -> Project:
     """Make a project; administrators only."""
     return access.create_project(*user, wanted.name)
 

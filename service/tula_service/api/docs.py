@@ -1,4 +1,4 @@
-"""`/openapi.json`, and two pages that show it without loading from other hosts: `/docs` (Swagger UI) and `/redoc`."""
+"""`/openapi.json`, and `/docs`, the page that shows it without loading from other hosts (Swagger UI)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 
 import tula_wire
-from tula_service.api.deps import OPEN
+from tula_service.api.auth import UNAUTHENTICATED_ROUTES
 from tula_service.api.errors import PROBLEMS
 from tula_wire import MEDIA_TYPE, access, bounds, jobs, samples, scaling
 
@@ -33,7 +33,7 @@ TAGS: Final = {
     "scaling": "Thresholds of gradient scaling.",
     "fabrics": "What probes measured of the links between ranks.",
     "events": "Changes of a job as server-sent events.",
-    "charts": "Charts as Vega-Lite, PNG or SVG.",
+    "charts": "Charts as Vega-Lite.",
     "access": "Tokens and projects.",
     "operations": "Probes and metrics.",
 }
@@ -96,10 +96,6 @@ _SWAGGER = (
     f'{_PAGE}<link rel=stylesheet href="/static/swagger-ui.css"><div id=swagger-ui></div>'
     '<script src="/static/swagger-ui-bundle.js"></script><script src="/static/docs.js"></script></html>'
 )
-_REDOC = (  # search would start a worker from a blob, which the content security policy refuses
-    f'{_PAGE}<redoc spec-url="/openapi.json" disable-search></redoc>'
-    '<script src="/static/redoc.standalone.js"></script></html>'
-)
 
 
 @router.get("/openapi.json")
@@ -114,20 +110,21 @@ def get_docs() -> HTMLResponse:
     return HTMLResponse(_SWAGGER)
 
 
-@router.get("/redoc", response_class=HTMLResponse)
-def get_redoc() -> HTMLResponse:
-    """The routes in ReDoc."""
-    return HTMLResponse(_REDOC)
-
-
 def document(app: FastAPI) -> dict[str, Any]:
-    """The document, with schemas of problem documents, of events and of bodies that FastAPI does not parse."""
+    """The document, with schemas of problem documents and of events, which no route returns as its answer."""
     if app.openapi_schema is None:
         tags = [{"name": name, "description": text} for name, text in TAGS.items()]
-        made = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes, tags=tags)
+        made = get_openapi(
+            title=app.title,
+            version=app.version,
+            summary=app.summary,
+            routes=app.routes,
+            tags=tags,
+            separate_input_output_schemas=False,
+        )
         components = made.setdefault("components", {})
         schemas = components.setdefault("schemas", {})
-        for name in ("Problem", "Event", *EXAMPLES):
+        for name in ("Problem", "Event"):
             schema = getattr(tula_wire, name).model_json_schema(ref_template=_REFERENCE)
             schemas.update(schema.pop("$defs", {}))
             schemas[name] = schema
@@ -139,7 +136,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         made["security"] = [{"token": []}]
         for path, operations in made["paths"].items():
             for method, operation in operations.items():
-                if is_open := (method.upper(), path) in OPEN:
+                if is_open := (method.upper(), path) in UNAUTHENTICATED_ROUTES:
                     operation["security"] = []
                 operation["responses"].pop("422", None)
                 operation["responses"] |= dict(_error_answers(operation, is_open=is_open))

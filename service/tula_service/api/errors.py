@@ -13,13 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from tula_service import errors
-from tula_service.dashboard.session import error_page
 from tula_service.perfmodel.points import ObservationError
 from tula_wire import MEDIA_TYPE, FieldError, Problem, ProblemType
 from tula_wire.problems import remedy
 
 _LOG = logging.getLogger("tula.service")
 _MAX_ERRORS: Final = 20
+_MAX_REPORTED: Final = 1_000
+"""Beyond so many wrong fields none is named: pydantic makes an object of each, in seconds and hundreds of megabytes."""
 
 PROBLEMS: Final[dict[int, tuple[str, str, str]]] = {
     401: (ProblemType.UNAUTHENTICATED, "Not authenticated", "The token is missing, expired, revoked or unknown."),
@@ -109,25 +110,29 @@ def _problem(
         errors=list(faults),
         request_id=scope.get("tula.request_id"),
     )
-    page = error_page(scope, problem, headers or {})
+    page = scope["app"].state.services.error_page(scope, problem, headers or {})
     return page or Response(problem.model_dump_json(), status, headers, media_type=MEDIA_TYPE)
 
 
-def _on_error(request: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, (HTTPException, errors.ServiceError)):
         return problem_of(request.scope, error)
     return problem_of(request.scope, errors.InvalidInput(str(error)))
 
 
-def _on_validation_error(request: Request, error: Exception) -> Response:
+async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, (RequestValidationError, ValidationError))
+    if isinstance(error, ValidationError) and (count := error.error_count()) > _MAX_REPORTED:
+        return _problem(
+            request.scope, 422, f"body: {count} fields are wrong; check that this is the body of this route."
+        )
     # Field and remedy, never the input, which may hold a secret or NaN.
     faults = [FieldError(field=_dotted(each["loc"]), message=remedy(each)) for each in error.errors()[:_MAX_ERRORS]]
     more = f" ({len(faults) - 1} more in errors)" if len(faults) > 1 else ""
     return _problem(request.scope, 422, f"{faults[0].field}: {faults[0].message}{more}", faults=faults)
 
 
-def _on_bug(request: Request, error: Exception) -> Response:
+async def _on_bug(request: Request, error: Exception) -> Response:
     _LOG.error("unhandled error", exc_info=error, extra={"request_id": request.scope.get("tula.request_id")})
     return _problem(request.scope, 500, "The service failed on this request and stored nothing. Report the request id.")
 

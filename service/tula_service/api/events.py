@@ -10,7 +10,8 @@ from anyio import move_on_after, to_thread
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from tula_service.api.deps import AppServices, Caller
+from tula_service.api.auth import Caller
+from tula_service.api.services import AppServices
 from tula_service.errors import Busy, InvalidInput, NotFound, Unauthenticated
 from tula_service.usecases import events
 from tula_wire import routes

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from fastapi import APIRouter, Depends
 
-from tula_service.api.bodies import json_of, request_body
-from tula_service.api.deps import reject_unknown_query
-from tula_service.dashboard.session import CurrentUser
+from tula_service.api.auth import CurrentUser
+from tula_service.api.bodies import JsonRoute
+from tula_service.api.queries import reject_unknown_query
 from tula_service.usecases import fabrics
 from tula_wire import Fabric, FabricList, FabricProbe, routes
 
-router = APIRouter(tags=["fabrics"], dependencies=[Depends(reject_unknown_query)])
+router = APIRouter(route_class=JsonRoute, tags=["fabrics"], dependencies=[Depends(reject_unknown_query)])
 
 
-@router.post(routes.FABRICS, status_code=201, openapi_extra=request_body(FabricProbe))
-def create_fabric(probe: Annotated[FabricProbe, json_of(FabricProbe)], user: CurrentUser) -> Fabric:
+@router.post(routes.FABRICS, status_code=201)
+def create_fabric(probe: FabricProbe, user: CurrentUser) -> Fabric:
     """Store a probe for the jobs of the project on nodes like these."""
     return fabrics.add(*user, probe)
 

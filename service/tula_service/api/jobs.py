@@ -6,18 +6,18 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Response
 
-from tula_service.api.bodies import json_of, request_body
-from tula_service.api.deps import Cursor, reject_unknown_query
-from tula_service.dashboard.session import CurrentUser
+from tula_service.api.auth import CurrentUser
+from tula_service.api.bodies import JsonRoute
+from tula_service.api.queries import Cursor, reject_unknown_query
 from tula_service.usecases import jobs
 from tula_wire import Job, JobCreated, JobPage, JobPatch, JobSpec, JobState, routes
 
-router = APIRouter(tags=["jobs"], dependencies=[Depends(reject_unknown_query)])
+router = APIRouter(route_class=JsonRoute, tags=["jobs"], dependencies=[Depends(reject_unknown_query)])
 
 
-@router.post(routes.JOBS, status_code=201, openapi_extra=request_body(JobSpec))
+@router.post(routes.JOBS, status_code=201)
 def create_job(
-    spec: Annotated[JobSpec, json_of(JobSpec)],
+    spec: JobSpec,
     user: CurrentUser,
     idempotency_key: Annotated[str | None, Header(description="Sent again with the same body, finds the job.")] = None,
 ) -> JobCreated:
@@ -44,8 +44,8 @@ def get_job(job_id: str, user: CurrentUser) -> Job:
     return jobs.get(*user, job_id)
 
 
-@router.patch(routes.JOB, openapi_extra=request_body(JobPatch))
-def update_job(job_id: str, patch: Annotated[JobPatch, json_of(JobPatch)], user: CurrentUser) -> Job:
+@router.patch(routes.JOB)
+def update_job(job_id: str, patch: JobPatch, user: CurrentUser) -> Job:
     """Change objective, limits or prices, or archive; plan and recommendation follow."""
     return jobs.change(*user, job_id, patch)
 

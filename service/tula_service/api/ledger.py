@@ -6,8 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
-from tula_service.api.deps import reject_unknown_query
-from tula_service.dashboard.session import CurrentUser
+from tula_service.api.auth import CurrentUser
+from tula_service.api.queries import reject_unknown_query
 from tula_service.usecases import ledger
 from tula_wire import Ledger, routes
 

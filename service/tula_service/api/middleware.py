@@ -5,28 +5,22 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-import os
 import random
 import re
 import time
-from contextlib import nullcontext
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tula_service.api.bodies import ORDINARY_BYTES, check_ordinary, too_large
-from tula_service.api.deps import OPEN, Services, identify, lane_of
+from tula_service.api.auth import PROBES, address_of, admit, is_for_agents, is_ingest, is_open
+from tula_service.api.bodies import ORDINARY_BYTES
 from tula_service.api.errors import problem_of
-from tula_service.errors import Busy, ServiceError, Unauthenticated
-from tula_wire import routes
-
-MULTIPROCESS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""Set by `tula serve --workers N` before the workers start: a folder through which any worker reports for all."""
+from tula_service.api.services import Services
+from tula_service.errors import Busy, ServiceError, TooLarge, Unauthenticated
+from tula_wire import MAX_BODY_BYTES, routes
 
 _LOG = logging.getLogger("tula.access")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -45,42 +39,13 @@ _CONTENT_POLICY: Final = (
 )
 """Scripts come from this service only and never evaluate text: on the pages Vega interprets its expressions. Vega's
 tooltips and drawings set their own styles, hence 'unsafe-inline' for styles."""
-_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _WITH_BODY: Final = frozenset({"POST", "PATCH", "PUT"})
-_OPEN_FORMS: Final = frozenset({"/login", "/logout"})
-"""Paths of forms that are read without authentication."""
 BODY_TIMEOUT_S: Final = 20.0
 """Longest time that a client may take to send a body."""
 ARRIVING_BYTES: Final = 64 * 2**20
-"""Most bytes of one sender's incomplete bodies: eight of the largest chunks, or one small one of each of 200 agents."""
+"""Most bytes of one sender's incomplete bodies: 64 of the largest, or one small one of each of 256 agents."""
 LIMITED_S: Final = 1.0
 """How long the answer 429 waits: a sender that asks again at once would take the event loop with refusals."""
-
-
-class Metrics:
-    """Prometheus instruments, a set per application: two applications in one process (tests) never share a count."""
-
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        own = self._registry
-        self.requests = Counter("tula_requests", "Requests answered.", ["method", "route", "status"], registry=own)
-        self.request_s = Histogram("tula_request_seconds", "Time to answer.", ["route"], buckets=_SECONDS, registry=own)
-        self.in_flight = Gauge("tula_requests_in_flight", "In progress.", multiprocess_mode="livesum", registry=own)
-        self.refused = Counter("tula_requests_refused", "Refused because too many were in progress.", registry=own)
-        self.limited = Counter("tula_requests_limited", "Refused by a token's limit.", registry=own)
-        self.samples = Counter("tula_samples_stored", "Step samples stored.", registry=own)
-        self.step_values = Counter("tula_step_values_stored", "Telemetry values stored.", registry=own)
-        self.duplicates = Counter("tula_ingest_duplicates", "Rows or chunks that were stored before.", registry=own)
-        self.fits = Counter("tula_fits", "Recommendations computed or taken from the cache.", ["cached"], registry=own)
-        self.fit_s = Histogram("tula_fit_seconds", "Time of a fresh fit.", buckets=_SECONDS, registry=own)
-
-    def render(self) -> bytes:
-        """The text that Prometheus reads, of all workers together."""
-        registry = self._registry
-        if MULTIPROCESS_VARIABLE in os.environ:
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        return generate_latest(registry)
 
 
 class RequestMiddleware:
@@ -138,44 +103,51 @@ class RequestMiddleware:
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request with its whole body, or answer why not."""
+        if (scope["method"], scope["path"]) in PROBES:
+            await self._app(scope, receive, send)
+            return
         try:
+            sender = await self._sender(Request(scope))
             if scope["method"] in _WITH_BODY:
-                receive = await self._arrived(scope, receive)
+                receive = await self._arrived(scope, receive, sender)
         except (HTTPException, ServiceError) as refusal:
             response = problem_of(scope, refusal)
-            if not isinstance(refusal, Unauthenticated):  # which a client that is still sending has to read
+            # A client that is still sending has to read a 401.
+            if scope["method"] in _WITH_BODY and not isinstance(refusal, Unauthenticated):
                 response.headers["Connection"] = "close"
             await response(scope, receive, send)
             return
-        room = self._others if lane_of(scope["method"], scope["path"]) == "others" else self._agents
-        is_probe = (scope["method"], scope["path"]) in OPEN
-        if room.locked() and not is_probe:
+        room = self._agents if is_for_agents(scope["method"], scope["path"]) else self._others
+        if room.locked():
             self._services.metrics.refused.inc()
             await problem_of(scope, _busy("The service is at its limit of requests"))(scope, receive, send)
             return
-        async with nullcontext() if is_probe else room:
+        async with room:
             with self._services.metrics.in_flight.track_inprogress():
                 await self._app(scope, receive, send)
 
-    async def _arrived(self, scope: Scope, receive: Receive) -> Receive:
-        """A `receive` of the whole body. Raises HTTPException 408, TooLarge, Busy, and what `identify` raises."""
-        if scope["path"] in _OPEN_FORMS:  # counted against the address
-            sender = f"address {scope['client'][0]}" if scope.get("client") else "address"
-        else:
-            sender = (await identify(Request(scope))).sender
-        limit, ordinary = self._services.settings.max_body_bytes, lane_of(scope["method"], scope["path"]) != "ingest"
-        if ordinary:
-            limit = min(limit, ORDINARY_BYTES)
+    async def _sender(self, request: Request) -> str:
+        """Whom the request counts against. Raises what `admit` raises."""
+        try:
+            if not is_open(request.method, request.scope["path"]):
+                return (await admit(request)).sender
+            self._services.limits.count_open(address_of(request))
+        except Busy:
+            self._services.metrics.limited.inc()
+            raise
+        return address_of(request)
+
+    async def _arrived(self, scope: Scope, receive: Receive, sender: str) -> Receive:
+        """A `receive` of the whole body. Raises HTTPException 408, TooLarge, Busy."""
+        limit = MAX_BODY_BYTES if is_ingest(scope["method"], scope["path"]) else ORDINARY_BYTES
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
-            raise too_large(limit, "as sent")
+            raise _too_large(limit)
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 body = await self._read(receive, sender, limit)
         except TimeoutError:
             raise HTTPException(408) from None
-        if ordinary:
-            check_ordinary(body)
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def whole() -> Message:
@@ -193,7 +165,7 @@ class RequestMiddleware:
                 counted += more
                 self._arriving[sender] += more
                 if len(body) > limit:
-                    raise too_large(limit, "as sent")
+                    raise _too_large(limit)
                 if self._arriving[sender] > ARRIVING_BYTES:
                     raise _busy("Too many bodies of this sender are on their way", limited=True)
                 message = await receive()
@@ -228,3 +200,7 @@ class RequestMiddleware:
 
 def _busy(what: str, *, limited: bool = False) -> Busy:
     return Busy(f"{what}: send this one again after Retry-After seconds.", retry_after_s=1.0, limited=limited)
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"The body is larger than {limit} bytes: send smaller batches.")

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
-from tula_service.api.deps import AppServices
+from tula_service.api.services import AppServices
 from tula_service.store import Store
 from tula_service.usecases.events import check_ready, overview
 from tula_wire import routes
@@ -25,16 +25,15 @@ class Status(BaseModel):
 
 
 @open_router.get(routes.HEALTH)
-def get_health() -> Status:
+async def get_health() -> Status:
     """Alive: says nothing of the database, so that an outage there does not restart the process."""
     return Status(status="ok")
 
 
 @open_router.get(routes.READY)
 def get_ready(services: AppServices) -> Status:
-    """Ready: the database answers, has the schema of this version and a disk with room, and takes telemetry; or 503."""
+    """Ready: the database answers, has the schema of this version and a disk with room; or 503."""
     check_ready(services.store)
-    services.telemetry.writer.check()
     return Status(status="ready")
 
 

@@ -8,8 +8,9 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Response
 
 from tula_service.analysis.what_if import WhatIf
-from tula_service.api.deps import AppServices, Caller, reject_unknown_query
-from tula_service.dashboard.session import CurrentUser
+from tula_service.api.auth import Caller, CurrentUser
+from tula_service.api.queries import reject_unknown_query
+from tula_service.api.services import AppServices
 from tula_service.usecases import recommendations
 from tula_wire import Objective, Predictions, Recommendation, routes
 

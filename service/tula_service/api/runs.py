@@ -7,23 +7,24 @@ from typing import Annotated
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Query
 
-from tula_service.api.bodies import json_of, request_body
-from tula_service.api.deps import AppServices, Caller, Cursor, reject_unknown_query
-from tula_service.dashboard.session import CurrentUser
+from tula_service.api.auth import Caller, CurrentUser
+from tula_service.api.bodies import JsonRoute
+from tula_service.api.queries import Cursor, reject_unknown_query
+from tula_service.api.services import AppServices
 from tula_service.usecases import runs
 from tula_wire import ClaimRequest, Run, RunClaimed, RunCreate, RunKind, RunList, RunPatch, routes
 
-router = APIRouter(tags=["runs"], dependencies=[Depends(reject_unknown_query)])
+router = APIRouter(route_class=JsonRoute, tags=["runs"], dependencies=[Depends(reject_unknown_query)])
 
 
-@router.post(routes.JOB_CLAIM, openapi_extra=request_body(ClaimRequest))
-def claim_run(job_id: str, request: Annotated[ClaimRequest, json_of(ClaimRequest)], user: CurrentUser) -> RunClaimed:
+@router.post(routes.JOB_CLAIM)
+def claim_run(job_id: str, request: ClaimRequest, user: CurrentUser) -> RunClaimed:
     """Lease the next profiling run; a lease that is not renewed goes back into the plan."""
     return runs.claim(*user, job_id, request)
 
 
-@router.post(routes.JOB_RUNS, status_code=201, openapi_extra=request_body(RunCreate))
-def create_run(job_id: str, request: Annotated[RunCreate, json_of(RunCreate)], user: CurrentUser) -> Run:
+@router.post(routes.JOB_RUNS, status_code=201)
+def create_run(job_id: str, request: RunCreate, user: CurrentUser) -> Run:
     """Register a run outside the plan: training, or a measurement of your own choice."""
     return runs.create(*user, job_id, request)
 
@@ -43,14 +44,12 @@ def list_runs(
 @router.get(routes.RUN)
 async def get_run(run_id: str, caller: Caller, services: AppServices) -> Run:
     """One run."""
-    return await to_thread.run_sync(runs.get, services.store, caller, run_id, limiter=services.intake)
+    return await to_thread.run_sync(runs.get, services.store, caller, run_id, limiter=services.ingest_threads)
 
 
-@router.patch(routes.RUN, openapi_extra=request_body(RunPatch))
-async def update_run(
-    run_id: str, patch: Annotated[RunPatch, json_of(RunPatch)], caller: Caller, services: AppServices
-) -> Run:
+@router.patch(routes.RUN)
+async def update_run(run_id: str, patch: RunPatch, caller: Caller, services: AppServices) -> Run:
     """Move a run on, or renew its lease with `running`; the same final state twice is fine."""
     # A lease is renewed beside measurements; the end of a run may ask for a fit, which must not keep those waiting.
-    threads = services.intake if patch.state == "running" else None
+    threads = services.ingest_threads if patch.state == "running" else None
     return await to_thread.run_sync(runs.patch, services.store, caller, run_id, patch, limiter=threads)

@@ -5,27 +5,24 @@ from __future__ import annotations
 from typing import Annotated
 
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Query
 
-from tula_service.api.bodies import parse, read_body, request_body
-from tula_service.api.deps import AppServices, Caller, reject_unknown_query
-from tula_service.dashboard.session import CurrentUser
+from tula_service.api.auth import Caller, CurrentUser
+from tula_service.api.bodies import JsonRoute
+from tula_service.api.queries import reject_unknown_query
+from tula_service.api.services import AppServices
 from tula_service.usecases import samples
 from tula_service.usecases.samples import SampleQuery
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, routes
 
-router = APIRouter(tags=["samples"])
+router = APIRouter(route_class=JsonRoute, tags=["samples"])
 
 
-@router.post(routes.RUN_SAMPLES, status_code=202, openapi_extra=request_body(SampleBatch))
-async def send_samples(run_id: str, request: Request, caller: Caller, services: AppServices) -> SamplesAccepted:
+@router.post(routes.RUN_SAMPLES, status_code=202)
+async def send_samples(run_id: str, batch: SampleBatch, caller: Caller, services: AppServices) -> SamplesAccepted:
     """Store samples; they are committed before the answer, and rows stored before count as duplicates."""
-    body = await read_body(request)
-
-    def store() -> SamplesAccepted:
-        return services.samples.store(caller, run_id, parse(SampleBatch, body))
-
-    accepted = await to_thread.run_sync(store, limiter=services.intake)
+    store, threads = services.samples.store, services.ingest_threads
+    accepted = await to_thread.run_sync(store, caller, run_id, batch, limiter=threads)
     services.metrics.samples.inc(accepted.stored)
     services.metrics.duplicates.inc(accepted.duplicates)
     return accepted

@@ -8,13 +8,14 @@ from typing import Annotated
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Query, Response
 
-from tula_service.api.bodies import json_of, request_body
-from tula_service.api.deps import AppServices, Caller, reject_unknown_query
-from tula_service.dashboard.session import CurrentUser
+from tula_service.api.auth import Caller, CurrentUser
+from tula_service.api.bodies import JsonRoute
+from tula_service.api.queries import reject_unknown_query
+from tula_service.api.services import AppServices
 from tula_service.usecases import scaling
 from tula_wire import ScalingPatch, ScalingPolicy, ScalingThresholds, routes
 
-router = APIRouter(tags=["scaling"], dependencies=[Depends(reject_unknown_query)])
+router = APIRouter(route_class=JsonRoute, tags=["scaling"], dependencies=[Depends(reject_unknown_query)])
 
 
 @router.get(
@@ -31,7 +32,7 @@ async def get_scaling(
 ) -> Response:
     """Thresholds with their ETag; `If-None-Match` with the last one costs no body while nothing changed."""
     read = partial(scaling.current, services.store, caller, job_id, policy=policy)
-    found = await to_thread.run_sync(read, limiter=services.intake)
+    found = await to_thread.run_sync(read, limiter=services.ingest_threads)
     tag = f'"{found.version}-{found.policy}"'
     headers = {"ETag": tag, "Cache-Control": "private, no-cache"}
     known = {part.strip().removeprefix("W/") for part in (if_none_match or "").split(",")}
@@ -40,10 +41,10 @@ async def get_scaling(
     return Response(found.model_dump_json(), headers=headers, media_type="application/json")
 
 
-@router.patch(routes.JOB_SCALING, openapi_extra=request_body(ScalingPatch))
+@router.patch(routes.JOB_SCALING)
 def update_scaling(
     job_id: str,
-    patch: Annotated[ScalingPatch, json_of(ScalingPatch)],
+    patch: ScalingPatch,
     user: CurrentUser,
     policy: Annotated[ScalingPolicy | None, Query(description="Whose numbers to set; the body's without it.")] = None,
 ) -> ScalingThresholds:

@@ -5,48 +5,28 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Query
 
-from tula_service.api.bodies import MSGPACK, Body, parse, read_body, request_body, unpack
-from tula_service.api.deps import AppServices, Caller, reject_unknown_query
-from tula_service.dashboard.session import CurrentUser
-from tula_service.domain import NewChunk
-from tula_service.usecases.telemetry import SeriesQuery, chunk_from_packed, chunk_from_wire, columns_of, read_with_trend
+from tula_service.api.auth import Caller, CurrentUser
+from tula_service.api.bodies import JsonRoute
+from tula_service.api.queries import reject_unknown_query
+from tula_service.api.services import AppServices
+from tula_service.usecases.telemetry import SeriesQuery, columns_of, read_with_trend
 from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
 
-router = APIRouter(tags=["telemetry"])
-
-_SMALL_BYTES = 128 * 1024
-"""Uncompressed packed bodies up to this size are read on the event loop: that is faster than waking a thread."""
+router = APIRouter(route_class=JsonRoute, tags=["telemetry"])
 
 
-@router.post(
-    routes.RUN_TELEMETRY,
-    status_code=202,
-    response_model=TelemetryAccepted,
-    openapi_extra=request_body(TelemetryChunk),
-)
-async def send_telemetry(run_id: str, request: Request, caller: Caller, services: AppServices) -> Response:
-    """Store a chunk; committed before the answer.
-
-    As JSON, or MessagePack (`application/msgpack`) of the same members, where `steps` and columns are packed arrays.
-    """
-    body = await read_body(request)
-    if body.content_type == MSGPACK and body.encoding == "identity" and len(body.sent) <= _SMALL_BYTES:
-        chunk = _chunk(body)
-    else:
-        chunk = await to_thread.run_sync(_chunk, body, limiter=services.intake)
-    accepted = await services.telemetry.store(caller, run_id, chunk)
+@router.post(routes.RUN_TELEMETRY, status_code=202)
+async def send_telemetry(
+    run_id: str, chunk: TelemetryChunk, caller: Caller, services: AppServices
+) -> TelemetryAccepted:
+    """Store a chunk; it is committed before the answer."""
+    store, threads = services.telemetry.store, services.ingest_threads
+    accepted = await to_thread.run_sync(store, caller, run_id, chunk, limiter=threads)
     services.metrics.step_values.inc(accepted.stored)
-    if accepted.duplicate:
-        services.metrics.duplicates.inc()
-    return Response(accepted.model_dump_json(), 202, media_type="application/json")
-
-
-def _chunk(body: Body) -> NewChunk:
-    if body.content_type == MSGPACK:
-        return chunk_from_packed(unpack(body))
-    return chunk_from_wire(parse(TelemetryChunk, body))
+    services.metrics.duplicates.inc(accepted.duplicate)
+    return accepted
 
 
 @router.get(routes.RUN_TELEMETRY, dependencies=[Depends(reject_unknown_query)])

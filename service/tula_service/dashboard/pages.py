@@ -16,10 +16,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, JSONResponse
 
 from tula_service.analysis.what_if import WhatIf
+from tula_service.api.auth import CurrentUser, User
 from tula_service.dashboard.charts.candidates import named_candidates
 from tula_service.dashboard.charts.runs import RUN_CHARTS, Over, QualityRun, drawn_columns
 from tula_service.dashboard.format import render
-from tula_service.dashboard.session import CurrentUser, User
 from tula_service.domain import JobOrder
 from tula_service.errors import InvalidInput
 from tula_service.usecases import events, jobs, ledger, recommendations, runs

@@ -16,10 +16,11 @@ from typing import Final
 
 import sqlalchemy as sa
 
-from tula_service.errors import Conflict, StoreUnavailable
+from tula_service.errors import Conflict, NotFound, ServiceError, StoreUnavailable
 from tula_service.store.archive import Archive
 from tula_service.store.database import is_sqlite, why_unavailable
 from tula_service.store.tables import jobs, runs
+from tula_service.store.telemetry import GONE
 from tula_wire.enums import FINAL_STATES
 
 MONTHS_AHEAD: Final = 2
@@ -37,7 +38,8 @@ _MONTHS: Final = sa.text(
     "SELECT to_char((now() AT TIME ZONE 'UTC') + ahead * interval '1 month', 'YYYYMM')"
     f" FROM generate_series(0, {MONTHS_AHEAD}) AS ahead"
 )
-OLDEST: Final = f"SELECT min(relname) {_OF_MONTHS} AND relispartition"
+_NO_PARTITION: Final = "23514"
+_OLDEST: Final = f"SELECT min(relname) {_OF_MONTHS} AND relispartition"
 """The table of the first month whose telemetry is kept."""
 
 
@@ -61,9 +63,15 @@ def check_month(engine: sa.Engine) -> None:
         )
 
 
-def is_before(run_key: int, oldest: str | None) -> bool:
-    """True for a run of a month before the table `oldest`, whose telemetry is no longer kept."""
-    return oldest is not None and run_key < int(oldest.rsplit("_", 1)[1]) * KEYS_OF_A_MONTH
+def refusal(engine: sa.Engine, run_key: int, error: sa.exc.IntegrityError) -> ServiceError:
+    """Why Postgres refused a chunk: NotFound for a run or month that is gone, StoreUnavailable for one to come."""
+    if getattr(error.orig, "sqlstate", None) != _NO_PARTITION:
+        return NotFound(GONE)
+    with engine.connect() as connection:
+        oldest = connection.exec_driver_sql(_OLDEST).scalar()
+    if oldest is not None and run_key < int(oldest.rsplit("_", 1)[1]) * KEYS_OF_A_MONTH:
+        return NotFound(GONE)
+    return StoreUnavailable("Telemetry has no partition for the month of this run: send this again later.")
 
 
 def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:

@@ -18,15 +18,14 @@ from tula_service.store._base import Repository
 from tula_service.store.tables import runs, telemetry_chunks
 
 _COLUMNS = "run_key, rank, boot_id, sequence, first_step, last_step, num_steps, columns, payload"
-_INSERT = f"INSERT INTO telemetry_chunks ({_COLUMNS}) {{}} ON CONFLICT (run_key, rank, boot_id, sequence) DO NOTHING"
-_KINDS = ("bigint", "int", "text", "bigint", "bigint", "bigint", "int", "text")
-_ARRAYS = ", ".join([*(f"%s::{kind}[]" for kind in _KINDS), "%b::bytea[]"])
-INSERT_POSTGRES = _INSERT.format(f"SELECT * FROM unnest({_ARRAYS})") + " RETURNING run_key, rank, boot_id, sequence"
-"""Takes the columns of any number of rows, each as a list, and returns the identities of the new ones."""
-INSERT_SQLITE = _INSERT.format(f"VALUES ({', '.join('?' * 9)})")
-RUN_IS_THERE = "SELECT 1 FROM runs WHERE key = ? AND id = ?"
-INSERT_SQLITE_IF_THERE = _INSERT.format(f"SELECT {', '.join('?' * 9)} WHERE EXISTS ({RUN_IS_THERE})")
-"""Takes a run's key and id after the row: SQLite reuses the key of a deleted run, perhaps for another tenant's run."""
+_CONFLICT = "ON CONFLICT (run_key, rank, boot_id, sequence) DO NOTHING"
+INSERT = {
+    "sqlite": f"INSERT INTO telemetry_chunks ({_COLUMNS}) SELECT {', '.join('?' * 9)} WHERE EXISTS "
+    f"(SELECT 1 FROM runs WHERE key = ? AND id = ?) {_CONFLICT}",
+    "postgresql": f"INSERT INTO telemetry_chunks ({_COLUMNS}) VALUES ({', '.join(['%s'] * 9)}) {_CONFLICT}",
+}
+"""On SQLite the row, then the run's key and id: SQLite reuses the key of a deleted run, maybe for another tenant's."""
+GONE: Final = "The run of this chunk, or the telemetry of its month, was deleted: stop sending for it."
 _LAST_STEP: Final = 2**63 - 1
 _EXPLICIT_STEPS: Final = 1
 _SINGLE_PRECISION: Final = 2
@@ -116,6 +115,19 @@ class Telemetry(Repository):
         if row is None:
             raise NotFound.of("run", run_id)
         return int(row[0]), str(row[1]), str(row[2])
+
+    def add(self, run_id: str, row: tuple[object, ...]) -> bool:
+        """Store a row of `chunk_row` for the run `run_id`; False if it was stored before.
+
+        Raises NotFound if the run was deleted; on Postgres sqlalchemy.exc.IntegrityError, see `partitions.refusal`.
+        """
+        if self._postgres:
+            return self._connection.exec_driver_sql(INSERT["postgresql"], row).rowcount == 1
+        if self._connection.exec_driver_sql(INSERT["sqlite"], (*row, row[0], run_id)).rowcount == 1:
+            return True
+        if self._row(sa.select(runs.c.key).where(runs.c.key == row[0], runs.c.id == run_id)) is None:
+            raise NotFound(GONE)
+        return False
 
     def columns(self, run_key: int) -> list[str]:
         """The names of the run's columns, sorted."""

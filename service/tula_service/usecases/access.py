@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, NamedTuple
+
+from cachetools import LRUCache, TTLCache
 
 from tula_service.domain import RunRecord
 from tula_service.errors import Forbidden, InvalidInput, NotFound, StoreUnavailable, Unauthenticated
@@ -28,23 +30,12 @@ TOUCH_EVERY_S: Final = 60.0
 ANNOUNCE_EVERY_S: Final = 1.0
 
 
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
-
-
-def _keep(cache: dict[_Key, _Value], key: _Key, value: _Value) -> None:
-    """Set an entry of a cache; one more than `CACHED` evicts the oldest. Callers hold a lock; readers need none."""
-    cache[key] = value
-    if len(cache) > CACHED:
-        del cache[next(iter(cache))]
-
-
 @dataclass(frozen=True)
 class Principal:
     """The sender of a request: `scope` is agent, read, user or admin.
 
     Agents are bound to one job; readers and users to one project, to which their lists are narrowed. What a reader may
-    not do, `api/deps.py` refuses.
+    not do, `api/auth.py` refuses.
     """
 
     name: str
@@ -80,7 +71,7 @@ class Principal:
 ANONYMOUS: Final = Principal(name="loopback", scope="admin")
 """The user of this machine, while no token exists and the service listens on loopback only."""
 PUBLIC: Final = Principal(name="public", scope="public")
-"""Anyone, of a service that only reads: `api/deps.py` lets them see figures of all jobs, and no job."""
+"""Anyone, of a service that only reads: `api/auth.py` lets them see figures of all jobs, and no job."""
 
 
 def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord:
@@ -222,30 +213,25 @@ def state_of(token: Token, now: datetime) -> str:
 class KnownRuns:
     """What ingest caches of runs: key, job and project, which never change, and when samples were last announced.
 
-    Request threads and the event loop share an instance: writes to its caches hold `_lock`.
+    Request threads share an instance: each use of its caches holds `_lock`.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._runs: dict[str, tuple[int, str, str]] = {}
-        self._announced: dict[str, float] = {}
-
-    def __contains__(self, run_id: str) -> bool:
-        """True if `authorise` needs no query for this run."""
-        return run_id in self._runs
-
-    def load(self, run_id: str) -> tuple[int, str, str]:
-        """Read a run's key, job and project into the cache. Raises NotFound."""
-        with self._store.reading() as tx:
-            known = tx.telemetry.run_key(run_id)
-        with self._lock:
-            _keep(self._runs, run_id, known)
-        return known
+        self._runs: LRUCache[str, tuple[int, str, str]] = LRUCache(CACHED)
+        self._announced: TTLCache[str, bool] = TTLCache(CACHED, ANNOUNCE_EVERY_S)
 
     def authorise(self, principal: Principal, run_id: str) -> tuple[int, str]:
         """The run's key and job. Raises NotFound both without such a run and for a caller who may not touch it."""
-        run_key, job_id, project_id = self._runs.get(run_id) or self.load(run_id)
+        with self._lock:
+            known = self._runs.get(run_id)
+        if known is None:
+            with self._store.reading() as tx:
+                known = tx.telemetry.run_key(run_id)
+            with self._lock:
+                self._runs[run_id] = known
+        run_key, job_id, project_id = known
         if not principal.may_touch(job_id=job_id, project_id=project_id):
             raise NotFound.of("run", run_id)
         return run_key, job_id
@@ -255,22 +241,29 @@ class KnownRuns:
         with self._lock:
             self._runs.pop(run_id, None)
 
-    def may_announce(self, run_id: str) -> bool:
+    def should_emit_event(self, run_id: str) -> bool:
         """True once a second for each run: readers of events need no more."""
-        now = time.monotonic()
-        if now - self._announced.get(run_id, -ANNOUNCE_EVERY_S) < ANNOUNCE_EVERY_S:
-            return False
         with self._lock:
-            _keep(self._announced, run_id, now)
-        return True
+            is_due = run_id not in self._announced
+            if is_due:
+                self._announced[run_id] = True
+        return is_due
+
+
+class _Trusted(NamedTuple):
+    """The principal of a secret, when it is to be checked, and until when it is trusted meanwhile."""
+
+    check_at: float
+    ends_at: float
+    principal: Principal
 
 
 class Access:
     """Authenticates secrets; trusts what it has read for `cache_s`, so that ingest costs few queries.
 
     That is the longest that a revocation takes anywhere else; in the worker that revokes, `forget` makes it immediate.
-    Request threads share an instance: writes to its cache hold `_lock`, reads are single dict operations. What a thread
-    read before `forget` goes into the cache of that time, which is not read any more.
+    Request threads share an instance: each use of its caches holds `_lock`. What a thread read before `forget_all` goes
+    into the cache of that time, which is not read any more.
     """
 
     def __init__(self, store: Store, *, cache_s: float, tokenless_allowed: bool) -> None:
@@ -278,18 +271,21 @@ class Access:
         self.cache_s = cache_s
         self.tokenless_allowed = tokenless_allowed
         self._lock = threading.Lock()
-        self._touched: dict[str, float] = {}
-        self.forget()
+        self._touched: TTLCache[str, bool] = TTLCache(CACHED, TOUCH_EVERY_S)
+        self.forget_all()
 
     def cached(self, secret: str | None) -> Principal | None:
-        """The principal of a secret (None: of no secret) that was checked just now, else None. Never blocks."""
-        cache, now = self._trusted, time.monotonic()
-        check_at, ends_at, principal = cache.get(secret, (0.0, 0.0, None))
-        if principal is not None and check_at <= now < ends_at:
-            with self._lock:
-                cache[secret] = ends_at, ends_at, principal  # other requests use the cache while this one checks
-            return None
-        return principal if now < ends_at else None
+        """The principal of a secret (None: of no secret) that was checked just now, else None. Never waits."""
+        now = time.monotonic()
+        with self._lock:
+            trusted = self._trusted.get(secret)
+            if trusted is None or trusted.ends_at <= now:
+                return None
+            if trusted.check_at <= now:
+                # Other requests use the cache while this one checks.
+                self._trusted[secret] = trusted._replace(check_at=trusted.ends_at)
+                return None
+            return trusted.principal
 
     def authenticate(self, secret: str) -> Principal:
         """The principal of a secret. Raises Unauthenticated if it is unknown, expired or revoked."""
@@ -321,24 +317,26 @@ class Access:
 
     def _touch(self, token_id: str) -> None:
         """Store the time of last use, at most once a minute; a database that takes no write still lets readers in."""
-        now = time.monotonic()
         with self._lock:
-            if now - self._touched.get(token_id, -TOUCH_EVERY_S) < TOUCH_EVERY_S:
+            if token_id in self._touched:
                 return
-            _keep(self._touched, token_id, now)
+            self._touched[token_id] = True
         with suppress(StoreUnavailable), self._store.transaction() as tx:
             tx.tokens.touch(token_id)
 
-    def forget(self) -> None:
-        """Begin an empty cache, after a token was created or revoked in this process."""
-        self._trusted: _Trusted = {}
+    def forget(self, secret: str | None) -> None:
+        """Check this secret again at its next use; None is the user without one, who ends with the first token."""
+        with self._lock:
+            self._trusted.pop(secret, None)
 
-    def _trust(self, cache: _Trusted, secret: str | None, principal: Principal, left_s: float) -> Principal:
+    def forget_all(self) -> None:
+        """Begin an empty cache, after a token was revoked in this process."""
+        self._trusted: LRUCache[str | None, _Trusted] = LRUCache(CACHED)
+
+    def _trust(
+        self, cache: LRUCache[str | None, _Trusted], secret: str | None, principal: Principal, left_s: float
+    ) -> Principal:
         now = time.monotonic()
         with self._lock:
-            _keep(cache, secret, (now + self.cache_s, now + min(2 * self.cache_s, left_s), principal))
+            cache[secret] = _Trusted(now + self.cache_s, now + min(2 * self.cache_s, left_s), principal)
         return principal
-
-
-_Trusted: TypeAlias = dict[str | None, tuple[float, float, Principal]]
-"""When the principal of a secret, or of no secret, is to be checked, and until when it is trusted meanwhile."""

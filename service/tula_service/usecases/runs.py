@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64decode
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Final
@@ -21,7 +20,6 @@ from tula_service.usecases.job_data import load_job_data, spec_of
 from tula_service.usecases.planning import replan
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
 from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
-from tula_wire.text import printable_lines
 
 _OPEN: Final[Collection[RunState]] = ("pending", "claimed", "running")
 _RETRY_AFTER_S = 2.0
@@ -235,7 +233,7 @@ def patch(store: Store, principal: Principal, run_id: str, request: wire.RunPatc
         job = tx.jobs.lock(visible_run(tx, principal, run_id).job_id)
         run = _patched(tx, run_id, request)
         if request.output is not None:
-            tx.runs.put_output(run.key, printable_lines(b64decode(request.output).decode(errors="replace")))
+            tx.runs.put_output(run.key, request.output)
         due = run.state in FINAL_STATES and tx.jobs.get(job.id).plan_state != "current"
     if due:
         # Lists of jobs and readers of events get the new recommendation without a request for it.

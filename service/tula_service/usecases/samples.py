@@ -52,7 +52,7 @@ class SampleIngest:
                 monitoring.observe_samples(tx, run, batch, stored)
             stop, reason = _stop_advice(tx, run)
             tx.leases.renew(run_id)
-            if stored and self._runs.may_announce(run_id):
+            if stored and self._runs.should_emit_event(run_id):
                 tx.events.append(job_id, "samples", run_id=run_id, data={"num_samples": run.num_samples})
         if batch.all_reduces is not None and stored:
             # In a transaction by itself: it changes other jobs, which samples never lock.

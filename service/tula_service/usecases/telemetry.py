@@ -1,70 +1,60 @@
-"""Telemetry of runs: chunks, of a resend the first, from JSON or packed columns, and one column read back, downsampled.
-
-The packed form of a chunk is MessagePack with the members of `tula_wire.TelemetryChunk`, `steps` as bytes of
-little-endian int64 and each column of float64, NaN where a value is missing. `benchmarks.ingest` stores twice as many
-values a second from it as from JSON.
-"""
+"""Telemetry of runs: chunks, of a resend the first, and one column read back, downsampled."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import sqlalchemy as sa
-from anyio import CapacityLimiter, to_thread
-from pydantic import Field, Strict
 
 from tula_service.analysis.series import TREND_POINTS, downsample, trend
 from tula_service.domain import FloatArray, IntArray, MemoryReading, NewChunk, RunRecord
-from tula_service.errors import InvalidInput, NotFound, ServiceError
-from tula_service.store import Store
+from tula_service.errors import NotFound
+from tula_service.store import Store, partitions
 from tula_service.store.telemetry import chunk_row
-from tula_service.store.telemetry_writer import TelemetryWriter
 from tula_service.usecases.access import KnownRuns, Principal, visible_job, visible_run
-from tula_wire import MAX_STEPS, Run, TelemetryAccepted, TelemetryChunk, TelemetrySeries
-from tula_wire.samples import ChunkIdentity, ColumnName
+from tula_wire import Run, TelemetryAccepted, TelemetryChunk, TelemetrySeries
 
 _STEP_TIME = "step_time_s"
 _OF_QUALITY = ("validation_accuracy", "accuracy", "loss")
-_MAX_STEP: Final = 2**53
 _MOST_STEPS_COMPARED: Final = 5_000_000
 """About half a second of decompression."""
 
 
 class TelemetryIngest:
-    """Stores chunks of telemetry through one writer thread."""
+    """Stores chunks of telemetry."""
 
-    def __init__(self, store: Store, runs: KnownRuns, *, threads: CapacityLimiter | None = None) -> None:
+    def __init__(self, store: Store, runs: KnownRuns) -> None:
         self._store = store
         self._runs = runs
-        self._threads = threads
-        self.writer = TelemetryWriter(store)
 
-    async def store(self, principal: Principal, run_id: str, chunk: NewChunk) -> TelemetryAccepted:
-        """Store a chunk of telemetry in one commit with other waiting chunks. Raises NotFound, Busy, StoreUnavailable.
-
-        Asynchronous, unlike other use cases: at a thousand requests a second a thread for each would cost more.
-        """
-        if run_id not in self._runs:
-            await to_thread.run_sync(self._runs.load, run_id, limiter=self._threads)
+    def store(self, principal: Principal, run_id: str, chunk: TelemetryChunk) -> TelemetryAccepted:
+        """Store a chunk of telemetry; a resend is stored once. Raises NotFound, StoreUnavailable."""
         run_key, job_id = self._runs.authorise(principal, run_id)
+        new = NewChunk(
+            rank=chunk.rank,
+            boot_id=chunk.boot_id,
+            sequence=chunk.sequence,
+            steps=np.asarray(chunk.steps, np.int64),
+            names=list(chunk.columns),
+            values=np.array(list(chunk.columns.values()), np.float64),  # null becomes NaN
+        )
+        row = chunk_row(run_key, new)
         try:
-            new = await self.writer.add(run_id, chunk_row(run_key, chunk))
+            with self._store.transaction() as tx:
+                if self._runs.should_emit_event(run_id):  # before the chunk: see the order of locks
+                    tx.events.append(job_id, "samples", run_id=run_id, data={"last_step": int(new.steps[-1])})
+                stored = tx.telemetry.add(run_id, row)
+        except sa.exc.IntegrityError as error:
+            self._runs.forget(run_id)
+            raise partitions.refusal(self._store.engine, run_key, error) from None
         except NotFound:  # deleted since its key was cached
             self._runs.forget(run_id)
-            raise NotFound.of("run", run_id) from None
-        if new and self._runs.may_announce(run_id):
-            await to_thread.run_sync(self._announce, job_id, run_id, int(chunk.steps[-1]), limiter=self._threads)
-        return TelemetryAccepted(stored=int(chunk.values.size) if new else 0, duplicate=not new)
-
-    def _announce(self, job_id: str, run_id: str, last_step: int) -> None:
-        # The chunk is stored: whether others hear of it at once must not make its sender repeat it.
-        with contextlib.suppress(sa.exc.SQLAlchemyError, ServiceError), self._store.transaction() as tx:
-            tx.events.append(job_id, "samples", run_id=run_id, data={"last_step": last_step})
+            raise
+        return TelemetryAccepted(stored=int(new.values.size) if stored else 0, duplicate=not stored)
 
 
 @dataclass(frozen=True)
@@ -169,53 +159,3 @@ def _series(
 
 def _names(run: RunRecord, columns: Iterable[str]) -> list[str]:
     return sorted({*columns, *([_STEP_TIME] if run.num_samples else [])})
-
-
-def chunk_from_wire(chunk: TelemetryChunk) -> NewChunk:
-    """The wire's chunk as the store's; null becomes NaN."""
-    return NewChunk(
-        rank=chunk.rank,
-        boot_id=chunk.boot_id,
-        sequence=chunk.sequence,
-        steps=np.asarray(chunk.steps, np.int64),
-        names=list(chunk.columns),
-        values=np.array(list(chunk.columns.values()), np.float64),
-    )
-
-
-class _PackedChunk(ChunkIdentity):
-    """A chunk whose arrays are bytes."""
-
-    steps: Annotated[bytes, Strict()]
-    columns: Annotated[dict[ColumnName, Annotated[bytes, Strict()]], Field(min_length=1, max_length=64)]
-
-
-def chunk_from_packed(members: object) -> NewChunk:
-    """A chunk from unpacked MessagePack. Raises InvalidInput or pydantic.ValidationError, which name the field."""
-    chunk = _PackedChunk.model_validate(members)
-    steps = _steps(chunk.steps)
-    for name, column in chunk.columns.items():
-        if len(column) != 8 * steps.size:
-            raise InvalidInput(
-                f"columns.{name} has {len(column)} bytes for {steps.size} steps: pack 8 (float64) a step.",
-                field=f"columns.{name}",
-            )
-    values = np.frombuffer(b"".join(chunk.columns.values()), "<f8").reshape(len(chunk.columns), steps.size)
-    for name, is_infinite in zip(chunk.columns, np.isinf(values).any(axis=1), strict=True):
-        if is_infinite:
-            raise InvalidInput(
-                f"columns.{name} holds an infinite value: send finite numbers, or NaN for a missing one.",
-                field=f"columns.{name}",
-            )
-    return NewChunk(chunk.rank, chunk.boot_id, chunk.sequence, steps, list(chunk.columns), values)
-
-
-def _steps(packed: bytes) -> IntArray:
-    if len(packed) % 8:
-        raise InvalidInput("steps must hold 8 bytes a step (little-endian int64): check the packing.", field="steps")
-    steps = np.frombuffer(packed, "<i8")
-    if not 1 <= steps.size <= MAX_STEPS:
-        raise InvalidInput(f"steps has {steps.size} entries: send 1 to {MAX_STEPS} in a chunk.", field="steps")
-    if int(steps.view("<u8").max()) > _MAX_STEP:  # as unsigned numbers, negative ones are larger too
-        raise InvalidInput("steps must lie between 0 and 2**53: check the packing.", field="steps")
-    return steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -11,16 +12,18 @@ from hypothesis import strategies as st
 from tula_agent.guard import Guard
 from tula_agent.readings import CommTiming, Readings, StepTiming
 from tula_agent.ship.request_builder import (
+    MAX_NAMES,
     Identity,
+    MetricNames,
     RequestBuilder,
     SampleRow,
     StepSplit,
     sample_bodies,
-    telemetry_body,
+    telemetry_bodies,
 )
 from tula_agent.ship.spool import encode
 from tula_agent.sweep import Sweep
-from tula_wire import SampleBatch, TelemetryChunk
+from tula_wire import MAX_BODY_BYTES, SampleBatch, TelemetryChunk
 
 IDENTITY = Identity(0, "b", 2)
 seconds = st.floats(0, 1e4)
@@ -56,11 +59,11 @@ def test_every_row_is_sent_once_under_its_own_number(items: list[SampleRow], fir
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.sampled_from(["loss", "lr"]), st.floats(allow_nan=True)), max_size=60))
 def test_telemetry_keeps_the_last_finite_value_of_each_step(values: list[tuple[int, str, float]]) -> None:
-    body = telemetry_body(values, IDENTITY, 0)
+    bodies = telemetry_bodies(values, IDENTITY, 0)
     if not values:
-        assert body is None
+        assert bodies == []
         return
-    chunk = TelemetryChunk.model_validate_json(encode(body))
+    (chunk,) = (TelemetryChunk.model_validate_json(encode(body)) for body in bodies)
     assert chunk.steps == sorted({step for step, _, _ in values})
     last = {(step, name): value for step, name, value in values}
     for name, column in chunk.columns.items():
@@ -71,6 +74,49 @@ def test_telemetry_keeps_the_last_finite_value_of_each_step(values: list[tuple[i
             else:
                 assert sent is not None
                 assert abs(sent - value) <= 1e-5 * abs(value)
+
+
+def test_telemetry_of_any_size_is_sent_in_bodies_that_the_service_takes() -> None:
+    wide = [(step, f"c{column}", -1.23456e-05) for step in range(1000) for column in range(130)]
+    tall = [(step, "loss", -1.23456e-05) for step in range(1000, 22_000)]
+    bodies = telemetry_bodies(wide + tall, IDENTITY, 7)
+    assert max(len(encode(body)) for body in bodies) <= MAX_BODY_BYTES
+    chunks = [TelemetryChunk.model_validate_json(encode(body)) for body in bodies]
+    assert [chunk.sequence for chunk in chunks] == list(range(7, 7 + len(chunks)))
+    sent = [
+        (step, name)
+        for chunk in chunks
+        for name, column in chunk.columns.items()
+        for step, value in zip(chunk.steps, column, strict=True)
+        if value is not None
+    ]
+    assert sorted(sent) == sorted((step, name) for step, name, _ in wide + tall)
+
+
+@given(st.lists(st.text(max_size=80), unique=True, max_size=20))
+def test_whatever_a_metric_is_called_it_has_a_name_of_its_own_on_the_wire(names: list[str]) -> None:
+    metrics = MetricNames()
+    sent = [metrics.wire_name(name) for name in names]
+    assert len(set(sent)) == len(names)
+    assert all(name is not None and re.fullmatch("[a-z][a-z0-9_]{0,63}", name) for name in sent)
+    assert [metrics.wire_name(name) for name in names] == sent
+
+
+def test_a_metric_that_is_renamed_or_one_too_many_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = MetricNames()
+    assert [metrics.wire_name(name) for name in ("loss", "Loss", "val/acc", "Loss")] == [
+        "loss",
+        "loss_2",
+        "val_acc",
+        "loss_2",
+    ]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "The metric 'Loss' is sent as 'loss_2'",
+        "The metric 'val/acc' is sent as 'val_acc'",
+    ]
+    for number in range(MAX_NAMES):
+        metrics.wire_name(f"m{number}")
+    assert metrics.wire_name("one_more") is None
 
 
 def test_ddps_times_of_a_smaller_last_batch_make_no_sample() -> None:

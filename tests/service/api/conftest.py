@@ -58,7 +58,7 @@ class Service:
     def token(self, scope: str, **bound: str) -> str:
         """A fresh token's secret."""
         secret = issue_token(self.store, ANONYMOUS, name=scope, scope=scope, **bound).secret  # type: ignore[arg-type]
-        self.app.state.services.access.forget()
+        self.app.state.services.access.forget(None)
         return secret
 
     def tenant(self, name: str) -> Tenant:

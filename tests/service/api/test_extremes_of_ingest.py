@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import msgpack
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.service.api.conftest import SPEC, Service
-from tests.service.api.test_ingest import batch, chunk, packed
+from tests.service.api.test_ingest import batch, chunk
 from tula_service.dashboard.charts.candidates import CANDIDATE_CHARTS
 from tula_service.dashboard.charts.runs import RUN_CHARTS
 from tula_service.domain import SampleColumns
@@ -196,11 +195,3 @@ def test_a_count_of_dropped_measurements_beyond_the_database_is_refused(service:
     with service.client(red.agent) as client:
         answer = client.patch(routes.RUN.format(run_id=red.run_id), json={"state": "running", "dropped": 10**30})
     assert (answer.status_code, answer.json()["field"]) == (422, "dropped")
-
-
-def test_column_names_may_be_packed_as_bytes(service: Service) -> None:
-    red = service.tenant("red")
-    members = msgpack.unpackb(packed(), raw=False)
-    body = msgpack.packb(members | {"columns": {b"loss": members["columns"]["loss"]}})
-    with service.client(red.agent, **{"Content-Type": "application/msgpack"}) as client:
-        assert client.post(routes.RUN_TELEMETRY.format(run_id=red.run_id), content=body).status_code == 202

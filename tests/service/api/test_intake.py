@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
-import json
 import threading
 from collections.abc import Callable
 
@@ -67,15 +65,9 @@ def test_fifty_questions_that_need_a_fit_keep_no_agent_waiting(
 
     async def agents(client: httpx.AsyncClient, token: str, number: int) -> list[httpx.Response]:
         """With an uncached token and run, so that every step that may need a thread does."""
-        more = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
         bodies = ((routes.RUN_SAMPLES, batch(boot_id=str(number))), (routes.RUN_TELEMETRY, chunk(sequence=number)))
         return [
-            await client.post(
-                route.format(run_id=red.run_id),
-                content=gzip.compress(json.dumps(body).encode()),
-                headers=as_(token) | more,
-            )
-            for route, body in bodies
+            await client.post(route.format(run_id=red.run_id), json=body, headers=as_(token)) for route, body in bodies
         ]
 
     statuses = service.transport.run(at_once())

@@ -184,19 +184,16 @@ def whole_loop(models: Any, call: Callable[..., Any]) -> None:
     assert (refused.type_, refused.field) == (ProblemType.INVALID, "holder")
 
 
-@pytest.mark.parametrize("page", ["/docs", "/redoc"])
-def test_a_page_of_the_reference_loads_only_files_of_the_service(service: Service, page: str) -> None:
+def test_the_page_of_the_reference_loads_only_files_of_the_service(service: Service) -> None:
     with service.client(service.token("user")) as client:
-        html = client.get(page).text
-        named = re.findall(r'(?:src|href|spec-url)="([^"]+)"', html)
-        assert "/openapi.json" in named or "/static/docs.js" in named
+        html = client.get("/docs").text
+        named = re.findall(r'(?:src|href)="([^"]+)"', html)
+        assert "/static/docs.js" in named
         assert "/static/icon.svg" in named, "else a browser asks for /favicon.ico"
         assert "<script>" not in html, "the content security policy refuses scripts inside the page"
         for name in named:
             assert name.startswith("/")
-            answer = client.get(name)
-            assert answer.status_code == 200, name
-            assert "cdn.redoc" not in answer.text
+            assert client.get(name).status_code == 200, name
 
 
 def send(client: httpx.Client, method: str, path: str, model: str) -> Any:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from benchmarks.support.postgres import PostgresServer
 from tests.service.api.conftest import SPEC, Service, Tenant
 from tula_service.__main__ import app
-from tula_service.dashboard.session import COOKIE
+from tula_service.api.auth import COOKIE
 from tula_wire import routes
 
 
@@ -31,7 +31,7 @@ def test_a_token_is_made_listed_and_revoked(tula: Callable[..., Result], service
     """And what the command made, the running service knows."""
     database = service.settings.database
     made = json.loads(tula("token", "create", "alice", "--json", "--database", database).stdout)
-    service.app.state.services.access.forget()
+    service.app.state.services.access.forget_all()
     with service.client(made["secret"]) as client:
         assert client.get(routes.JOBS).status_code == 200
         listed = tula("token", "list", "--json", "--database", database)
@@ -40,7 +40,7 @@ def test_a_token_is_made_listed_and_revoked(tula: Callable[..., Result], service
         assert row["last_used_at"] is not None
         assert made["secret"] not in listed.stdout
         assert tula("token", "revoke", made["id"], "--database", database).stdout.strip() == f"Revoked {made['id']}."
-        service.app.state.services.access.forget()
+        service.app.state.services.access.forget_all()
         assert client.get(routes.JOBS).status_code == 401
     assert "revoked" in tula("token", "list", "--database", database).stdout
 

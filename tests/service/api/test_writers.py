@@ -1,27 +1,22 @@
-"""Postgres under writers: no deadlock, no hang, nothing acknowledged lost, and a stuck writer is found and freed."""
+"""Postgres under writers: no deadlock, no hang, nothing acknowledged lost; and a full disk says so."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import stat
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
-import numpy as np
-import psycopg
 import pytest
 import sqlalchemy as sa
 
@@ -32,13 +27,10 @@ from benchmarks.support.senders import nothing_lost_nothing_twice, progressed, s
 from benchmarks.support.server import migrate
 from tests.service.api.conftest import SPEC, Service
 from tests.service.api.test_ingest import batch, chunk
-from tests.service.store.examples import a_job, a_run
-from tula_service.domain import NewChunk, RunRecord
-from tula_service.errors import NotFound, StoreUnavailable
-from tula_service.store import Store, telemetry_writer
-from tula_service.store.telemetry import chunk_row
-from tula_service.store.telemetry_writer import TelemetryWriter
-from tula_wire import MAX_STEPS, routes
+from tests.service.store.examples import a_job
+from tula_service.errors import StoreUnavailable
+from tula_service.store import Store
+from tula_wire import routes
 
 SECONDS = float(os.environ.get("TULA_WRITERS_S", "2"))
 WAYS = ("unix", "tcp")
@@ -163,121 +155,6 @@ def over_tcp(url: str) -> Iterator[str]:
     listener.close()
 
 
-def largest(sequence: int) -> NewChunk:
-    """As many values as a chunk may hold, which do not compress: 5 MB."""
-    values = np.random.default_rng(sequence).normal(size=(64, MAX_STEPS))
-    return NewChunk(0, "boot", sequence, np.arange(MAX_STEPS), [f"c{number}" for number in range(64)], values)
-
-
-@pytest.mark.parametrize("transport", WAYS)
-def test_a_group_of_the_largest_chunks_is_stored(
-    postgres_url: str, open_store: Callable[..., Store], transport: str
-) -> None:
-    """A pipeline of statements hung for ever on a few megabytes."""
-    with over_tcp(postgres_url) as tcp:
-        store = open_store(tcp if transport == "tcp" else postgres_url)
-        run = a_run(store, a_job(store).id)
-        rows = [chunk_row(run.key, largest(number)) for number in range(8)]
-        writer = TelemetryWriter(store)
-
-        async def at_once() -> list[bool]:
-            return await asyncio.gather(*(writer.add(run.id, row) for row in rows))
-
-        assert asyncio.run(asyncio.wait_for(at_once(), 60)) == [True] * len(rows)
-        writer.close()
-        with store.reading() as tx:
-            assert tx.telemetry.read(run.key, "c63")[1].size == MAX_STEPS
-        store.close()
-
-
-def signal_backends(url: str, number: signal.Signals) -> None:
-    """Send a signal to all processes of the server that now serve this database."""
-    found = "SELECT pid FROM pg_stat_activity WHERE datname = %s AND pid <> pg_backend_pid()"
-    with psycopg.connect(url.replace("+psycopg", ""), autocommit=True) as connection:
-        for (pid,) in connection.execute(found, (sa.make_url(url).database,)).fetchall():
-            os.kill(pid, number)
-
-
-def test_a_writer_that_waits_for_ever_is_found_and_freed(
-    postgres_url: str, open_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Readiness names it, its connection is cut off, and the next chunk is stored."""
-    monkeypatch.setattr(telemetry_writer, "STUCK_S", 1.0)
-    store = open_store(postgres_url)
-    run = a_run(store, a_job(store).id)
-    writer = TelemetryWriter(store)
-
-    def row(sequence: int) -> Any:
-        return chunk_row(run.key, NewChunk(0, "b", sequence, np.arange(3), ["loss"], np.ones((1, 3))))
-
-    async def stuck() -> None:
-        assert await writer.add(run.id, row(0))
-        writer.check()
-        signal_backends(postgres_url, signal.SIGSTOP)
-        try:
-            waiting = asyncio.create_task(writer.add(run.id, row(1)))
-            await asyncio.sleep(1.2)  # the claim is about time itself
-            assert not waiting.done()
-            with pytest.raises(StoreUnavailable, match="writer of telemetry"):
-                writer.check()
-            with pytest.raises(StoreUnavailable):
-                await waiting
-            assert await writer.add(run.id, row(2))
-            writer.check()
-        finally:
-            signal_backends(postgres_url, signal.SIGCONT)
-
-    asyncio.run(asyncio.wait_for(stuck(), 30))
-    writer.close()
-
-
-def test_a_stuck_writer_is_not_freed_of_a_connection_that_another_thread_now_has(
-    postgres_url: str, open_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A group that the database refuses is stored chunk by chunk, each with a connection of the pool."""
-    store = open_store(postgres_url, connections=1)
-    run, gone = a_run(store, a_job(store).id), a_run(store, a_job(store).id)
-    with store.transaction() as tx:
-        tx.connection.exec_driver_sql(f"DELETE FROM runs WHERE key = {gone.key}")
-    writer, connect = TelemetryWriter(store), store.engine.connect
-    again, go_on = threading.Event(), threading.Event()
-    connects: list[str] = []
-
-    def waits_the_second_time() -> sa.Connection:
-        connects.append(threading.current_thread().name)
-        if connects == ["tula-telemetry"] * 2:
-            again.set()
-            assert go_on.wait(10)
-        return connect()
-
-    def use_it() -> int | None:
-        assert again.wait(10)
-        try:
-            with store.transaction() as tx:
-                with pytest.raises(StoreUnavailable, match="writer of telemetry"):
-                    writer.check()
-                found: int | None = tx.connection.exec_driver_sql("SELECT 1").scalar()
-                return found
-        finally:
-            go_on.set()
-
-    def add(of: RunRecord) -> Coroutine[Any, Any, bool]:
-        return writer.add(of.id, chunk_row(of.key, NewChunk(0, "b", 0, np.arange(3), ["loss"], np.ones((1, 3)))))
-
-    async def both() -> list[Any]:
-        stored = asyncio.gather(add(run), add(gone), return_exceptions=True)
-        await asyncio.sleep(0)
-        monkeypatch.setattr(telemetry_writer, "STUCK_S", 0.0)
-        assert await asyncio.to_thread(use_it) == 1
-        return await stored
-
-    monkeypatch.setattr(store.engine, "connect", waits_the_second_time)
-    stored, refused = asyncio.run(asyncio.wait_for(both(), 30))
-    assert stored is True
-    assert isinstance(refused, NotFound)
-    writer.close()
-
-
 def test_rows_that_refer_to_a_locked_job_are_written(postgres_url: str, open_store: Callable[..., Store]) -> None:
     """Else who holds the job waits for the lock of its events, and who writes an event for the job: a deadlock."""
     store = open_store(postgres_url)
@@ -294,34 +171,11 @@ def test_connections_to_postgres_wait_for_nothing_for_ever(postgres_url: str, op
             assert tx.connection.exec_driver_sql(f"SHOW {name}").scalar() == "1min"
 
 
-def test_an_announcement_that_fails_leaves_its_chunk_acknowledged(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    red = service.tenant("red")
-
-    def fails(*_: object, **__: object) -> int:
-        raise sa.exc.OperationalError("INSERT", {}, Exception("deadlock detected"))
-
-    monkeypatch.setattr("tula_service.store.events.Events.append", fails)
-    with service.client(red.agent) as client:
-        answer = client.post(routes.RUN_TELEMETRY.format(run_id=red.run_id), json=chunk())
-    assert (answer.status_code, answer.json()["stored"]) == (202, 10)
-
-
-def test_a_stuck_writer_and_a_full_disk_make_the_service_not_ready(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_makes_the_service_not_ready(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     with service.client() as client:
         assert client.get(routes.READY).status_code == 200
-        with monkeypatch.context() as full:
-            full.setattr("tula_service.store.database.LEAST_FREE_BYTES", 2**62)
-            assert "full" in client.get(routes.READY).json()["detail"]
-
-        def stuck(_: object) -> None:
-            raise StoreUnavailable("The writer of telemetry waits.")
-
-        monkeypatch.setattr(TelemetryWriter, "check", stuck)
-        assert client.get(routes.READY).status_code == 503
+        monkeypatch.setattr("tula_service.store.database.LEAST_FREE_BYTES", 2**62)
+        assert "full" in client.get(routes.READY).json()["detail"]
 
 
 def test_a_full_disk_is_said_to_be_full(sqlite_url: str, open_store: Callable[..., Store]) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import threading
-import time
 
 import pytest
 import vl_convert
@@ -19,7 +16,6 @@ from tests.service.dashboard.drawing import compiles
 from tula_service.dashboard.charts import candidates
 from tula_service.dashboard.charts.accuracy import accuracy, accuracy_of_all, calibration
 from tula_service.dashboard.charts.candidates import CANDIDATE_CHARTS
-from tula_service.dashboard.charts.render import png, svg
 from tula_service.dashboard.charts.runs import RUN_CHARTS, QualityRun, drawn_columns, quality_chart, run_chart
 from tula_service.dashboard.charts.vega import PALETTE, Spec, stacked
 from tula_service.dashboard.format import configuration
@@ -231,41 +227,6 @@ def test_every_series_colour_holds_three_to_one_on_both_grounds(ground: str) -> 
     """WCAG 2.1, 1.4.11 (graphical objects)."""
     for colour in PALETTE:
         assert contrast(colour, ground) >= 3.0, colour
-
-
-def test_png_is_a_png_of_the_size_asked_for() -> None:
-    spec = candidates.memory(models.job(), models.recommendation())
-    small, large = png(spec, scale=1), png(spec, scale=2)
-    assert small[:8] == b"\x89PNG\r\n\x1a\n"
-    widths = [int.from_bytes(image[16:20], "big") for image in (small, large)]
-    assert widths[1] == pytest.approx(2 * widths[0], abs=2)
-
-
-def test_drawing_never_stops_the_rest_of_the_service() -> None:
-    """vl-convert holds the interpreter's lock for seconds; in this process, requests and health checks would wait."""
-    # Another process may stop this one as well, but not in the middle of each of several drawings.
-    assert any(longest < took / 2 for longest, took in (longest_stop() for _ in range(5)))
-
-
-def longest_stop() -> tuple[float, float]:
-    """Seconds for which another thread stood still at a time while a chart was drawn, and those of the drawing."""
-    spec = candidates.memory(models.job(), models.recommendation())
-    beats: list[float] = []
-    over = threading.Event()
-
-    def beat() -> None:
-        while not over.wait(0.005):
-            beats.append(time.perf_counter())
-
-    heart = threading.Thread(target=beat)
-    heart.start()
-    started = time.perf_counter()
-    drawn = svg(spec)
-    took = time.perf_counter() - started
-    over.set()
-    heart.join()
-    assert drawn.startswith("<svg")
-    return max(after - before for before, after in itertools.pairwise([started, *beats])), took
 
 
 def contrast(first: str, second: str) -> float:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import sqlalchemy as sa
 
 from tula_service.domain import NewChunk, NewRun, RunRecord
 from tula_service.store import DEFAULT_PROJECT_ID, Store, Transaction
 from tula_service.store.jobs import JobRecord
-from tula_service.store.telemetry import INSERT_POSTGRES, INSERT_SQLITE, chunk_row
+from tula_service.store.tables import runs
+from tula_service.store.telemetry import chunk_row
 from tula_wire import Configuration, SampleBatch
 from tula_wire.enums import RunKind
 
@@ -68,8 +70,6 @@ def a_chunk(sequence: int, steps: int, *, boot_id: str = "boot", shift: float = 
 
 
 def add_chunk(tx: Transaction, run_key: int, chunk: NewChunk) -> bool:
-    """Store a chunk in this transaction, as the telemetry writer does in its own; False if it was stored before."""
-    row = chunk_row(run_key, chunk)
-    if tx.connection.dialect.name == "postgresql":
-        return tx.connection.exec_driver_sql(INSERT_POSTGRES, tuple([value] for value in row)).rowcount == 1
-    return tx.connection.exec_driver_sql(INSERT_SQLITE, row).rowcount == 1
+    """Store a chunk in this transaction; False if it was stored before."""
+    run_id = tx.connection.execute(sa.select(runs.c.id).where(runs.c.key == run_key)).scalar_one()
+    return tx.telemetry.add(run_id, chunk_row(run_key, chunk))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +24,10 @@ from tula_service.settings import Settings
 from tula_service.store import Store, partitions
 from tula_service.store.archive import Archive
 from tula_service.store.migrations import upgrade_schema
-from tula_service.store.telemetry import chunk_row
-from tula_service.store.telemetry_writer import TelemetryWriter
-from tula_service.usecases.access import ANONYMOUS
+from tula_service.usecases.access import ANONYMOUS, KnownRuns
 from tula_service.usecases.jobs import Pruned, prune_store
-from tula_wire import routes
+from tula_service.usecases.telemetry import TelemetryIngest
+from tula_wire import TelemetryChunk, routes
 from tula_wire.enums import RunState
 
 KEPT = timedelta(days=30)
@@ -89,18 +87,16 @@ def prune(store: Store, archive: Path | str = "", **options: bool) -> Pruned:
     return prune_store(store, actor=ANONYMOUS, archive=str(archive), **age, **options)
 
 
+def send(store: Store, run: RunRecord) -> bool:
+    """Send a chunk of a run; False if it was stored before."""
+    chunk = TelemetryChunk(boot_id="boot", sequence=0, steps=[0, 1], columns={"loss": [1.0, 0.5]})
+    return not TelemetryIngest(store, KnownRuns(store)).store(ANONYMOUS, run.id, chunk).duplicate
+
+
 def test_a_chunk_sent_again_is_stored_once_whichever_month_its_run_began_in(store: Store) -> None:
-    """In the same group, and later: a chunk's partition depends on its run, not on when it arrives."""
+    """A chunk's partition depends on its run, not on when it arrives."""
     runs = [run_of(store, month) for month in (THIS, NEXT, following(NEXT))]
-    writer = TelemetryWriter(store)
-
-    async def send() -> list[bool]:
-        rows = [(run.id, chunk_row(run.key, a_chunk(0, 5))) for run in runs]
-        return list(await asyncio.gather(*(writer.add(run_id, row) for run_id, row in rows * 2)))
-
-    assert sorted(asyncio.run(send())) == [False] * 3 + [True] * 3
-    assert not any(asyncio.run(send()))
-    writer.close()
+    assert [send(store, run) for run in runs * 2] == [True] * 3 + [False] * 3
     assert rows_of(store, "telemetry_chunks") == 3
     assert [rows_of(store, table(month)) for month in (THIS, NEXT, following(NEXT))] == [1, 1, 1]
 
@@ -140,19 +136,12 @@ def test_a_month_past_its_time_is_archived_and_dropped_whole(store: Store, tmp_p
     assert prune(store, tmp_path).telemetry == []
 
 
-def test_a_chunk_for_a_dropped_month_is_refused_and_takes_no_other_with_it(store: Store) -> None:
+def test_a_chunk_for_a_dropped_month_is_refused(store: Store) -> None:
     old, new = run_of(store, THIS), run_of(store, NEXT)
     prune(store)
-    writer = TelemetryWriter(store)
-
-    async def send() -> list[object]:
-        sent = (writer.add(run.id, chunk_row(run.key, a_chunk(0, 5))) for run in (old, new))
-        return list(await asyncio.gather(*sent, return_exceptions=True))
-
-    refused, stored = asyncio.run(send())
-    writer.close()
-    assert isinstance(refused, NotFound)
-    assert stored is True
+    with pytest.raises(NotFound, match="stop sending"):
+        send(store, old)
+    assert send(store, new)
 
 
 def test_a_failed_export_drops_nothing_and_the_next_prune_finishes_it(store: Store, tmp_path: Path) -> None:
@@ -334,16 +323,10 @@ def test_a_chunk_before_its_partition_is_sent_again_and_not_given_up(store: Stor
     """It is stored once the partition is made, as that of a user who may not make any is one day."""
     run = run_of(store, following(NEXT))
     partitions.drop(store.engine, table(following(NEXT)), None)
-    writer = TelemetryWriter(store)
-
-    async def send() -> bool:
-        return await writer.add(run.id, chunk_row(run.key, a_chunk(0, 5)))
-
     with pytest.raises(StoreUnavailable, match="no partition"):
-        asyncio.run(send())
+        send(store, run)
     partitions.create_ahead(store.engine)
-    assert asyncio.run(send())
-    writer.close()
+    assert send(store, run)
 
 
 def test_a_database_user_who_may_make_no_partition_gets_one_sentence(store: Store) -> None:

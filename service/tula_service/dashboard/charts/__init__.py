@@ -1,5 +1,5 @@
 """Every chart of Tula, defined once: pure functions from the wire's models to Vega-Lite specifications with their data.
 
 The page, the notebook (`job.plot()`) and PNG or SVG files render the same specification. Nothing here reads a
-database or a clock; `api/charts.py` answers `GET .../charts/{name}` with them.
+database or a clock; `chart_routes.py` answers `GET .../charts/{name}` with them.
 """

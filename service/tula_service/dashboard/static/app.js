@@ -134,6 +134,23 @@ async function draw(figure) {
   if ("zoom" in figure.dataset) showValues(figure, null);
 }
 
+// A chart as a file: drawn once more, on white, as no page is behind it
+
+async function save(button) {
+  const figure = button.closest("figure"), kind = button.dataset.save, spec = drawn.get(figure)?.spec;
+  if (!spec || spec.usermeta?.empty) return;
+  await vegaRead;
+  const { view } = await vegaEmbed(element("div"), { ...spec, background: "white", padding: 12 }, { actions: false, ast: true });
+  const link = element("a", "", { href: await view.toImageURL(kind, 2), download: `${$("h3", figure).textContent}.${kind}` });
+  view.finalize();
+  link.click();
+}
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("[data-save]");
+  if (button) save(button);
+});
+
 // A point of the frontier that was chosen, with the pointer or from the list, asks the what-if form
 
 function pick(figure, row) {
