@@ -42,6 +42,26 @@ def test_a_hang_ends_at_the_time_limit_with_the_stack_of_each_rank(server: Serve
     assert not tula.processes(hanging[-1])
 
 
+def test_nothing_that_happens_to_its_terminal_ends_a_training(server: Server, tmp_path: Path) -> None:
+    """It closes, its encoding lacks a character, nobody reads on, and SLURM announces the end of the allocation."""
+    tula = Tula(server, tmp_path, PYTHONIOENCODING="ascii")
+    tula.register("lasts", nodes=1)
+    go_on = tmp_path / "go-on"
+    script = f"printf '\\360\\237\\232\\200 up\\n'; until [ -e {go_on} ]; do echo at work; sleep 0.05; done; exit 0"
+    training = tula.start("run", "lasts", "--", "bash", "-c", script, "{local_batch_size}")
+    assert training.stdout is not None
+    wait_until(lambda: "at work" in tula.logs())
+    training.stdout.close()
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        training.send_signal(number)
+    lines = len(tula.logs().splitlines())
+    wait_until(lambda: len(tula.logs().splitlines()) > lines + 40)
+    assert training.poll() is None
+    go_on.touch()
+    training.wait(60)
+    assert [run.state for run in tula.runs("lasts") if run.kind == "train"] == ["succeeded"]
+
+
 @pytest.mark.parametrize("memory", ["host", "device"])
 def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(
     server: Server, tmp_path: Path, memory: str

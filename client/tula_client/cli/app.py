@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -30,6 +31,9 @@ LAUNCHING: Final = frozenset({"tune", "run"})
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a character that the terminal's encoding lacks ends no training
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
@@ -101,7 +105,7 @@ def build(arguments: Sequence[str] = ()) -> typer.Typer:
     return app
 
 
-def _add(app: typer.Typer, *commands: Callable[..., None]) -> None:
+def _add(app: typer.Typer, *commands: Callable[..., int | None]) -> None:
     for command in commands:
         app.command(command.__name__.partition("_")[0])(command)
 
@@ -159,7 +163,7 @@ def _unloaded() -> None:
     """Belongs to another package."""
 
 
-def _broken(name: str, point: EntryPoint, error: Exception) -> Callable[..., None]:
+def _broken(name: str, point: EntryPoint, error: Exception) -> Callable[..., int | None]:
     extra = EXTRAS.get(point.value.partition(".")[0])
     remedy = f"run pip install 'tula[{extra}]'" if extra else f"reinstall {point.value.partition(':')[0]}"
 

@@ -17,9 +17,9 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from tula_client import Client, RetryPolicy
-from tula_client._errors import UsageError
+from tula_client._errors import ExitCode, UsageError
 from tula_client.cli.jobs import recommendation_view
-from tula_client.cli.output import JobName, Json, console, emit
+from tula_client.cli.output import JobName, Json, emit, lasting_console
 from tula_client.launch.judge import Outcome
 from tula_client.launch.registration import register
 from tula_client.launch.reporter import Reporter
@@ -80,7 +80,7 @@ def tune(
     work_dir: Folder = Path(".tula"),
     time_limit: TimeLimit = 1800.0,
     as_json: Json = False,
-) -> None:
+) -> int:
     """Profile the runs that the service plans and print its recommendation; repeat it to continue after a stop."""
     template, stop = _templates(command, launcher, stop_command)
     job_spec = load_spec(spec)
@@ -107,6 +107,7 @@ def tune(
                 runner.time_limit_s = None
                 trained = train(runner, job, template)
     emit(_tuned_plain(tuned, trained), _tuned_view(tuned, trained), as_json)
+    return ExitCode.OK if tuned.recommendation.chosen is not None else ExitCode.FAILED
 
 
 def run(
@@ -194,26 +195,36 @@ def _templates(command: list[str], launcher: str | None, stop_command: str | Non
 
 
 def _reporter(as_json: bool, quiet: bool = False) -> Reporter:
-    return Reporter(Console(quiet=True) if as_json else console(), quiet=quiet)
+    return Reporter(Console(quiet=True) if as_json else lasting_console(), quiet=quiet)
 
 
 @contextmanager
 def _runner(client: Client, job: Job, work_dir: Path, reporter: Reporter, **options: Any) -> Iterator[Runner]:
-    """The runner of a job, whose folder is locked; SIGTERM and SIGHUP are like Ctrl-C, so that commands are stopped and
-    leases given back."""
+    """The runner of a job, whose folder is locked.
+
+    SIGTERM is like Ctrl-C: commands are stopped and leases given back. A terminal that closes (SIGHUP), and the signals
+    by which SLURM announces the end of an allocation, end nothing.
+    """
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
     work = WorkDir(work_dir, job.id)
     with work.locked() as holder:
-        before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+        handlers: dict[int, Any] = dict.fromkeys((signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2), _go_on)
+        handlers = {number: go_on for number, go_on in handlers.items() if signal.getsignal(number) is signal.SIG_DFL}
+        handlers[signal.SIGTERM] = interrupt
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             with Runner(client, work, holder, reporter, **options) as runner:
                 yield runner
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _go_on(_number: int, _frame: FrameType | None) -> None:
+    """Handles a signal that ends nothing; a command inherits no handler, but would inherit that a signal is ignored."""
 
 
 def _tuned_plain(tuned: Tuned, trained: _Runs | None) -> dict[str, Any]:

@@ -8,8 +8,9 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO, cast
 
 import typer
 from pydantic import BaseModel
@@ -56,10 +57,36 @@ class _Terminal(Console):
             yield Segment(clean, style, control)
 
 
-def console() -> Console:
+def console(file: TextIO | None = None) -> Console:
     """Standard output; 160 columns wide if it is no terminal, so that tables in a file are not cut."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    return _Terminal(width=wide, highlight=False, soft_wrap=False)
+    return _Terminal(file=file, width=wide, highlight=False, soft_wrap=False)
+
+
+class _LossyStream:
+    """Standard output whose writes never fail: what a closed terminal, a full disk or a closed pipe refuses is lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `text` if the stream takes it; its length either way."""
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream if it can be."""
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def lasting_console() -> Console:
+    """Standard output of a command that supervises others: nothing that happens to a terminal or a file ends it."""
+    return console(cast("TextIO", _LossyStream(sys.stdout)))
 
 
 def emit(value: Any, human: RenderableType, as_json: bool) -> None:

@@ -16,13 +16,26 @@ AGENT_PREFIX: Final = "tula:"
 EMBED: Final = "call tula_agent.init() and loop over run.steps(loader) in the script."
 """The remedy where no measurement arrives."""
 
-_OUT_OF_MEMORY = re.compile(
-    r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
-    r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|\bMemoryError\b|Unable to allocate .* for an array"
-    r"|std::bad_alloc|Cannot allocate memory|oom[-_ ]kill|Out[- ]of[- ]memory|OUT_OF_ME(?:MORY)?\b"
-    r"|exitcode\s*:\s*(?:-9|137)\b|signal 9 \(SIGKILL\)|exit code:? 137|died with <Signals.SIGKILL",
-    re.IGNORECASE,
+_MEMORY_EXCEPTION = re.compile(
+    r"^(?:\w+\.)*_?\w*MemoryError\b|(?:CUDA|HIP) out of memory|(?:CUDA|HIP) error: out of memory"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator: (?:can't allocate|not enough) memory|Cannot allocate memory"
+    r"|Caught \w*MemoryError in|RayTaskError\(OutOfMemoryError\)|died with <Signals\.SIGKILL"
 )
+"""The line of an exception, of memory of a device or the host."""
+_CONSEQUENCE = re.compile(
+    r"ChildFailedError|SignalException|ProcessExitedException|DistBackendError|DistNetworkError"
+    r"|Connection (?:closed|reset)|Broken pipe|DataLoader worker \(pid"
+)
+"""Exceptions that follow from the end of another rank or process."""
+_KILLED_OR_ABORTED = re.compile(
+    r"^terminate called after throwing an instance of '(?:std::bad_alloc|c10::\w*OutOfMemoryError)'"
+    r"|^slurmstepd: error: Detected \d+ oom[-_ ]kill|^srun: error: .*: Out Of Memory\b"
+    r"|^command terminated with exit code 137\b|^tula: rank \d+ ran out of memory\b"
+)
+_TORCHRUN_STATUS = re.compile(r"^\s+exitcode\s*:\s*(-?\d+)")
+_TRACEBACK = "Traceback (most recent call last)"
+_CAUSE = "The above exception was the direct cause of the following exception:"
+_RANK = re.compile(r"^\[(?:rank|default)?(\d+)\]:\s?")
 _ELASTIC = re.compile(
     r"torch/distributed/(?:elastic|run|launcher)|multiprocessing/api|torch\.distributed\.elastic|ChildFailedError"
     r"|^=+$|^-+$|^Failures:|^\s*<NO_OTHER_FAILURES>|error_file|traceback : |Root Cause|^\[\d\]:"
@@ -66,20 +79,21 @@ class Outcome:
 def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float | None = None) -> Outcome:
     """The outcome of `run`, as the service knows it now, from exit `status` and the last `lines` of its log.
 
-    A run that was cancelled, by a user or by its limits, stays so however its command then ended. A failure that the
-    agent reported stands, because it saw the cause inside the process. Otherwise status 0 with samples is a success, of
-    a profiling run only if it used the configuration as planned; status 137 (SIGKILL, which the kernel sends when
-    memory is short) or a log that names an out-of-memory is an out-of-memory; everything else is a failure. A training
-    without samples, or with another configuration, succeeds with a message.
+    A run that was cancelled, by a user or by its limits, stays so however its command then ended, and so does a
+    profiling run that has measured enough, which its agent reports as success. A failure that the agent reported
+    stands, because it saw the cause inside the process. Otherwise status 0 with samples is a success, of a profiling
+    run only if it used the configuration as planned; status 137 (SIGKILL, which the kernel sends when memory is short)
+    or an out-of-memory as the exception that ended a rank is an out-of-memory; everything else is a failure. A
+    training without samples, or with another configuration, succeeds with a message.
     """
+    if (reported := _reported(run)) is not None:
+        return reported
     if timed_out_after_s is not None:
         return Outcome(
             "failed",
             f"The run did not end within its time limit of {timed_out_after_s:g} s and was stopped: its log holds the "
             "stack of each rank on this machine. Raise --time-limit if the run was only slow.",
         )
-    if run.state == "cancelled":
-        return Outcome("cancelled", run.message or "The run was cancelled.")
     if run.state == "out_of_memory" or status == _KILLED or (status != 0 and ran_out_of_memory(lines)):
         batch = run.configuration.local_batch_size
         return Outcome("out_of_memory", run.message or f"The run ran out of memory at a local batch of {batch}.")
@@ -88,14 +102,28 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
     if run.state == "failed" and run.configuration_mismatch is None:
         return Outcome("failed", run.message or "The agent reported a failure.", tuple(relevant_lines(lines)))
     if run.configuration_mismatch is not None:
-        kept = f"{run.configuration_mismatch} The measurement is kept for what ran."
-        return Outcome("failed" if run.kind == "profile" else "succeeded", kept)
+        return Outcome("failed" if run.kind == "profile" else "succeeded", _kept(run))
     if run.num_samples:
         return Outcome("succeeded")
     if run.kind == "profile":
         return Outcome("failed", f"The command succeeded but no measurement arrived: {EMBED}")
     silent = "The training succeeded but no measurement arrived, so its recommendation can't be compared with it:"
     return Outcome("succeeded", f"{silent} {EMBED}")
+
+
+def _reported(run: Run) -> Outcome | None:
+    """What a user or the agent has said of a run, which stands however its command ends; None if that decides."""
+    if run.state == "cancelled":
+        return Outcome("cancelled", run.message or "The run was cancelled.")
+    if run.kind == "profile" and run.state == "succeeded":
+        return Outcome("succeeded", run.message)
+    if run.kind == "profile" and run.state == "failed" and run.configuration_mismatch is not None:
+        return Outcome("failed", _kept(run))
+    return None
+
+
+def _kept(run: Run) -> str:
+    return f"{run.configuration_mismatch} The measurement is kept for what ran."
 
 
 def tail(log: Path) -> list[str]:
@@ -110,8 +138,42 @@ def tail(log: Path) -> list[str]:
 
 
 def ran_out_of_memory(lines: list[str]) -> bool:
-    """True if a line reports an out-of-memory of device or host in one of the usual wordings."""
-    return any(_OUT_OF_MEMORY.search(line) for line in lines)
+    """True if the exception that ended a rank was of memory, or a launcher reports that the kernel killed it for that.
+
+    The words alone, in an option, a warning or an exception that the script caught, say nothing of how it ended. The
+    exception of a rank is that of its last traceback, or one from which that followed (`raise ... from`).
+    """
+    ranks: dict[str, _LastException] = {}
+    status = None
+    for line in lines:
+        rank = _RANK.match(line)
+        text = line[rank.end() :] if rank else line
+        if _KILLED_OR_ABORTED.search(text):
+            return True
+        if found := _TORCHRUN_STATUS.match(text):
+            status = int(found[1])  # that of the root cause is printed last
+        ranks.setdefault(rank[1] if rank else "", _LastException()).read(text)
+    return status in (-signal.SIGKILL, _KILLED) or any(last.of_memory for last in ranks.values())
+
+
+@dataclass
+class _LastException:
+    """Reads the lines of one process; `of_memory`: the exception of its last traceback was of memory."""
+
+    of_memory: bool = False
+    _in_traceback: bool = False
+    _from_above: bool = False
+
+    def read(self, line: str) -> None:
+        if _TRACEBACK in line:
+            self._in_traceback = True
+        elif line.startswith(_CAUSE):
+            self._from_above = True
+        elif self._in_traceback and line.strip() and line[0] not in " \t|│╭╰":  # not a frame, of rich's either
+            self._in_traceback = False
+            if not _CONSEQUENCE.search(line):
+                self.of_memory = bool(_MEMORY_EXCEPTION.search(line)) or (self._from_above and self.of_memory)
+            self._from_above = False
 
 
 def relevant_lines(lines: list[str], count: int = 4) -> list[str]:

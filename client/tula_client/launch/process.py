@@ -77,8 +77,10 @@ class Process:
         return status if status is None or status >= 0 else 128 - status
 
     def request_stop(self, *, stacks: bool = False) -> None:
-        """Ask for SIGTERM, the grace period, then SIGKILL; returns at once. `stacks`: each rank first prints its own
-        into the log, which ends the rank."""
+        """Ask for SIGTERM to the command, then to what is left, then SIGKILL; returns at once.
+
+        stacks: each rank first prints its own into the log, which ends the rank.
+        """
         if self._supervisor.stdin is not None and self._supervisor.poll() is None:
             with suppress(BrokenPipeError):
                 self._supervisor.stdin.write(b"d" if stacks else b"s")

@@ -26,6 +26,7 @@ from tula_client._errors import (
     ServiceUnreachableError,
     TooManyRequestsError,
     TulaError,
+    UsageError,
 )
 from tula_client.launch.judge import EMBED, Outcome, agent_warnings, judge, tail
 from tula_client.launch.process import LogLines, Process, command_environment, of_first_rank, run_variables, start
@@ -186,8 +187,12 @@ class Runner:
         checkpoints = checkpoints or self.work.scratch(run.id)
         launch_id = f"{run.id}-{secrets.token_hex(3)}"
         spool, log = self.work.spool(run.id), self.work.log(launch_id)
-        for folder in (checkpoints, spool, log.parent):
-            folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for folder in (checkpoints, spool, log.parent):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self.release(run, *smaller)
+            raise UsageError(f"the folder {folder} cannot be made ({error.strerror}): nothing was started") from None
         variables = run_variables(
             run,
             url=self.service.url,

@@ -4,6 +4,10 @@ Runs as a script and imports only the standard library. It registers as the reap
 PR_SET_CHILD_SUBREAPER), so that it finds ranks that torchrun moved to another session. Its standard input is a pipe
 from `tula`: `s` stops the command, `d` too, once every rank has printed its stack, and so does the end of the pipe
 (`tula` died, even by kill -9). Its exit status is the command's, or 128 + n for signal n.
+
+A stop goes to the top of the tree first: the command gets SIGTERM alone, as from a kubelet, since torchrun
+and srun pass it on to ranks, and a rank that saves needs its data loading processes. A process whose parent has
+gone is a new top. After half of the grace period all that is left gets SIGTERM, and at its end SIGKILL.
 """
 
 from __future__ import annotations
@@ -37,8 +41,11 @@ def main() -> int:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     stop_signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda n, _: stop_signals.append(n))
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # no order to stop; a handler, as the command would
+        if signal.getsignal(number) is signal.SIG_DFL:  # inherit that the signal is ignored
+            signal.signal(number, lambda *_: None)
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=True)
     except OSError as error:
@@ -88,6 +95,15 @@ def _reap(child: subprocess.Popen[bytes]) -> int | None:
 
 def _descendants() -> list[int]:
     """Ids of all processes below this one, parents first, without zombies."""
+    children = _children()
+    found = list(children.get(os.getpid(), []))
+    for pid in found:
+        found.extend(children.get(pid, []))
+    return found
+
+
+def _children() -> dict[int, list[int]]:
+    """Ids of processes that are no zombies, by the id of their parent."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -98,19 +114,15 @@ def _descendants() -> list[int]:
             continue
         if state != "Z":
             children.setdefault(int(parent), []).append(int(entry.name))
-    found = list(children.get(os.getpid(), []))
-    for pid in found:
-        found.extend(children.get(pid, []))
-    return found
+    return children
 
 
-def _signal_all(child: subprocess.Popen[bytes], *numbers: int) -> bool:
-    """Send signals to all processes below; False if there is none."""
-    pids = _descendants() if sys.platform == "linux" else [child.pid] * (child.returncode is None)
-    for pid in pids:
-        for number in numbers:
-            _kill(pid, number)
-    return bool(pids)
+def _left(child: subprocess.Popen[bytes], *, top: bool = False) -> list[int]:
+    """Ids of the processes below that still run; `top`: of those alone whose parent is this process."""
+    _reap(child)
+    if sys.platform != "linux":
+        return [child.pid] * (child.returncode is None)
+    return _children().get(os.getpid(), []) if top else _descendants()
 
 
 def _kill(pid: int, number: int) -> None:
@@ -119,19 +131,19 @@ def _kill(pid: int, number: int) -> None:
 
 
 def _end_all(child: subprocess.Popen[bytes], grace_s: float) -> int | None:
-    """SIGTERM all processes below, after `grace_s` SIGKILL them; the exit status of the command."""
-    _reap(child)
-    left = _signal_all(child, signal.SIGTERM, signal.SIGCONT)
-    until = time.monotonic() + grace_s
-    while left and time.monotonic() < until:
-        time.sleep(0.02)
-        _reap(child)
-        left = _signal_all(child, 0)
-    until = time.monotonic() + _KILL_WITHIN_S
-    while left and time.monotonic() < until:
-        left = _signal_all(child, signal.SIGKILL)
-        time.sleep(0.02)
-        _reap(child)
+    """SIGTERM the command, later what is left, and SIGKILL what is left after `grace_s`; the command's exit status."""
+    began, told = time.monotonic(), set[int]()
+    while (left := _left(child)) and (took_s := time.monotonic() - began) < grace_s + _KILL_WITHIN_S:
+        if took_s >= grace_s:
+            for pid in left:
+                _kill(pid, signal.SIGKILL)
+        else:
+            for pid in left if took_s >= grace_s / 2 else _left(child, top=True):
+                if pid not in told:
+                    told.add(pid)
+                    _kill(pid, signal.SIGTERM)
+                    _kill(pid, signal.SIGCONT)
+        time.sleep(0.03)
     return _reap(child)
 
 

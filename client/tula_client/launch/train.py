@@ -71,7 +71,7 @@ def train(
             learning_rate_factor=factor,
         )
         state.restart += 1
-        runner.work.save(_STATE, state)
+        _save(runner, state)
         while (status := runner.poll(active)) is None:
             runner.sleep(POLL_S)
         ((run, outcome),) = runner.finish(active, status)
@@ -92,7 +92,18 @@ def train(
             runner.reporter.note(f"{outcome.message} Restarting from the last checkpoint in {checkpoints}.")
         else:
             raise LaunchError(f"run {run.id}: {outcome.message} Log: {active.log}{outcome.listed}")
+        _save(runner, state)
+
+
+def _save(runner: Runner, state: _State) -> None:
+    """Save the state for a later `tula run`; a disk that takes none ends no training."""
+    try:
         runner.work.save(_STATE, state)
+    except OSError as error:
+        runner.reporter.note(
+            f"{runner.work.path} cannot be written ({error.strerror}): the training goes on, but once this `tula run` "
+            "has ended, another can't continue it."
+        )
 
 
 def _preempted(active: ActiveRun, status: int) -> bool:

@@ -35,6 +35,16 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+def _replace(path: Path, document: object) -> None:
+    """Write a JSON document that only the user can read, atomically: a crash or a full disk leaves the file before."""
+    new = path.with_name(f".{path.name}.new")
+    with open(new, "w", opener=_private) as file:
+        json.dump(document, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
 class WorkDir:
     """One folder per job. Its content survives `tula`, so that the same command continues where it stopped."""
 
@@ -62,7 +72,13 @@ class WorkDir:
                 raise LaunchError(
                     f"another tula uses {self.path} for this job: wait for it or give another --work-dir"
                 ) from None
-            yield self._holder()
+            try:
+                holder = self._holder()
+            except OSError as error:
+                raise UsageError(
+                    f"{self.path} cannot be written ({error.strerror}): make room, or give another --work-dir"
+                ) from None
+            yield holder
 
     def log(self, launch_id: str) -> Path:
         """The log file of one start; each has its own, so that it is not judged by the output of an earlier one."""
@@ -88,8 +104,7 @@ class WorkDir:
         """Write the run's variables to a file that only the user can read, as they may contain a token."""
         path = self.path / "env" / f"{run_id}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", opener=_private) as file:
-            json.dump({"env_vars": {**_FOR_RAY, **variables}}, file)
+        _replace(path, {"env_vars": {**_FOR_RAY, **variables}})
         return path
 
     def load(self, kind: type[T], name: str) -> T | None:
@@ -102,13 +117,8 @@ class WorkDir:
     def save(self, name: str, state: object) -> None:
         """Replace a saved state atomically: a crash leaves the old or the new one."""
         self._make()
-        new = self.path / f".{name}.json.new"
-        with open(new, "w", opener=_private) as file:
-            # By `json`, which also writes the bytes of an argument in another encoding than UTF-8.
-            json.dump(TypeAdapter(type(state)).dump_python(state), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self.path / f"{name}.json")
+        # By `json`, which also writes the bytes of an argument in another encoding than UTF-8.
+        _replace(self.path / f"{name}.json", TypeAdapter(type(state)).dump_python(state))
 
     def names(self, prefix: str) -> list[str]:
         """Names of saved states that start with `prefix`."""
@@ -127,8 +137,7 @@ class WorkDir:
         self.path.chmod(0o700)
 
     def _holder(self) -> str:
-        path = self.path / "holder"
-        if not path.exists():
-            with open(path, "w", opener=_private) as file:
-                file.write(f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}")
-        return path.read_text()
+        if (holder := self.load(str, "holder")) is None:
+            holder = f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}"
+            self.save("holder", holder)
+        return holder

@@ -89,6 +89,48 @@ def test_stopping_ends_processes_that_left_the_session(tmp_path, ignore_sigterm)
     assert not alive(pid)
 
 
+# A command as `bash -c` or torchrun: its rank saves at SIGTERM, from what a helper process gives it.
+SAVES = """
+import signal, subprocess, sys, time
+helper = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+print("up", flush=True)
+while not asked:
+    time.sleep(0.01)
+for part in range(10):
+    helper.stdin.write(b"part\\n"), helper.stdin.flush()
+    assert helper.stdout.readline() == b"part\\n"
+    time.sleep(0.05)
+print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize("shell", [False, True])
+def test_a_rank_that_saves_when_asked_to_end_keeps_the_processes_that_it_needs(tmp_path, shell):
+    """SIGTERM goes to the command alone or, where a shell dies of it, to the orphan below."""
+    command, log = [sys.executable, "-c", SAVES], tmp_path / "log"
+    if shell:
+        command = ["bash", "-c", '"$@"; true', "-", *command]
+    process = start(command, environment=environment(), log=log, grace_s=8)
+    wait_until(lambda: "up" in log.read_text())
+    process.stop()
+    assert "saved" in log.read_text()
+
+
+def test_what_ignores_its_parents_signal_is_asked_itself_before_it_is_killed(tmp_path):
+    """A command that ends nobody: after half of the grace period each process below gets SIGTERM."""
+    child = "import signal, sys, time; signal.signal(15, lambda *_: (print('asked', flush=True), sys.exit()))\n"
+    child += "print('up', flush=True); time.sleep(600)"
+    script = "import signal, subprocess, sys; signal.signal(15, lambda *_: 0)\n"
+    script += f"subprocess.run([sys.executable, '-c', {child!r}])"
+    log = tmp_path / "log"
+    process = start([sys.executable, "-c", script], environment=environment(), log=log, grace_s=2)
+    wait_until(lambda: "up" in log.read_text())
+    process.stop()
+    assert "asked" in log.read_text()
+
+
 def test_a_child_left_by_a_command_that_ended_is_ended_too(tmp_path):
     log = tmp_path / "log"
     process = start(family(False, then="time.sleep(0.2)"), environment=environment(), log=log, grace_s=0.3)

@@ -37,6 +37,18 @@ def test_a_second_tula_is_refused_and_its_successor_has_the_same_holder_name(tmp
         assert second == first
 
 
+@pytest.mark.parametrize("left", ["", '"half'])
+def test_a_holder_that_a_full_disk_cut_short_locks_nobody_out(tmp_path, left):
+    work = WorkDir(tmp_path, "job-1")
+    with work.locked() as before:
+        assert before
+    (work.path / "holder.json").write_text(left)
+    with work.locked() as after:
+        assert len(after) > 12
+    with work.locked() as again:
+        assert again == after
+
+
 def test_saved_state_is_read_back_and_rubbish_is_nothing(tmp_path):
     work = WorkDir(tmp_path, "job-1")
     work.save("training", {"restart": 2})
@@ -144,7 +156,7 @@ def test_the_folder_and_its_files_are_the_users_alone(tmp_path: Path) -> None:
             modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (work.path, *work.path.iterdir())}
             assert modes.pop(job) == 0o700
             assert modes.pop("env") == 0o755, "inside of the closed folder"
-            assert modes == dict.fromkeys(("lock", "holder", "state.json"), 0o600)
+            assert modes == dict.fromkeys(("lock", "holder.json", "state.json"), 0o600)
     finally:
         os.umask(umask)
     assert stat.S_IMODE((tmp_path / "new" / ".tula").stat().st_mode) == 0o700
