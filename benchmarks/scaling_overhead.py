@@ -27,8 +27,8 @@ from torch import nn
 from benchmarks.support.gloo import fork_ranks, leave_group
 from benchmarks.support.report import parser_of, write_json
 from benchmarks.support.resnet import resnet
-from tula_agent.scaling import GainRule, TulaOptimizer
-from tula_agent.scaling.gain import SPARSE_EVERY
+from tula_agent.scaling import Ags, Gain, Measure, Policy, TulaOptimizer
+from tula_agent.scaling.rule import SPARSE_EVERY
 
 MEASURED_SHARE = 1.0 / SPARSE_EVERY  # of the steps, after the first DENSE_STEPS
 
@@ -44,24 +44,20 @@ def measure(*, depth: int, batch: int, side: int, steps: int) -> dict[str, float
         return F.cross_entropy(module(data[0]), data[1])
 
     found: dict[str, list[float]] = {}
-    configurations: dict[str, dict[str, Any]] = {
-        "measure": {"policy": "measure", "rule": GainRule(measure_every=10_000)},
-        "measure_measured": {"policy": "measure", "rule": GainRule(measure_every=1)},
-        "parts": {"policy": "gain", "rule": GainRule(measure_every=1)},
-        "between": {"policy": "gain", "rule": GainRule(measure_every=10_000)},
-        "ags_gate": {"policy": "ags", "steps_per_epoch": 10_000},
-        "ags_refresh": {"policy": "ags", "steps_per_epoch": 1},
-        "probe": {
-            "policy": "ags",
-            "steps_per_epoch": 1,
-            "small_batch_size": dist.get_world_size(),
-            "model": ddp,
-            "loss": loss,
-        },
+    policies: dict[str, Policy] = {
+        "measure": _every(10_000, Measure),
+        "measure_measured": _every(1, Measure),
+        "parts": _every(1, Gain),
+        "between": _every(10_000, Gain),
+        "ags_gate": Ags(steps_per_epoch=10_000),
+        "ags_refresh": Ags(steps_per_epoch=1),
+        "probe": Ags(steps_per_epoch=1, model=ddp, loss=loss),
     }
-    for name, options in configurations.items():
+    for name, policy in policies.items():
         inner = torch.optim.SGD(ddp.parameters(), lr=1e-4, momentum=0.9)
-        optimizer = TulaOptimizer(inner, global_batch_size=batch * dist.get_world_size(), **options)
+        ranks = dist.get_world_size()
+        small = ranks if name == "probe" else None
+        optimizer = TulaOptimizer(inner, policy=policy, global_batch_size=batch * ranks, small_batch_size=small)
         rows: dict[str, list[float]] = {"step": [], "added": [], "hooks": []}
         clock = _Clock(optimizer)
         for _ in range(steps):
@@ -82,6 +78,12 @@ def measure(*, depth: int, batch: int, side: int, steps: int) -> dict[str, float
     slowest = torch.tensor(list(medians.values()), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return dict(zip(medians, slowest.tolist(), strict=True))
+
+
+def _every(steps: int, kind: type[Gain]) -> Gain:
+    """Return the policy, measuring every so many steps."""
+    policy: Gain = type("Every", (kind,), {"measure_every": steps})()
+    return policy
 
 
 class _Clock:

@@ -8,12 +8,11 @@ from tula_agent.run import Run, init
 
 if TYPE_CHECKING:
     from tula_agent.measure.estimate import MemoryEstimate, estimate_memory
-    from tula_agent.scaling import ScalingThresholds, TulaOptimizer
+    from tula_agent.scaling import TulaOptimizer
 
 __all__ = [
     "MemoryEstimate",
     "Run",
-    "ScalingThresholds",
     "TulaOptimizer",
     "estimate_memory",
     "init",
@@ -22,7 +21,6 @@ __all__ = [
 _LAZY = {
     "MemoryEstimate": "tula_agent.measure.estimate",
     "estimate_memory": "tula_agent.measure.estimate",
-    "ScalingThresholds": "tula_agent.scaling",
     "TulaOptimizer": "tula_agent.scaling",
 }
 

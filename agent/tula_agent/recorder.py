@@ -33,7 +33,7 @@ from tula_agent.torch_private import ddp_models, default_store
 from tula_wire import routes
 
 if TYPE_CHECKING:
-    from tula_agent.scaling.thresholds import ThresholdPoller
+    from tula_agent.scaling.pull import ServedNumbers
 
 EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
 """Training runs send a sample of every step at first, then of every fifth, so that a drift is noticed within 100 steps.
@@ -154,7 +154,7 @@ class Recorder:
         self._batch_size: int | None = None
         self._last_step_s = 0.1
         self._quiet_until = 0  # before this step, a step is recorded and nothing else
-        self._threshold_poller: ThresholdPoller | None = None
+        self._served_numbers: ServedNumbers | None = None
         self.joining = None
         if config.job is not None:
             self.joining = Joining(self, config.job, self._number, guard)
@@ -249,7 +249,7 @@ class Recorder:
         """Hook the optimizers and remember all by weak references; models get no hook, DDP's hook stays free."""
         self._check_group()
         for optimizer in self.objects.add(models, optimizers):
-            self._watch_thresholds(optimizer)
+            self._pull_numbers(optimizer)
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self.before_optimizer_step)
                 self.timer.watched = True
@@ -404,7 +404,7 @@ class Recorder:
         if self.timer.step:
             self._read_memory()
         self._forget_objects()
-        self._device_clock = self._threshold_poller = None
+        self._device_clock = self._served_numbers = None
         self.exporter.close(
             self.config.exit_deadline_s, lambda: self._end_report(state, message, failed_local_batch_size)
         )
@@ -638,26 +638,23 @@ class Recorder:
         if self.leads:
             self._report("running", run_id)
         for optimizer in list(self.objects.optimizers):
-            self._watch_thresholds(optimizer)
+            self._pull_numbers(optimizer)
 
-    # Gradient scaling's thresholds, and the shipping thread.
+    # The service's numbers of gradient scaling, and the shipping thread.
 
-    def _watch_thresholds(self, optimizer: Any) -> None:
+    def _pull_numbers(self, optimizer: Any) -> None:
         job_id = self.joining.job_id if self.joining else self.config.job_id
-        if not (hasattr(optimizer, "apply_thresholds") and self.leads and job_id):
+        if not (hasattr(optimizer, "use_served") and self.leads and job_id):
             return
-        if self._threshold_poller is not None and self._threshold_poller.wanted:
+        if self._served_numbers is not None and self._served_numbers.wanted:
             return
-        from tula_agent.scaling.thresholds import ThresholdPoller  # the optimizer has imported it already
+        from tula_agent.scaling.pull import ServedNumbers  # the optimizer has imported torch already
 
-        # The service answers for this policy, or for one that a user set for the job.
-        policy = optimizer.scripted_thresholds.policy
-        path = f"{routes.JOB_SCALING.format(job_id=job_id)}?policy={policy}"
-        self._threshold_poller = ThresholdPoller(path, optimizer)
+        self._served_numbers = ServedNumbers(job_id, optimizer)
 
     def _poll(self, transport: Transport) -> None:
-        if (thresholds := self._threshold_poller) is not None:  # `finish` clears it on another thread
-            thresholds.poll(transport)
+        if (numbers := self._served_numbers) is not None:  # `finish` clears it on another thread
+            numbers.poll(transport)
 
     def _on_reply(self, request: SpooledRequest, reply: Reply) -> None:
         if request.method == "POST" and reply.body and reply.body.get("stop") is True:

@@ -134,12 +134,17 @@ def norm_squared(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     `torch.nn.utils.get_total_norm` is public from 2.6 and has no `dtype`.
     """
     if not gradients:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     device = gradients[0].device
     found = norms([g.coalesce().values() if g.is_sparse else g for g in gradients])
     # Stacked first: on a device, converting each norm by itself would be as many kernels.
     stacked = torch.stack([norm if norm.device == device else norm.to(device) for norm in found])
-    return stacked.to(torch.float32 if device.type == "mps" else torch.float64).square().sum()
+    return stacked.to(wide_dtype(device)).square().sum()
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The widest real type that `device` computes in."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def add_squares(sums: list[torch.Tensor | None], places: Sequence[int], values: list[torch.Tensor]) -> None:

@@ -11,20 +11,30 @@ import torch.nn.functional as F
 
 from benchmarks.gpu.store import Results, Row
 from benchmarks.support.resnet import resnet
-from tula_agent.scaling import GainRule, TulaOptimizer
+from tula_agent.scaling import Ags, Gain, Off, Policy, TulaOptimizer
 
 TURNS, MICRO_STEPS = 5, 2
 SIZES = {32: 16, 128: 6}
 """Steps in a turn, by examples of a micro-step: a GPU waits for the host's launches of the smaller one."""
-POLICIES: dict[str, dict[str, Any]] = {
-    "gain, every step measured": {"policy": "gain", "rule": GainRule(measure_every=1)},
-    "gain, every eighth step measured": {"policy": "gain", "rule": GainRule(measure_every=8)},
-    "ags": {"policy": "ags", "steps_per_epoch": 100},
-    "none": {"policy": "none"},
+
+
+class EveryStep(Gain):
+    measure_every = 1
+
+
+class EveryEighth(Gain):
+    measure_every = 8
+
+
+POLICIES: dict[str, Policy] = {
+    "gain, every step measured": EveryStep(),
+    "gain, every eighth step measured": EveryEighth(),
+    "ags": Ags(steps_per_epoch=100),
+    "none": Off(),
 }
 
 
-def measure(policy: dict[str, Any], size: int, device: torch.device, smoke: bool) -> Row:
+def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row:
     """Seconds of a step with the bare optimizer and with `policy`, medians of turns on the same model."""
     torch.manual_seed(0)
     depth, size, side, steps = (18, 2, 32, 1) if smoke else (50, size, 224, SIZES[size])
@@ -34,7 +44,9 @@ def measure(policy: dict[str, Any], size: int, device: torch.device, smoke: bool
     for turn in range(1 if smoke else TURNS):
         for scaled in (turn % 2 == 0, turn % 2 == 1):
             bare = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-            optimizer: Any = TulaOptimizer(bare, global_batch_size=MICRO_STEPS * size, **policy) if scaled else bare
+            optimizer: Any = (
+                TulaOptimizer(bare, global_batch_size=MICRO_STEPS * size, policy=policy) if scaled else bare
+            )
             for step in range(steps + 2):
                 if step == 2:
                     began = _now(device)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.generalization.cases import Case
-from tula_agent.scaling import GainRule, TulaOptimizer
-from tula_agent.scaling.gain import SpikeClip
+from tula_agent.scaling import Ags, Gain, TulaOptimizer
+from tula_agent.scaling.rule import SpikeClip
 
 WARMUP_EPOCHS = 5
 WEIGHT_DECAY = 5e-4  # of SGD
@@ -56,15 +56,31 @@ SMALL = Method("small batch", "sgd", "reference")
 SMALL_LARS = Method("small batch, LARS", "lars", "reference", tuned_as="small batch, LARS")
 SMALL_ADAM = Method("small batch", "adamw", "reference")
 
+
+class _Weight1(Gain):
+    noise_weight = 1.0
+
+
+class _Weight2(Gain):
+    noise_weight = 2.0
+
+
+class _Growth14(Gain):
+    growth = 1.4
+
+
+class _AdaScale(_Weight1):
+    growth = None
+
+
 _TULA = (
     Method("AGS", "tula", "paper", {"policy": "ags"}),
-    Method("AGS by tensor", "tula", "ablation", {"policy": "ags", "granularity": "tensor"}),
     Method("Tula default", "tula", "default", {"policy": "gain"}),
-    Method("gain c=1", "tula", "ablation", {"rule": GainRule(noise_weight=1.0)}),
-    Method("gain c=2", "tula", "ablation", {"rule": GainRule(noise_weight=2.0)}),
-    Method("gain, growth 1.4", "tula", "ablation", {"rule": GainRule(growth=1.4)}),
-    Method("gain, spikes", "tula", "ablation", {"rule": GainRule(spike_limit=None)}),
-    Method("AdaScale gain", "tula", "ablation", {"rule": GainRule(noise_weight=1.0, growth=None, spike_limit=None)}),
+    Method("gain c=1", "tula", "ablation", {"policy": _Weight1()}),
+    Method("gain c=2", "tula", "ablation", {"policy": _Weight2()}),
+    Method("gain, growth 1.4", "tula", "ablation", {"policy": _Growth14()}),
+    Method("gain, spikes", "tula", "ablation", {"policy": Gain(spike_limit=None)}),
+    Method("AdaScale gain", "tula", "ablation", {"policy": _AdaScale(spike_limit=None)}),
 )
 _LINEAR: dict[str, Any] = {"rate_factor": "linear", "warmup_epochs": WARMUP_EPOCHS}
 METHODS = (
@@ -129,15 +145,15 @@ def _optimizer(
     inner = _inner(method, case, network, learning_rate)
     if method.kind != "tula":
         return inner
-    return TulaOptimizer(
-        inner,
-        global_batch_size=case.batch_size,
-        small_batch_size=case.base_batch_size,
-        steps_per_epoch=steps_per_epoch,
-        model=network,
-        loss=lambda module, batch: F.cross_entropy(module(batch[0]), batch[1]),
-        **method.options,
-    )
+    policy = method.options["policy"]
+    if policy == "ags":
+        policy = Ags(
+            steps_per_epoch=steps_per_epoch,
+            model=network,
+            loss=lambda module, batch: F.cross_entropy(module(batch[0]), batch[1]),
+        )
+    sizes = {"global_batch_size": case.batch_size, "small_batch_size": case.base_batch_size}
+    return TulaOptimizer(inner, policy=policy, **sizes)
 
 
 def _inner(method: Method, case: Case, network: nn.Module, learning_rate: float) -> torch.optim.Optimizer:

@@ -30,6 +30,7 @@ from experiments.generalization.cases import MODES, Case, Mode
 from experiments.generalization.methods import METHODS, Method
 from experiments.generalization.plots import write_steps
 from experiments.generalization.train import Result, decay, train
+from tula_agent.scaling import Static
 
 CASES = (Case("digits", "vgg", 256, 4), Case("digits", "residual", 256, 4))
 PICKED = Path(__file__).parent / "results" / "quick.json"
@@ -58,8 +59,7 @@ def picked_rate(case: Case) -> float:
 
 def static(delta: float, factor: float) -> Method:
     """Equation 8 with these constants."""
-    options = {"policy": "static", "delta": delta, "static_scale": factor}
-    return Method(f"delta {delta:g}, x{factor:g}", "tula", "paper", options)
+    return Method(f"delta {delta:g}, x{factor:g}", "tula", "paper", {"policy": Static(factor, delta=delta)})
 
 
 def over_steps(case: Case, rate: float, mode: Mode) -> list[Step]:

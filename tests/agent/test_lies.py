@@ -16,8 +16,8 @@ from tests.agent.liar import WITHIN_S, Liar, Lie, deliveries, field_lies, lying
 
 SCRIPT = "lied_to.py"
 TRUTH = {
-    "version": 7, "policy": None, "granularity": "tensor", "delta": 0.5, "small_batch_size": 4, "static_scale": 1.5,
-    "s_min": 0.5, "s_max": 2.0, "refresh_steps": 50,
+    "version": 7, "policy": None, "delta": 0.5, "small_batch_size": 4, "static_scale": 1.5,
+    "s_min": 0.5, "s_max": 2.0,
 }  # fmt: skip
 POSSIBLE = {"version zero", *(f"{name} fraction" for name in ("delta", "static_scale", "s_min"))}
 """Lies that a true answer could hold."""
@@ -74,7 +74,7 @@ def test_no_impossible_answer_changes_a_training(launch: Launch, ranks: int) -> 
     assert done.printed("trained") == without.printed("trained")
     assert len(done.printed("trained")) == 5 * max(1, ranks)
     assert "Traceback" not in done.stderr
-    assert done.stderr.count("thresholds of gradient scaling are ignored") == 5  # one warning per run
+    assert done.stderr.count("numbers of gradient scaling are ignored") == 5  # one warning per run
     assert_costs_little(done, without, lied_to)
 
 
@@ -82,7 +82,7 @@ def test_no_impossible_answer_changes_a_training(launch: Launch, ranks: int) -> 
 def test_a_possible_answer_acts_as_if_the_script_had_given_it(launch: Launch, ranks: int) -> None:
     """From the same step on, on all ranks: answers that leave a field out hold the others."""
     possible = [lie for lie in field_lies(TRUTH) if lie.name.endswith("missing")]
-    served = {"version": 7, "static_scale": 1.5, "s_max": 1.25, "refresh_steps": 50, "small_batch_size": 2}
+    served = {"version": 7, "static_scale": 1.5, "s_max": 1.25, "small_batch_size": 2}
     arguments = ("--policies", "gain,ags,static", "--steps", "60")
     wanted = launch(SCRIPT, *arguments, "--apply", json.dumps(served), ranks=ranks, TULA_URL=NOWHERE)
     with lying(Liar({"/scaling": [Lie("possible", json.dumps(served))] * 120})) as liar:

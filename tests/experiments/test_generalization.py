@@ -39,7 +39,6 @@ TINY = replace(
 def results(case: str, seed: int = 0, **tests: float) -> list[Result]:
     """One run a method; validation equals test, except that `x8` looks best on validation and is not on test."""
     names = {"small": "small batch", "default": "Tula default", "cut": "linear, cut", "polo": "post-local SGD"}
-    names |= {"tensor": "AGS by tensor"}
     rows = []
     for short, test in tests.items():
         validation = 99.0 if short == "x8" else test

@@ -23,7 +23,7 @@ from tula_agent.measure.step_timer import clock_for
 from tula_agent.oom_watch import cuda_oom_count, is_out_of_memory
 from tula_agent.run import Run
 from tula_agent.scaling import TulaOptimizer
-from tula_agent.scaling.gain import noise_moments
+from tula_agent.scaling.noise import noise_moments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")]
 MIB = 2**20

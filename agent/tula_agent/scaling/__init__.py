@@ -1,10 +1,8 @@
-"""Gradient scaling for large batches: the optimizer wrapper, its options and its thresholds."""
+"""Gradient scaling for large batches: the optimizer wrapper and its policies."""
 
 from __future__ import annotations
 
-from tula_agent.scaling.gain import GainRule
 from tula_agent.scaling.optimizer import TulaOptimizer
-from tula_agent.scaling.thresholds import PolicyName, ScalingThresholds
-from tula_wire.bounds import Granularity
+from tula_agent.scaling.policies import Ags, Gain, Measure, Off, Policy, Static
 
-__all__ = ["GainRule", "Granularity", "PolicyName", "ScalingThresholds", "TulaOptimizer"]
+__all__ = ["Ags", "Gain", "Measure", "Off", "Policy", "Static", "TulaOptimizer"]

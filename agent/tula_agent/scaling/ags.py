@@ -1,29 +1,39 @@
-"""The policies with a sensitivity gate: `ags` (Algorithm 1) and `static` (equation 8).
+"""AGS as the paper prints it: `ags` (Algorithm 1) and `static` (equation 8), for steps that are not sensitive.
 
-A factor per element or per tensor applies to every step that is not sensitive. Those of `ags` are found after the last
-step of an epoch and used on later batches, so that they are independent of the batch that they scale (Lemma 1); they
-are 1 in the first epoch.
+    s = min(|g_small| / (|g_large| + eps), s_max) by element, where   | |G_i|^2 - |G_{i-1}|^2 | / |G_{i-1}|^2 < delta
+
+The factors of `ags` are found after the last step of an epoch and used on later batches, so that they are independent
+of the batch that they scale (Lemma 1); they are 1 in the first epoch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from tula_agent.scaling.meter import DISTURBED, NO_SMALL_BATCH, Gradients, Meter, Reading, Tapped, squares
-from tula_agent.scaling.ranks import Arrival, to_host
-from tula_agent.scaling.thresholds import ScalingThresholds
+from tula_agent.batches import batch_size_of, map_tensors
+from tula_agent.scaling.policies import Ags, LossFunction, Numbers, Static
+from tula_agent.scaling.ranks import AsyncReduction, Ranks, to_host
+from tula_agent.scaling.statistics import DISTURBED, NO_SMALL_BATCH, GradientStatistics, Reading
+from tula_agent.scaling.taps import Gradients, TapMode, squares
+from tula_agent.torch_private import wide_dtype
 
 EPS = 1e-8  # of Algorithm 1
-DEFAULT_REFRESH_STEPS = 200
-"""Steps between two factors of `ags` while no epoch was reported."""
+_LONG_EPOCH = 10_000
+NO_EPOCHS = (
+    f"ags has found no factors in {_LONG_EPOCH:,} steps, so nothing is scaled: give Ags(steps_per_epoch=...), or call "
+    "next_epoch at the start of each epoch (run.steps does)"
+)
 
 
 def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: float, s_max: float) -> torch.Tensor:
-    """min(|g_small| / (|g_large| + eps), s_max), at least s_min (Algorithm 1, Lemma 1), from squared magnitudes.
+    """Return min(|g_small| / (|g_large| + eps), s_max), at least s_min (Algorithm 1, Lemma 1), from squared magnitudes.
 
     A ratio that is not finite (overflow) becomes 1, so that one bad probe never spoils a weight. So does the ratio of
     two zeros, which holds no information.
@@ -41,188 +51,253 @@ class GatedFactors:
     gate: torch.Tensor
 
 
-def factors(small: Gradients, large: Gradients, thresholds: ScalingThresholds, ratio: float) -> Gradients:
-    """Algorithm 1's factor of each parameter from the squares of g_small and g_large.
-
-    `ratio` is B / b_small; its root is the largest factor, unless `s_max` is given.
-    """
-    s_max = math.sqrt(max(1.0, ratio)) if thresholds.s_max is None else thresholds.s_max
-    return [
-        None if part is None or whole is None else factor_from_squares(part, whole, s_min=thresholds.s_min, s_max=s_max)
-        for part, whole in zip(small, large, strict=True)
-    ]
-
-
 class AgsPolicy:
     """Factors of the last refresh for `ags`, one number for `static`, and the gate.
 
     The gate reads the current reduced gradient on the device, so nothing waits for the host.
     """
 
-    def __init__(self, meter: Meter, steps_per_epoch: int | None) -> None:
-        self._meter, self._steps_per_epoch = meter, steps_per_epoch
-        self._epochs_reported = False
+    def __init__(self, statistics: GradientStatistics, policy: Ags | Static) -> None:
+        self._statistics, self._policy = statistics, policy
+        self._ags = policy if isinstance(policy, Ags) else None
         self._scaled = self._counted = 0.0
-        self.reset()
-
-    def reset(self) -> None:
-        """The policy comes into force: drop what was reading before."""
         self._gate = SensitivityGate()
-        self._arrival: Arrival | None = None
-        self._known = [math.nan, math.nan, math.nan]  # squared norm, variability, gate
+        self._reduction: AsyncReduction | None = None
+        self._last = [math.nan, math.nan, math.nan]  # squared norm, variability, gate
         self._factors: Gradients | None = None
         self._found_for: list[torch.Tensor] = []
+        self._found_with: Numbers | None = None
         self._mean_factor = 1.0
         self._due = False
 
-    def forget_factors(self) -> None:
-        """Their bounds or their b_small changed: scale by 1 until they are found again, after the next step."""
-        self._due = self._factors is not None
-        self._factors, self._mean_factor = None, 1.0
+    def next_epoch(self, step: int) -> None:
+        """Find factors after step number `step`, with which an epoch begins, where no interval was given."""
+        ags = self._ags
+        self._due = self._due or (ags is not None and step > 0 and ags.steps_per_epoch is None)
 
-    def next_epoch(self, step: int, thresholds: ScalingThresholds) -> None:
-        """An epoch begins before step number `step`: find factors after that step, where no interval was set."""
-        self._epochs_reported = True
-        self._due = self._due or (step > 0 and self._every(thresholds) is None)
+    def wants(self, step: int) -> TapMode:
+        """Return what the taps must sum during step number `step`."""
+        ags = self._ags
+        if ags is None:
+            return "projections"
+        if ags.steps_per_epoch is not None:
+            self._due = self._due or (step + 1) % ags.steps_per_epoch == 0
+        elif step == _LONG_EPOCH and self._found_with is None:
+            self._statistics.warn(NO_EPOCHS)
+        return "element" if self._due and ags.model is None else "projections"
 
-    def _every(self, thresholds: ScalingThresholds) -> int | None:
-        default = None if self._epochs_reported else DEFAULT_REFRESH_STEPS
-        return thresholds.refresh_steps or self._steps_per_epoch or default
-
-    def wants(self, step: int, thresholds: ScalingThresholds) -> Tapped:
-        """What the taps must sum during step number `step`."""
-        every = self._every(thresholds)
-        if every is not None and (step + 1) % every == 0:
-            self._due = True
-        parts = self._due and thresholds.policy == "ags" and not self._meter.probes
-        return thresholds.granularity if parts else "projections"
-
-    def factors(self, step: int, thresholds: ScalingThresholds) -> GatedFactors:  # noqa: ARG002 - as of `gain`
-        """What scales this step; finds the factors of later ones when they are due."""
+    def factors(self, step: int, numbers: Numbers) -> GatedFactors:  # noqa: ARG002 - as of `gain`
+        """Return what scales this step; finds the factors of later ones when they are due."""
         self._receive()
-        reading = Reading(self._meter.ranks.sum_(self._meter.measure()))
-        gate = self._gate(reading.norm_sq_before_clip, thresholds.delta)
-        self._arrival = to_host(torch.stack([reading.norm_sq, self._gate.variability, gate]))
-        found = self._in_force(thresholds, gate.device)
-        if thresholds.policy == "ags" and self._due:
-            self._refresh(reading, thresholds)
+        if self._factors is not None and self._found_with != numbers:
+            self._due, self._factors, self._mean_factor = True, None, 1.0
+        reading = self._statistics.reading(self._statistics.ranks.sum_(self._statistics.measure()))
+        gate = self._gate(reading.norm_sq_before_clip, numbers.delta)
+        self._reduction = to_host(
+            torch.cat([torch.stack([reading.norm_sq, self._gate.variability, gate]), reading.served])
+        )
+        found = self._in_force(numbers, gate.device)
+        if self._ags is not None and self._due:
+            self._refresh(reading, self._ags, numbers)
         return GatedFactors(found, gate)
 
-    def _in_force(self, thresholds: ScalingThresholds, device: torch.device) -> Gradients:
-        parameters = self._meter.parameters()
-        if thresholds.policy == "static":
-            return [torch.full((), _static_scale(thresholds), device=device)] * len(parameters)
+    def _in_force(self, numbers: Numbers, device: torch.device) -> Gradients:
+        parameters = self._statistics.parameters()
+        if self._ags is None:
+            return [torch.full((), self._static_scale(numbers), device=device)] * len(parameters)
         # Groups may have been added, moved or removed since.
         by_parameter = dict(zip(map(id, self._found_for), self._factors or [], strict=False))
         return [by_parameter.get(id(parameter)) for parameter in parameters]
 
-    def _refresh(self, reading: Reading, thresholds: ScalingThresholds) -> None:
+    def _static_scale(self, numbers: Numbers) -> float:
+        """Return equation 8's factor; one that the service set is at most B / b_small."""
+        ratio = self._statistics.batch_ratio(numbers.small_batch_size)
+        if isinstance(self._policy, Static) and self._policy.scale is None:
+            return min(numbers.static_scale, 1.0 if ratio is None else ratio)
+        return numbers.static_scale
+
+    def _refresh(self, reading: Reading, ags: Ags, numbers: Numbers) -> None:
         """UPDATEGRADSCALE of Algorithm 1: by a probe where the script allows one, else from ranks and micro-steps."""
-        meter = self._meter
-        meter.count(reading.examples)
+        statistics = self._statistics
+        statistics.count(reading.examples)
         found: Gradients = []
-        if meter.probes:
-            probed = meter.probe(thresholds.small_batch_size)
+        if ags.model is not None and ags.loss is not None:
+            probed = _probe(statistics, ags.model, ags.loss, numbers.small_batch_size)
             if probed is not None:
-                part, whole = (self._squares(g, thresholds) for g in (probed[0], meter.gradients()))
-                found = factors(part, whole, thresholds, probed[1])
-        elif meter.tap.tapped != thresholds.granularity:
+                part, whole = map(_squares, (probed[0], statistics.gradients()))
+                found = self._by_element(part, whole, numbers, probed[1])
+        elif statistics.tap.mode != "element":
             return  # due since this step: the next one is tapped
         else:
-            found = self._from_parts(reading, thresholds)
+            found = self._from_parts(reading, numbers)
         self._due = False
         if not found:
             return
-        self._factors, self._found_for = found, meter.parameters()
-        means = [factor.double().mean() for factor in found if factor is not None]
+        self._factors, self._found_for, self._found_with = found, statistics.parameters(), numbers
+        means = [factor.to(torch.float32).mean() for factor in found if factor is not None]
         self._mean_factor = float(torch.stack([m.to(means[0].device) for m in means]).mean()) if means else 1.0
 
-    def _squares(self, gradients: Gradients, thresholds: ScalingThresholds) -> Gradients:
-        return [None if g is None or g.is_sparse else squares(g, thresholds.granularity) for g in gradients]
+    def _from_parts(self, reading: Reading, numbers: Numbers) -> Gradients:
+        """Return factors from the parts of all ranks; none when there is one part, or when it differs from the whole.
 
-    def _from_parts(self, reading: Reading, thresholds: ScalingThresholds) -> Gradients:
-        """Factors from the parts of all ranks; empty when there is one part, or when it differs from the whole.
-
-        |g_small|^2 is the mean over parts. A b_small other than the size of a part is reached, by tensor, through
-        E|g_b|^2 = |G|^2 + tr(Sigma)/b; by element the parts are used unchanged.
+        |g_small|^2 is the mean over parts: b_small is then the size of a part, whatever `small_batch_size` says.
         """
-        meter, samples = self._meter, reading.moments()[2]
+        statistics, samples = self._statistics, reading.moments()[2]
         if samples < 2.0 or reading.disturbed:
-            meter.warn(NO_SMALL_BATCH if samples < 2.0 else DISTURBED)
+            statistics.warn(NO_SMALL_BATCH if samples < 2.0 else DISTURBED)
             return []
-        unit = (reading.unit * samples / meter.ranks.size) ** 2
-        large = [None if x is None else x / unit for x in self._squares(meter.gradients(), thresholds)]
+        unit = (reading.unit * samples / statistics.ranks.size) ** 2
+        large = [None if x is None else x / unit for x in _squares(statistics.gradients())]
         small: Gradients = []
-        batch_ratio = meter.batch_ratio(thresholds.small_batch_size)
-        for square, whole in zip(meter.tap.squares, large, strict=True):
+        for square, whole in zip(statistics.tap.squares, large, strict=True):
             if whole is None:
                 small.append(None)
-                continue
-            mean = meter.ranks.sum_(torch.zeros_like(whole) if square is None else square.clone()) / samples
-            if thresholds.granularity == "tensor" and batch_ratio is not None:
-                noise = ((mean - whole) / (samples - 1.0)).clamp(min=0.0)
-                mean = (whole - noise).clamp(min=0.0) + noise * batch_ratio
-            small.append(mean)
-        return factors(small, large, thresholds, samples if batch_ratio is None else batch_ratio)
+            else:
+                part = torch.zeros_like(whole) if square is None else square.clone()
+                small.append(statistics.ranks.sum_(part) / samples)
+        ratio = statistics.batch_ratio(numbers.small_batch_size)
+        return self._by_element(small, large, numbers, samples if ratio is None else ratio)
+
+    def _by_element(self, small: Gradients, large: Gradients, numbers: Numbers, ratio: float) -> Gradients:
+        """Return Algorithm 1's factors from the squares of g_small and g_large; `ratio` is B / b_small.
+
+        A bound that the service set is at most B / b_small.
+        """
+        s_max = math.sqrt(max(1.0, ratio)) if numbers.s_max is None else numbers.s_max
+        if self._ags is not None and self._ags.s_max is None:
+            s_max = min(s_max, max(1.0, ratio))
+        s_min = min(numbers.s_min, s_max)
+        return [
+            None if part is None or whole is None else factor_from_squares(part, whole, s_min=s_min, s_max=s_max)
+            for part, whole in zip(small, large, strict=True)
+        ]
 
     def _receive(self) -> None:
-        if self._arrival is not None:
-            self._known, self._arrival = self._arrival.values(), None
+        if self._reduction is not None:
+            values, self._reduction = self._reduction.values(), None
+            self._last = values[:3]
+            self._statistics.take_served(values[3:])
             self._counted += 1.0
-            self._scaled += self._known[2]
+            self._scaled += self._last[2]
 
-    def telemetry(self, thresholds: ScalingThresholds) -> dict[str, float]:
-        """Of the last step but one; `scaled_share` over all steps."""
+    def telemetry(self, numbers: Numbers) -> dict[str, float]:
+        """Return numbers of the last step but one; `scaled_share` over all steps."""
         return {
-            "grad_norm": math.sqrt(max(self._known[0], 0.0)) if math.isfinite(self._known[0]) else math.nan,
-            "gradient_variability": self._known[1],
-            "scale": _static_scale(thresholds) if thresholds.policy == "static" else self._mean_factor,
+            "grad_norm": math.sqrt(max(self._last[0], 0.0)) if math.isfinite(self._last[0]) else math.nan,
+            "gradient_variability": self._last[1],
+            "scale": self._static_scale(numbers) if self._ags is None else self._mean_factor,
             "scaled_share": self._scaled / self._counted if self._counted else 0.0,
         }
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint: factors, the gate's last norm, and whether factors are due."""
+    def state(self) -> list[float]:
+        """Return for a checkpoint the gate's last norm, and whether factors are due."""
         self._receive()
-        return {
-            "factors": None if self._factors is None else list(self._factors),
-            "previous": self._gate.previous,
-            "due": self._due,
-            "epochs_reported": self._epochs_reported,
-            "known": list(self._known),
-            "mean_factor": self._mean_factor,
-            "scaled": [self._scaled, self._counted],
-        }
+        return [
+            float(self._gate.previous),
+            float(self._due),
+            self._mean_factor,
+            self._scaled,
+            self._counted,
+            *self._last,
+        ]
 
-    def load(self, saved: dict[str, Any]) -> None:
+    def load(self, saved: Sequence[float]) -> None:
         """Inverse of `state`."""
-        self._arrival, self._factors = None, saved["factors"]
-        self._found_for = self._meter.parameters()
-        if self._factors is not None:
-            pairs = zip(self._factors, self._found_for, strict=True)
-            self._factors = [f if f is None else f.to(p.device) for f, p in pairs]
-        if saved["previous"] is not None:
-            self._gate.previous = saved["previous"]
-        self._due, self._epochs_reported = bool(saved["due"]), bool(saved["epochs_reported"])
-        self._known, self._mean_factor = list(saved["known"]), float(saved["mean_factor"])
-        self._scaled, self._counted = saved["scaled"]
+        previous, due, self._mean_factor, self._scaled, self._counted, *last = saved
+        self._reduction, self._last, self._due = None, last, bool(due)
+        device = self._statistics.device
+        self._gate.previous = torch.full((), previous, dtype=wide_dtype(device), device=device)
+
+    def saved_factors(self) -> Gradients | None:
+        """Return the factors for a checkpoint, by parameter."""
+        return self._factors
+
+    def load_factors(self, factors: Gradients, numbers: Numbers) -> None:
+        """Inverse of `saved_factors`; `numbers` are in force."""
+        self._found_for, self._found_with = self._statistics.parameters(), numbers
+        pairs = zip(factors, self._found_for, strict=True)
+        self._factors = [f if f is None else f.to(p.device) for f, p in pairs]
 
 
-def _static_scale(thresholds: ScalingThresholds) -> float:
-    """Equation 8's factor within the bounds of every factor."""
-    scale = max(thresholds.static_scale or 1.0, thresholds.s_min)
-    return scale if thresholds.s_max is None else min(scale, thresholds.s_max)
+def _squares(gradients: Gradients) -> Gradients:
+    return [None if g is None or g.is_sparse else squares(g, "element") for g in gradients]
 
 
 class SensitivityGate:
     """Equation 5 without leaving the device: 1 where the step may be scaled, 0 where it is sensitive."""
 
     def __init__(self) -> None:
-        self.previous = self.variability = torch.full((), math.nan, dtype=torch.float64)
+        self.previous = self.variability = torch.full((), math.nan, device="cpu")
 
     def __call__(self, norm_sq: torch.Tensor, delta: float) -> torch.Tensor:
-        """Gate (0-d) for a step of squared gradient norm `norm_sq`; the first step counts as sensitive."""
-        previous = self.previous.to(norm_sq.device)
+        """Return the gate (0-d) for a step of squared gradient norm `norm_sq`; the first step counts as sensitive."""
+        previous = self.previous.to(norm_sq)
         self.variability = ((norm_sq - previous) / previous).abs()
         # A gradient with NaN or infinity is never scaled and never becomes the norm to compare with.
         self.previous = torch.where(torch.isfinite(norm_sq), norm_sq, previous)
         return (self.variability < delta).to(norm_sq.dtype)
+
+
+def _probe(
+    statistics: GradientStatistics, model: nn.Module, loss: LossFunction, small_batch_size: int | None
+) -> tuple[Gradients, float] | None:
+    """Return the reduced gradient of a sub-batch and B / b of it; None where it would be the whole batch of any rank.
+
+    The sub-batch is b_small over all ranks, or an eighth of the batch without one. A few numbers are reduced first: all
+    ranks skip the reduction of gradients if one rank's batch is too short for it.
+    """
+    ranks, tap = statistics.ranks, statistics.tap
+    rows = batch_size_of(statistics.batch) or 0
+    size = rows // 8 if small_batch_size is None else math.ceil(small_batch_size / ranks.size / statistics.per_row)
+    size = max(1, size)
+    numbers = [statistics.examples, size * statistics.per_row, float(size >= rows)]
+    vector = torch.tensor(numbers, dtype=wide_dtype(statistics.device), device="cpu")
+    # With several ranks the host waits for the device here, with one it does not.
+    summed = vector if ranks.size == 1 else ranks.sum_(vector.to(statistics.device))
+    examples, sizes, too_short = summed.tolist()
+    if too_short:
+        statistics.warn(
+            f"a probe of {size} examples does not fit into the {rows} that a rank observes in one micro-step: "
+            "steps are not measured; give a smaller small_batch_size"
+        )
+        return None
+    mode, tap.mode = tap.mode, None
+    try:
+        part = map_tensors(statistics.batch, lambda tensor: tensor[:size] if tensor.ndim else tensor)
+        gradients = probe_gradients(model, loss, part, statistics.parameters(), ranks=ranks)
+    finally:
+        tap.mode = mode
+    return gradients, examples / sizes
+
+
+def probe_gradients(
+    model: nn.Module, loss: LossFunction, batch: Any, parameters: Sequence[torch.Tensor], *, ranks: Ranks
+) -> Gradients:
+    """Gradient of `loss` on `batch`, averaged over ranks, one tensor per parameter (None where it has no part).
+
+    Leaves training unchanged: it does not write `.grad` (so DDP's reducer does not start), and restores random streams
+    and all buffers (batch normalization's running statistics). The module stays in training mode, because evaluation
+    mode would give a different, smaller gradient. Every rank must call it in the same step.
+    """
+    module = model.module if hasattr(model, "module") and isinstance(model.module, nn.Module) else model
+    wanted = [p for p in parameters if p.requires_grad]
+    devices = sorted({p.device.index for p in wanted if p.device.type == "cuda" and p.device.index is not None})
+    with torch.random.fork_rng(devices=devices), _buffers_kept(module), torch.enable_grad():
+        found = torch.autograd.grad(loss(module, batch), wanted, allow_unused=True)
+    by_parameter = {id(p): g for p, g in zip(wanted, found, strict=True)}
+    gradients = [by_parameter.get(id(p)) for p in parameters]
+    if ranks.size == 1:
+        return gradients
+    # Not in place: autograd may return one tensor for two parameters, or one whose elements share memory.
+    return [g if g is None or g.is_sparse else ranks.sum_(torch.div(g, ranks.size)) for g in gradients]
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)

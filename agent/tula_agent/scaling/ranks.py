@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,17 +14,14 @@ from tula_agent.readings import HostCopy
 
 
 @dataclass
-class Arrival:
-    """A reduced vector in flight to the host; `values` waits only for work that was queued before it."""
+class AsyncReduction:
+    """A reduced vector on its way to the host; `values` waits only for work that was queued before it."""
 
     vector: torch.Tensor
-    work: Any = None
     event: torch.cuda.Event | None = None
 
     def values(self) -> list[float]:
-        """The numbers, the same on every rank."""
-        if self.work is not None:
-            self.work.wait()
+        """Return the numbers, the same on every rank."""
         if self.event is not None:
             self.event.synchronize()
         return [float(x) for x in self.vector.tolist()]
@@ -65,13 +61,13 @@ class Ranks:
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
-    def send(self, vector: torch.Tensor) -> Arrival:
-        """Start to sum `vector` over ranks and to copy it to the host; blocks neither host nor device."""
-        if vector.device.type == "cuda":
-            # The reduction is ordered on the stream, and the copy to the host after it.
-            return to_host(self.sum_(vector))
-        work = dist.all_reduce(vector, group=self._group, async_op=True) if self.size > 1 else None
-        return Arrival(vector, work=work)
+    def send(self, vector: torch.Tensor) -> AsyncReduction:
+        """Start to sum `vector` over ranks and to copy it to the host; on a GPU blocks neither host nor device.
+
+        The reduction is ordered on the stream, and the copy to the host after it. On a CPU the sum is waited for: gloo
+        aborts a process that ends while a reduction is in flight, and no later step need come to wait for it.
+        """
+        return to_host(self.sum_(vector))
 
 
 @lru_cache(maxsize=8)
@@ -86,9 +82,9 @@ def owners(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def to_host(vector: torch.Tensor) -> Arrival:
+def to_host(vector: torch.Tensor) -> AsyncReduction:
     """Start to copy `vector` to the host without waiting for it."""
     if vector.device.type != "cuda":
-        return Arrival(vector)
+        return AsyncReduction(vector)
     copy = HostCopy(vector)
-    return Arrival(copy.host, event=copy.event)
+    return AsyncReduction(copy.host, event=copy.event)

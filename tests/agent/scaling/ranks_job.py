@@ -15,27 +15,28 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from benchmarks.support.gloo import print_results_of_all_ranks
-from tula_agent.scaling import ScalingThresholds, TulaOptimizer, meter
+from tula_agent.scaling import Ags, Static, TulaOptimizer, taps
+from tula_agent.scaling.policies import Served
 
 STEPS = 200
 SHORT_STEPS = 80  # of the scenarios that vary what the long ones prove, and of more ranks
-LONG = ("gain", "ags-tensor", "ags-element")
+LONG = ("gain", "ags")
 
 SCENARIOS = {
     "gain": {},
     "gain-b_small": {"small_batch_size": 4},
-    "ags-tensor": {"policy": "ags", "granularity": "tensor", "steps_per_epoch": 20},
-    "ags-element": {"policy": "ags", "steps_per_epoch": 20},
-    "ags-probe": {"policy": "ags", "small_batch_size": 8, "steps_per_epoch": 20},
-    "ags-adamw": {"policy": "ags", "steps_per_epoch": 20},
+    "ags": {},
+    "ags-probe": {"small_batch_size": 8},
+    "ags-adamw": {},
+    "ags-served": {"small_batch_size": 4},
     "gain-adamw": {},
-    "static": {"policy": "static", "static_scale": 2.0},
+    "static": {"policy": Static(2.0)},
     "gain-accumulate": {},
     "gain-accumulate-held": {},
     "gain-clip": {},
-    "gain-thresholds": {},
+    "gain-served": {},
     "gain-uneven": {"small_batch_size": 4},
-    "ags-probe-uneven": {"policy": "ags", "small_batch_size": 8, "steps_per_epoch": 20},
+    "ags-probe-uneven": {"small_batch_size": 8},
     "gain-powersgd": {},
     "measure": {"policy": "measure"},
     "none": {"policy": "none"},
@@ -68,19 +69,21 @@ def run(name: str, rank: int, world_size: int, steps: int) -> dict[str, object]:
         if adaptive
         else torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
     )
-    optimizer = TulaOptimizer(
-        inner,
-        global_batch_size=None if uneven else 16 * world_size,
-        **({"model": ddp, "loss": lambda module, batch: F.cross_entropy(module(batch[0]), batch[1])} if probe else {}),
-        **SCENARIOS[name],
-    )
+    options = dict(SCENARIOS[name])
+    if name.startswith("ags"):
+        options["policy"] = Ags(
+            steps_per_epoch=20,
+            model=ddp if probe else None,
+            loss=(lambda module, batch: F.cross_entropy(module(batch[0]), batch[1])) if probe else None,
+        )
+    optimizer = TulaOptimizer(inner, global_batch_size=None if uneven else 16 * world_size, **options)
     if name == "unwrapped":
         optimizer.close()  # every step is the wrapped optimizer's afterwards
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 120, 0.1)
     draw = torch.Generator().manual_seed(100 + rank)
     torch.manual_seed(1000 + rank)  # dropout differs by rank, as it does in real jobs
     micro_steps = 2 if name.startswith("gain-accumulate") else 1
-    meter.HELD_ON = ("cpu",) if name.endswith("-held") else ("cuda",)  # as on a GPU
+    taps.HELD_ON = ("cpu",) if name.endswith("-held") else ("cuda",)  # as on a GPU
     digests, factors, versions = [], [], []
     for step in range(steps):
         optimizer.zero_grad()
@@ -97,11 +100,11 @@ def run(name: str, rank: int, world_size: int, steps: int) -> dict[str, object]:
             (F.cross_entropy(ddp(images[chunk]), labels[chunk]) / micro_steps).backward()
         if name == "gain-clip":
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.3)
-        if name == "gain-thresholds" and rank == 0 and step == 50:
-            optimizer.apply_thresholds(ScalingThresholds(version=7, policy="ags", s_max=1.5, refresh_steps=9))
+        if name.endswith("-served") and rank == 0 and step == 50:
+            optimizer.use_served(Served(version=7, s_max=1.3))
         optimizer.step()
         schedule.step()
-        versions.append(optimizer.thresholds.version)
+        versions.append(optimizer.telemetry()["thresholds_version"])
         if step % (steps // 5) == steps // 5 - 1:
             digests.append(digest(ddp))
             factors.append(optimizer.telemetry().get("scale", 1.0))

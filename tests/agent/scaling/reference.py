@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tula_agent.scaling.ags import EPS
-from tula_wire.scaling import Granularity
 
 Batch = Any
 
@@ -20,17 +19,14 @@ def variability(gradients: Sequence[torch.Tensor], previous: Sequence[torch.Tens
     return abs((now - before) / before)
 
 
-def ags_factor(
-    small: torch.Tensor, large: torch.Tensor, *, granularity: Granularity, s_min: float, s_max: float
-) -> torch.Tensor:
-    """Algorithm 1's factor for one parameter, broadcastable over it: min(|g_small| / (|g_large| + eps), s_max).
+def ags_factor(small: torch.Tensor, large: torch.Tensor, *, s_min: float, s_max: float) -> torch.Tensor:
+    """Return Algorithm 1's factors of one parameter, element by element: min(|g_small| / (|g_large| + eps), s_max).
 
     The paper divides by g_large + eps and takes the magnitude last; a negative g_large near -eps then gives infinity
     or NaN, which a clamp lets through, so the magnitude is taken first. Lemma 1 wants s >= s_min > 0. Where both are
     zero this gives s_min, the fast version 1.
     """
-    by_element = granularity == "element"
-    ratio = small.abs() / (large.abs() + EPS) if by_element else small.norm() / (large.norm() + EPS)
+    ratio = small.abs() / (large.abs() + EPS)
     return ratio.clamp(min=s_min, max=s_max)
 
 
@@ -44,7 +40,6 @@ def algorithm_1(
     b_large: int,
     eta: float,
     delta: float,
-    granularity: Granularity = "element",
 ) -> list[torch.Tensor]:
     """Algorithm 1 line by line with plain SGD; returns the weights after the last step.
 
@@ -65,8 +60,7 @@ def algorithm_1(
         s_max = (b_large / b_small) ** 0.5
         g_small = gradient(at, sample(batch))
         gradscale = [
-            ags_factor(small, large, granularity=granularity, s_min=1e-3, s_max=s_max)
-            for small, large in zip(g_small, g_large, strict=True)
+            ags_factor(small, large, s_min=1e-3, s_max=s_max) for small, large in zip(g_small, g_large, strict=True)
         ]
     return weights
 

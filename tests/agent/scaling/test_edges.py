@@ -5,17 +5,18 @@ from __future__ import annotations
 import collections
 import itertools
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tula_agent.scaling import GainRule, ScalingThresholds, TulaOptimizer, meter
-from tula_agent.scaling.meter import Meter, Reading, probe_gradients
+from tests.agent.scaling.constants import gain
+from tula_agent.scaling import Ags, Gain, Static, TulaOptimizer, taps
+from tula_agent.scaling.ags import probe_gradients
+from tula_agent.scaling.policies import Served
 from tula_agent.scaling.ranks import Ranks, owners
-from tula_agent.scaling.thresholds import AGREE_EVERY, SyncedThresholds
+from tula_agent.scaling.statistics import GradientStatistics, Reading
 from tula_agent.torch_private import norm_squared
 
 
@@ -44,21 +45,10 @@ def train(optimizer: TulaOptimizer, model: nn.Module, data, steps: int, parts: i
         optimizer.step()
 
 
-def switch(optimizer: TulaOptimizer, model: nn.Module, data, thresholds: ScalingThresholds) -> None:
-    """Train until `thresholds` take effect."""
-    optimizer.apply_thresholds(thresholds)
-    for _ in range(AGREE_EVERY + 1):
-        if optimizer.thresholds == thresholds:
-            return
-        train(optimizer, model, data, 1)
-    assert optimizer.thresholds == thresholds
-
-
-@pytest.mark.parametrize("options", [{}, *({"policy": "ags", "granularity": g} for g in ("tensor", "element"))])
-def test_double_precision_trains(options):
+@pytest.mark.parametrize("policy", [Gain(), Ags(delta=1e9, steps_per_epoch=2)])
+def test_double_precision_trains(policy):
     model = network().double()
-    inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer = TulaOptimizer(inner, delta=1e9, steps_per_epoch=2, **options)
+    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), policy=policy)
     train(optimizer, model, batches(dtype=torch.float64), 6)
     assert abs(optimizer.telemetry()["scale"] - 1.0) > 1e-3
     assert all(p.dtype == torch.float64 and bool(torch.isfinite(p).all()) for p in model.parameters())
@@ -82,6 +72,10 @@ class Portion(Ranks):
     def size(self) -> int:
         return self._of
 
+    @property
+    def is_first(self) -> bool:
+        return self._rank == 0
+
     def portion(self, sizes):
         return [owner == self._rank for owner in owners(tuple(sizes), self._of)]
 
@@ -91,7 +85,7 @@ def test_ranks_that_share_the_reading_of_gradients_measure_what_one_rank_measure
     """Their vectors are summed; of seven ranks, some read no tensor."""
     model = network()
     model[2].double()
-    measuring = Meter(torch.optim.SGD(model.parameters(), lr=0.1), Ranks())
+    measuring = GradientStatistics(torch.optim.SGD(model.parameters(), lr=0.1), Ranks())
     measuring.tap.watch(measuring.parameters())
     measuring.tap.arm("tensor")
     for batch in itertools.islice(batches(), 2):
@@ -137,11 +131,11 @@ def test_an_empty_parameter_does_not_prevent_scaling():
     assert optimizer.telemetry()["scale"] > 1.0
 
 
-@pytest.mark.parametrize("policy", ["gain", "ags"])
+@pytest.mark.parametrize("policy", [Gain(), Ags(delta=1e9, steps_per_epoch=1)])
 def test_parameters_added_removed_or_moved_in_the_wrapped_optimizer_are_measured(policy):
     model = network()
     inner = torch.optim.SGD(model[0].parameters(), lr=0.05, momentum=0.9)
-    optimizer = TulaOptimizer(inner, policy=policy, steps_per_epoch=1, delta=1e9)
+    optimizer = TulaOptimizer(inner, policy=policy)
     data = batches()
     train(optimizer, model, data, 3)
     inner.add_param_group({"params": list(model[2].parameters())})
@@ -157,10 +151,10 @@ def test_parameters_added_removed_or_moved_in_the_wrapped_optimizer_are_measured
 
 
 def test_parameters_removed_after_a_backward_pass_leave_no_held_gradient_behind(monkeypatch):
-    monkeypatch.setattr(meter, "HELD_ON", ("cpu",))  # as on a GPU
+    monkeypatch.setattr(taps, "HELD_ON", ("cpu",))  # as on a GPU
     model = network()
     inner = torch.optim.SGD([{"params": list(model[at].parameters())} for at in (0, 2)], lr=0.05)
-    optimizer = TulaOptimizer(inner, policy="ags", granularity="tensor", steps_per_epoch=1)
+    optimizer = TulaOptimizer(inner)
     train(optimizer, model, batches(), 2)
     loss_of(model, next(batches())).backward()
     optimizer.param_groups.pop(0)
@@ -189,9 +183,10 @@ def test_the_batch_size_is_counted_from_observed_batches_for_telemetry_and_check
                 scaler.scale(loss * float("inf") if step == 4 and observed != "whole" else loss).backward()
             scaler.step(optimizer)
             scaler.update()
+        saved = optimizer.state_dict()  # waits for the numbers of the last step
         noise[given] = optimizer.telemetry()["gradient_noise_scale"]
         resumed = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), small_batch_size=8)
-        resumed.load_state_dict(optimizer.state_dict())
+        resumed.load_state_dict(saved)
         assert resumed.telemetry()["gradient_noise_scale"] == noise[given]
     assert noise[False] == noise[True] > 1.0
 
@@ -221,42 +216,30 @@ def test_a_probe_divides_every_gradient_once_even_where_autograd_returns_one_for
         torch.testing.assert_close(gradient, expected)
 
 
-def test_one_rank_neither_probes_nor_switches_thresholds_by_reading_from_the_device():
-    """The meta device, from which nothing can be read, stands for one that the host would have to wait for."""
-    device = torch.device("meta")
-    model = nn.Linear(6, 4, device=device)
-    measuring = Meter(
-        torch.optim.SGD(model.parameters(), lr=0.05), Ranks(), model=model, loss=lambda net, batch: net(batch).sum()
-    )
-    measuring.observe(torch.randn(16, 6, device=device))
-    found = measuring.probe(None)
-    assert found is not None
-    assert found[1] == 16 / 2
-    synced = SyncedThresholds(Ranks())
-    thresholds = ScalingThresholds(version=2, policy="none")
-    assert synced.poll(0, thresholds, device) == thresholds
-    synced.propose(replace(thresholds, version=3))
-    assert synced.poll(AGREE_EVERY, thresholds, device) is None
-    assert synced.poll(AGREE_EVERY + 1, thresholds, device) == replace(thresholds, version=3)
-
-
-def test_a_smaller_batch_changes_the_batch_size_only_the_second_time():
-    model = network()
-    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
-    for size, known in ((32, None), (8, 32), (32, 32), (32, 32), (16, 32), (16, 32), (16, 16)):
-        train(optimizer, model, batches(size), 1)  # counted at the next step
-        assert optimizer.state_dict()["tula"]["gain"]["batch_size"] == known
+def test_a_smaller_batch_counts_only_the_second_time_and_sizes_of_a_script_are_averaged():
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.0)
+    counting = GradientStatistics(optimizer, Ranks())
+    for examples, batch_size in ((32, 32), (8, 32), (32, 32), (32, 32), (16, 32), (16, 16)):
+        counting.count(examples)
+        assert counting.batch_size == batch_size
+    tokens = GradientStatistics(optimizer, Ranks())
+    for number in range(200):
+        size = (500.0, 1500.0)[number % 2]
+        tokens.observe(torch.zeros(4, 2), size)
+        tokens.count(size)
+    assert tokens.batch_size == pytest.approx(1000.0, rel=0.06)
 
 
 def test_a_probe_cuts_the_batch_out_of_any_mapping():
     model = network()
     optimizer = TulaOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05),
-        model=model,
-        loss=lambda module, batch: F.cross_entropy(module(batch["x"]), batch["y"]),
-        policy="ags",
-        delta=1e9,
-        steps_per_epoch=2,
+        policy=Ags(
+            delta=1e9,
+            steps_per_epoch=2,
+            model=model,
+            loss=lambda module, batch: F.cross_entropy(module(batch["x"]), batch["y"]),
+        ),
         global_batch_size=32,
         small_batch_size=8,
     )
@@ -268,71 +251,60 @@ def test_a_probe_cuts_the_batch_out_of_any_mapping():
     assert optimizer.telemetry()["scale"] != 1.0
 
 
-def test_a_policy_that_is_chosen_again_starts_from_nothing():
-    """Gradients a hundred times longer than in its first period are usual by then, and are not clipped as spikes."""
+def test_served_bounds_hold_from_the_step_at_which_they_take_effect():
     model = network()
-    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-    data = batches()
-    train(optimizer, model, data, 6)
-    assert optimizer.telemetry()["scale"] > 1.0
-    switch(optimizer, model, data, ScalingThresholds(version=2, policy="none"))
-
-    def longer(net, batch):
-        return 100.0 * loss_of(net, batch)
-
-    train(optimizer, model, data, 3, loss=longer)
-    optimizer.apply_thresholds(ScalingThresholds(version=3, policy="gain"))
-    scales = []
-    for batch in itertools.islice(data, 40):
-        train(optimizer, model, iter([batch]), 1, loss=longer)
-        if optimizer.thresholds.policy == "gain":
-            scales.append(optimizer.telemetry()["scale"])
-            expected = torch.autograd.grad(longer(model, batch), list(model.parameters()))
-            for parameter, whole in zip(model.parameters(), expected, strict=True):
-                torch.testing.assert_close(parameter.grad, whole)
-    assert scales[0] == 1.0
-    assert scales[-1] > 1.0
-
-
-def test_new_bounds_hold_from_the_step_at_which_they_take_effect():
-    model = network()
-    optimizer = TulaOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), policy="ags", granularity="tensor", delta=1e9, s_max=1.9
-    )
+    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), policy=Ags(delta=1e9))
     data = batches()
     train(optimizer, model, data, 2)
     optimizer.next_epoch()
     train(optimizer, model, data, 1)
-    assert optimizer.telemetry()["scale"] > 1.1
-    bounded = ScalingThresholds(version=2, policy="ags", granularity="tensor", delta=1e9, s_max=1.1)
-    switch(optimizer, model, data, bounded)
+    free = optimizer.telemetry()["scale"]
+    optimizer.use_served(Served(version=2, s_max=0.9 * free))
+    train(optimizer, model, data, 2)  # the first brings the bound, and the second is scaled with it
+    assert optimizer.numbers.s_max == 0.9 * free
     scales = []
     for _ in range(3):
-        scales.append(optimizer.telemetry()["scale"])
         train(optimizer, model, data, 1)
-    assert max(scales) <= 1.1 + 1e-6
-    assert scales[-1] > 1.0
+        scales.append(optimizer.telemetry()["scale"])
+    assert max(scales) <= 0.9 * free + 1e-6
+    assert scales[-1] != 1.0
 
 
-def test_ags_that_the_service_switches_on_finds_factors_after_the_next_epoch_began():
+def test_a_served_number_beyond_the_ratio_of_batches_never_reaches_weights():
+    """A user at the service may set any number within the bounds of the wire."""
+    for policy in (Gain(), Static(), Ags(steps_per_epoch=1, delta=1e9)):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = TulaOptimizer(inner, policy=policy, global_batch_size=32, small_batch_size=8)
+        optimizer.use_served(Served(version=1, static_scale=1e3, s_min=1e3, s_max=1e3, delta=1e9))
+        train(optimizer, model, batches(), 60)
+        assert optimizer.telemetry()["thresholds_version"] == 1.0
+        assert optimizer.telemetry()["scale"] <= 4.0
+
+
+def test_what_the_script_passes_stays_whatever_the_service_or_a_checkpoint_says():
     model = network()
-    optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), policy="none", global_batch_size=32)
-    data = batches()
-    optimizer.next_epoch()
-    switch(optimizer, model, data, ScalingThresholds(version=2, policy="ags", delta=1e9))
-    train(optimizer, model, data, 3)
-    assert optimizer.telemetry()["scale"] == 1.0
-    optimizer.next_epoch()
-    train(optimizer, model, data, 1)
-    assert optimizer.telemetry()["scale"] != 1.0
+    saved = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), small_batch_size=8, global_batch_size=32)
+    saved.use_served(Served(version=3, s_max=3.5))
+    train(saved, model, batches(), 20)
+    resumed = TulaOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), policy=Gain(s_max=1.5), small_batch_size=16, global_batch_size=32
+    )
+    resumed.load_state_dict(saved.state_dict())
+    train(resumed, model, batches(), 20)
+    assert (resumed.numbers.s_max, resumed.numbers.small_batch_size) == (1.5, 16)
+    assert 1.0 < resumed.telemetry()["scale"] <= 1.5
+    unscaled = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), policy="none")
+    unscaled.load_state_dict(saved.state_dict())
+    train(unscaled, model, batches(), 3)
+    assert "scale" not in unscaled.telemetry()
 
 
 def test_with_a_probe_no_square_is_taken_during_backward(monkeypatch):
-    monkeypatch.setattr(meter, "squares", lambda *_: pytest.fail("a backward was tapped"))
+    monkeypatch.setattr(taps, "squares", lambda *_: pytest.fail("a backward was tapped"))
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    options = {"steps_per_epoch": 2, "model": model, "loss": loss_of, "small_batch_size": 8}
-    optimizer = TulaOptimizer(inner, policy="ags", **options)
+    optimizer = TulaOptimizer(inner, policy=Ags(steps_per_epoch=2, model=model, loss=loss_of), small_batch_size=8)
     train(optimizer, model, batches(), 3, parts=1)
     assert optimizer.telemetry()["scale"] != 1.0
 
@@ -348,19 +320,11 @@ def test_sharded_parameters_and_a_missing_learning_rate_are_refused():
         TulaOptimizer(inner)
 
 
-def test_telemetry_reports_the_static_scale_within_its_bounds():
-    model = network()
-    inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = TulaOptimizer(inner, policy="static", static_scale=5.0, s_max=2.0, delta=1e9)
-    train(optimizer, model, batches(), 2)
-    assert optimizer.telemetry()["scale"] == 2.0
-
-
 def test_variability_compares_consecutive_steps_and_unknown_values_are_not_reported():
     reported = {}
     for every in (1, 2):
         model = network()
-        optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), rule=GainRule(measure_every=every))
+        optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), policy=gain(measure_every=every))
         train(optimizer, model, batches(), 6)
         reported[every] = optimizer.telemetry()
     norms = []
@@ -378,13 +342,13 @@ def test_a_closed_wrapper_sets_no_hooks_on_new_parameters(monkeypatch):
     model = network()
     optimizer = TulaOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.01))
     optimizer.close()
-    monkeypatch.setattr(meter.GradientTap, "watch", lambda *_: pytest.fail("a closed wrapper set hooks"))
+    monkeypatch.setattr(taps.GradientTap, "watch", lambda *_: pytest.fail("a closed wrapper set hooks"))
     optimizer.add_param_group({"params": list(model[2].parameters())})
     train(optimizer, model, batches(), 2)
 
 
 def test_a_closed_wrapper_holds_no_gradient(monkeypatch):
-    monkeypatch.setattr(meter, "HELD_ON", ("cpu",))  # as on a GPU
+    monkeypatch.setattr(taps, "HELD_ON", ("cpu",))  # as on a GPU
     model, gradients = network(), []
     optimizer = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     model[0].weight.register_hook(lambda gradient: gradients.append(weakref.ref(gradient)))

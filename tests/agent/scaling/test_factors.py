@@ -10,14 +10,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.agent.scaling.reference import ags_factor, gain_of_parts, variability
-from tula_agent.scaling import ScalingThresholds
 from tula_agent.scaling.ags import SensitivityGate, factor_from_squares
-from tula_agent.scaling.gain import gradient_variability, noise_gain, noise_moments
-from tula_agent.scaling.meter import squares
+from tula_agent.scaling.noise import gradient_variability, noise_gain, noise_moments
+from tula_agent.scaling.policies import Served
 from tula_agent.scaling.ranks import owners, to_host
+from tula_agent.scaling.taps import squares
 from tula_agent.torch_private import norm_squared
 
-GRANULARITIES = ("tensor", "element")
 POSITIVE = st.floats(1e-6, 1e6)
 
 
@@ -27,24 +26,22 @@ def pair(shape, seed=0):
     return large + 0.7 * torch.randn(shape, generator=draw), large
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("shape", [(5,), (6, 4), (8, 3, 3, 3), ()])
-def test_factors_equal_the_reference(granularity, shape):
+def test_factors_equal_the_reference(shape):
     small, large = pair(shape)
-    fast = factor_from_squares(squares(small, granularity), squares(large, granularity), s_min=1e-3, s_max=2.0)
-    slow = ags_factor(small, large, granularity=granularity, s_min=1e-3, s_max=2.0)
+    fast = factor_from_squares(squares(small, "element"), squares(large, "element"), s_min=1e-3, s_max=2.0)
+    slow = ags_factor(small, large, s_min=1e-3, s_max=2.0)
     torch.testing.assert_close(fast.expand(shape), slow.expand(shape), rtol=2e-6, atol=1e-7)
 
 
 @given(
     small=st.lists(st.floats(width=32), min_size=1, max_size=6),
     large=st.lists(st.floats(width=32), min_size=1, max_size=6),
-    granularity=st.sampled_from(GRANULARITIES),
 )
-def test_a_factor_is_finite_and_within_its_bounds_for_any_gradient(small, large, granularity):
+def test_a_factor_is_finite_and_within_its_bounds_for_any_gradient(small, large):
     size = min(len(small), len(large))
     parts = torch.tensor(small[:size]), torch.tensor(large[:size])
-    factor = factor_from_squares(squares(parts[0], granularity), squares(parts[1], granularity), s_min=0.01, s_max=4.0)
+    factor = factor_from_squares(squares(parts[0], "element"), squares(parts[1], "element"), s_min=0.01, s_max=4.0)
     assert torch.isfinite(factor).all()
     assert ((factor >= 0.01 - 1e-9) & (factor <= 4.0)).all()
 
@@ -52,7 +49,7 @@ def test_a_factor_is_finite_and_within_its_bounds_for_any_gradient(small, large,
 def test_a_negative_gradient_next_to_eps_gives_no_nan():
     small, large = torch.tensor([0.0, 0.5]), torch.tensor([-1e-8, -1e-8])
     for factor in (
-        ags_factor(small, large, granularity="element", s_min=1e-3, s_max=4.0),
+        ags_factor(small, large, s_min=1e-3, s_max=4.0),
         factor_from_squares(squares(small, "element"), squares(large, "element"), s_min=1e-3, s_max=4.0),
     ):
         assert torch.isfinite(factor).all()
@@ -60,9 +57,8 @@ def test_a_negative_gradient_next_to_eps_gives_no_nan():
 
 def test_a_gradient_that_is_zero_everywhere_has_factor_one():
     zero = torch.zeros(3, 4)
-    for granularity in GRANULARITIES:
-        factor = factor_from_squares(squares(zero, granularity), squares(zero, granularity), s_min=1e-3, s_max=4.0)
-        assert (factor == 1.0).all()
+    factor = factor_from_squares(squares(zero, "element"), squares(zero, "element"), s_min=1e-3, s_max=4.0)
+    assert (factor == 1.0).all()
 
 
 def test_variability_is_equation_5():
@@ -120,44 +116,35 @@ def test_noise_moments_and_gain_equal_the_reference_on_parts():
 
 @given(
     st.builds(
-        ScalingThresholds,
+        Served,
         version=st.integers(0, 2**40),
-        policy=st.sampled_from(("gain", "ags", "static", "none", "measure")),
-        granularity=st.sampled_from(GRANULARITIES),
-        delta=POSITIVE,
+        delta=st.none() | POSITIVE,
         small_batch_size=st.none() | st.integers(1, 2**20),
-        static_scale=st.floats(1e-6, 1e3),
-        s_min=st.floats(1e-6, 1.0),
+        static_scale=st.none() | st.floats(1e-6, 1e3),
+        s_min=st.none() | st.floats(1e-6, 1.0),
         s_max=st.none() | st.floats(1.0, 1e3),
-        refresh_steps=st.none() | st.integers(1, 10**6),
     )
 )
-def test_thresholds_are_the_same_after_a_round_trip_through_a_vector(thresholds):
-    assert ScalingThresholds.from_vector(thresholds.to_vector()) == thresholds
+def test_served_numbers_are_the_same_after_a_round_trip_through_a_vector(served):
+    assert Served.from_vector(served.to_vector()) == served
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("policy", "magic"),
-        ("granularity", "layer"),
-        ("granularity", "channel"),
         ("delta", 0.0),
-        ("delta", math.nan),
-        ("static_scale", 0.0),
-        ("s_max", 1e-6),
-        ("s_min", math.inf),
-        ("s_max", 1e4),
+        ("delta", "0.5"),
         ("static_scale", 1e30),
-        ("small_batch_size", 0.4),
-        ("version", math.nan),
+        ("s_max", 1e4),
+        ("s_min", 0.0),
         ("small_batch_size", 0),
-        ("refresh_steps", -1),
+        ("version", -1),
     ],
 )
-def test_invalid_thresholds_are_refused_with_the_name_of_the_field(field, value):
+def test_an_invalid_answer_of_the_service_is_refused_with_the_name_of_the_field(field, value):
     with pytest.raises(ValueError, match=field):
-        ScalingThresholds(**{field: value})
+        Served.from_answer({"version": 1, "policy": "ags", field: value}, "ags")
 
 
 def test_to_host_records_its_event_on_the_device_of_the_vector(monkeypatch):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.agent.scaling.test_optimizer import batches, loss_of, network, sgd, train
-from tula_agent.scaling import ScalingThresholds, TulaOptimizer
+from tula_agent.scaling import Ags, TulaOptimizer
 
 
 def warnings_of(caplog) -> list[str]:
@@ -90,26 +90,10 @@ def test_reentrant_checkpoints_with_a_shared_module_are_left_out_with_one_warnin
     assert "reentrant checkpoints" in warning
 
 
-@pytest.mark.parametrize(("sizes", "warned"), [({}, 1), ({"global_batch_size": 32}, 0)])
-def test_a_served_small_batch_without_a_known_global_batch_says_so_once(caplog, sizes, warned):
-    model = network()
-    optimizer = TulaOptimizer(sgd(model), **sizes)
-    with caplog.at_level(logging.WARNING):
-        for version, (inputs, labels) in enumerate(batches(40)):
-            if version in (0, 16):
-                optimizer.apply_thresholds(ScalingThresholds(version=version + 1, small_batch_size=8))
-            optimizer.zero_grad()
-            for part in zip(inputs.chunk(4), labels.chunk(4), strict=True):
-                (loss_of(model, part) / 4).backward()
-            optimizer.step()
-    assert optimizer.thresholds.version == 17
-    assert [("small_batch_size is ignored" in text) for text in warnings_of(caplog)] == [True] * warned
-
-
 def test_a_probe_that_never_fits_says_so_once(caplog):
     model = network()
-    options = {"small_batch_size": 16, "global_batch_size": 32, "model": model, "loss": loss_of, "steps_per_epoch": 2}
-    optimizer = TulaOptimizer(sgd(model), policy="ags", **options)
+    policy = Ags(model=model, loss=loss_of, steps_per_epoch=2)
+    optimizer = TulaOptimizer(sgd(model), policy=policy, small_batch_size=16, global_batch_size=32)
     with caplog.at_level(logging.WARNING):
         for inputs, labels in batches(6):
             optimizer.zero_grad()

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.agent.scaling.constants import gain
 from tests.agent.scaling.reference import gain_of_parts
-from tula_agent.scaling import GainRule, ScalingThresholds, TulaOptimizer
-from tula_agent.scaling.meter import GradientTap
+from tula_agent.scaling import Ags, Gain, Static, TulaOptimizer
+from tula_agent.scaling.policies import Served
+from tula_agent.scaling.taps import GradientTap
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -75,7 +77,7 @@ def test_policy_none_equals_the_wrapped_optimizer_bit_for_bit():
 def test_the_gain_of_a_step_is_adascales_and_scales_the_learning_rate_of_the_next():
     model = network()
     inner = sgd(model)
-    optimizer = TulaOptimizer(inner, rule=GainRule(noise_weight=1.0, growth=None))
+    optimizer = TulaOptimizer(inner, policy=gain(noise_weight=1.0, growth=None))
     rates = []
     inner.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
     first, second = batches(2)
@@ -95,7 +97,7 @@ def test_loss_scale_clipping_and_summed_accumulation_do_not_change_the_gain(fact
     gains = []
     for scale, limit in ((1.0, None), (factor, clip)):
         model = network()
-        optimizer = TulaOptimizer(sgd(model, lr=0.0, weight_decay=0.0), rule=GainRule(noise_weight=1.0, growth=None))
+        optimizer = TulaOptimizer(sgd(model, lr=0.0, weight_decay=0.0), policy=gain(noise_weight=1.0, growth=None))
         for batch in batches(6):
             optimizer.zero_grad()
             for inputs, labels in zip(batch[0].chunk(4), batch[1].chunk(4), strict=True):
@@ -112,7 +114,7 @@ def test_loss_scale_clipping_and_summed_accumulation_do_not_change_the_gain(fact
 
 def test_the_growth_limit_bounds_how_fast_the_gain_rises():
     model = network()
-    optimizer = TulaOptimizer(sgd(model), rule=GainRule(growth=1.25))
+    optimizer = TulaOptimizer(sgd(model), policy=gain(growth=1.25))
     seen = [1.0]
     for batch in batches(30):
         train(optimizer, model, [batch])
@@ -126,7 +128,7 @@ def test_optimizers_that_divide_by_the_gradients_size_take_the_root_of_the_gain(
     seen = []
     for kind in (torch.optim.SGD, torch.optim.AdamW):
         model = network()
-        optimizer = TulaOptimizer(kind(model.parameters(), lr=0.0), rule=GainRule(growth=None))
+        optimizer = TulaOptimizer(kind(model.parameters(), lr=0.0), policy=gain(growth=None))
         train(optimizer, model, batches(6))
         seen.append(optimizer.telemetry()["scale"])
     assert seen[0] > 1.05
@@ -135,7 +137,7 @@ def test_optimizers_that_divide_by_the_gradients_size_take_the_root_of_the_gain(
 
 def test_progress_is_the_sum_of_the_factors_and_continues_after_a_checkpoint():
     model = network()
-    optimizer = TulaOptimizer(sgd(model), rule=GainRule(growth=None))
+    optimizer = TulaOptimizer(sgd(model), policy=gain(growth=None))
     factors = []
     for batch in batches(10):
         train(optimizer, model, [batch])
@@ -152,7 +154,7 @@ def test_progress_is_the_sum_of_the_factors_and_continues_after_a_checkpoint():
 
 def test_a_sensitive_step_is_not_scaled():
     model, plain = network(), network()
-    tula, bare = TulaOptimizer(sgd(model), policy="static", static_scale=3.0, delta=1e-12), sgd(plain)
+    tula, bare = TulaOptimizer(sgd(model), policy=Static(3.0, delta=1e-12)), sgd(plain)
     for batch in batches(4):
         for optimizer, net in ((tula, model), (bare, plain)):
             optimizer.zero_grad()
@@ -167,7 +169,7 @@ def test_the_update_of_adam_is_scaled_since_it_divides_a_scaled_gradient_away():
     for scale in (1.0, 2.0):
         model = copy.deepcopy(start)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        optimizer = TulaOptimizer(inner, policy="static", static_scale=scale, delta=1e9)
+        optimizer = TulaOptimizer(inner, policy=Static(scale, delta=1e9))
         first, second = batches(2)
         train(optimizer, model, [first], parts=1)
         before = weights(model)
@@ -176,13 +178,16 @@ def test_the_update_of_adam_is_scaled_since_it_divides_a_scaled_gradient_away():
     torch.testing.assert_close(moved[2.0], 2.0 * moved[1.0], rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("policy", ["gain", "ags", "static"])
+POLICIES = {"gain": Gain(), "ags": Ags(steps_per_epoch=7), "static": Static()}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_checkpoint_continues_bit_for_bit(policy, kind, tmp_path):
     def build():
         model = network()
         inner = sgd(model) if kind == "sgd" else torch.optim.AdamW(model.parameters(), lr=1e-3)
-        return model, TulaOptimizer(inner, policy=policy, static_scale=1.5, steps_per_epoch=7)
+        return model, TulaOptimizer(inner, policy=POLICIES[policy])
 
     data = list(batches(24))
     model, optimizer = build()
@@ -190,8 +195,8 @@ def test_a_checkpoint_continues_bit_for_bit(policy, kind, tmp_path):
     for batch in data[:11]:
         train(optimizer, model, [batch])
         schedule.step()
-    optimizer.apply_thresholds(ScalingThresholds(version=5, policy=policy, static_scale=1.2, s_max=1.9))
-    for batch in data[11:17]:  # step 16 sends the proposal: the checkpoint must hold it
+    optimizer.use_served(Served(version=5, static_scale=1.2, s_max=1.9))
+    for batch in data[11:17]:
         train(optimizer, model, [batch])
         schedule.step()
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
@@ -207,7 +212,8 @@ def test_a_checkpoint_continues_bit_for_bit(policy, kind, tmp_path):
             train(opt, net, [batch])
             plan.step()
     assert torch.equal(weights(model), weights(resumed_model))
-    assert resumed.thresholds.version == optimizer.thresholds.version == 5
+    assert resumed.telemetry()["thresholds_version"] == 5.0
+    assert resumed.numbers == optimizer.numbers
     assert resumed.telemetry() == pytest.approx(optimizer.telemetry(), rel=0, abs=0, nan_ok=True)
 
 
@@ -254,12 +260,12 @@ def test_missing_zero_sparse_and_frozen_gradients_and_added_groups_train():
             hidden = self.frozen(self.table(tokens))
             return self.used(hidden) + 0.0 * self.dead + self.late(hidden)
 
-    for policy in ("gain", "ags", "static"):
+    for policy in (Gain(), Ags(steps_per_epoch=2), Static(2.0)):
         torch.manual_seed(0)
         model = Odd()
         late = list(model.late.parameters())
         early = [p for p in model.parameters() if all(p is not other for other in late)]
-        optimizer = TulaOptimizer(torch.optim.SGD(early, lr=0.1), policy=policy, static_scale=2.0, steps_per_epoch=2)
+        optimizer = TulaOptimizer(torch.optim.SGD(early, lr=0.1), policy=policy)
         before = copy.deepcopy(model.state_dict())
         for step in range(6):
             if step == 3:
@@ -279,7 +285,7 @@ def test_missing_zero_sparse_and_frozen_gradients_and_added_groups_train():
 
 def test_a_step_that_grad_scaler_skips_does_not_enter_the_gain():
     model = network()
-    optimizer = TulaOptimizer(sgd(model), rule=GainRule(growth=None))
+    optimizer = TulaOptimizer(sgd(model), policy=gain(growth=None))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
     for step, batch in enumerate(batches(12)):
         optimizer.zero_grad()
@@ -334,8 +340,10 @@ def test_an_object_that_cannot_be_wrapped_is_refused_with_a_reason():
         TulaOptimizer(model)
     with pytest.raises(TypeError, match="LBFGS"):
         TulaOptimizer(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ValueError, match="delta"):
-        TulaOptimizer(sgd(model), delta=-1.0)
+    with pytest.raises(ValueError, match="small_batch_size is 0"):
+        TulaOptimizer(sgd(model), small_batch_size=0)
+    with pytest.raises(ValueError, match="policy is 'magic': give one of gain"):
+        TulaOptimizer(sgd(model), policy="magic")
 
 
 def test_a_closed_tap_has_removed_its_hooks():

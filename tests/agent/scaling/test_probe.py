@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.agent.scaling.test_optimizer import batches, loss_of, network, sgd, train
-from tula_agent.scaling import TulaOptimizer
+from tula_agent.scaling import Ags, TulaOptimizer
 
 
 def test_a_probe_changes_nothing_but_the_factor():
@@ -19,7 +19,7 @@ def test_a_probe_changes_nothing_but_the_factor():
         keywords = {"model": model, "loss": loss_of} if probe else {}
         inner = sgd(model, lr=0.0, momentum=0.0, weight_decay=0.0)
         sizes = {"small_batch_size": 8, "global_batch_size": 32}
-        optimizer = TulaOptimizer(inner, policy="ags", steps_per_epoch=4, **sizes, **keywords)
+        optimizer = TulaOptimizer(inner, policy=Ags(steps_per_epoch=4, **keywords), **sizes)
         train(optimizer, model, batches(4), parts=1)
         gradients = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
         runs.append((gradients, model[1].running_var.clone(), model[1].num_batches_tracked.clone(), torch.rand(3)))
@@ -36,6 +36,7 @@ def test_a_probe_runs_once_an_epoch():
         return loss_of(module, batch)
 
     model = network()
-    options = {"policy": "ags", "steps_per_epoch": 4, "small_batch_size": 8, "global_batch_size": 32}
-    train(TulaOptimizer(sgd(model), model=model, loss=counted, **options), model, batches(12), parts=1)
+    policy = Ags(steps_per_epoch=4, model=model, loss=counted)
+    optimizer = TulaOptimizer(sgd(model), policy=policy, small_batch_size=8, global_batch_size=32)
+    train(optimizer, model, batches(12), parts=1)
     assert len(probed) == 3

@@ -23,7 +23,7 @@ def two_ranks(results_of_ranks: Callable[..., list[Any]]) -> dict[str, list[dict
 
 @pytest.fixture(scope="module")
 def four_ranks(results_of_ranks: Callable[..., list[Any]]) -> dict[str, list[dict]]:
-    return by_scenario(results_of_ranks(4, JOB, "gain", "ags-tensor", "ags-element", "gain-thresholds"))
+    return by_scenario(results_of_ranks(4, JOB, "gain", "ags", "gain-served", "ags-served"))
 
 
 def assert_identical(records: list[dict]) -> None:
@@ -70,14 +70,14 @@ def test_policy_measure_reports_the_noise_scale_and_changes_no_bit_of_the_weight
     assert unwrapped[0]["noise_scale"] is two_ranks["none"][0]["noise_scale"] is None
 
 
-def test_policies_and_granularities_lead_to_different_weights(two_ranks):
+def test_policies_lead_to_different_weights(two_ranks):
     excluded = ("adamw", "accumulate", "measure", "none", "unwrapped")
     sgd = [records[0]["digests"][-1] for name, records in two_ranks.items() if not name.endswith(excluded)]
     assert len(set(sgd)) == len(sgd)
 
 
-def test_thresholds_applied_on_the_first_rank_take_effect_on_all_ranks_at_one_step(two_ranks, four_ranks):
-    for records in (two_ranks["gain-thresholds"], four_ranks["gain-thresholds"]):
-        changes = {record["versions"].index(7) for record in records}
-        assert len(changes) == 1
-        assert 50 < changes.pop() <= 50 + 17
+def test_numbers_pulled_on_the_first_rank_take_effect_on_all_ranks_at_the_next_step(two_ranks, four_ranks):
+    for of_ranks in (two_ranks, four_ranks):
+        for name in ("gain-served", "ags-served"):
+            assert {record["versions"].index(7) for record in of_ranks[name]} == {51}
+            assert all(factor <= 1.3 + 1e-6 for record in of_ranks[name] for factor in record["factors"][-1:])

@@ -20,7 +20,8 @@ from torch import nn
 import tula_agent
 from benchmarks.support.gloo import leave_group
 from tula_agent import recorder
-from tula_agent.scaling import ScalingThresholds, thresholds
+from tula_agent.scaling import Ags, Gain, Measure, Off, Static, pull
+from tula_agent.scaling.policies import Served
 from tula_agent.ship import exporter, joining, transport
 
 parser = argparse.ArgumentParser()
@@ -28,8 +29,9 @@ parser.add_argument("--steps", type=int, required=True, help="of each training")
 parser.add_argument("--answers", type=int, default=0, help="steps before each of which the agent asks the service once")
 parser.add_argument("--policies", default="gain,ags,static,measure,none")
 parser.add_argument("--job", help="which each training joins by itself; what counts is what is sent, then")
-parser.add_argument("--apply", default="", help="thresholds that the script asks for itself, as JSON")
+parser.add_argument("--apply", default="", help="the service's numbers, as the script asks for them itself, in JSON")
 PATIENCE_S = 20.0
+POLICIES = {policy.name: policy for policy in (Gain(), Measure(), Ags(delta=0.9), Static(2.0, delta=0.9), Off())}
 
 
 class Asking:
@@ -60,8 +62,7 @@ def train(policy: str, arguments: argparse.Namespace) -> float:
     if dist.is_initialized():
         model = nn.parallel.DistributedDataParallel(model)
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    scale = 2.0 if policy == "static" else None
-    optimizer = tula_agent.TulaOptimizer(inner, policy=policy, delta=0.9, static_scale=scale)
+    optimizer = tula_agent.TulaOptimizer(inner, policy=POLICIES[policy])
     run = tula_agent.init(job=arguments.job)
     run.watch(model, optimizer)
     asking = Asking(run) if arguments.answers and os.environ.get("RANK", "0") == "0" else None
@@ -69,7 +70,7 @@ def train(policy: str, arguments: argparse.Namespace) -> float:
     batches = [(torch.randn(4, 16, generator=generator), torch.arange(4)) for _ in range(arguments.steps)]
     worst_s, count = 0.0, 0
     if arguments.apply:
-        optimizer.apply_thresholds(ScalingThresholds(**{"policy": policy, "delta": 0.9, **json.loads(arguments.apply)}))
+        optimizer.use_served(Served(**json.loads(arguments.apply)))
     first = 2 if arguments.job else 0  # until then a run that is to be made has no configuration
     for step, (inputs, labels) in enumerate(run.steps(batches)):
         if asking is not None and first <= step < first + arguments.answers:
@@ -87,23 +88,23 @@ def train(policy: str, arguments: argparse.Namespace) -> float:
     run.finish()
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())
-    version = optimizer.thresholds.version
+    version = int(optimizer.telemetry()["thresholds_version"])
     sys.stdout.write(f"trained {policy} {count} {finite} {version} {digest}\n")
     return worst_s if asking is None else max(worst_s, asking.worst_s)
 
 
 def main() -> None:
     arguments = parser.parse_args()
-    recorder.REQUEST_TIMEOUT_S, joining.TIMEOUT_S, thresholds.POLL_EVERY_S = 0.3, 0.3, 0.0
+    recorder.REQUEST_TIMEOUT_S, joining.TIMEOUT_S, pull.RETRY_S = 0.3, 0.3, 0.0
     exporter.FIRST_PAUSE_S = exporter.LONGEST_PAUSE_S = 0.001
-    apply = tula_agent.TulaOptimizer.apply_thresholds
+    use = tula_agent.TulaOptimizer.use_served
 
-    def record(optimizer: Any, wanted: ScalingThresholds) -> None:
+    def record(optimizer: Any, wanted: Served) -> None:
         sys.stdout.write(f"taken {wanted}\n")
-        apply(optimizer, wanted)
+        use(optimizer, wanted)
 
-    tula_agent.TulaOptimizer.apply_thresholds = record
-    asks: Any = joining.Joining if arguments.job else thresholds.ThresholdPoller
+    tula_agent.TulaOptimizer.use_served = record
+    asks: Any = joining.Joining if arguments.job else pull.ServedNumbers
     name = "ready" if arguments.job else "poll"
     ask = getattr(asks, name)
 

@@ -47,9 +47,8 @@ def train(policy: str, root: Path, args: argparse.Namespace) -> None:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = tula_agent.TulaOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        policy=policy,
+        policy=tula_agent.scaling.Ags(steps_per_epoch=8) if policy == "ags" else policy,
         global_batch_size=8,
-        steps_per_epoch=8,
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
 

@@ -1,4 +1,4 @@
-"""Ranks with a TulaOptimizer; each prints at which step it saw which thresholds."""
+"""Ranks with a TulaOptimizer; each prints at which step it saw which numbers of the service."""
 
 import os
 import time
@@ -19,16 +19,16 @@ def main() -> None:
     run = tula_agent.init()
     run.watch(model, optimizer)
     data = torch.utils.data.TensorDataset(torch.randn(8000, 16), torch.randint(0, 4, (8000,)))
-    known = optimizer.thresholds.version
+    seen = 0.0
     for step, (x, y) in enumerate(run.steps(torch.utils.data.DataLoader(data, batch_size=8))):
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if optimizer.thresholds.version != known:
-            known = optimizer.thresholds.version
+        if (version := optimizer.telemetry()["thresholds_version"]) != seen:
+            seen = version
             # One write a line: ranks share the pipe.
-            os.write(1, f"thresholds {known} {optimizer.thresholds.delta} at {step}\n".encode())
-            if known == 7:
+            os.write(1, f"served {version:.0f} {optimizer.numbers.s_max} at {step}\n".encode())
+            if version == 7:
                 break
         time.sleep(0.005)
     os.write(1, f"rank {os.environ['RANK']} done\n".encode())

@@ -1,0 +1,96 @@
+"""The estimator: how much of a gradient is noise, from gradients of two batch sizes of the same step.
+
+    noise  = S / B   = (small - large) / (n - 1)        small: mean of |g_i|^2 over n parts of the batch
+    signal = |G|^2   = large - noise                    large: |mean of g_i|^2
+
+S = tr(Sigma) is the variance of one example's gradient (McCandlish et al. 2018, appendix A.1).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_SLOW, _FAST = 0.9, 0.5  # of averages over measured steps
+
+
+def gradient_variability(norm_sq: float, previous_norm_sq: float) -> float:
+    """Delta(G_i) = | (|G_i|^2 - |G_{i-1}|^2) / |G_{i-1}|^2 | (equation 5); infinite when the last gradient was zero."""
+    if previous_norm_sq <= 0.0:
+        return math.inf if norm_sq > 0.0 else 0.0
+    return abs((norm_sq - previous_norm_sq) / previous_norm_sq)
+
+
+def noise_moments(small_norm_sq: float, large_norm_sq: float, samples: float) -> tuple[float, float]:
+    """|G|^2 and tr(Sigma)/B without bias, from gradients of two sizes (McCandlish et al. 2018, appendix A.1).
+
+    `small_norm_sq`: mean of |g_i|^2 over `samples` parts of the batch; `large_norm_sq`: |mean of g_i|^2.
+    Either may be negative on one step: average over steps before taking a ratio.
+    """
+    noise = (small_norm_sq - large_norm_sq) / (samples - 1.0)
+    return large_norm_sq - noise, noise
+
+
+def noise_gain(signal: float, noise: float, batch_ratio: float) -> float:
+    """AdaScale's gain r = (|G|^2 + S/b) / (|G|^2 + S/B), in [1, B/b] (Johnson et al. 2020, equation 6).
+
+    `signal` = |G|^2, `noise` = S/B, `batch_ratio` = B/b; negative estimates count as zero.
+    """
+    signal, noise = max(signal, 0.0), max(noise, 0.0)
+    if signal + noise <= 0.0 or not math.isfinite(signal + noise):
+        return 1.0
+    gain = (signal + noise * batch_ratio) / (signal + noise)
+    return min(max(gain, 1.0), batch_ratio)  # rounding of subnormal estimates may step outside
+
+
+@dataclass
+class NoiseAverage:
+    """Exponential averages over measured steps; plain floats, equal on all ranks.
+
+    `signal`, `noise`: |G|^2 and S/B with decay 0.9, for the noise scale. `slow`, `fast`: the share of noise in a step's
+    |g|^2, with decays 0.9 and 0.5, for the gain. Every step has the same weight in an average of shares. A ratio of
+    averaged norms depends on the few longest gradients, for dozens of steps after a spike or a decay of the learning
+    rate.
+    """
+
+    signal: float = 0.0
+    noise: float = 0.0
+    slow: float = 0.0
+    fast: float = 0.0
+    count: int = 0
+
+    def update(self, small_norm_sq: float, large_norm_sq: float, samples: float) -> bool:
+        """Add one measured step; False when its numbers are unusable (infinite, empty, a single part)."""
+        if samples <= 1.0 or not math.isfinite(small_norm_sq + large_norm_sq) or large_norm_sq <= 0.0:
+            return False
+        signal, noise = noise_moments(small_norm_sq, large_norm_sq, samples)
+        share = min(max(noise / large_norm_sq, 0.0), 1.0)
+        slow, fast = (_SLOW, _FAST) if self.count else (0.0, 0.0)
+        self.signal = slow * self.signal + (1.0 - slow) * signal
+        self.noise = slow * self.noise + (1.0 - slow) * noise
+        self.slow = slow * self.slow + (1.0 - slow) * share
+        self.fast = fast * self.fast + (1.0 - fast) * share
+        self.count += 1
+        return True
+
+    def gain(self, batch_ratio: float, noise_weight: float = 1.0) -> float:
+        """AdaScale's gain for `batch_ratio` = B / b_small, with the noise times `noise_weight`; 1 without data.
+
+        Uses the lower of the two shares: the gain falls as soon as gradients begin to agree, and rises slowly.
+        """
+        share = min(self.slow, self.fast)
+        return noise_gain(1.0 - share, noise_weight * share, batch_ratio) if self.count else 1.0
+
+    def change_batch(self, factor: float) -> None:
+        """The global batch is now `factor` times as large: noise falls in proportion."""
+        self.noise /= factor
+        for name in ("slow", "fast"):
+            noise = getattr(self, name) / factor
+            setattr(self, name, noise / (1.0 - getattr(self, name) + noise))
+
+    @property
+    def noise_scale_over_batch(self) -> float:
+        """tr(Sigma) / |G|^2 in units of the global batch B; NaN without data, infinite without a positive |G|^2."""
+        if not self.count:
+            return math.nan
+        return max(self.noise, 0.0) / self.signal if self.signal > 0.0 else math.inf

@@ -1,0 +1,238 @@
+"""The rule: the learning rate times a noise gain, measured at one step and used from the next.
+
+    r = (|G|^2 + c S/b) / (|G|^2 + c S/B),   c = 4,   in [1, B/b],   at most 1.1 times that of the step before
+
+With c = 1 this is AdaScale's gain (Johnson et al. 2020, equation 6). Under `Measure` the same measurement runs, and the
+factor is 1. `SpikeClip` clips gradients that are suddenly much longer than those before them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tula_agent.scaling.noise import NoiseAverage, gradient_variability
+from tula_agent.scaling.policies import Gain, Numbers
+from tula_agent.scaling.ranks import AsyncReduction
+from tula_agent.scaling.statistics import DISTURBED, NO_SMALL_BATCH, GradientStatistics
+from tula_agent.scaling.taps import TapMode
+from tula_agent.torch_private import foreach_mul_, norm_squared, wide_dtype
+
+DENSE_STEPS = 512  # every one of the first steps is measured, then one in eight
+MEASURE_DENSE_STEPS = 128  # of the policy `measure`: a launch of three batches has at most 105 steps
+SPARSE_EVERY = 8
+
+PLAIN = (torch.optim.SGD, torch.optim.ASGD)
+"""Optimizers whose update is proportional to the gradient; others divide by its size, as Adam."""
+
+_KEEP = 0.9  # weight of the past in the average norm, per step, and in the noise of a matrix, per measurement
+_WHOLE = 2**14  # elements up to which all of a tensor is read
+_SHARE = 64
+"""Of a larger tensor only the first rows are read: as many as hold _WHOLE elements or a 64th of all. Reading all would
+cost percents of a step."""
+
+
+def is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True where the update is proportional to the gradient, also inside ZeRO (`.optim`) and the like."""
+    inner: object = optimizer
+    while not isinstance(inner, PLAIN):
+        inner = getattr(inner, "optim", None) or getattr(inner, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            return False
+    return True
+
+
+@dataclass
+class GainState:
+    """What past steps showed; equal on all ranks.
+
+    `samples`, `norm`: B / b and |G| of the last reading, of step `measured_at`. `variability`: equation 5.
+    """
+
+    noise: NoiseAverage
+    factor: float = 1.0
+    samples: float = 1.0
+    norm: float = math.nan
+    measured_at: int = -2
+    variability: float = math.nan
+
+
+class GainPolicy:
+    """A factor from past steps only: independent of the batch that it scales, and never waited for.
+
+    `matrix_noise`: V by matrix, the average (0.9 a measurement) of the noise of its gradient in the optimizer's unit.
+    """
+
+    def __init__(self, statistics: GradientStatistics, policy: Gain) -> None:
+        self._statistics, self._policy = statistics, policy
+        self._clip = None if policy.spike_limit is None else SpikeClip(policy.spike_limit)
+        self._scales = policy.name == "gain"
+        self._state = GainState(NoiseAverage())
+        self._reduction: AsyncReduction | None = None
+        self._sent_at = -2
+        self.matrix_noise: list[float] = []
+
+    def next_epoch(self, step: int) -> None:
+        """Do nothing: a gain needs no epochs."""
+
+    def wants(self, step: int) -> TapMode | None:
+        """Return what the taps must sum during step number `step`."""
+        dense = DENSE_STEPS if self._scales else MEASURE_DENSE_STEPS
+        return None if step % (self._policy.measure_every or (1 if step < dense else SPARSE_EVERY)) else "tensor"
+
+    def factors(self, step: int, numbers: Numbers) -> float:
+        """Return the learning rate's factor, from the steps before this one; measures this one and clips its spike."""
+        self._receive()
+        measurement = self._measure()
+        factor = self._state.factor = self._factor(numbers)
+        if self._clip is not None and self._scales and (measurement is not None or self._state.noise.count):
+            self._clip(self._statistics.gradients(), clip=factor > 1.0)
+        if measurement is not None:
+            self._reduction, self._sent_at = self._statistics.ranks.send(measurement), step
+        return factor
+
+    def _factor(self, numbers: Numbers) -> float:
+        """Return min(r^power, s_max), with s_max = B / b_small unless it is less; 1 until something was measured."""
+        policy, state = self._policy, self._state
+        if not self._scales or not state.noise.count:
+            return 1.0
+        ratio = self._statistics.batch_ratio(numbers.small_batch_size) or state.samples
+        power = 1.0 if is_plain(self._statistics.inner) else policy.adaptive_power
+        gain: float = state.noise.gain(ratio, policy.noise_weight) ** power
+        if policy.growth is not None:
+            gain = min(gain, state.factor * policy.growth)
+        return min(max(gain, 1.0), ratio if numbers.s_max is None else min(numbers.s_max, ratio))
+
+    def _receive(self) -> None:
+        """Take up the reading that was sent at an earlier step."""
+        if self._reduction is None:
+            return
+        values, self._reduction = self._reduction.values(), None
+        statistics, state = self._statistics, self._state
+        reading = statistics.reading(torch.tensor(values, dtype=torch.float64, device="cpu"))
+        statistics.take_served(reading.served.tolist())
+        if reading.disturbed:
+            statistics.warn(DISTURBED)
+            return
+        moments, noise = reading.moments(), reading.matrix_noise()
+        before = statistics.batch_size
+        if not state.noise.update(*moments):
+            return
+        statistics.count(reading.examples)
+        now = statistics.batch_size
+        if before and now and now != before:  # as in a launch that measures several batches
+            self._change_batch(now / before)
+        kept = self.matrix_noise if len(self.matrix_noise) == len(noise) else noise
+        self.matrix_noise = [_KEEP * old + (1.0 - _KEEP) * new for old, new in zip(kept, noise, strict=True)]
+        # Equation 5 compares a step with the one before it: unknown where only one in eight is measured.
+        norm, follows = math.sqrt(float(reading.norm_sq)), self._sent_at == state.measured_at + 1
+        state.variability = gradient_variability(norm**2, state.norm**2) if follows else math.nan
+        state.samples, state.norm, state.measured_at = moments[2], norm, self._sent_at
+
+    def _change_batch(self, factor: float) -> None:
+        self._state.noise.change_batch(factor)
+        self.matrix_noise = [noise / factor for noise in self.matrix_noise]
+
+    def _measure(self) -> torch.Tensor | None:
+        """Return the step's measurement, to be summed over ranks."""
+        statistics = self._statistics
+        if statistics.tap.mode is None:
+            return None
+        if statistics.ranks.size > 1 or statistics.tap.parts >= 2:
+            return statistics.measure()
+        if self._scales:
+            statistics.warn(NO_SMALL_BATCH)
+        return None
+
+    def telemetry(self, numbers: Numbers) -> dict[str, float]:  # noqa: ARG002 - as of `ags`
+        """Return numbers of the last measured step; the noise scale in examples where B is known, else in batches."""
+        state = self._state
+        return {
+            "grad_norm": state.norm,
+            "gradient_variability": state.variability,
+            "scale": state.factor,
+            "scaled_share": float(state.factor != 1.0),
+            "gradient_noise_scale": state.noise.noise_scale_over_batch * float(self._statistics.batch_size or 1),
+        }
+
+    def state(self) -> list[float]:
+        """Return averages for a checkpoint; waits for the measurement in flight and takes it up."""
+        self._receive()
+        state, clip = self._state, self._clip
+        usual = math.nan if clip is None or clip.usual is None else float(clip.usual)
+        own = [state.factor, state.samples, state.norm, float(state.measured_at), state.variability]
+        noise = [float(x) for x in vars(state.noise).values()]
+        size = self._statistics.batch_size or math.nan
+        return [*own, *noise, size, float(self._sent_at), usual, *self.matrix_noise]
+
+    def load(self, saved: Sequence[float]) -> None:
+        """Inverse of `state`."""
+        numbers = iter(saved)
+        factor, samples, norm, measured_at, variability = (next(numbers) for _ in range(5))
+        signal, noise, slow, fast, count = (next(numbers) for _ in range(5))
+        before, sent_at, usual = (next(numbers) for _ in range(3))
+        average = NoiseAverage(signal, noise, slow, fast, int(count))
+        self._state = GainState(average, factor, samples, norm, int(measured_at), variability)
+        self.matrix_noise = list(numbers)
+        self._reduction, self._sent_at = None, int(sent_at)
+        statistics = self._statistics
+        now = statistics.batch_size
+        if now is None:
+            statistics.counted_batch_size = None if math.isnan(before) else before
+        elif not math.isnan(before):  # S/B is kept per batch: a job resumed with another batch keeps its S
+            self._change_batch(now / before)
+        if self._clip is not None:
+            device = statistics.device
+            kept = None if math.isnan(usual) else torch.full((), usual, dtype=wide_dtype(device), device=device)
+            self._clip.usual = kept
+
+
+class SpikeClip:
+    """g <- g * min(1, limit * usual / |g|), where `usual` is the moving average (0.9) of |g| after clipping.
+
+    |g| covers a fixed part of each large tensor: it is only compared with its own past.
+
+    A gain above 1 makes a bad step worse: without normalization layers the norm can grow a hundredfold within three
+    steps, which no average of the past predicts. A limit on the step itself prevents it. All ranks hold the bits that
+    the all-reduce gave them, so all compute the same factor, as with torch's `clip_grad_norm_`.
+    A gradient with NaN or infinity, or of zeros only, stays unchanged and does not enter the average.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self.usual: torch.Tensor | None = None
+
+    def __call__(self, gradients: Sequence[torch.Tensor | None], *, clip: bool) -> None:
+        """Update the average norm and, with `clip`, clip in place; sparse gradients are neither read nor clipped."""
+        dense = [g for g in gradients if g is not None and not g.is_sparse]
+        if not dense:
+            return
+        norm = norm_squared([_part_read(g) for g in dense]).sqrt()
+        usual = torch.zeros_like(norm) if self.usual is None else self.usual.to(norm.device)
+        finite, known = torch.isfinite(norm), usual > 0.0
+        counts = finite & (norm > 0.0)  # steps of zeros would drive the average to 0 and freeze the steps after them
+        allowed = torch.where(known, self._limit * usual, norm) if clip else norm
+        taken = torch.minimum(norm, allowed)
+        blended = torch.where(known, _KEEP * usual + (1.0 - _KEEP) * taken, taken)
+        self.usual = torch.where(counts, blended, usual)
+        too_long = finite & (norm > allowed)
+        if not clip or (norm.is_cpu and not bool(too_long)):
+            return  # on the CPU reading the flag is free, multiplying by 1 is not
+        factor = torch.where(too_long, allowed / norm, torch.ones_like(norm))
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gradient in dense:
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for device, group in by_device.items():
+            foreach_mul_(group, factor.to(device, torch.float32))
+
+
+def _part_read(gradient: torch.Tensor) -> torch.Tensor:
+    """The first rows of `gradient`: a view in any memory format."""
+    elements = gradient.numel()
+    if elements <= _WHOLE:
+        return gradient
+    rows = gradient.shape[0]
+    return gradient.narrow(0, 0, min(rows, -(-rows * max(_WHOLE, elements // _SHARE) // elements)))

@@ -1,0 +1,294 @@
+"""Compares the gradient of a small batch with that of the large one in the same step, and counts the size of both.
+
+    large = |g|^2        small = mean over parts of |g_i|^2        g = f sum_i g_i / N
+
+The parts g_i are micro-steps of ranks (`taps.py`). f is whatever multiplied gradients between backward and step (AMP's
+loss scale, clipping by global norm, averages); it is found by projections, so that a script need not report it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+
+from tula_agent.batches import batch_size_of
+from tula_agent.scaling.policies import SERVED_SLOTS, Served
+from tula_agent.scaling.ranks import Ranks
+from tula_agent.scaling.taps import CALIBRATORS, Gradients, GradientTap
+from tula_agent.torch_private import norm_squared, norms, wide_dtype
+
+_LOG = logging.getLogger(__name__)
+
+_MAX_RESIDUAL = 0.01  # relative error of `common_factor`, above which gradients were changed by more than one factor
+_HEAD = 7  # numbers of a measurement before its projections
+_MATRICES_FROM = _HEAD + 2 * CALIBRATORS + SERVED_SLOTS
+_SIZE_DECAY = 0.9  # of the average of sizes that the script gives
+_MOST_DISCARDED = 32
+
+NO_SMALL_BATCH = (
+    "steps are not scaled: with one rank and no accumulation there is no small-batch gradient; accumulate two or more "
+    "micro-steps, or give Ags model= and loss= and call observe_batch"
+)
+NO_PARTS = (
+    "steps are not scaled: gradients arrive without a backward pass over the parameters (torch.func, Apex, or .grad "
+    "set by hand), so that no small-batch gradient is seen"
+)
+STEPPED_PAST = (
+    f"gradients were dropped {_MOST_DISCARDED} times without a step of TulaOptimizer, so nothing is scaled: wrap the "
+    "optimizer whose step() the script calls (a wrapper such as SAM, which steps by methods of its own, goes inside)"
+)
+DISTURBED = (
+    "steps are left out of the measurement, and factors stay as they were: gradients were changed by more than one "
+    "common factor after backward (clipping by value or by group, PowerSGD), or some parameters had more backwards "
+    "than others (a backward for each loss, reentrant checkpoints with a shared module)"
+)
+
+
+def common_factor(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (f, |after - f before| / |after|) by least squares, 0-d, from projections of shape (n,).
+
+    NaN where they are undetermined.
+    f is the number by which gradients were multiplied between backward and step: AMP's loss scale, clipping by global
+    norm, averaging over micro-steps. None of them is mistaken for noise, and the script need not report them.
+    """
+    factor = torch.dot(before, after) / torch.dot(before, before)
+    factor = torch.where(factor > 0.0, factor, math.nan)
+    return factor, torch.linalg.vector_norm(after - factor * before) / torch.linalg.vector_norm(after)
+
+
+class Reading:
+    """One step's measurement, summed over ranks, on its device; each float waits for that device.
+
+    `norm_sq`: |G|^2 as the optimizer sees it. `norm_sq_before_clip`: in the unit of backward, hence before a clip by
+    global norm, and with the loss scale of AMP. Both 0-d; the latter is NaN where the factor between them is unknown.
+    `precision`: the rounding error of the gradients, relative.
+    """
+
+    def __init__(self, vector: torch.Tensor, precision: float = 0.0) -> None:
+        self._vector, self._precision = vector, precision
+        before, after = vector[_HEAD : _HEAD + CALIBRATORS], vector[_HEAD + CALIBRATORS : _HEAD + 2 * CALIBRATORS]
+        self._factor, self._residual = common_factor(before, after)
+        self.norm_sq = vector[2]
+        self.norm_sq_before_clip = self.norm_sq / self._factor.square()
+
+    def moments(self) -> tuple[float, float, float]:
+        """Return mean |g_i|^2 over the parts, |mean of g_i|^2, both in the unit of backward, and the number of parts.
+
+        NaN or infinite where nothing can be said.
+        """
+        small, parts, large, micro, samples = self._vector[:5].tolist()
+        unit = (float(self._factor) * micro) ** 2
+        return (small / parts, large / unit, samples) if parts and unit else (math.nan, math.nan, samples)
+
+    def matrix_noise(self) -> list[float]:
+        """Return by matrix the noise of its gradient, E|g - G|^2 in the unit that the optimizer sees, at least 0."""
+        _, parts, _, micro, samples = self._vector[:5].tolist()
+        unit = (float(self._factor) * micro) ** 2
+        by_matrix = self._vector[_MATRICES_FROM:].reshape(2, -1).tolist()
+        if samples <= 1.0:
+            return [0.0] * len(by_matrix[0])
+        pairs = zip(*by_matrix, strict=True)
+        return [max(0.0, (small / parts * unit - large) / (samples - 1.0)) for small, large in pairs]
+
+    @property
+    def served(self) -> torch.Tensor:
+        """The first rank's `Served.to_vector()`."""
+        return self._vector[_HEAD + 2 * CALIBRATORS : _MATRICES_FROM]
+
+    @property
+    def unit(self) -> float:
+        """By which a sum of micro-steps was multiplied between backward and step."""
+        return float(self._factor)
+
+    @property
+    def examples(self) -> float:
+        """Global batch size of the step; 0 where it is not given and no rank observes its batches."""
+        return float(self._vector[5])
+
+    @property
+    def disturbed(self) -> bool:
+        """True where parts and whole cannot be compared; a sum of many parts may be off by the rounding of its type."""
+        rounding = 4.0 * self._precision * math.sqrt(max(float(self._vector[4]), 1.0))
+        return float(self._vector[6]) > 0.0 or float(self._residual) > max(_MAX_RESIDUAL, rounding)
+
+
+class GradientStatistics:
+    """Hooks, the batch of the current step, and what is measured from both.
+
+    `counted_batch_size`: examples per step over all ranks, by the last reading. A rank's batch would not do: the last
+    one of an epoch may be shorter on some ranks, and their factors would differ.
+    `share`: of the batches of `global_batch_size`, how much the agent hands to this rank.
+    `matrices`: the places of the parameters whose noise is measured one by one.
+    `served`: the service's numbers, equal on all ranks. `pulled` is what this rank asked for; the first rank's crosses
+    to the others in the next measurement, so that all ranks take it up at one step without a collective of its own.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        ranks: Ranks,
+        *,
+        global_batch_size: int | None = None,
+    ) -> None:
+        self.inner, self.ranks = inner, ranks
+        self.tap = GradientTap()
+        self.global_batch_size = global_batch_size
+        self.share = 1.0
+        self.counted_batch_size: float | None = None
+        self.last_count = 0.0
+        self.matrices: tuple[int, ...] = ()
+        self.served = self.pulled = Served()
+        self.batch: Any = None
+        self._sized = False  # the script gives the sizes of its batches
+        self.per_row = 1.0  # tokens, where these are the sizes
+        self._warned: set[str] = set()
+        self._observed = self._longest = 0.0
+        self._without_parts = 0
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters, group by group."""
+        return [p for group in self.inner.param_groups for p in group["params"]]
+
+    def gradients(self) -> Gradients:
+        """The current gradient of each parameter."""
+        return [p.grad for p in self.parameters()]
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter: numbers for reductions over ranks are on it."""
+        return self.parameters()[0].device
+
+    def warn(self, sentence: str) -> None:
+        """Log `sentence` once."""
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            _LOG.warning("gradient scaling: %s", sentence)
+
+    # The batch.
+
+    def observe(self, batch: Any, size: float | None = None) -> None:
+        """Take the batch of a step or of one of its micro-steps, of `size` examples or tokens.
+
+        Once the script gives a size, batches without one (those that the agent observes) are not counted.
+        """
+        self.batch = batch
+        length = float(batch_size_of(batch) or 0)
+        if size is not None:
+            if not self._sized:
+                self._sized, self._observed, self._longest = True, 0.0, 0.0
+            self.per_row, length = size / max(length, 1.0), size
+        elif self._sized:
+            return
+        self._observed, self._longest = self._observed + length, max(self._longest, length)
+
+    def forget_batch(self) -> None:
+        """The step is over."""
+        self.batch = None
+        self._observed = self._longest = 0.0
+
+    @property
+    def observed(self) -> float:
+        """Size of this step's batch on this rank, for a sum over ranks; 0 where none was observed.
+
+        At most as many as micro-steps explain: a batch of a step that a GradScaler skipped, or one that came twice,
+        does not count.
+        """
+        parts = self.tap.parts
+        return min(self._observed, parts * self._longest) if parts else self._longest
+
+    @property
+    def examples(self) -> float:
+        """This rank's summand of B: its part of the global batch that the script gives, else what was observed."""
+        given = self.global_batch_size
+        return self.observed if given is None else given * self.share / self.ranks.size
+
+    @property
+    def batch_size(self) -> float | None:
+        """B, per step over all ranks, of the last reading; before the first one as given."""
+        return self.global_batch_size if self.counted_batch_size is None else self.counted_batch_size
+
+    def count(self, examples: float) -> None:
+        """Take a sum of `examples` as B. A smaller count of whole examples only the second time: a last batch may be
+        short. Sizes that the script gives, such as tokens, vary by nature: their average counts."""
+        if examples <= 0:
+            return
+        if self._sized and self.global_batch_size is None:
+            before = self.counted_batch_size or examples
+            self.counted_batch_size = _SIZE_DECAY * before + (1.0 - _SIZE_DECAY) * examples
+            return
+        count = float(round(examples))
+        short = self.global_batch_size is None and count < self.last_count
+        self.counted_batch_size, self.last_count = self.last_count if short else count, count
+
+    def batch_ratio(self, small_batch_size: int | None) -> float | None:
+        """B / b_small when both are known; never below 1."""
+        large = self.batch_size
+        return None if small_batch_size is None or large is None else max(1.0, large / small_batch_size)
+
+    @property
+    def has_gradients(self) -> bool:
+        """True where some parameter has a gradient to step by."""
+        return any(p.grad is not None for p in self.parameters())
+
+    def check_taps(self) -> None:
+        """Say once what the taps cannot see; called at each step."""
+        if self.tap.discarded >= _MOST_DISCARDED:
+            self.warn(STEPPED_PAST)
+        if self.tap.mode is not None:
+            self._without_parts = 0 if self.tap.parts or not self.has_gradients else self._without_parts + 1
+        if self._without_parts == 3:
+            self.warn(NO_PARTS)
+
+    # Measurements.
+
+    def measure(self) -> torch.Tensor:
+        """Return this rank's summands of the step's measurement, whose sum over ranks is a `Reading`.
+
+        Zeros where it has none, so that every rank joins the reduction. A parameter without a part on this rank but
+        with a reduced gradient counts as a zero part. Each rank adds the squares of its portion of reduced gradients.
+        """
+        gradients, size, tap = self.gradients(), self.ranks.size, self.tap
+        dense = [g is not None and not g.is_sparse for g in gradients]
+        portion = self.ranks.portion([p.numel() for p in self.parameters()])
+        zero = torch.zeros((), dtype=wide_dtype(self.device), device=self.device)
+        tap.sum_held()
+        sums = [s.sum() if s.ndim else s for s, use in zip(tap.squares, dense, strict=True) if use and s is not None]
+        mine = [g for g, use, own in zip(gradients, dense, portion, strict=True) if g is not None and use and own]
+        small = torch.stack([s.to(self.device) for s in sums]).to(zero.dtype).sum() if sums else zero
+        large = norm_squared(mine).to(zero) if mine else zero
+        parts = float(tap.parts)
+        # `full` writes on the device; `tensor` would copy each number there, one transfer each.
+        slots = (small, parts, large, parts / size, parts, self.examples, float(tap.uneven))
+        head = [s if isinstance(s, torch.Tensor) else torch.full_like(zero, s) for s in slots]
+        projections = [zero if x is None else x.to(zero) for x in tap.projections()]
+        served = torch.zeros(SERVED_SLOTS, dtype=zero.dtype)
+        if self.ranks.is_first and self.pulled != self.served:
+            served = torch.tensor(self.pulled.to_vector(), dtype=zero.dtype, device="cpu")
+        served = served.to(self.device)
+        return torch.cat([torch.stack(head), torch.stack(projections) / size, served, *self._by_matrix(zero, portion)])
+
+    def _by_matrix(self, zero: torch.Tensor, portion: list[bool]) -> list[torch.Tensor]:
+        """Return for each of `matrices` the squares of its parts and, on one rank, of its reduced gradient."""
+        if not self.matrices:
+            return []
+        squares, gradients = self.tap.squares, self.gradients()
+        usable = [(i, g) for i in self.matrices if (g := gradients[i]) is not None and not g.is_sparse and portion[i]]
+        large = dict(zip((i for i, _ in usable), norms([g for _, g in usable]), strict=True))
+        small = [zero if (s := squares[i]) is None else s.to(zero) for i in self.matrices]
+        return [
+            torch.stack(small),
+            torch.stack([large[i].to(zero).square() if i in large else zero for i in self.matrices]),
+        ]
+
+    def reading(self, vector: torch.Tensor) -> Reading:
+        """Return what `vector`, a sum of measurements over ranks, says."""
+        kinds = {p.dtype for p in self.parameters() if p.is_floating_point()}
+        return Reading(vector, max((torch.finfo(kind).eps for kind in kinds), default=0.0))
+
+    def take_served(self, numbers: list[float]) -> None:
+        """Put the first rank's numbers in force, if a measurement brought any; on all ranks at the same step."""
+        if numbers[0] > 0.0:
+            self.served = Served.from_vector(numbers)

@@ -1,0 +1,12 @@
+"""Gain rules with other constants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tula_agent.scaling import Gain
+
+
+def gain(*, spike_limit: float | None = 2.0, s_max: float | None = None, **constants: Any) -> Gain:
+    """Return the gain policy with class constants such as `noise_weight` or `growth` changed."""
+    return type("Changed", (Gain,), constants)(s_max=s_max, spike_limit=spike_limit)
