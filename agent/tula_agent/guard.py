@@ -5,7 +5,16 @@ from __future__ import annotations
 import logging
 from types import TracebackType
 
+
+def _prefixed(record: logging.LogRecord) -> bool:
+    """Begin a message with `tula: `: in the script's log it says whose it is, and `tula tune` passes it on."""
+    record.msg = f"tula: {record.msg}"
+    return True
+
+
 logger = logging.getLogger("tula_agent")
+"""Everything that the agent has to tell goes through it."""
+logger.addFilter(_prefixed)
 
 GIVE_UP_AFTER = 5
 """Failures of one part after which it is left out for the rest of the run."""

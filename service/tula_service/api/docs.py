@@ -90,10 +90,12 @@ EXAMPLES: Final[dict[str, dict[str, Any]]] = {
 
 _PAGE = (
     "<!doctype html><html lang=en><meta charset=utf-8><title>Tula API</title>"
+    '<meta name=viewport content="width=device-width">'
     '<link rel=icon href="/static/icon.svg" type="image/svg+xml">'
 )
 _SWAGGER = (
-    f'{_PAGE}<link rel=stylesheet href="/static/swagger-ui.css"><div id=swagger-ui></div>'
+    f'{_PAGE}<link rel=stylesheet href="/static/swagger-ui.css"><link rel=stylesheet href="/static/docs.css">'
+    '<p><a href="/">Jobs of this service</a></p><div id=swagger-ui></div>'
     '<script src="/static/swagger-ui-bundle.js"></script><script src="/static/docs.js"></script></html>'
 )
 

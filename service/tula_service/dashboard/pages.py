@@ -18,13 +18,13 @@ from starlette.responses import HTMLResponse, JSONResponse
 from tula_service.analysis.what_if import WhatIf
 from tula_service.api.auth import CurrentUser, User
 from tula_service.dashboard.charts.candidates import named_candidates
-from tula_service.dashboard.charts.runs import RUN_CHARTS, Over, QualityRun, drawn_columns
+from tula_service.dashboard.charts.runs import RUN_CHARTS, Over, QualityRun, drawn_columns, is_setting
 from tula_service.dashboard.format import render
 from tula_service.domain import JobOrder
 from tula_service.errors import InvalidInput
 from tula_service.usecases import events, jobs, ledger, recommendations, runs
 from tula_service.usecases.access import PUBLIC, visible_projects, visible_tokens
-from tula_service.usecases.telemetry import SeriesQuery, columns_of, compare
+from tula_service.usecases.telemetry import SeriesQuery, columns_of, compare, newest_values
 from tula_wire import JOBS_COUNTED, Candidate, EventKind, JobSpec, JobState, Objective, Recommendation, read
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
@@ -237,14 +237,20 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
     job = jobs.get(*user, run.job_id)
     listed = events.recent(*user, job.id, kinds=KINDS, run_id=run_id, limit=MAX_EVENTS)
     drawn = {column for name in RUN_CHARTS for column in drawn_columns(name)}
-    logged = [name for name in columns_of(*user, run_id) if name not in drawn]
-    names = {name: drawn_columns(name)[0] for name in (*RUN_CHARTS, *logged[:MAX_LOGGED])}
+    sent = columns_of(*user, run_id)
+    logged = [name for name in sent if name not in drawn and not is_setting(name)]
+    # A profiling run reports no loss, accuracy or scaling: empty charts of these would only hide the others.
+    own = [
+        n for n in RUN_CHARTS if run.kind == "train" or n in ("step_time", "memory") or {*drawn_columns(n)} & {*sent}
+    ]
+    names = {name: drawn_columns(name)[0] for name in (*own, *logged[:MAX_LOGGED])}
     return _page(
         user,
         "run.html",
         run=run,
         job=job,
         names=names,
+        settings=newest_values(*user, run_id, filter(is_setting, sent)),
         left_out=max(0, len(logged) - MAX_LOGGED),
         events=listed,
         output=runs.output(*user, run_id),

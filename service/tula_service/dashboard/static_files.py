@@ -14,7 +14,8 @@ from tula_service.errors import NotFound
 router = APIRouter(include_in_schema=False)
 
 _FILES: Final = dict.fromkeys(
-    ("app.css", "app.js", "docs.js", "forms.js", "theme.js", "vega.js", "icon.svg"), "tula_service.dashboard"
+    ("app.css", "app.js", "docs.css", "docs.js", "forms.js", "theme.js", "vega.js", "icon.svg"),
+    "tula_service.dashboard",
 ) | dict.fromkeys(("swagger-ui.css", "swagger-ui-bundle.js"), "fastapi_offline")
 """Names of files, each with the package in whose folder `static` it is; `hatch_build.py` makes `vega.js`."""
 _TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}

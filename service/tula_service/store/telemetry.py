@@ -160,6 +160,14 @@ class Telemetry(Repository):
         keep = (steps >= first) & (steps <= last)
         return steps[keep], values[keep]
 
+    def newest(self, run_key: int, column: str) -> float | None:
+        """The last value of a column in the newest chunk of the first rank that has it; None without one."""
+        statement = _chunks(column, 0).where(telemetry_chunks.c.run_key == run_key)
+        newest = statement.order_by(*(place.desc() for place in _ORDER)).limit(1)
+        _, values = _joined(self._connection.execute(newest), column)
+        numbers = values[~np.isnan(values)]
+        return float(numbers[-1]) if numbers.size else None
+
     def num_steps(self, run_ids: Collection[str]) -> dict[str, dict[str, int]]:
         """The columns that the first rank of each of these runs sent, each with the number of steps of its chunks."""
         chunk = telemetry_chunks.c

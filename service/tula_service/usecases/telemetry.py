@@ -77,6 +77,13 @@ def columns_of(store: Store, principal: Principal, run_id: str) -> list[str]:
         return _names(run, tx.telemetry.columns(run.key))
 
 
+def newest_values(store: Store, principal: Principal, run_id: str, columns: Iterable[str]) -> dict[str, float | None]:
+    """The newest value of each column that a run's first rank sent. Raises NotFound for an unknown run."""
+    with store.reading() as tx:
+        run = visible_run(tx, principal, run_id)
+        return {column: tx.telemetry.newest(run.key, column) for column in columns}
+
+
 def read_with_trend(
     store: Store, principal: Principal, query: SeriesQuery
 ) -> tuple[TelemetrySeries, TelemetrySeries | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import vl_convert
@@ -240,3 +241,14 @@ def luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_runs_of_one_method_at_two_configurations_are_told_apart_in_the_legend() -> None:
+    small, large = (models.run(f"run_{batch}", method="gain") for batch in (32, 64))
+    other = replace(small.configuration, local_batch_size=2 * small.configuration.local_batch_size)
+    runs = [
+        QualityRun(run, models.series("accuracy")) for run in (small, large.model_copy(update={"configuration": other}))
+    ]
+    names = {row["method"] for row in quality_chart(models.job(), runs)["datasets"]["runs"]}
+    assert names == {f"gain: {configuration(run.configuration)}" for run, _ in runs}
+    assert len(names) == 2

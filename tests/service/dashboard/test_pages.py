@@ -182,6 +182,21 @@ def test_a_run_links_to_its_job_and_offers_every_chart(browser: Browser) -> None
         assert f'data-chart="/v1/runs/{run_id}/charts/{name}"' in page
 
 
+def test_settings_are_stated_and_a_profiling_run_has_no_empty_charts(browser: Browser) -> None:
+    job_id = register(browser)
+    run_id = train(browser, job_id, columns=("delta", "scripted_small_batch_size", "loss"))
+    page = browser.page(f"/runs/{run_id}")
+    assert "Settings: delta" in " ".join(page.split())
+    assert "scripted small batch size" in page
+    assert f"/v1/runs/{run_id}/charts/delta" not in page
+    profiled = browser("GET", wire.routes.JOB_RUNS.format(job_id=job_id) + "?kind=profile").json()["runs"][0]["id"]
+    page = browser.page(f"/runs/{profiled}")
+    drawn = [
+        name for name in ("step_time", "memory", "gradient", "scale", "loss", "accuracy") if f"charts/{name}" in page
+    ]
+    assert drawn == ["step_time", "memory"]
+
+
 def test_events_of_a_run_are_on_its_page_and_on_its_jobs(browser: Browser) -> None:
     job_id = register(browser)
     run_id = train(browser, job_id)

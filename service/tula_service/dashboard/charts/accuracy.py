@@ -71,9 +71,7 @@ def calibration(entries: Sequence[LedgerEntry]) -> Spec:
         width=HEIGHT + 60,
     )
     count = "1 run" if len(scores) == 1 else f"{len(scores)} runs"
-    subtitle = (
-        f"{count}; the band holds right intervals nine times in ten; above it they are too wide, below too narrow"
-    )
+    subtitle = f"{count}; inside the grey band: fine; above it intervals are too wide, below it too narrow"
     return vega.finish(chart, title, subtitle, {"levels": rows})
 
 

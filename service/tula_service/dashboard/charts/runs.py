@@ -64,6 +64,8 @@ _CHARTS: Final[dict[str, tuple[str, str, tuple[Panel, ...]]]] = {
     ),
 }
 """What a chart is of, where its columns come from (for the message while there are none), and its panels."""
+SETTINGS: Final = ("delta", "small_batch_size", "thresholds_version")
+"""Columns, and the same after `scripted_`, whose one value a page states instead of drawing a chart of a point."""
 RUN_CHARTS: Final = ("step_time", "memory", "gradient", "scale", "loss", "accuracy")
 _UNITS: Final = {"step_time_s": vega.time_unit, "skew_s": vega.time_unit, "memory_bytes": vega.bytes_unit}
 
@@ -73,6 +75,11 @@ def _chart(name: str) -> tuple[str, str, tuple[Panel, ...]]:
     words = name.replace("_", " ")
     source = f"run.log({name}=...) in the training script reports it."
     return _CHARTS.get(name) or (words, source, (Panel(words[:1].upper() + words[1:], (name,)),))
+
+
+def is_setting(column: str) -> bool:
+    """True for a column of SETTINGS."""
+    return column.removeprefix("scripted_") in SETTINGS
 
 
 def drawn_columns(name: str) -> tuple[str, ...]:
@@ -220,15 +227,24 @@ class QualityRun(NamedTuple):
 
 
 def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = False, over: Over = "epoch") -> Spec:
-    """One column of several runs over epochs or steps, a colour per method, or per run where no method is named."""
+    """One column of several runs over epochs or steps, a colour per method, or per run where no method is named.
+
+    Where the runs differ in their configurations, the legend has these too: a method is not all that sets them apart.
+    """
     title = f"{job.name}: training runs"
     drawn = [each for each in runs if _values(each.series)]
     if not drawn:
         return vega.message(title, "No training run has reported this yet.")
     column = drawn[0].series.column
     name = column.replace("_", " ")
+    apart = len({run.configuration for run, _ in drawn}) > 1
     listed: list[Row] = [
-        {"run": run.id, "method": run.method or run.id, "batch": run.configuration.global_batch_size}
+        {
+            "run": run.id,
+            "method": (run.method or run.id)
+            + (f": {configuration(run.configuration)}" if apart and run.method else ""),
+            "batch": run.configuration.global_batch_size,
+        }
         for run, _ in drawn
     ]
     methods = sorted({row["method"] for row in listed})
