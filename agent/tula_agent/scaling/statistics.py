@@ -8,19 +8,17 @@ loss scale, clipping by global norm, averages); it is found by projections, so t
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
 import torch
 
 from tula_agent.batches import batch_size_of
+from tula_agent.guard import logger
 from tula_agent.scaling.policies import SERVED_SLOTS, Served
 from tula_agent.scaling.ranks import Ranks
 from tula_agent.scaling.taps import CALIBRATORS, Gradients, GradientTap
 from tula_agent.torch_private import norm_squared, norms, wide_dtype
-
-_LOG = logging.getLogger(__name__)
 
 _MAX_RESIDUAL = 0.01  # relative error of `common_factor`, above which gradients were changed by more than one factor
 _HEAD = 7  # numbers of a measurement before its projections
@@ -165,7 +163,7 @@ class GradientStatistics:
         """Log `sentence` once."""
         if sentence not in self._warned:
             self._warned.add(sentence)
-            _LOG.warning("gradient scaling: %s", sentence)
+            logger.warning("gradient scaling: %s", sentence)
 
     # The batch.
 
