@@ -5,8 +5,12 @@
 Each part that Tula adds is timed by itself: the leaf hooks (run again on the finished gradients, armed or not as each
 configuration left them), and the time of `step` outside the wrapped optimizer's `step`. A difference of two whole step
 times would hide one percent in noise. `overhead.fraction` is the default policy's share after its first 512 steps, when
-it measures every eighth step and clips spikes in all; `overhead.first_steps_fraction` is its share while every step is
-measured; `overhead.measure_fraction` is the share of policy `measure`, which measures at every eighth step.
+it measures every eighth step and clips spikes in all; `overhead.direction_fraction` is what turning the steps of
+matrices adds to every step, of those matrices that the default turns at this batch; `overhead.first_steps_fraction` is
+its share while every step is measured; `overhead.measure_fraction` is the share of policy `measure`, which measures at
+every eighth step.
+`operations.*`: floating-point operations of turning the steps, on a GPU, over those of forward and backward passes of
+so many images of 224 x 224 a rank, on so many ranks; and of the forward and backward passes on this machine.
 `--smoke` takes two steps of ResNet-18 on tiny images: its figures only show that the benchmark works.
 """
 
@@ -23,11 +27,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.support.gloo import fork_ranks, leave_group
 from benchmarks.support.report import parser_of, write_json
 from benchmarks.support.resnet import resnet
 from tula_agent.scaling import Ags, Gain, Measure, Policy, TulaOptimizer
+from tula_agent.scaling.direction import Directions, affordable, matrix_shape
+from tula_agent.scaling.ranks import Ranks
 from tula_agent.scaling.rule import SPARSE_EVERY
 
 MEASURED_SHARE = 1.0 / SPARSE_EVERY  # of the steps, after the first DENSE_STEPS
@@ -74,6 +81,16 @@ def measure(*, depth: int, batch: int, side: int, steps: int) -> dict[str, float
         optimizer.close()
         for part, values in rows.items():
             found[f"{name}.{part}"] = values[1:] or values
+    directions = Directions(inner, Ranks())
+    noise = dict.fromkeys(directions.places, 1e-3)
+    seconds = []
+    for _ in range(steps):
+        began = _now(device)
+        with torch.no_grad():
+            directions.turn(1.5, noise, batch * ranks)
+        seconds.append(_now(device) - began)
+    found["direction.added"] = seconds[1:] or seconds
+    found["direction.left_out"] = [float(directions.left_out)]
     medians = {name: statistics.median(values) for name, values in found.items()}
     slowest = torch.tensor(list(medians.values()), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -81,8 +98,8 @@ def measure(*, depth: int, batch: int, side: int, steps: int) -> dict[str, float
 
 
 def _every(steps: int, kind: type[Gain]) -> Gain:
-    """Return the policy, measuring every so many steps."""
-    policy: Gain = type("Every", (kind,), {"measure_every": steps})()
+    """Return the policy, measuring every so many steps and leaving their directions."""
+    policy: Gain = type("Every", (kind,), {"measure_every": steps, "damping": None})()
     return policy
 
 
@@ -115,6 +132,19 @@ class _Clock:
         return times
 
 
+def operations(depth: int, *, images: int, ranks: int, side: int = 224, host: bool = False) -> float:
+    """Return the operations of turning all affordable steps on one of `ranks`, over those of both passes."""
+    with torch.device("meta"):
+        model, image = resnet(depth, channels=3, num_classes=1000), torch.empty(1, 3, side, side)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(image)
+    shapes = tuple(shape for p in model.parameters() if (shape := matrix_shape(p)) is not None)
+    turned = affordable(shapes, images * ranks, host=host)
+    cost = sum(shape.operations(host=host) for shape, use in zip(shapes, turned, strict=True) if use)
+    passes = 3.0 * float(counter.get_total_flops()) * images  # a backward pass takes twice the forward pass
+    return cost / ranks / passes
+
+
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -134,6 +164,8 @@ def summarise(seconds: dict[str, float]) -> dict[str, float]:
             MEASURED_SHARE * added["measure_measured"] + (1 - MEASURED_SHARE) * added["measure"]
         )
         / step,
+        "overhead.direction_fraction": seconds["direction.added"] / step,
+        "direction.left_out": seconds["direction.left_out"],
         "overhead.first_steps_fraction": added["parts"] / step,
         "overhead.between_fraction": added["between"] / step,
         "overhead.hooks_fraction": seconds["parts.hooks"] / step,
@@ -151,6 +183,14 @@ def rank_main(options: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         figures: dict[str, float | str] = {
             **summarise(seconds),
+            "operations.here": operations(
+                options.depth, images=options.batch, ranks=options.ranks, side=options.side, host=True
+            ),
+            **{
+                f"operations.{images}_images_{ranks}_ranks": operations(options.depth, images=images, ranks=ranks)
+                for images in (32, 128)
+                for ranks in (2, 8)
+            },
             "ranks": options.ranks,
             "local_batch_size": options.batch,
             "side": options.side,

@@ -26,13 +26,14 @@ POST_LOCAL_SYNCS_PER_EPOCH = 4
 class Method:
     """One way to train at the large batch.
 
-    `kind`: `sgd`, `adamw`, `lars`, `tula` (SGD or AdamW within, as the case says) or `post_local` (SGD, then local
-    steps from the first decay on: see train.py).
-    `role`: `reference`, `paper`, `baseline`, `tuned`, `default` or `ablation`.
+    `kind`: `sgd`, `adamw`, `lars`, `muon`, `tula` (SGD or AdamW within, as the case says) or `post_local` (SGD, then
+    local steps from the first decay on: see train.py).
+    `role`: `reference`, `paper`, `baseline`, `tuned`, `default`, `part` (of the default, in every table) or `ablation`.
     `options`: keyword arguments of the optimizer. `tuned_as`: the small-batch method whose base rate it takes.
     `rate_factor`: the learning rate's factor once warm-up is over, or the rule that gives it: `linear` is B / base
     (Goyal et al. 2017), `root` its square root (Krizhevsky 2014).
     `malladi`: betas of Adam follow the batch, 1 - beta times B / base (Malladi et al. 2022).
+    `published_rate`: the base rate where the method's own is taken instead of a picked one.
     `cut`: gradients longer than twice the usual are clipped to that, by the product's own `SpikeClip`.
     """
 
@@ -45,6 +46,7 @@ class Method:
     malladi: bool = False
     cut: bool = False
     tuned_as: str = "small batch"
+    published_rate: float | None = None
 
 
 def multiplier(value: float, kind: str = "sgd") -> Method:
@@ -73,6 +75,14 @@ class _AdaScale(_Weight1):
     growth = None
 
 
+class _Alone(Gain):
+    damping = None
+
+
+class _Undamped(Gain):
+    damping = 0.0
+
+
 _TULA = (
     Method("AGS", "tula", "paper", {"policy": "ags"}),
     Method("Tula default", "tula", "default", {"policy": "gain"}),
@@ -81,6 +91,12 @@ _TULA = (
     Method("gain, growth 1.4", "tula", "ablation", {"policy": _Growth14()}),
     Method("gain, spikes", "tula", "ablation", {"policy": Gain(spike_limit=None)}),
     Method("AdaScale gain", "tula", "ablation", {"policy": _AdaScale(spike_limit=None)}),
+)
+_PARTS = (
+    # What the direction adds, and what the noise adds to the direction; SGD only, since AdamW keeps its direction.
+    Method("gain alone", "tula", "part", {"policy": _Alone()}),
+    Method("undamped", "tula", "ablation", {"policy": _Undamped()}),
+    Method("Muon", "muon", "ablation", published_rate=0.02),
 )
 _LINEAR: dict[str, Any] = {"rate_factor": "linear", "warmup_epochs": WARMUP_EPOCHS}
 METHODS = (
@@ -91,6 +107,7 @@ METHODS = (
     Method("LARS", "lars", "baseline", tuned_as=SMALL_LARS.name, **_LINEAR),
     Method("post-local SGD", "post_local", "baseline", **_LINEAR),
     *_TULA,
+    *_PARTS,
 )
 ADAM_METHODS = (
     Method("LBT", "adamw", "reference"),
@@ -122,6 +139,7 @@ class Prepared:
 
 def prepare(method: Method, case: Case, network: nn.Module, *, learning_rate: float, steps_per_epoch: int) -> Prepared:
     """Build `method` over `network`: SGD with momentum 0.9 and weight decay 5e-4, or AdamW with 0.01."""
+    learning_rate = learning_rate if method.published_rate is None else method.published_rate
     optimizer = _optimizer(method, case, network, learning_rate, steps_per_epoch)
     factor = _rate_factor(method, case)
     return Prepared(
@@ -142,6 +160,8 @@ def _optimizer(
             network.parameters(), lr=learning_rate, weight_decay=WEIGHT_DECAY, **method.options
         )
         return layerwise
+    if method.kind == "muon":
+        return _muon(network, learning_rate)
     inner = _inner(method, case, network, learning_rate)
     if method.kind != "tula":
         return inner
@@ -154,6 +174,23 @@ def _optimizer(
         )
     sizes = {"global_batch_size": case.batch_size, "small_batch_size": case.base_batch_size}
     return TulaOptimizer(inner, policy=policy, **sizes)
+
+
+def _muon(network: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Muon as published (Jordan et al. 2024): AdamW at 3e-4 for vectors and for the last layer."""
+    import pytorch_optimizer
+
+    parameters = list(network.parameters())
+    last = max(index for index, parameter in enumerate(parameters) if parameter.ndim >= 2)
+    hidden = [p for index, p in enumerate(parameters) if p.ndim >= 2 and index != last]
+    rest = [p for index, p in enumerate(parameters) if p.ndim < 2 or index == last]
+    optimizer: torch.optim.Optimizer = pytorch_optimizer.Muon(
+        [
+            {"params": hidden, "lr": learning_rate, "use_muon": True, "rate_share": 1.0},
+            {"params": rest, "lr": 3e-4, "use_muon": False, "rate_share": 3e-4 / learning_rate},
+        ]
+    )
+    return optimizer
 
 
 def _inner(method: Method, case: Case, network: nn.Module, learning_rate: float) -> torch.optim.Optimizer:

@@ -143,7 +143,7 @@ class _Run:
     def _step(self, batch: torch.Tensor, rate: float) -> None:
         optimizer = self.prepared.optimizer
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("rate_share", 1.0)
         optimizer.zero_grad()
         train = self.images.train
         if isinstance(optimizer, TulaOptimizer):

@@ -45,9 +45,9 @@ class TulaOptimizer(torch.optim.Optimizer):
     always unscales first (also for fused optimizers), and its state is part of `state_dict`.
 
     policy: an object of `tula_agent.scaling`, or its name for one with defaults. `Gain()` multiplies the learning rate
-    by the noise gain for SGD, else by its root; `Ags()` is Algorithm 1 and `Static(scale)` equation 8, both on the
-    gradient of plain SGD and on the update of any other optimizer; `Measure()` changes nothing and measures the
-    gradient noise scale; `Off()`, named `none`, does nothing.
+    by the noise gain and, for SGD, turns the steps of matrices; else by the gain's root. `Ags()` is Algorithm 1 and
+    `Static(scale)` equation 8, both on the gradient of plain SGD and on the update of any other optimizer; `Measure()`
+    changes nothing and measures the gradient noise scale; `Off()`, named `none`, does nothing.
     global_batch_size: B, examples per step over all ranks; without it, B is counted from batches that are observed.
     small_batch_size: b_small, the batch at which the learning rate was chosen; without it, the batch of one rank or
     micro-step.
@@ -187,6 +187,8 @@ class TulaOptimizer(torch.optim.Optimizer):
         if isinstance(factors, float):
             with scaled_learning_rate(self._inner.param_groups, factors):
                 self._inner.step()
+            if isinstance(self._rule, GainPolicy) and not self._closed:
+                self._rule.turn(factors)
             return
         pairs = zip(self._statistics.parameters(), factors.by_parameter, strict=True)
         scaled = [(p, f) for p, f in pairs if f is not None and p.grad is not None and not p.grad.is_sparse]

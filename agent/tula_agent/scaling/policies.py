@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from torch import nn
 
 import tula_wire as wire
+from tula_agent.scaling.direction import DAMPING
 from tula_wire.bounds import MAX_DELTA, MAX_FACTOR, MIN_DELTA, MIN_FACTOR, NOISE_WEIGHT
 from tula_wire.problems import remedy
 
@@ -28,13 +29,17 @@ _DEFAULT_DELTA, _DEFAULT_S_MIN = 0.5, 1e-3  # of Algorithm 1
 class Gain:
     """The default: the learning rate times the noise gain, from gradients of earlier steps; its root under Adam.
 
+    Under torch's SGD the steps of matrices also turn to directions that the noise does not decide (`direction`). A
+    parameter group of it with `direction=False`, such as one of embeddings, keeps its steps.
+
     s_max: the largest factor; B / b_small by default, which is also the most that is accepted.
     spike_limit: a gradient longer than this times the usual length is clipped to it while the gain is above 1; None
     turns clipping off.
 
     The class attributes are the rule's constants, which only experiments change, in a subclass. `noise_weight`: c of
     the gain. `growth`: the largest ratio of the factors of two steps; None: no limit. `adaptive_power`: of the gain
-    under an optimizer that divides by the gradient's size. `measure_every`: steps; None: every one of the first 512,
+    under an optimizer that divides by the gradient's size. `damping`: c of the direction; 0 levels all directions, None
+    leaves each step along the gradient. `measure_every`: steps; None: every one of the first 512,
     then one in eight. Raises ValueError for a number that makes no sense.
     """
 
@@ -45,6 +50,7 @@ class Gain:
     noise_weight: ClassVar[float] = NOISE_WEIGHT
     growth: ClassVar[float | None] = 1.1
     adaptive_power: ClassVar[float] = 0.5
+    damping: ClassVar[float | None] = DAMPING
     measure_every: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:

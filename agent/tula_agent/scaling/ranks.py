@@ -41,6 +41,11 @@ class Ranks:
         return dist.get_world_size(self._group)
 
     @property
+    def rank(self) -> int:
+        """This process within the group, from 0."""
+        return 0 if self.size == 1 else dist.get_rank(self._group)
+
+    @property
     def is_first(self) -> bool:
         """True on the rank whose thresholds count."""
         return self.size == 1 or dist.get_rank(self._group) == 0
@@ -60,6 +65,15 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(tensor, group=self._group)
         return tensor
+
+    def gather(self, parcel: torch.Tensor) -> list[torch.Tensor]:
+        """Return the `parcel` of each rank, in the order of ranks; all have the same size and type."""
+        if self.size == 1:
+            return [parcel]
+        raw = parcel.view(torch.uint8)  # gloo knows no bfloat16
+        received = [torch.empty_like(raw) for _ in range(self.size)]
+        dist.all_gather(received, raw, group=self._group)
+        return [part.view(parcel.dtype) for part in received]
 
     def send(self, vector: torch.Tensor) -> AsyncReduction:
         """Start to sum `vector` over ranks and to copy it to the host; on a GPU blocks neither host nor device.

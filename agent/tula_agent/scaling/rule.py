@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tula_agent.scaling.direction import Directions
 from tula_agent.scaling.noise import NoiseAverage, gradient_variability
 from tula_agent.scaling.policies import Gain, Numbers
 from tula_agent.scaling.ranks import AsyncReduction
@@ -27,6 +28,11 @@ SPARSE_EVERY = 8
 
 PLAIN = (torch.optim.SGD, torch.optim.ASGD)
 """Optimizers whose update is proportional to the gradient; others divide by its size, as Adam."""
+
+LEFT_OUT = (
+    "the steps of the largest matrices stay along the gradient: to turn all would cost more than a twentieth of a "
+    "step, by count of operations; a larger batch has room for more"
+)
 
 _KEEP = 0.9  # weight of the past in the average norm, per step, and in the noise of a matrix, per measurement
 _WHOLE = 2**14  # elements up to which all of a tensor is read
@@ -64,12 +70,16 @@ class GainPolicy:
     """A factor from past steps only: independent of the batch that it scales, and never waited for.
 
     `matrix_noise`: V by matrix, the average (0.9 a measurement) of the noise of its gradient in the optimizer's unit.
+    `turn` then turns the step that was taken at the factor.
     """
 
     def __init__(self, statistics: GradientStatistics, policy: Gain) -> None:
         self._statistics, self._policy = statistics, policy
         self._clip = None if policy.spike_limit is None else SpikeClip(policy.spike_limit)
         self._scales = policy.name == "gain"
+        self._directions: Directions | None = None
+        if self._scales and policy.damping is not None:
+            self._directions = Directions(statistics.inner, statistics.ranks, policy.damping)
         self._state = GainState(NoiseAverage())
         self._reduction: AsyncReduction | None = None
         self._sent_at = -2
@@ -93,6 +103,15 @@ class GainPolicy:
         if measurement is not None:
             self._reduction, self._sent_at = self._statistics.ranks.send(measurement), step
         return factor
+
+    def turn(self, factor: float) -> None:
+        """After a step at this factor: turn it, where the noise of its matrices is known."""
+        if self._directions is None or factor <= 1.0 or not self.matrix_noise:
+            return
+        noise = dict(zip(self._statistics.matrices, self.matrix_noise, strict=True))
+        self._directions.turn(factor, noise, self._statistics.batch_size)
+        if self._directions.left_out:
+            self._statistics.warn(LEFT_OUT)
 
     def _factor(self, numbers: Numbers) -> float:
         """Return min(r^power, s_max), with s_max = B / b_small unless it is less; 1 until something was measured."""
@@ -142,6 +161,9 @@ class GainPolicy:
         if statistics.tap.mode is None:
             return None
         if statistics.ranks.size > 1 or statistics.tap.parts >= 2:
+            places = () if self._directions is None else self._directions.places
+            if places != statistics.matrices:  # no measurement is on its way here, so none has other matrices
+                statistics.matrices, self.matrix_noise = places, []
             return statistics.measure()
         if self._scales:
             statistics.warn(NO_SMALL_BATCH)
@@ -177,6 +199,8 @@ class GainPolicy:
         average = NoiseAverage(signal, noise, slow, fast, int(count))
         self._state = GainState(average, factor, samples, norm, int(measured_at), variability)
         self.matrix_noise = list(numbers)
+        if self._directions is not None:
+            self._statistics.matrices = self._directions.places
         self._reduction, self._sent_at = None, int(sent_at)
         statistics = self._statistics
         now = statistics.batch_size

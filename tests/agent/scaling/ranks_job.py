@@ -1,4 +1,4 @@
-"""Trains 200 (or 80) steps by each scenario and prints one JSON line for all ranks; of those named, 80 steps each.
+"""Trains 200 (or 80) steps by each scenario, of all or of those named, and prints one JSON line for all ranks.
 
 Every rank sees other data; each line carries digests of the weights at several steps, so a test can compare ranks.
 """
@@ -15,15 +15,23 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from benchmarks.support.gloo import print_results_of_all_ranks
-from tula_agent.scaling import Ags, Static, TulaOptimizer, taps
+from tula_agent.scaling import Ags, Gain, Static, TulaOptimizer, taps
 from tula_agent.scaling.policies import Served
 
 STEPS = 200
-SHORT_STEPS = 80  # of the scenarios that vary what the long ones prove, and of more ranks
+SHORT_STEPS = 80  # of the scenarios that vary what the long ones prove
 LONG = ("gain", "ags")
+
+
+class Alone(Gain):
+    """Without directions."""
+
+    damping = None
+
 
 SCENARIOS = {
     "gain": {},
+    "gain-alone": {"policy": Alone()},
     "gain-b_small": {"small_batch_size": 4},
     "ags": {},
     "ags-probe": {"small_batch_size": 8},
@@ -123,9 +131,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    lengths = dict.fromkeys(sys.argv[1:], SHORT_STEPS) or {
-        name: STEPS if name in LONG else SHORT_STEPS for name in SCENARIOS
-    }
+    lengths = {name: STEPS if name in LONG else SHORT_STEPS for name in sys.argv[1:] or SCENARIOS}
     print_results_of_all_ranks([run(name, rank, world_size, steps) for name, steps in lengths.items()])
 
 

@@ -1,0 +1,320 @@
+"""The direction of a step: a matrix's update with its singular directions levelled as far as they exceed the noise.
+
+    D = (U U^T + nu I)^(-1/2) U, scaled to the length |U|_F;     nu = c V / ((1 - mu^2) m),     c = 1/4
+
+U (m x n, m <= n) is what SGD subtracts from a weight, before the learning rate: mostly the momentum buffer. V is the
+average of the noise |.|^2 in this tensor's mean gradient, mu the momentum; (1 - mu^2) m spreads the noise that the
+buffer holds over the m singular directions. A direction well above the noise gets the length of every other such
+direction, as in Muon (Jordan et al. 2024) and Shampoo (Gupta et al. 2018); one below it keeps the proportions of the
+gradient; where noise dominates, D is U. The length of the step stays (grafting: Agarwal et al. 2020), and with it the
+meaning of the learning rate, the schedule, the decay and the momentum. docs/evidence/direction.md has the evidence.
+
+On a host the inverse root comes from LAPACK's eigenvectors. On a GPU these take long and wait for the host; there it
+comes from products of matrices alone:
+
+    Y <- Y T, Z <- T Z, T = (3 a I - a^3 Z Y) / 2     (Newton's coupled iteration: Higham 2008, equation 6.35)
+
+from Y = A / |A|_F, Z = I, with the scale a = sqrt(3 / (1 + l + l^2)) that maps the interval [l, 1], in which the
+singular values of Y^(1/2) lie, to the narrowest interval (Chen and Chow 2014). nu is at least 1e-6 |U|^2, so l begins
+at 1e-3: ten steps reach the exact D within 2 % where that bound holds, and within 0.01 % where nu is 1e-3 |U|^2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tula_agent.scaling.ranks import Ranks, owners
+
+DAMPING = 0.25
+"""c: flat between 1/4 and 1 with batch normalization; chosen among 0, 1/4, 1 and 4 on development cases."""
+ROWS = 256
+"""A matrix with more rows is cut into blocks of rows, each with its own D: the root costs the cube of the rows."""
+MOST_OPERATIONS = 0.05
+"""Of the operations of the forward and backward passes, by count; the largest matrices are left out above it."""
+POSITIONS = 64
+"""At which a convolution's weight is assumed to be used for each example: 8 x 8; a dense layer's is used at one."""
+
+_LEAST = 1e-6  # nu / |U|^2
+_NOISY = 1e4  # nu / |U|^2 from which D differs from U by less than 1e-4 of its length
+
+
+def noise_level(noise: float, momentum: float, rows: int, damping: float = DAMPING) -> float:
+    """nu = c V / ((1 - mu^2) m); `noise` is V, `rows` is m. Infinite for a momentum of 1."""
+    kept = 1.0 - momentum**2
+    return damping * noise / (kept * rows) if kept > 0.0 else math.inf
+
+
+def corrections(updates: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    """D - U of each matrix U of `updates` (k, m, n), m <= n, with nu of each in `levels` (k,); float32, |D| = |U|.
+
+    Zeros for a matrix of zeros, one with NaN or infinity, and one whose level is not finite
+    or far above it: these keep the step that SGD took.
+    """
+    count, rows, columns = updates.shape
+    updates = updates.float()
+    length = torch.linalg.vector_norm(updates, dim=(1, 2), keepdim=True)
+    damping = levels.to(updates)[:, None, None] / length.square()
+    usable = (damping < _NOISY) & torch.isfinite(length)
+    damping = torch.where(usable, damping.clamp_min(_LEAST), 1.0)
+    unit = torch.where(usable, updates / length, 0.0)
+    blocks = -(-rows // ROWS)
+    height = -(-rows // blocks)
+    unit = functional.pad(unit, (0, 0, 0, blocks * height - rows)).reshape(count * blocks, height, columns)
+    diagonal = damping.repeat_interleave(blocks, 0) * torch.eye(height, device=unit.device)
+    root = inverse_root(_product(unit, unit.mT) + diagonal)
+    turned = _product(root, unit).reshape(count, blocks * height, columns)[:, :rows]
+    size = torch.linalg.vector_norm(turned, dim=(1, 2), keepdim=True)
+    usable = usable & (size > 0.0) & torch.isfinite(size)
+    return torch.where(usable, turned * (length / size) - updates, 0.0)
+
+
+def inverse_root(matrices: torch.Tensor) -> torch.Tensor:
+    """A^(-1/2) of symmetric matrices A (k, m, m) whose eigenvalues are at least 1e-6 |A|_F; NaN where there is none."""
+    if not matrices.is_cpu:
+        return newton_inverse_root(matrices)
+    try:
+        values, vectors = torch.linalg.eigh(matrices)
+    except RuntimeError:  # LAPACK did not converge: the steps stay as they were
+        return torch.full_like(matrices, math.nan)
+    root: torch.Tensor = (vectors * values.clamp_min(_LEAST).rsqrt().unsqueeze(-2)) @ vectors.mT
+    return root
+
+
+def newton_inverse_root(matrices: torch.Tensor) -> torch.Tensor:
+    """The same by the iteration above, in the precision of `matrices`."""
+    size = torch.linalg.matrix_norm(matrices, keepdim=True)
+    y = matrices / size
+    identity = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)
+    z: torch.Tensor | None = None
+    *scales, last = _scales(math.sqrt(_LEAST))
+    for scale in scales:
+        t = 1.5 * scale * identity - 0.5 * scale**3 * (y if z is None else _product(z, y))
+        y, z = _product(y, t), t if z is None else _product(t, z)
+    assert z is not None
+    t = 1.5 * last * identity - 0.5 * last**3 * _product(z, y)
+    root: torch.Tensor = _product(t, z) / size.sqrt()
+    return root
+
+
+@lru_cache(maxsize=1)
+def _scales(least: float) -> tuple[float, ...]:
+    """The scales a of the iteration, until singular values from `least` to 1 are within 0.001 of 1."""
+    scales = []
+    while least < 0.999:
+        scale = math.sqrt(3.0 / (1.0 + least + least**2))
+        scales.append(scale)
+        least = scale * (3.0 - scale**2) / 2.0
+    return tuple(scales)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`left` @ `right` in float32, also where the script lets a GPU round factors to the 11 bits of TF32.
+
+    Rounding would exceed the smallest eigenvalues and make the iteration diverge. Each factor is then the sum of its
+    first 11 bits and the rest; the product of both rests is below float32.
+    """
+    if not left.is_cuda or torch.get_float32_matmul_precision() == "highest":
+        return left @ right
+    (a, rest), (b, other) = _halves(left), _halves(right)
+    return a @ b + (a @ other + rest @ b)
+
+
+def _halves(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    first = (matrix.view(torch.int32) & -(1 << 13)).view(torch.float32)
+    return first, matrix - first
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A weight as a matrix: `rows` <= `columns`; `transposed` where the weight's first dimension is the longer one."""
+
+    rows: int
+    columns: int
+    transposed: bool
+    positions: int
+
+    def operations(self, *, host: bool) -> int:
+        """Floating-point operations of D, by blocks of rows: U U^T, the inverse root, and its product with U.
+
+        The eigenvectors of a symmetric matrix count as 9 m^3 (Golub and Van Loan 2013, section 8.3).
+        """
+        blocks = -(-self.rows // ROWS)
+        height = -(-self.rows // blocks)
+        root = 9 + 2 if host else 2 * (3 * len(_scales(math.sqrt(_LEAST))) - 2)
+        return blocks * (4 * height**2 * self.columns + root * height**3)
+
+    @property
+    def operations_of_an_example(self) -> int:
+        """Floating-point operations that the weight causes in the forward and backward pass of one example."""
+        return 6 * self.rows * self.columns * self.positions
+
+
+def matrix_shape(parameter: torch.Tensor) -> Shape | None:
+    """`parameter` as (first dimension, all others); None for what is no matrix of at least 2 x 2."""
+    if parameter.ndim < 2 or not parameter.is_floating_point() or not parameter.numel():
+        return None
+    first = parameter.shape[0]
+    rest = parameter.numel() // first
+    if min(first, rest) < 2:
+        return None
+    return Shape(min(first, rest), max(first, rest), first > rest, POSITIONS if parameter.ndim > 2 else 1)
+
+
+@lru_cache(maxsize=8)
+def affordable(shapes: tuple[Shape, ...], batch_size: float | None, *, host: bool) -> tuple[bool, ...]:
+    """Which of the matrices are turned: all, or all but the largest, so that the count stays in MOST_OPERATIONS.
+
+    The count of a step's forward and backward passes is 6 operations for each weight, position and example of the
+    global batch; without a batch size all are turned. Every rank finds the same, from shapes alone.
+    """
+    if batch_size is None:
+        return (True,) * len(shapes)
+    allowed = MOST_OPERATIONS * batch_size * sum(shape.operations_of_an_example for shape in shapes)
+    chosen = [False] * len(shapes)
+    costs = [shape.operations(host=host) for shape in shapes]
+    for index in sorted(range(len(shapes)), key=lambda index: costs[index]):
+        allowed -= costs[index]
+        if allowed < 0.0:
+            break
+        chosen[index] = True
+    return tuple(chosen)
+
+
+def sgd_update(
+    parameter: torch.Tensor, group: Mapping[str, Any], buffer: torch.Tensor | None, rate: float | torch.Tensor
+) -> torch.Tensor:
+    """U of the step w <- w - rate U that torch's SGD has just taken, from what that step left behind.
+
+    `parameter`: after the step, with its gradient; `group`: its options; `buffer`: its momentum buffer, if it has one.
+    """
+    if buffer is not None and not group["nesterov"]:
+        return buffer
+    assert parameter.grad is not None
+    update = -parameter.grad if group["maximize"] else parameter.grad
+    # The decay acts on the weight before the step, w + rate U; the equation is solved for U.
+    update = (update + group["weight_decay"] * parameter) if group["weight_decay"] else update
+    if buffer is not None:
+        update = update + group["momentum"] * buffer
+    solved: torch.Tensor = update / (1.0 - rate * group["weight_decay"])
+    return solved
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A weight whose steps are turned: its place among all parameters, its options and its shape."""
+
+    index: int
+    parameter: torch.Tensor
+    group: Mapping[str, Any]
+    shape: Shape
+
+    def update(self, inner: torch.optim.Optimizer, factor: float) -> torch.Tensor:
+        """U as (rows, columns); zeros where the weight took no step."""
+        if self.parameter.grad is None or self.parameter.grad.is_sparse:
+            return self.parameter.new_zeros(self.shape.rows, self.shape.columns)
+        buffer = inner.state[self.parameter].get("momentum_buffer")
+        update = sgd_update(self.parameter, self.group, buffer, self.group["lr"] * factor).flatten(1)
+        return update.mT if self.shape.transposed else update
+
+    def step(self, correction: torch.Tensor, factor: float) -> None:
+        """w <- w - rate (D - U): what makes of the step along U one along D."""
+        matrix = correction.view(self.shape.rows, self.shape.columns)
+        change = (matrix.mT if self.shape.transposed else matrix).reshape(self.parameter.shape)
+        self.parameter.sub_((self.group["lr"] * factor * change).to(self.parameter.dtype))
+
+
+class Directions:
+    """Turns the steps of a model's matrices, each on the rank that owns it; all ranks take what the owner sends.
+
+    So the replicas stay equal bit for bit on unequal devices too, and N ranks have an Nth of the work each. Corrections
+    travel in bfloat16, in one exchange a step: their last bits matter to no training, their bytes to slow networks.
+
+    `left_out`: the matrices whose steps are not turned, since all would cost too much. A parameter group with
+    `direction=False` (embeddings, whose rows are no directions of a map) keeps its steps.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, ranks: Ranks, damping: float = DAMPING) -> None:
+        self._inner, self._ranks, self._damping = inner, ranks, damping
+        self.left_out = 0
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The places, among all parameters, of the matrices whose noise must be known."""
+        return tuple(matrix.index for matrix in self._matrices())
+
+    def turn(self, factor: float, noise: Mapping[int, float], batch_size: float | None) -> None:
+        """Turn the step just taken at `factor` times the learning rates. `noise`: V by place, as far as it is known."""
+        matrices = self._matrices()
+        host = all(matrix.parameter.is_cpu for matrix in matrices)
+        chosen = affordable(tuple(matrix.shape for matrix in matrices), batch_size, host=host)
+        self.left_out = len(matrices) - sum(chosen)
+        matrices = [matrix for matrix, use in zip(matrices, chosen, strict=True) if use]
+        if not matrices:
+            return
+        costs = tuple(matrix.shape.operations(host=matrix.parameter.is_cpu) for matrix in matrices)
+        shares: list[list[_Matrix]] = [[] for _ in range(self._ranks.size)]
+        for matrix, owner in zip(matrices, owners(costs, self._ranks.size), strict=True):
+            shares[owner].append(matrix)
+        corrected = self._correct(shares[self._ranks.rank], factor, noise)
+        if self._ranks.size > 1:
+            corrected = self._exchange(shares, corrected)
+        for matrix in matrices:
+            matrix.step(corrected[matrix.index], factor)
+
+    def _matrices(self) -> list[_Matrix]:
+        """Return all matrices of torch's own SGD, in the order of parameters; none of another optimizer."""
+        if type(self._inner) is not torch.optim.SGD:
+            return []
+        places = ((group, parameter) for group in self._inner.param_groups for parameter in group["params"])
+        return [
+            _Matrix(index, parameter, group, shape)
+            for index, (group, parameter) in enumerate(places)
+            if parameter.requires_grad and group.get("direction", True)
+            if (shape := matrix_shape(parameter)) is not None
+        ]
+
+    def _correct(
+        self, matrices: Sequence[_Matrix], factor: float, noise: Mapping[int, float]
+    ) -> dict[int, torch.Tensor]:
+        """Return D - U of each of these, by its place; one batch of products for each shape and device."""
+        groups: dict[tuple[int, int, torch.device], list[_Matrix]] = {}
+        for matrix in matrices:
+            groups.setdefault((matrix.shape.rows, matrix.shape.columns, matrix.parameter.device), []).append(matrix)
+        corrected: dict[int, torch.Tensor] = {}
+        for group in groups.values():
+            updates = torch.stack([matrix.update(self._inner, factor) for matrix in group])
+            levels = torch.tensor([self._level(matrix, noise) for matrix in group], dtype=torch.float32)
+            changes = corrections(updates, levels)
+            corrected |= {matrix.index: change for matrix, change in zip(group, changes, strict=True)}
+        return corrected
+
+    def _level(self, matrix: _Matrix, noise: Mapping[int, float]) -> float:
+        """Return nu of a matrix; NaN for one that was added since the last measurement."""
+        known = noise.get(matrix.index, math.nan)
+        return noise_level(known, matrix.group["momentum"], matrix.shape.rows, self._damping)
+
+    def _exchange(
+        self, shares: Sequence[Sequence[_Matrix]], corrected: Mapping[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """The corrections of all ranks' shares, from those of this rank's; equal on all ranks."""
+        most = max(sum(matrix.parameter.numel() for matrix in share) for share in shares)
+        device = shares[0][0].parameter.device
+        parcel = torch.zeros(most, dtype=torch.bfloat16, device=device)
+        place = 0
+        for matrix in shares[self._ranks.rank]:
+            correction = corrected[matrix.index].reshape(-1)
+            parcel[place : place + correction.numel()] = correction
+            place += correction.numel()
+        everything: dict[int, torch.Tensor] = {}
+        for share, received in zip(shares, self._ranks.gather(parcel), strict=True):
+            sizes = [matrix.parameter.numel() for matrix in share]
+            for matrix, piece in zip(share, torch.split(received[: sum(sizes)], sizes), strict=True):
+                everything[matrix.index] = piece.to(matrix.parameter.device, torch.float32)
+        return everything

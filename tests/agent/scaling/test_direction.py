@@ -1,0 +1,312 @@
+"""The direction of a step: levelled above the noise, of unchanged length; SGD's own where nothing can be said."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.agent.scaling.constants import gain
+from tula_agent.scaling import Gain, TulaOptimizer
+from tula_agent.scaling.direction import (
+    MOST_OPERATIONS,
+    ROWS,
+    affordable,
+    corrections,
+    matrix_shape,
+    newton_inverse_root,
+    noise_level,
+    sgd_update,
+)
+
+
+def exact_root(matrix: torch.Tensor) -> torch.Tensor:
+    """A^(-1/2) by eigenvectors, in float64."""
+    values, vectors = torch.linalg.eigh(matrix.double())
+    return (vectors * values.rsqrt()) @ vectors.T
+
+
+def exact_direction(update: torch.Tensor, level: float) -> torch.Tensor:
+    """The module's first equation as printed, in float64."""
+    wide = update.double()
+    direction = exact_root(wide @ wide.T + level * torch.eye(len(wide))) @ wide
+    return direction * (wide.norm() / direction.norm())
+
+
+def spread(rows: int, columns: int, *, decades: float, seed: int = 0) -> torch.Tensor:
+    """A matrix whose singular values fall by so many decades."""
+    draw = torch.Generator().manual_seed(seed)
+    left = torch.linalg.qr(torch.randn(rows, rows, generator=draw))[0]
+    right = torch.linalg.qr(torch.randn(columns, rows, generator=draw))[0]
+    return left @ torch.diag(torch.logspace(0, -decades, rows)) @ right.T
+
+
+def turned(update: torch.Tensor, level: float) -> torch.Tensor:
+    """D of one matrix."""
+    return update + corrected(update[None], level)[0]
+
+
+def corrected(updates: torch.Tensor, *levels: float) -> torch.Tensor:
+    """D - U of matrices with these levels."""
+    return corrections(updates, torch.tensor(levels))
+
+
+def relative(found: torch.Tensor, right: torch.Tensor) -> float:
+    return float((found.double() - right).norm() / right.norm())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 40), st.integers(0, 60), st.floats(-4.0, 1.0), st.floats(-10.0, 10.0), st.integers(0, 99))
+def test_the_direction_is_the_equation_of_the_module_at_any_length(rows, more, level, length, seed):
+    update = spread(rows, rows + more, decades=3.0, seed=seed) * 10.0**length
+    nu = 10.0**level * float(update.double().square().sum())
+    found = turned(update, nu)
+    assert relative(found, exact_direction(update, nu)) < 0.005
+    assert float(found.norm()) == pytest.approx(float(update.norm()), rel=1e-5)
+
+
+def test_the_longer_side_of_more_than_256_rows_is_turned_in_blocks_of_rows():
+    update = torch.randn(ROWS + 44, 400, generator=torch.Generator().manual_seed(0))
+    nu = 0.001 * float(update.square().sum())
+    found = turned(update, nu)
+    blocks = update.double().split(150)
+    roots = [exact_root(block @ block.T + nu * torch.eye(150)) @ block for block in blocks]
+    right = torch.cat(roots)
+    assert relative(found, right * (float(update.norm()) / right.norm())) < 1e-3
+
+
+def test_singular_values_are_levelled_without_noise_and_stay_under_much():
+    update = spread(12, 30, decades=2.0)
+    levelled, kept = turned(update, 0.0), turned(update, 1e3)
+    values = torch.linalg.svdvals(levelled)
+    assert float(values.max() / values.min()) < 1.02
+    torch.testing.assert_close(kept, update, rtol=0.0, atol=1e-3)
+
+
+def test_where_noise_dominates_the_step_keeps_every_bit():
+    update = spread(12, 30, decades=2.0)
+    assert not corrected(update[None], 1e5).any()
+
+
+@pytest.mark.parametrize("level", [math.nan, math.inf])
+def test_an_unknown_level_keeps_the_step(level):
+    assert not corrected(torch.randn(1, 4, 6), level).any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_matrix_that_is_not_finite_keeps_its_step_and_spoils_no_other(value):
+    updates = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
+    updates[1, 2, 3] = value
+    found = corrected(updates, 0.1, 0.1, 0.1)
+    assert not found[1].any()
+    torch.testing.assert_close(found[::2], corrected(updates[::2], 0.1, 0.1))
+
+
+def test_zeros_and_matrices_of_rank_one_keep_their_steps():
+    zeros, single = torch.zeros(5, 8), torch.outer(torch.arange(1.0, 6.0), torch.arange(1.0, 9.0))
+    found = corrected(torch.stack([zeros, single]), 0.0, 0.0)
+    assert not found[0].any()
+    assert float(found[1].norm()) < 0.02 * float(single.norm())
+
+
+@pytest.mark.parametrize("condition", [1e2, 1e4, 9e5])
+def test_the_iteration_for_gpus_finds_the_inverse_root_of_what_it_may_get(condition):
+    basis = torch.linalg.qr(torch.randn(3, 40, 40, generator=torch.Generator().manual_seed(0)))[0]
+    values = torch.logspace(0, -math.log10(condition), 40)
+    matrices = (basis * values) @ basis.mT
+    matrices = (matrices + matrices.mT) / 2
+    right = torch.stack([exact_root(matrix) for matrix in matrices])
+    assert relative(newton_inverse_root(matrices), right) < 3e-8 * condition + 1e-4
+
+
+def test_the_noise_level_spreads_the_noise_of_the_momentum_buffer_over_the_rows():
+    """A buffer of pure noise has 1 / (1 - mu^2) of a step's; a quarter of its mean square by row is the level."""
+    draw = torch.Generator().manual_seed(0)
+    buffer = torch.zeros(20, 50)
+    squares = []
+    for step in range(400):
+        buffer = 0.9 * buffer + torch.randn(20, 50, generator=draw)
+        if step >= 50:
+            squares.append(float(buffer.square().sum()) / 20)
+    assert noise_level(1000.0, 0.9, 20) == pytest.approx(0.25 * sum(squares) / len(squares), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "nesterov": True, "maximize": True},
+        {"maximize": True},
+    ],
+)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_the_update_is_what_the_weight_lost_by_the_step_over_the_rate(options, weight_decay):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
+    sgd = torch.optim.SGD([weight], lr=0.3, weight_decay=weight_decay, **options)
+    for _ in range(3):
+        before = weight.detach().clone()
+        weight.grad = torch.randn_like(weight)
+        sgd.step()
+        buffer = sgd.state[weight].get("momentum_buffer")
+        with torch.no_grad():
+            found = sgd_update(weight, sgd.param_groups[0], buffer, 0.3)
+        torch.testing.assert_close(found, (before - weight.detach()) / 0.3)
+
+
+def test_what_is_no_matrix_has_no_direction():
+    shapes = [(), (5,), (1, 9), (9, 1), (0, 4)]
+    assert [matrix_shape(torch.empty(shape)) for shape in shapes] == [None] * len(shapes)
+    assert matrix_shape(torch.empty(4, 4, dtype=torch.int64)) is None
+    depthwise, tall = matrix_shape(torch.empty(12, 1, 3, 3)), matrix_shape(torch.empty(30, 4))
+    assert depthwise is not None
+    assert tall is not None
+    assert (depthwise.rows, depthwise.columns, depthwise.transposed) == (9, 12, True)
+    assert (tall.rows, tall.columns, tall.transposed) == (4, 30, True)
+
+
+@pytest.mark.parametrize("host", [True, False])
+@pytest.mark.parametrize("batch_size", [8, 64, 1024])
+def test_the_largest_matrices_are_left_out_until_the_rest_costs_a_twentieth_of_a_step(host, batch_size):
+    found = [matrix_shape(torch.empty(n, n, device="meta")) for n in (1024, 16, 256, 64)]
+    shapes = tuple(shape for shape in found if shape is not None)
+    chosen = affordable(shapes, batch_size, host=host)
+    allowed = MOST_OPERATIONS * batch_size * sum(shape.operations_of_an_example for shape in shapes)
+    cost = sum(shape.operations(host=host) for shape, use in zip(shapes, chosen, strict=True) if use)
+    assert cost <= allowed
+    rows = [shape.rows for shape, use in zip(shapes, chosen, strict=True) if use]
+    assert sorted(rows) == sorted(shape.rows for shape in shapes)[: len(rows)]
+    left = [shape.operations(host=host) for shape, use in zip(shapes, chosen, strict=True) if not use]
+    assert not left or cost + min(left) > allowed
+    assert affordable(shapes, None, host=host) == (True,) * 4
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+
+
+def trained(policy: Gain, *, steps: int = 12, turned: bool = True, inner: type = torch.optim.SGD) -> nn.Sequential:
+    """A small network after steps of four micro-steps, whose batch is eight times the small one."""
+    net = network()
+    options = {"momentum": 0.9} if inner is torch.optim.SGD else {}
+    sgd = inner([{"params": list(net.parameters()), "direction": turned}], lr=0.01, **options)
+    optimizer = TulaOptimizer(sgd, global_batch_size=64, small_batch_size=8, policy=policy)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        images, labels = torch.randn(64, 1, 8, 8, generator=draw), torch.randint(5, (64,), generator=draw)
+        for part in range(4):
+            chunk = slice(16 * part, 16 * part + 16)
+            (nn.functional.cross_entropy(net(images[chunk]), labels[chunk]) / 4).backward()
+        optimizer.step()
+    return net
+
+
+def test_matrices_are_turned_by_default_and_a_group_or_a_rule_can_leave_them():
+    default, plain = trained(Gain()), trained(gain(damping=None))
+    assert not torch.equal(default[0].weight, plain[0].weight)
+    assert not torch.equal(default[3].weight, plain[3].weight)
+    left = trained(Gain(), turned=False)
+    assert all(torch.equal(a, b) for a, b in zip(left.parameters(), plain.parameters(), strict=True))
+
+
+def test_the_first_turned_step_leaves_vectors_alone():
+    default, plain = trained(Gain(), steps=2), trained(gain(damping=None), steps=2)
+    assert not torch.equal(default[3].weight, plain[3].weight)
+    assert torch.equal(default[0].bias, plain[0].bias)
+    assert torch.equal(default[3].bias, plain[3].bias)
+
+
+@pytest.mark.parametrize("inner", [torch.optim.AdamW, torch.optim.ASGD])
+def test_the_steps_of_other_optimizers_keep_their_directions(inner):
+    default, plain = trained(Gain(), inner=inner), trained(gain(damping=None), inner=inner)
+    assert all(torch.equal(a, b) for a, b in zip(default.parameters(), plain.parameters(), strict=True))
+
+
+def noises(optimizer: TulaOptimizer, matrices: int = 2) -> list[float]:
+    """V of each matrix, the last numbers that a checkpoint has."""
+    found: list[float] = optimizer.state_dict()["param_groups"][0]["tula"].tolist()[-matrices:]
+    return found
+
+
+def noises_after(
+    steps: int, *, loss_scale: float = 1.0, clip: float | None = None, parts: int = 4
+) -> list[list[float]]:
+    """V after each step of gradients with known noise: variance 1 / `parts` an element of the mean, of 24 and of 8."""
+    large, small = nn.Parameter(torch.zeros(4, 6)), nn.Parameter(torch.zeros(2, 4))
+    optimizer = TulaOptimizer(torch.optim.SGD([large, small], lr=0.0, momentum=0.9), global_batch_size=8 * parts)
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(parts):
+            loss = (large * (1.0 + torch.randn(4, 6, generator=draw))).sum()
+            loss = loss + (small * torch.randn(2, 4, generator=draw)).sum()
+            (loss * loss_scale / parts).backward()
+        for parameter in (large, small):
+            assert parameter.grad is not None
+            parameter.grad /= loss_scale
+        if clip is not None:
+            nn.utils.clip_grad_norm_([large, small], clip)
+        optimizer.step()
+        found.append(noises(optimizer))
+    return found
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_the_noise_of_each_tensor_is_measured_without_bias(parts):
+    measured = torch.tensor(noises_after(400, parts=parts)[20:]).mean(0)
+    # 24 and 8 elements, each with variance 1 / parts. Negative estimates count as 0, hence a few percent more.
+    torch.testing.assert_close(measured * parts, torch.tensor([24.0, 8.0]), rtol=0.15, atol=0.0)
+
+
+def test_a_loss_scale_does_not_change_the_noise_and_a_clip_changes_it_as_it_changes_gradients():
+    plain, scaled = noises_after(10), noises_after(10, loss_scale=1024.0)
+    torch.testing.assert_close(torch.tensor(scaled), torch.tensor(plain), rtol=1e-4, atol=0.0)
+    clipped = torch.tensor(noises_after(60, clip=0.5)[20:]).mean(0)
+    # All gradients are clipped, from a length of sqrt(24 + 32 / 4) = 5.7: the noise falls with the square.
+    unclipped = torch.tensor(noises_after(60)[20:]).mean(0)
+    torch.testing.assert_close(clipped * 32.0 / 0.25, unclipped, rtol=0.2, atol=0.0)
+
+
+def test_a_job_resumed_with_twice_the_batch_has_half_the_noise():
+    net = network()
+
+    def wrapped(batch_size: int) -> TulaOptimizer:
+        sgd = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        return TulaOptimizer(sgd, global_batch_size=batch_size, small_batch_size=8)
+
+    optimizer = wrapped(32)
+    for _ in range(6):
+        optimizer.zero_grad()
+        for _ in range(4):
+            images, labels = torch.randn(8, 1, 8, 8), torch.randint(5, (8,))
+            (nn.functional.cross_entropy(net(images), labels) / 4).backward()
+        optimizer.step()
+    resumed = wrapped(64)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert noises(resumed) == pytest.approx([value / 2 for value in noises(optimizer)])
+
+
+def test_matrices_that_cost_too_much_are_left_with_one_warning(caplog):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 300), nn.ReLU(), nn.Linear(300, 300))
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = TulaOptimizer(sgd, global_batch_size=16, small_batch_size=4)
+    for _ in range(4):
+        optimizer.zero_grad()
+        for _ in range(2):
+            (net(torch.randn(8, 6)).square().mean() / 2).backward()
+        optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    (record,) = [record for record in caplog.records if "largest matrices" in record.message]
+    assert "twentieth" in record.message
