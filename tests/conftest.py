@@ -34,9 +34,13 @@ LONG_FIRST = (
 )  # fmt: skip
 SLOW = (
     "tests/e2e/", "tests/browser/", "tests/experiments/", "tests/service/api/", "tests/service/dashboard/",
-    "tests/service/store/", "tests/test_",
+    "tests/service/store/", "tests/test_", "tests/service/perfmodel/test_accuracy.py", "tests/client/test_mlflow.py",
+    "tests/client/launch/test_process.py", "tests/agent/scaling/test_frameworks.py",
 )  # fmt: skip
-"""Files whose tests are marked `slow`, as is every test on Postgres: `make quick` leaves them out."""
+STARTING = {"launch", "forks", "alone", "plain"}
+"""Fixtures that start training scripts as processes."""
+REPEATED = {"postgres", "socket"}
+"""Parameters under which a test runs once more: on the other engine, over a real socket."""
 
 WHY_NO_CLUSTER = {
     "namespaces": cluster.why_not,
@@ -61,12 +65,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what `make quick` leaves out."""
-    parameters = (
-        item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-    )
-    on_postgres = any(isinstance(value, str) and value == "postgres" for value in parameters)
-    if on_postgres or any(part in str(item.path) for part in SLOW):
+    """Mark what `make quick` leaves out: SLOW files, processes, and what only repeats a test elsewhere."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    repeated = any(isinstance(value, str) and value in REPEATED for value in parameters)
+    started = not STARTING.isdisjoint(getattr(item, "fixturenames", ()))
+    if repeated or started or any(part in str(item.path) for part in SLOW):
         item.add_marker(pytest.mark.slow)
 
 

@@ -27,8 +27,8 @@ from tula_service.store import Store
 from tula_wire import routes
 
 Workers = tuple[Prepared, Server]
-SERVICE_KILLS, KILLS, WORKER_KILLS = 40, 4, 1
-"""Fifty in all, most of what is started again fastest. A worker that is replaced
+SERVICE_KILLS, KILLS, WORKER_KILLS = 20, 4, 1
+"""Thirty in all, most of what is started again fastest. A worker that is replaced
 imports the service again, 4 s of CPU."""
 
 
