@@ -66,6 +66,7 @@ class Run(WireModel):
     finished_at: Timestamp | None = optional("When it reached a final state.")
     lease_expires_at: Timestamp | None = optional("When its lease expires, unless it is renewed.")
     num_samples: int = Field(0, description="Number of samples stored.")
+    num_steps: int | None = optional("Number of steps measured, without warm-up.")
     step_time_s: float | None = optional("Seconds per optimizer step: robust mean over the measuring steps.")
     predicted_step_time_s: float | None = optional("Seconds per optimizer step, as predicted before the run.")
     dropped: int = Field(0, description="Measurements that the agent had to drop.")

@@ -130,7 +130,7 @@ def upgrade() -> None:
         *optional(TIME, "lease_expires_at", "started_at", "finished_at"),
         *required(TIME, "created_at"),
         *required(sa.BigInteger, "num_samples", "dropped"),
-        *optional(sa.Integer, "failed_local_batch_size", "straggler_rank"),
+        *optional(sa.Integer, "failed_local_batch_size"),
         *optional(JSON, "monitor"),
         sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),
         *optional(sa.BigInteger, "scaling_step"),

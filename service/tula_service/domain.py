@@ -103,8 +103,8 @@ class NewRun:
 class RunRecord(NewRun):
     """A run and what became of it; `key` is the integer by which samples and chunks refer to it.
 
-    `step_time_s` and the `observed_*` figures come from the last summary: the latter are what the run's process saw of
-    its configuration, None where it did not report them.
+    `step_time_s`, `num_steps`, `straggler_rank` and the `observed_*` figures come from the last summary: the latter are
+    what the run's process saw of its configuration, None where it did not report them.
     """
 
     key: int
@@ -120,13 +120,14 @@ class RunRecord(NewRun):
     num_samples: int
     dropped: int
     failed_local_batch_size: int | None
-    straggler_rank: int | None
     monitor: dict[str, Any] | None
     drift_sentence: str | None
     unsteady: bool
     time_limit_s: float | None
     scaling_step: int | None
     step_time_s: float | None = None
+    num_steps: int | None = None
+    straggler_rank: int | None = None
     observed_world_size: int | None = None
     observed_local_batch_size: int | None = None
     observed_grad_accum_steps: int | None = None

@@ -36,7 +36,7 @@ def printed_of(*costs, terminal=False):
 def test_the_rest_of_the_plan_and_its_cost_are_printed_before_and_after_each_launch():
     costs = left(3, 8, 540.0, 2.1), left(1, 1, 29.0), left(0, 0, 0.0)
     assert printed_of(*costs).splitlines() == [
-        "plan      3 launches of 8 runs, about 9 min and $2.10; the search may add some",
+        "plan      3 launches, 8 configurations, about 9 min and $2.10; the search may add some",
         "plan      1 launch, about 29 s; the search may add some",
     ]
 
@@ -59,3 +59,13 @@ def test_a_training_prints_its_lines_its_log_and_its_step_time(tmp_path):
         assert lines[1] == f"          log: {tmp_path}/[log]"
         assert ("epoch 1: [loss] 2.5" in lines) is not quiet
         assert lines[-1] == "trained   1 node, global batch 32 (local 32): 31.9 ms a step in 7.4 s"
+
+
+def test_a_measurement_of_few_steps_says_of_how_many():
+    service = FakeService()
+    run = service.add("profile", configuration(), "succeeded")
+    for num_steps, said in ((4, ", 4 of 5 steps"), (5, "")):
+        printed = io.StringIO()
+        with Reporter(Console(file=printed, width=120)) as reporter:
+            reporter.finished(service.change(run.id, num_steps=num_steps), Outcome("succeeded"), None, 0.0)
+        assert printed.getvalue() == f"measured  1 node, global batch 32 (local 32){said}\n"

@@ -54,7 +54,7 @@ def test_a_restarted_service_ctrl_c_and_a_lost_lease_lose_nothing_and_repeat_not
         first.send_signal(signal.SIGINT)
         printed = "".join(first.communicate())
         assert first.returncode == 130
-        assert re.search(r"plan +2 launches of 6 runs, about .*\nstart ", printed)
+        assert re.search(r"plan +2 launches, 6 configurations, about .*\nstart ", printed)
         assert not tula.processes()
         done = {(1, 2): "succeeded", (1, 4): "succeeded"}
         pending = {(1, 8): "pending", (2, 2): "pending", (2, 4): "pending", (2, 8): "pending"}

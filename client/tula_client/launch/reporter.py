@@ -16,6 +16,7 @@ from tula_client.launch.judge import Outcome
 from tula_wire import Configuration, Job, Run
 from tula_wire.format import configuration, duration, money
 from tula_wire.jobs import ProfilingCost
+from tula_wire.precision import FEWEST_STEPS
 
 _WORDS = {"succeeded": "measured", "out_of_memory": "out of memory", "failed": "failed", "cancelled": "cancelled"}
 
@@ -85,7 +86,8 @@ class Reporter:
         colour = "green" if outcome.state == "succeeded" else "yellow" if outcome.state == "out_of_memory" else "red"
         step = f": {duration(run.step_time_s)} a step" if run.step_time_s is not None else ""
         took = f" in {took_s:.1f} s" if took_s >= 0.05 else ""
-        self._console.print(f"[{colour}]{word:<9}[/] {configuration(run.configuration)}{step}{took}", highlight=False)
+        text = f"{configuration(run.configuration)}{step}{_cut_short(run)}{took}"
+        self._console.print(f"[{colour}]{word:<9}[/] {text}", highlight=False)
         if outcome.state != "succeeded" and outcome.message:
             self._console.print(f"          {outcome.message}", highlight=False, markup=False)
             for line in outcome.lines:
@@ -117,9 +119,17 @@ class Reporter:
         self._progress.update(self._task, description=text, completed=job.runs_done, total=total, visible=True)
 
 
+def _cut_short(run: Run) -> str:
+    """`, 4 of 16 steps` of a profiling run that measured so few that its step time is little known."""
+    planned = 0 if run.instruction is None else min(FEWEST_STEPS, run.instruction.measuring_steps)
+    if run.instruction is None or not 0 < (run.num_steps or 0) < planned:
+        return ""
+    return f", {run.num_steps} of {run.instruction.measuring_steps} steps"
+
+
 def rest_of_plan(cost: ProfilingCost) -> str:
-    """What is left of a plan: `2 launches of 8 runs, about 3 min 20 s and $0.21`; without prices no money."""
+    """What is left of a plan: `2 launches, 8 configurations, about 3 min 20 s and $0.21`; without prices no money."""
     launches = f"{cost.launches_left} launch{'es' if cost.launches_left > 1 else ''}"
-    runs = f" of {cost.runs_left} runs" if cost.runs_left > cost.launches_left else ""
+    runs = f", {cost.runs_left} configurations" if cost.runs_left > cost.launches_left else ""
     usd = "" if cost.left_usd is None else f" and {money(cost.left_usd)}"
     return f"{launches}{runs}, about {duration(cost.left_s)}{usd}"

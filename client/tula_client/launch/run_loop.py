@@ -270,7 +270,8 @@ class Runner:
     def finish(self, active: ActiveRun, status: int) -> list[tuple[Run, Outcome]]:
         """Judge and report every run of a command that ended with `status`, in the order in which it measured them.
 
-        A run that had not begun goes back to the plan, also that of the largest batch if one before it did not finish.
+        A run that had not begun goes back to the plan. So does that of the largest batch where no sample of it came
+        after the others: a command that ends between two batches has measured the first.
         """
         self._ended(active)
         lines = tail(active.log)
@@ -279,9 +280,15 @@ class Runner:
         largest = self._run_with_samples(active.run.id)
         runs = [*(self.retrying(self.service.run, run.id) for run in active.smaller), largest]
         begun = [run for run in runs[:-1] if run.state not in ("pending", "claimed")]
-        reached = not begun or all(run.state == "succeeded" for run in runs[:-1])
-        if reached or largest.num_samples or largest.state in FINAL_STATES:
+        reached = bool(begun) and all(run.state == "succeeded" for run in runs[:-1])
+        stopped_it = active.stacks_dumped_at is not None or judge(largest, status, lines).state == "out_of_memory"
+        if not begun or (reached and stopped_it) or largest.num_samples or largest.state in FINAL_STATES:
             begun.append(largest)
+        elif reached:
+            self.reporter.note(
+                f"The command ended before its local batch of {largest.configuration.local_batch_size} was measured, "
+                "which stays in the plan: let the script train for longer, and one launch measures it too."
+            )
         self.release(*(run for run in runs if run not in begun))
         found: list[tuple[Run, Outcome]] = []
         for run in begun:

@@ -18,8 +18,11 @@ from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
 _RELEASED = {"holder": None, "lease_s": None, "lease_expires_at": None, "started_at": None}
 """Columns of a run that returns to the plan."""
 _OBSERVED = ("world_size", "local_batch_size", "grad_accum_steps")
+_SUMMARISED = ("step_time_s", "num_steps", "straggler_rank")
 _SELECT_RUNS = sa.select(
-    runs, run_summaries.c.step_time_s, *(run_summaries.c[name].label(f"observed_{name}") for name in _OBSERVED)
+    runs,
+    *(run_summaries.c[name] for name in _SUMMARISED),
+    *(run_summaries.c[name].label(f"observed_{name}") for name in _OBSERVED),
 ).outerjoin(run_summaries, run_summaries.c.run_key == runs.c.key)
 
 

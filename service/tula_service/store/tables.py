@@ -127,7 +127,7 @@ runs = sa.Table(
     *_optional(UtcTime, "lease_expires_at", "started_at", "finished_at"),
     sa.Column("created_at", UtcTime, nullable=False),
     *_required(sa.BigInteger, "num_samples", "dropped"),
-    *_optional(sa.Integer, "failed_local_batch_size", "straggler_rank"),
+    sa.Column("failed_local_batch_size", sa.Integer),
     sa.Column("monitor", JSON),  # analysis.alarm.Monitor
     sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Column("scaling_step", sa.BigInteger),  # the last telemetry step that threshold tuning has looked at

@@ -441,6 +441,9 @@ def test_one_command_measures_every_batch_of_a_cluster_and_gets_the_largest(tmp_
         ({16: "succeeded", 32: "running"}, 1, ("succeeded", "failed", "pending"), 2),
         # killed in the largest batch, before a sample of it
         ({16: "succeeded", 32: "succeeded"}, 137, ("succeeded", "succeeded", "out_of_memory"), 3),
+        # between two batches, whether it succeeded or not
+        ({16: "succeeded", 32: "succeeded"}, 0, ("succeeded", "succeeded", "pending"), 2),
+        ({16: "succeeded", 32: "succeeded"}, 1, ("succeeded", "succeeded", "pending"), 2),
         # before any batch
         ({}, 1, ("pending", "pending", "failed"), 1),
         # the script ended by itself in the middle
@@ -461,6 +464,8 @@ def test_a_column_that_ends_early_keeps_what_was_measured_and_gives_the_rest_bac
         bench.sleep(1.0)
     assert len(bench.runner.finish(active, code)) == len(notes.ends) == outcomes
     assert states_by_batch(service) == dict(zip((16, 32, 64), states, strict=True))
+    between = list(reported.values()) == ["succeeded"] * 2 and states[-1] == "pending"
+    assert any("before its local batch of 64 was measured" in note for note in notes.notes) == between
 
 
 def test_an_interrupted_column_gives_all_of_its_unfinished_runs_back(tmp_path):

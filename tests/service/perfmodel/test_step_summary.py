@@ -63,3 +63,18 @@ def test_slow_steps_that_recur_count_in_full(every: int) -> None:
     assert found["step_time_s"] == pytest.approx((fast + waits).mean(), rel=0.1)
     assert abs(found["step_time_s"] / (fast + waits).mean() - 1) < 2 * found["relative_sd"]
     assert found["input_time_s"] == pytest.approx(waits[:30].mean())
+
+
+def test_few_steps_tell_less_of_a_step_time_than_their_spread_says() -> None:
+    """Of four steps the error counts 1.7 times, of sixteen hardly more than it is; a single step is no exact one."""
+
+    def error_of(count: int) -> float:
+        times = np.tile([0.9, 1.1], count)[:count]
+        error = summarise(SampleColumns(np.arange(count), times))["relative_sd"]
+        assert error is not None
+        return error / (times.std(ddof=1) / np.sqrt(count) / times.mean()) if count > 1 else error
+
+    assert error_of(4) == pytest.approx(3**0.5)
+    assert error_of(16) == pytest.approx((15 / 13) ** 0.5)
+    assert error_of(2) == pytest.approx(3.0)
+    assert error_of(1) == 0.3

@@ -97,7 +97,9 @@ class TestSamples:
         assert summary.relative_sd is not None
         with store.reading() as tx:
             assert tx.samples.summaries(job.id, summarise) == [summary], "a reader without write access sees the same"
-            assert tx.runs.get(run.id).step_time_s == pytest.approx(0.5, rel=1e-6)
+            stored = tx.runs.get(run.id)
+            assert stored.step_time_s == pytest.approx(0.5, rel=1e-6)
+            assert (stored.num_steps, stored.straggler_rank) == (100, 1)
 
     def test_a_database_that_fails_while_samples_are_read_leaves_no_summary_without_figures(
         self, store: Store, monkeypatch: pytest.MonkeyPatch

@@ -231,7 +231,6 @@ CREATE TABLE public.runs (
     num_samples bigint NOT NULL,
     dropped bigint NOT NULL,
     failed_local_batch_size integer,
-    straggler_rank integer,
     monitor jsonb,
     unsteady boolean DEFAULT false NOT NULL,
     scaling_step bigint
@@ -390,17 +389,17 @@ ALTER TABLE ONLY public.sample_sources ALTER COLUMN key SET DEFAULT nextval('pub
 -- next
 INSERT INTO public.alembic_version VALUES ('0001');
 -- next
-INSERT INTO public.answers VALUES ('job-bd28478694843afd', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
+INSERT INTO public.answers VALUES ('job-9fca12a313b9c8cf', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
 -- next
-INSERT INTO public.jobs VALUES (1, 'job-bd28478694843afd', 'default', 'kept', 'digits', 'planning', 'knee', '', '{"name": "kept", "model": {"name": "digits"}, "objective": "knee"}', 2, '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0);
+INSERT INTO public.jobs VALUES (1, 'job-9fca12a313b9c8cf', 'default', 'kept', 'digits', 'planning', 'knee', '', '{"name": "kept", "model": {"name": "digits"}, "objective": "knee"}', 2, '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0);
 -- next
-INSERT INTO public.ledger VALUES (1, 'rec-2c41fa04d3edab9d', 'job-bd28478694843afd', '2026-01-01 00:00:00+00', 'knee', 'profiled', '1', NULL, '{}', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
+INSERT INTO public.ledger VALUES (1, 'rec-dd222c9d79f6ec21', 'job-9fca12a313b9c8cf', '2026-01-01 00:00:00+00', 'knee', 'profiled', '1', NULL, '{}', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
 -- next
-INSERT INTO public.projects VALUES ('default', 'default', '2026-11-26 23:19:52.21989+00');
+INSERT INTO public.projects VALUES ('default', 'default', '2026-11-27 00:31:00.211957+00');
 -- next
-INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.012659097182127222, 0.25, NULL, NULL, NULL, 0.05000000000000001, NULL, 1, NULL, NULL, NULL, 'wall');
+INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.013383049173057965, 0.25, NULL, NULL, NULL, 0.05000000000000001, NULL, 1, NULL, NULL, NULL, 'wall');
 -- next
-INSERT INTO public.runs VALUES (202611000000001, 'run-a53f3f5d65999750', 'job-bd28478694843afd', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 0, NULL, NULL, NULL, false, NULL);
+INSERT INTO public.runs VALUES (202611000000001, 'run-68cfff3fc56f6d1f', 'job-9fca12a313b9c8cf', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 0, NULL, NULL, false, NULL);
 -- next
 INSERT INTO public.sample_sources VALUES (1, 202611000000001, 0, 'boot', 'wall', NULL, NULL, NULL, NULL);
 -- next

@@ -16,7 +16,7 @@ CREATE TABLE answers (
 	CONSTRAINT fk_answers_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "answers" VALUES('job-76ff28e61d367c5e','kept',1,'1','{}','2026-01-01 00:00:00.000000');
+INSERT INTO "answers" VALUES('job-77a12087f8dc81fc','kept',1,'1','{}','2026-01-01 00:00:00.000000');
 -- next
 CREATE TABLE audit_log (
 	id INTEGER NOT NULL, 
@@ -89,7 +89,7 @@ CREATE TABLE jobs (
 	CONSTRAINT fk_jobs_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "jobs" VALUES(1,'job-76ff28e61d367c5e','default','kept','digits','planning','knee','','{"name":"kept","model":{"name":"digits"},"objective":"knee"}',2,'2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0);
+INSERT INTO "jobs" VALUES(1,'job-77a12087f8dc81fc','default','kept','digits','planning','knee','','{"name":"kept","model":{"name":"digits"},"objective":"knee"}',2,'2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0);
 -- next
 CREATE TABLE ledger (
 	"key" INTEGER NOT NULL, 
@@ -114,7 +114,7 @@ CREATE TABLE ledger (
 	CONSTRAINT fk_ledger_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "ledger" VALUES(1,'rec-ca439a8a0cb5d2ce','job-76ff28e61d367c5e','2026-01-01 00:00:00.000000','knee','profiled','1',NULL,'{}',1,0.5,0.4,0.6,NULL,NULL,NULL,NULL);
+INSERT INTO "ledger" VALUES(1,'rec-176e41141b02e953','job-77a12087f8dc81fc','2026-01-01 00:00:00.000000','knee','profiled','1',NULL,'{}',1,0.5,0.4,0.6,NULL,NULL,NULL,NULL);
 -- next
 CREATE TABLE ledger_outcomes (
 	ledger_id TEXT NOT NULL, 
@@ -153,7 +153,7 @@ CREATE TABLE projects (
 	CONSTRAINT uq_projects_name UNIQUE (name)
 );
 -- next
-INSERT INTO "projects" VALUES('default','default','2026-11-26 23:19:50.644083');
+INSERT INTO "projects" VALUES('default','default','2026-11-27 00:30:50.828439');
 -- next
 CREATE TABLE run_outputs (
 	run_key INTEGER NOT NULL, 
@@ -184,7 +184,7 @@ CREATE TABLE run_summaries (
 	CONSTRAINT fk_run_summaries_run_key FOREIGN KEY(run_key) REFERENCES runs ("key") ON DELETE CASCADE
 );
 -- next
-INSERT INTO "run_summaries" VALUES(1,20,20,20,0.55,1.2659097182127222389e-02,0.25,NULL,NULL,NULL,5.00000000000000097144e-02,NULL,1,NULL,NULL,NULL,'wall');
+INSERT INTO "run_summaries" VALUES(1,20,20,20,0.55,1.33830491730579648201e-02,0.25,NULL,NULL,NULL,5.00000000000000097144e-02,NULL,1,NULL,NULL,NULL,'wall');
 -- next
 CREATE TABLE runs (
 	"key" INTEGER NOT NULL, 
@@ -218,7 +218,6 @@ CREATE TABLE runs (
 	num_samples BIGINT NOT NULL, 
 	dropped BIGINT NOT NULL, 
 	failed_local_batch_size INTEGER, 
-	straggler_rank INTEGER, 
 	monitor JSON, 
 	unsteady BOOLEAN DEFAULT 0 NOT NULL, 
 	scaling_step BIGINT, 
@@ -227,7 +226,7 @@ CREATE TABLE runs (
 	CONSTRAINT fk_runs_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "runs" VALUES(1,'run-5f4d9a1253566dc1','job-76ff28e61d367c5e','default','profile','pending','default','',2,4,32,1,0,'plan',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',20,0,NULL,NULL,NULL,0,NULL);
+INSERT INTO "runs" VALUES(1,'run-bce2d055cd61c573','job-77a12087f8dc81fc','default','profile','pending','default','',2,4,32,1,0,'plan',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',20,0,NULL,NULL,0,NULL);
 -- next
 CREATE TABLE sample_sources (
 	"key" INTEGER NOT NULL, 
