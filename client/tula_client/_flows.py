@@ -266,8 +266,8 @@ def _render(spec: dict[str, Any], kind: str) -> bytes:
         import vl_convert
     try:
         if kind == "png":
-            return bytes(vl_convert.vegalite_to_png(json.dumps(spec), scale=2.0))
-        return str(vl_convert.vegalite_to_svg(json.dumps(spec))).encode()
+            return bytes(vl_convert.vegalite_to_png(json.dumps(spec), scale=2.0, allowed_base_urls=[]))
+        return str(vl_convert.vegalite_to_svg(json.dumps(spec), allowed_base_urls=[])).encode()
     except ValueError as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else "unknown"
         raise TulaError(f"the chart could not be drawn ({first}): save it as .json and look at it") from None

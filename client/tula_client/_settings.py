@@ -36,23 +36,35 @@ _NOTHING: Final = Access("", "", "")
 def access(url: str | None = None, token: str | None = None) -> Access:
     """Address without a trailing slash, and token, each from the first place that has it; `token=""` sends none.
 
-    A file's token is sent only to the address that the same file names: `--url`, or the `.env` of a downloaded folder,
-    must not lead it elsewhere. Raises `TulaError` for what is no HTTP address or no token, for a file that cannot be
-    used, and for a token that other users of this machine can read.
+    A token is sent only to the address of its own place, the default one where that names none: the `.env` of a
+    downloaded folder must not lead it elsewhere. TULA_TOKEN also goes to the address of an argument. Raises `TulaError`
+    for what is no HTTP address or no token, for a file that cannot be used, and for a token that other users of this
+    machine can read.
     """
-    found = Access(url or "", token or "", "argument")
-    named = found if found.url else None
-    chosen = found if token is not None else None
+    given = Access(url or "", token or "", "argument")
+    named = given if given.url else None
+    chosen = given if token is not None else None
+    places: list[Access] = []
     for read in _PLACES:
         if named and chosen:
             break
-        place = read()
-        named = named or (place if place.url else None)
-        if place.token and (place.file is None or not place.url or (named and _bare(place.url) == _bare(named.url))):
-            chosen = chosen or place
+        places.append(read())
+        named = named or (places[-1] if places[-1].url else None)
+        if named is not None:
+            chosen = chosen or _sent_to(named, places)
     named = named or Access(DEFAULT_URL, "", "default")
+    chosen = chosen or _sent_to(named, places)
     secret = _usable_token(chosen) if chosen else ""
     return Access(_usable_url(named), secret, named.origin)
+
+
+def _sent_to(named: Access, places: list[Access]) -> Access | None:
+    """The first place whose token may be sent to the address that `named` gave, None without one."""
+    for place in places:
+        by_argument = place.file is None and named.origin == "argument"
+        if place.token and (by_argument or _bare(place.url or DEFAULT_URL) == _bare(named.url)):
+            return place
+    return None
 
 
 def config_path() -> Path:

@@ -16,6 +16,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S)]
 UsdPerHour = Annotated[float, Field(ge=0, le=MAX_USD_PER_HOUR)]
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^{UNPRINTABLE}]+$")]
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/@+-]{1,200}$")]
+"""A name that may fill a placeholder of a command: to a shell it is one word, and nothing but a word."""
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}$")]
 """An id that the service gives: a file name and a word of a shell as it stands, and never `..`."""
 Message = Annotated[str, AfterValidator(printable), Field(max_length=2000)]

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import ConfigDict, Field
 
-from tula_wire._base import Count, Name
+from tula_wire._base import Count, Word
 
 DEFAULT_INSTANCE_TYPE: Final = "default"
 
@@ -26,7 +26,7 @@ class Configuration:
     ranks_per_node: Annotated[Count, Field(description="Processes (accelerators) per node.")] = 1
     local_batch_size: Annotated[Count, Field(description="Examples per rank and micro-step.")]
     grad_accum_steps: Annotated[Count, Field(description="Micro-steps per optimizer step.")] = 1
-    instance_type: Annotated[Name, Field(description="Name of the instance type, as in the job's `cluster`.")] = (
+    instance_type: Annotated[Word, Field(description="Name of the instance type, as in the job's `cluster`.")] = (
         DEFAULT_INSTANCE_TYPE
     )
 

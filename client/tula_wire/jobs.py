@@ -18,6 +18,7 @@ from tula_wire._base import (
     Timestamp,
     UsdPerHour,
     WireModel,
+    Word,
     optional,
 )
 from tula_wire.bounds import MAX_DURATION_S, MAX_EPOCHS, MIN_EPOCHS
@@ -348,7 +349,7 @@ class Price(WireModel):
 class ClusterSpec(WireModel):
     """Nodes of one instance type that the job may use."""
 
-    instance_type: Name = Field(DEFAULT_INSTANCE_TYPE, description="Name of the instance type, unique in the job.")
+    instance_type: Word = Field(DEFAULT_INSTANCE_TYPE, description="Name of the instance type, unique in the job.")
     min_nodes: Count = Field(1, description="Fewest nodes to consider.")
     max_nodes: Count = Field(description="Most nodes to consider.")
     ranks_per_node: Count = Field(1, description="Processes (accelerators) per node.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Final, Literal, Self, TypeVar
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, model_validator
 
-from tula_wire._base import Bytes, Count, Name, Seconds, Timestamp, WireModel, optional
+from tula_wire._base import Bytes, Count, Name, Seconds, Timestamp, WireModel, Word, optional
 from tula_wire.bounds import MAX_BYTES_PER_S
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
 from tula_wire.jobs import Estimate, Gbps
@@ -63,7 +63,7 @@ class FabricProbe(AllReduces):
     `default` nodes are the same only with as many ranks.
     """
 
-    instance_type: Name = Field(DEFAULT_INSTANCE_TYPE, description="As in the job's cluster.")
+    instance_type: Word = Field(DEFAULT_INSTANCE_TYPE, description="As in the job's cluster.")
     accelerator: Name | None = optional("As in the job's cluster.")
     network_gbps: Gbps | None = optional("Gigabits per second, as in the job's cluster.")
 
@@ -202,7 +202,8 @@ class SamplePage(WireModel):
     next_cursor: str | None = optional("Send it as `cursor` to get the next page; null on the last.")
 
 
-ColumnName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+COLUMN_NAME = r"[a-z][a-z0-9_]{0,63}"
+"""What a column is called; one with another name is left out of its chunk, and named in the answer."""
 
 COLUMNS = (
     "step_time_s", "grad_norm", "gradient_variability", "scale", "scaled_share", "gradient_noise_scale", "loss",
@@ -223,7 +224,7 @@ class TelemetryChunk(ChunkIdentity):
     """Steps and named float columns of one rank; a missing value is null."""
 
     steps: Annotated[Column[Number], Field(min_length=1)] = Field(description="Optimizer step of each row.")
-    columns: Annotated[dict[ColumnName, Column[float | None]], Field(min_length=1, max_length=64)] = Field(
+    columns: Annotated[dict[str, Column[float | None]], Field(min_length=1)] = Field(
         description="Values by name of the metric, one per step; units are in the names."
     )
 
@@ -238,6 +239,7 @@ class TelemetryAccepted(WireModel):
 
     stored: int = Field(description="Number of step values stored.")
     duplicate: bool = Field(False, description="True: the chunk was stored before.")
+    refused: list[str] = Field([], description="Columns that were left out, since no metric may have their names.")
 
 
 class TelemetrySeries(WireModel):

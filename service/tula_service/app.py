@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -172,6 +173,9 @@ def _tracer() -> Any:
 def create_app_from_environment() -> FastAPI:
     """The factory that uvicorn's workers call; `tula serve` writes its settings into the environment."""
     app = create_app(Settings.read())
+    # A fit holds the interpreter for this long before a request may have it: at Python's own 5 ms, each of the dozen
+    # turns that a request needs waits for as long.
+    sys.setswitchinterval(0.0005)
     # Modules live as long as the worker. A full garbage collection that walks them stops every thread for 0.1 s.
     gc.freeze()
     return app

@@ -124,10 +124,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
 
     def _error(self) -> None:
-        self.answer(500, b'{"detail": "on purpose"}')
+        self.answer(500, b'{"type": "urn:tula:problem:invalid-input", "detail": "on purpose"}')
 
     def _refuse(self) -> None:
-        self.answer(422, b'{"detail": "on purpose"}')
+        self.answer(422, b'{"type": "urn:tula:problem:invalid-input", "detail": "on purpose"}')
 
     def _busy(self) -> None:
         self.answer(429, b'{"detail": "too many"}', {"retry-after": self.server.sink.retry_after or "0"})
@@ -144,7 +144,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(200, json.dumps(sink.scaling).encode(), {"etag": etag})
         if sink.run is not None and self.path.startswith("/v1/runs/"):
             return self.answer(200, json.dumps(sink.run).encode())
-        return self.answer(404, b'{"detail": "not found"}')
+        return self.answer(404, b'{"type": "urn:tula:problem:not-found", "detail": "not found"}')
 
     def take(self, body: bytes) -> None:
         """Keep a body that fits the contract."""
@@ -155,7 +155,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             model.model_validate_json(body)
         except ValueError as error:
             sink.invalid.append(str(error))
-            return self.answer(422, b'{"detail": "does not fit the contract"}')
+            return self.answer(422, b'{"type": "urn:tula:problem:invalid-input", "detail": "does not fit"}')
         sink.requests.append((self.command, self.path, json.loads(body)))
         answer = {"stored": 1, "duplicates": 0, "stop": sink.stop and kind == "samples"}
         return self.answer(200, json.dumps(answer).encode())

@@ -58,7 +58,19 @@ def test_a_files_token_goes_to_the_address_of_that_file_alone(monkeypatch: pytes
     monkeypatch.setenv("TULA_URL", "http://config")
     assert access().token == "secret"
     write(Path(".env"), "TULA_TOKEN=hidden\n")
-    assert access().token == "hidden"
+    assert access().token == "secret"
+    monkeypatch.delenv("TULA_URL")
+    config("")
+    assert (access().url, access().token) == (DEFAULT_URL, "hidden")
+
+
+def test_no_downloaded_folder_leads_the_token_of_the_environment_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TULA_URL, TULA_TOKEN is for the default address, and for one that is given by hand."""
+    monkeypatch.setenv("TULA_TOKEN", "variable")
+    assert (access().url, access().token) == (DEFAULT_URL, "variable")
+    assert access("http://by-hand").token == "variable"
+    write(Path(".env"), "TULA_URL=http://evil\n")
+    assert (access().url, access().token) == ("http://evil", "")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604])
@@ -68,7 +80,7 @@ def test_a_token_that_others_can_read_is_refused(mode: int) -> None:
         access()
     assert access("http://elsewhere").token == ""  # it is not used
     write(Path(".env"), "TULA_TOKEN=hidden\n", mode)
-    with pytest.raises(TulaError, match=r"\.env holds a token"):
+    with pytest.raises(TulaError, match="holds a token"):
         access()
     write(Path(".env"), "TULA_URL=http://open\n", mode)
     assert access().url == "http://open"

@@ -25,8 +25,8 @@ AT_END_WITHIN_S: Final = 1.5
 """How long the first rank waits for the names of the others' hosts; how long ranks wait at the end of the script."""
 TIMEOUT_S: Final = 20.0
 """Of a request here: the service fits its models before it answers."""
-_JOBS_READ: Final = 50
-"""Most jobs whose names are compared: a longer page might exceed what the agent reads of an answer."""
+_JOBS_READ: Final = 2
+"""Jobs of this name that are asked for: with a second one, the name does not say which."""
 
 
 class Process(Protocol):
@@ -209,10 +209,10 @@ class Joining:
         name = self._wanted.name
         if is_id(name) and _ask(service, "GET", f"{routes.JOB_RUNS.format(job_id=name)}?limit=1", may_miss=True):
             return name
-        page = _ask(service, "GET", f"{routes.JOBS}?{urlencode({'search': name, 'limit': _JOBS_READ})}")
+        page = _ask(service, "GET", f"{routes.JOBS}?{urlencode({'name': name, 'limit': _JOBS_READ})}")
         ids = [_checked(each["id"]) for each in page["jobs"] if each["name"] == name]
         if len(ids) > 1:
-            raise _NoRun(f"{len(ids)} jobs have this name: give the id of one")
+            raise _NoRun("several jobs have this name: give the id of one")
         if ids:
             return ids[0]
         if self._wanted.dataset_size is None:

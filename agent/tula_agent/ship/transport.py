@@ -20,6 +20,8 @@ from tula_wire.text import printable
 
 Verdict = Literal["delivered", "refused", "retry"]
 _RETRIED = {408, 425, 429}
+_OUR_PROBLEMS = "urn:tula:problem:"
+"""With what the `type` of a refusal by the service begins."""
 MAX_RETRY_AFTER_S = 300.0
 MAX_ANSWER_BYTES = 64 * 2**10
 """A longer answer is not read to its end: no Tula service gives an agent one."""
@@ -47,14 +49,16 @@ class Transport:
     through proxies. Redirects are not followed with a token in hand.
     """
 
-    def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
+    def __init__(
+        self, url: str, token: str | None, timeout_s: float, *, over: httpx.BaseTransport | None = None
+    ) -> None:
         self._timeout_s, self._ends = timeout_s, 0.0
         headers = {"user-agent": "tula-agent", "content-type": "application/json", "accept-encoding": "identity"}
         if token:
             headers["authorization"] = f"Bearer {token}"
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
         timeout = httpx.Timeout(timeout_s, connect=min(2.0, timeout_s))
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits)
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits, transport=over)
         self._exchanging_thread: int | None = None
         logging.getLogger("httpx").addFilter(self._is_of_the_script)  # which logs each request at level INFO
 
@@ -105,7 +109,9 @@ class Transport:
             etag = response.headers.get("etag", "")
             return Reply("delivered", status, parsed, etag=etag if _ETAG.fullmatch(etag) else None)
         detail = printable(str((parsed or {}).get("detail", ""))[:500])
-        verdict: Verdict = "refused" if 400 <= status < 500 and status not in _RETRIED else "retry"
+        # Only the service itself refuses for good: a proxy's 403 or 404 is of a moment in which the service was away.
+        is_ours = str((parsed or {}).get("type", "")).startswith(_OUR_PROBLEMS)
+        verdict: Verdict = "refused" if is_ours and 400 <= status < 500 and status not in _RETRIED else "retry"
         return Reply(verdict, status, parsed, None if asked_s is None else min(asked_s, MAX_RETRY_AFTER_S), detail)
 
     def _limit(self, event: str, info: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ class Reporter:
     def started(self, run: Run, log: Path) -> None:
         """The command of a run was started: print which."""
         self._running[run.id] = run.configuration
-        purpose = f" ({run.purpose.rstrip('.')})" if run.purpose else ""
+        purpose = escape(f" ({run.purpose.rstrip('.')})") if run.purpose else ""
         self._console.print(f"[dim]start[/]     {configuration(run.configuration)}[dim]{purpose}[/]", highlight=False)
         if run.kind == "train" or self._console.is_terminal:
             self._console.print(f"[dim]          log: {escape(str(log))}[/]", highlight=False, soft_wrap=True)

@@ -44,6 +44,7 @@ from tula_wire import (
     RunPatch,
     RunState,
     TokenCreate,
+    TokenCreated,
 )
 from tula_wire.enums import FINAL_STATES
 from tula_wire.text import printable_lines
@@ -118,7 +119,7 @@ class Runner:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     active: list[ActiveRun] = field(default_factory=list, init=False)
-    _tokens: dict[str, str] = field(default_factory=dict, init=False)
+    _tokens: dict[str, TokenCreated] = field(default_factory=dict, init=False)
 
     def __enter__(self) -> Self:
         for name in self.work.names(_SUBMITTED):
@@ -135,6 +136,9 @@ class Runner:
             active.process.request_stop()
         for active in list(self.active):
             self.abandon(active)
+        for made in self._tokens.values():
+            with suppress(TulaError):  # it expires by itself
+                self.service.revoke_token(made.token.id)
 
     def retrying(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The answer of `call`, repeated while the service is unreachable; after RETRY_S, raises the last error."""
@@ -350,8 +354,8 @@ class Runner:
             return None
         if job_id not in self._tokens:
             wanted = TokenCreate(name=self.holder, scope="agent", job_id=job_id, expires_in_s=TOKEN_EXPIRES_S)
-            self._tokens[job_id] = self.retrying(self.service.create_token, wanted).secret
-        return self._tokens[job_id]
+            self._tokens[job_id] = self.retrying(self.service.create_token, wanted)
+        return self._tokens[job_id].secret
 
     def _run_with_samples(self, run_id: str) -> Run:
         """The run as the service knows it, once the samples are uploaded that its agent could not send."""

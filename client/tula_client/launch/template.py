@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,7 +17,7 @@ PLACEHOLDERS: Final = {
     "local_batch_size": "examples per process and micro-step",
     "global_batch_size": "examples per optimizer step",
     "grad_accum_steps": "micro-steps per optimizer step",
-    "instance_type": "name of the instance type, as in the job's cluster; quoted for a shell where it needs that",
+    "instance_type": "name of the instance type, as in the job's cluster",
     "checkpoint_dir": "folder for the run's checkpoints; the same at a restart",
     "learning_rate_factor": "learning rate of this batch over that of the job's smallest, by the job's scaling rule; 1 "
     "in profiling runs and where the rule has no answer",
@@ -28,6 +27,7 @@ PLACEHOLDERS: Final = {
     "env_file": 'a JSON file {"env_vars": {...}} with the TULA_* variables, for launchers that pass no environment',
 }
 
+_WORD = re.compile(r"[A-Za-z0-9._:/@+-]{1,200}")
 _TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -65,17 +65,18 @@ class Template:
     ) -> list[str]:
         """The command for one run; an argument that holds `{resume}` is left out while `resume` is None.
 
-        What the service gives is quoted, since the command may pass it to a shell (`bash -c "..."`).
+        Nothing is quoted, since the command may pass it through any number of shells: a value of the service that is no
+        plain word raises UsageError.
         """
         ours = {"resume": str(resume or ""), "env_file": env_file, "checkpoint_dir": str(checkpoint_dir)}
         ours["learning_rate_factor"] = f"{learning_rate_factor:.6g}"
-        ours |= {"run_id": shlex.quote(run_id), "launch_id": shlex.quote(launch_id)}
+        given = {"run_id": run_id, "launch_id": launch_id}
 
         def replace(match: re.Match[str]) -> str:
             name = match.group(1)
             if name is None:
                 return match.group(0)[0]
-            return ours[name] if name in ours else shlex.quote(str(getattr(configuration, name)))
+            return ours[name] if name in ours else _word(name, given.get(name) or getattr(configuration, name, ""))
 
         kept = [word for word in self.words if resume is not None or "resume" not in _names_in(word)]
         return [_TOKEN.sub(replace, word) for word in kept]
@@ -95,6 +96,16 @@ class Template:
     def _has(self, needed: str) -> bool:
         """True if the command holds the placeholders of `needed`, which may be `one or two with three`."""
         return any(set(names.split(" with ")) <= self.placeholders for names in needed.split(" or "))
+
+
+def _word(name: str, value: object) -> str:
+    text = str(value)
+    if text and not _WORD.fullmatch(text):
+        raise UsageError(
+            f"{{{name}}} would be {text!r}, which a shell may read as a command: use letters, digits and . _ : / @ + - "
+            "in the job"
+        )
+    return text
 
 
 def _names_in(word: str) -> frozenset[str]:

@@ -28,6 +28,7 @@ def create_job(
 @router.get(routes.JOBS)
 def list_jobs(
     user: CurrentUser,
+    name: Annotated[str | None, Query(max_length=200, description="Only jobs with this very name.")] = None,
     search: Annotated[str | None, Query(max_length=200, description="Part of a job's or a model's name.")] = None,
     state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
     archived: Annotated[bool, Query(description="Show archived jobs too.")] = False,
@@ -35,7 +36,9 @@ def list_jobs(
     limit: Annotated[int, Query(ge=1, le=500, description="Most jobs on a page.")] = 50,
 ) -> JobPage:
     """Jobs, newest first."""
-    return jobs.list_jobs(*user, search=search, state=state, include_archived=archived, cursor=cursor, limit=limit)
+    return jobs.list_jobs(
+        *user, name=name, search=search, state=state, include_archived=archived, cursor=cursor, limit=limit
+    )
 
 
 @router.get(routes.JOB)

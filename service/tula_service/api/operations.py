@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from typing import Final
 
+from anyio import to_thread
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
 from tula_service.api.services import AppServices
+from tula_service.errors import ServiceError
 from tula_service.store import Store
 from tula_service.usecases.events import check_ready, overview
 from tula_wire import routes
@@ -16,6 +20,10 @@ from tula_wire import routes
 router = APIRouter(tags=["operations"])
 open_router = APIRouter(tags=["operations"])
 """Probes, which need no token."""
+
+
+READY_CHECK_S: Final = 1.0
+"""How long one check of the database answers all who ask."""
 
 
 class Status(BaseModel):
@@ -31,9 +39,18 @@ async def get_health() -> Status:
 
 
 @open_router.get(routes.READY)
-def get_ready(services: AppServices) -> Status:
+async def get_ready(services: AppServices) -> Status:
     """Ready: the database answers, has the schema of this version and a disk with room; or 503."""
-    check_ready(services.store)
+    async with services.readiness.lock:  # many may ask at once, and one check answers all of them
+        if time.monotonic() >= services.readiness.checked_at + READY_CHECK_S:
+            services.readiness.error = None
+            try:
+                await to_thread.run_sync(check_ready, services.store, limiter=services.auth_threads)
+            except ServiceError as error:
+                services.readiness.error = error
+            services.readiness.checked_at = time.monotonic()
+    if services.readiness.error is not None:
+        raise services.readiness.error
     return Status(status="ready")
 
 

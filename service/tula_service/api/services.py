@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.types import Scope
 
 from tula_service.api.limits import RequestLimits
+from tula_service.errors import ServiceError
 from tula_service.settings import Settings
 from tula_service.store import Store
 from tula_service.usecases.access import Access
@@ -56,6 +58,15 @@ class Metrics:
         return generate_latest(registry)
 
 
+@dataclass
+class Readiness:
+    """The last check of the database: its error, and when it was (monotonic seconds)."""
+
+    checked_at: float = -math.inf
+    error: ServiceError | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
 @dataclass(frozen=True)
 class Services:
     """Everything that a request may need.
@@ -74,6 +85,7 @@ class Services:
     error_page: ErrorPage
     ingest_threads: CapacityLimiter
     auth_threads: CapacityLimiter
+    readiness: Readiness = field(default_factory=Readiness)
     streams: list[str] = field(default_factory=list)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -23,6 +23,10 @@ MADE: Final = "token.create"
 """The act of the audit log by which a token is made."""
 
 
+MAX_SESSIONS: Final = 20
+"""Open sessions of one token; a further one ends the oldest."""
+
+
 class Projects(Repository):
     """Tenants."""
 
@@ -111,11 +115,18 @@ class Sessions(Repository):
     """Sessions of pages by the SHA-256 of their secret; `Tokens.by_hash` finds the token of one."""
 
     def create(self, *, sha256: str, token_id: str, expires_at: datetime) -> None:
-        """Store a session, and delete those that have expired."""
+        """Store a session; delete those that have expired, and of this token all but the newest MAX_SESSIONS."""
         now = self._now()
-        self._connection.execute(sa.delete(sessions).where(sessions.c.expires_at <= now))
+        own = sa.select(sessions.c.sha256).where(sessions.c.token_id == token_id)
+        older = own.order_by(sessions.c.created_at.desc()).offset(MAX_SESSIONS - 1)
+        ended = (sessions.c.expires_at <= now) | sessions.c.sha256.in_(older)
+        self._connection.execute(sa.delete(sessions).where(ended))
         values = {"sha256": sha256, "token_id": token_id, "created_at": now, "expires_at": expires_at}
         self._connection.execute(sa.insert(sessions).values(values))
+
+    def exists(self, sha256: str) -> bool:
+        """True if there is a session with this hash."""
+        return self._row(sa.select(sessions.c.token_id).where(sessions.c.sha256 == sha256)) is not None
 
     def delete(self, sha256: str) -> None:
         """End a session, if there is one."""

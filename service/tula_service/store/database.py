@@ -158,7 +158,11 @@ class Store:
             raise InvalidInput(
                 "A value in the request does not fit its column: check its texts and numbers."
             ) from error
-        except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
+        except (
+            sa.exc.OperationalError,
+            sa.exc.InterfaceError,
+            sa.exc.InternalError,
+        ) as error:  # a role that only reads
             raise StoreUnavailable(why_unavailable(error)) from error
 
 

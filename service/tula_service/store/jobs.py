@@ -130,6 +130,7 @@ class Jobs(Repository):
         self,
         *,
         project_id: str | None = None,
+        name: str | None = None,
         search: str | None = None,
         state: str | None = None,
         include_archived: bool = False,
@@ -148,6 +149,8 @@ class Jobs(Repository):
         key: sa.ColumnElement[Any] = jobs.c.key
         if project_id is not None:
             wanted.append(jobs.c.project_id == project_id)
+        if name is not None:
+            wanted.append(jobs.c.name == name)
         if search and "\0" in search:  # which neither engine has in a text
             return JobPage(jobs=[], total=0)
         if search:

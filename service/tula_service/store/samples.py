@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from pydantic import BaseModel, Field
 
 from tula_service.domain import BucketTimeline, FloatArray, IntArray, MemoryReading, RunSummary, SampleColumns
+from tula_service.errors import InvalidInput
 from tula_service.store._base import WRITES, Repository, RowMap, configuration_from, same_fields
 from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
 from tula_wire import SampleBatch
@@ -44,6 +45,9 @@ SampleCursor: TypeAlias = tuple[int, int]
 
 MOST_READ: Final = 20_000
 """Rows that a page may read for a filter that few of them match: some tens of milliseconds."""
+
+MAX_PROCESSES: Final = 8_192
+"""Processes of a run: its ranks, and their restarts."""
 
 MOST_PROCESSES: Final = 64
 """Processes that a page reads; each costs a query."""
@@ -244,6 +248,12 @@ class Samples(Repository):
             if changed:
                 self._connection.execute(sa.update(sample_sources).where(table.key == known["key"]).values(**changed))
             return int(known["key"])
+        if int(self._scalar(sa.select(sa.func.count()).where(table.run_key == run_key))) >= MAX_PROCESSES:
+            raise InvalidInput(
+                f"Samples of {MAX_PROCESSES} processes of this run are stored: send boot_id, which names a process, "
+                "once per start of it.",
+                field="boot_id",
+            )
         statement = (
             self._insert(sample_sources)
             .values(run_key=run_key, rank=batch.rank, boot_id=batch.boot_id, **facts)
@@ -265,19 +275,24 @@ class Samples(Repository):
         return True
 
     def _highest(self, run_keys: Sequence[int]) -> dict[int, MemoryReading]:
+        """The reading with the highest peak of each run, of equal ones the newest process's."""
         table = memory_readings.c
-        statement = sa.select(table.run_key, *_MEMORY).where(table.run_key.in_(run_keys))
-        rows = self._rows(statement.order_by(table.peak_bytes, table.source_key))
+        place = sa.func.row_number().over(
+            partition_by=table.run_key, order_by=(table.peak_bytes.desc(), table.source_key.desc())
+        )
+        ranked = sa.select(table.run_key, *_MEMORY, place.label("place")).where(table.run_key.in_(run_keys)).subquery()
+        rows = self._rows(sa.select(ranked).where(ranked.c.place == 1))
         return {row["run_key"]: MemoryReading(**same_fields(MemoryReading, row)) for row in rows}
 
     def _timelines(self, run_keys: Sequence[int]) -> dict[int, BucketTimeline]:
         """The newest of each run."""
         table = sample_sources.c
-        statement = sa.select(table.run_key, table.timeline).where(table.run_key.in_(run_keys)).order_by(table.key)
+        sent = (table.run_key.in_(run_keys), table.timeline.is_not(sa.null()))
+        newest = sa.select(sa.func.max(table.key)).where(*sent).group_by(table.run_key)
+        statement = sa.select(table.run_key, table.timeline).where(table.key.in_(newest))
         return {
             row["run_key"]: BucketTimeline(**{name: tuple(values) for name, values in row["timeline"].items()})
             for row in self._rows(statement)
-            if row["timeline"] is not None
         }
 
     def _summary(

@@ -6,7 +6,7 @@ import struct
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import sqlalchemy as sa
@@ -27,10 +27,19 @@ INSERT = {
 """On SQLite the row, then the run's key and id: SQLite reuses the key of a deleted run, maybe for another tenant's."""
 GONE: Final = "The run of this chunk, or the telemetry of its month, was deleted: stop sending for it."
 _LAST_STEP: Final = 2**63 - 1
+MOST_POINTS: Final = 400_000
+"""Of one column that is read: a longer history is thinned while it is read."""
+MAX_NAMES: Final = 1_000
+"""Columns of a run that are listed."""
+_PER_FETCH: Final = {"yield_per": 64}
+"""Chunks that are in memory at once."""
 _EXPLICIT_STEPS: Final = 1
 _SINGLE_PRECISION: Final = 2
 _LEVEL: Final = -1
 """On noisy columns the result is 3 % larger than at level 1, in a quarter of the time."""
+
+
+_Piece: TypeAlias = tuple[IntArray, FloatArray]
 
 
 class _PerThread(threading.local):
@@ -130,10 +139,10 @@ class Telemetry(Repository):
         return False
 
     def columns(self, run_key: int) -> list[str]:
-        """The names of the run's columns, sorted."""
+        """The names of the run's columns, sorted; the first MAX_NAMES of them."""
         chunk = telemetry_chunks.c
         sent = self._connection.execute(sa.select(chunk.columns).where(chunk.run_key == run_key).distinct())
-        return sorted({name for names in sent.scalars() for name in names.split(",")})
+        return sorted({name for names in sent.scalars() for name in names.split(",")})[:MAX_NAMES]
 
     def last_step(self, run_key: int) -> int | None:
         """The last step of which the first rank sent telemetry, None before its first chunk."""
@@ -151,12 +160,15 @@ class Telemetry(Repository):
         first_step: int | None = None,
         last_step: int | None = None,
     ) -> tuple[IntArray, FloatArray]:
-        """Steps and values of one column of one rank, by step; of a step sent twice, the later boot's value."""
+        """Steps and values of one column of one rank, by step; of a step sent twice, the later boot's value.
+
+        Of more than MOST_POINTS an even share, with all peaks and dips.
+        """
         chunk = telemetry_chunks.c
         first, last = first_step or 0, _LAST_STEP if last_step is None else last_step
         within = (chunk.run_key == run_key, chunk.last_step >= first, chunk.first_step <= last)
         statement = _chunks(column, rank).where(*within).order_by(*_ORDER)
-        steps, values = _joined(self._connection.execute(statement), column)
+        steps, values = _joined(self._connection.execute(statement, execution_options=_PER_FETCH), column)
         keep = (steps >= first) & (steps <= last)
         return steps[keep], values[keep]
 
@@ -184,6 +196,12 @@ class Telemetry(Repository):
                 of_run[name] = of_run.get(name, 0) + int(count)
         return found
 
+    def count(self, run_key: int, column: str, rank: int) -> int:
+        """The number of steps that a rank's chunks hold of a column."""
+        chunk = telemetry_chunks.c
+        counted = sa.select(sa.func.sum(chunk.num_steps)).where(chunk.run_key == run_key, *_of_column(column, rank))
+        return int(self._scalar(counted) or 0)
+
     def read_runs(self, run_ids: Collection[str], column: str) -> Iterator[tuple[str, IntArray, FloatArray]]:
         """Run id, steps and values, as `read` has them, of each of these runs that sent the column: one query."""
         statement = (
@@ -193,7 +211,9 @@ class Telemetry(Repository):
             .where(runs.c.id.in_(run_ids))
             .order_by(runs.c.key, *_ORDER)
         )
-        for run_id, rows in groupby(self._connection.execute(statement), key=lambda row: row[3]):
+        for run_id, rows in groupby(
+            self._connection.execute(statement, execution_options=_PER_FETCH), key=lambda row: row[3]
+        ):
             yield run_id, *_joined((row[:3] for row in rows), column)
 
     def purge(self, job_id: str, *, limit: int) -> int:
@@ -207,22 +227,76 @@ _ORDER = (telemetry_chunks.c.first_step, telemetry_chunks.c.boot_id, telemetry_c
 def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
     """Only the chunks that have the column are read and decompressed; some columns are sent rarely."""
     chunk = telemetry_chunks.c
-    named = ("," + chunk.columns + ",").contains(f",{column},", autoescape=True)
-    return sa.select(chunk.num_steps, chunk.columns, chunk.payload).where(chunk.rank == rank, named)
+    return sa.select(chunk.num_steps, chunk.columns, chunk.payload).where(*_of_column(column, rank))
 
 
-def _joined(chunks: Iterable[Sequence[Any]], column: str) -> tuple[IntArray, FloatArray]:
+def _of_column(column: str, rank: int) -> tuple[sa.ColumnElement[bool], ...]:
+    chunk = telemetry_chunks.c
+    return chunk.rank == rank, ("," + chunk.columns + ",").contains(f",{column},", autoescape=True)
+
+
+class _History:
+    """A column while it is read, of any length in a bounded memory: beyond MOST_POINTS an even share of its points.
+
+    Minimum and maximum of every interval stay, so that no peak is lost; medians of the rest hardly move.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[_Piece] = []
+        self._new: list[_Piece] = []
+        self._stride = 1
+
+    def add(self, steps: IntArray, values: FloatArray) -> None:
+        """Take the points of the next chunk."""
+        self._new.append((steps, values))
+        if _size(self._new) >= MOST_POINTS // 4:
+            self._thin()
+
+    def points(self) -> _Piece:
+        """Steps, ascending and once each, and values."""
+        self._thin()
+        return _in_order(self._kept) if self._kept else (np.zeros(0, np.int64), np.zeros(0))
+
+    def _thin(self) -> None:
+        if self._new:
+            self._kept.append(_thinned(*_in_order(self._new), self._stride))
+            self._new = []
+        if _size(self._kept) > MOST_POINTS:
+            self._stride *= 2
+            self._kept = [_thinned(*_in_order(self._kept), 2)]
+
+
+def _size(pieces: Iterable[_Piece]) -> int:
+    return sum(steps.size for steps, _ in pieces)
+
+
+def _thinned(steps: IntArray, values: FloatArray, stride: int) -> _Piece:
+    """Every `stride`-th point, with minimum and maximum of each interval of 64 of those."""
+    if stride == 1:
+        return steps, values
+    keep = np.zeros(steps.size, bool)
+    keep[::stride] = keep[-1] = True
+    width = 64 * stride
+    starts = np.arange(0, steps.size, width)
+    rows = np.full((starts.size, width), np.nan)
+    rows.flat[: steps.size] = values
+    for bound, best in ((np.inf, np.argmin), (-np.inf, np.argmax)):
+        keep[starts + best(np.where(np.isnan(rows), bound, rows), axis=1)] = True
+    return steps[keep], values[keep]
+
+
+def _joined(chunks: Iterable[Sequence[Any]], column: str) -> _Piece:
     """Steps and values of one column of these chunks of a rank."""
-    pieces: list[tuple[IntArray, FloatArray]] = []
+    history = _History()
     for num_steps, columns, payload in chunks:
         names = columns.split(",")
         if column in names:
             steps, values = unpack(bytes(payload), num_steps, len(names))
-            pieces.append((steps, values[names.index(column)].copy()))  # a view would keep all columns in memory
-    return _in_order(pieces) if pieces else (np.zeros(0, np.int64), np.zeros(0))
+            history.add(steps, values[names.index(column)].copy())  # a view would keep all columns in memory
+    return history.points()
 
 
-def _in_order(pieces: list[tuple[IntArray, FloatArray]]) -> tuple[IntArray, FloatArray]:
+def _in_order(pieces: Sequence[_Piece]) -> _Piece:
     """All steps of the pieces, ascending and once each."""
     steps = np.concatenate([piece[0] for piece in pieces])
     values = np.concatenate([piece[1] for piece in pieces])

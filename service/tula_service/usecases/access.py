@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Final, NamedTuple
 
@@ -43,6 +43,8 @@ class Principal:
     token_id: str | None = None
     project_id: str | None = None
     job_id: str | None = None
+    sha256: str | None = field(default=None, repr=False, compare=False)
+    """Of the secret that was sent, of the token or a session: a stream ends with it."""
 
     @property
     def is_admin(self) -> bool:
@@ -167,7 +169,10 @@ def open_session(store: Store, principal: Principal) -> str:
 
 
 def end_session(store: Store, secret: str) -> None:
-    """End a session of pages, if there is one with this secret."""
+    """End a session of pages, if there is one with this secret; without one, nothing is written."""
+    with store.reading() as tx:
+        if not tx.sessions.exists(digest(secret)):
+            return
     with store.transaction() as tx:
         tx.sessions.delete(digest(secret))
 
@@ -191,16 +196,17 @@ def visible_projects(store: Store, caller: Principal) -> Sequence[Project]:
 
 
 def check_still_valid(tx: Transaction, principal: Principal) -> None:
-    """Raise Unauthenticated if the token of a caller who was authenticated earlier has ended since.
+    """Raise Unauthenticated if the token or the session of a caller who was authenticated earlier has ended since.
 
     For streams, which stay open longer than a request.
     """
-    if principal.token_id is None:
+    if principal.sha256 is None:
         ended = tx.tokens.ever_made()  # the anonymous user exists until the first token
     else:
-        ended = state_of(tx.tokens.get(principal.token_id), tx.now()) != "valid"
+        token = tx.tokens.by_hash(principal.sha256)
+        ended = token is None or state_of(token, tx.now()) != "valid"
     if ended:
-        raise Unauthenticated("This token has ended: create one with `tula token create`.")
+        raise Unauthenticated("This token has expired or was revoked: create one with `tula token create`.")
 
 
 def state_of(token: Token, now: datetime) -> str:
@@ -298,7 +304,7 @@ class Access:
                 cache.pop(secret, None)
             raise Unauthenticated(f"This token is {state}: create one with `tula token create`.")
         left_s = math.inf if token.expires_at is None else (token.expires_at - now).total_seconds()
-        principal = Principal(token.name, token.scope, token.id, token.project, token.job_id)
+        principal = Principal(token.name, token.scope, token.id, token.project, token.job_id, digest(secret))
         self._trust(cache, secret, principal, left_s)
         if token.last_used_at is None or (now - token.last_used_at).total_seconds() >= TOUCH_EVERY_S:
             self._touch(token.id)

@@ -92,6 +92,7 @@ def list_jobs(
     store: Store,
     principal: Principal,
     *,
+    name: str | None = None,
     search: str | None = None,
     state: str | None = None,
     include_archived: bool = False,
@@ -103,11 +104,13 @@ def list_jobs(
 
     Raises InvalidInput for a malformed cursor or search.
     """
-    if search is not None and not search.isprintable():
-        raise InvalidInput("The search holds characters that no name has: use printable ones.", field="search")
+    for field, text in (("name", name), ("search", search)):
+        if text is not None and not text.isprintable():
+            raise InvalidInput(f"The {field} holds characters that no name has: use printable ones.", field=field)
     with store.reading() as tx:
         return tx.jobs.list(
             project_id=principal.project_id,
+            name=name,
             search=search,
             state=state,
             include_archived=include_archived,

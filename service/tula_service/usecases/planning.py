@@ -8,12 +8,14 @@ cached once per version of a job's data, and entered in the ledger.
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import tula_wire as wire
 from tula_service.analysis import explanation
 from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
 from tula_service.analysis.plan import PlanDecision, plan_of
+from tula_service.errors import StoreUnavailable
 from tula_service.store import Store, Transaction
 from tula_service.store.jobs import JobRecord
 from tula_service.usecases import ledger
@@ -21,6 +23,8 @@ from tula_service.usecases.job_data import MAX_RUNS, load_job_data
 from tula_wire.enums import Objective
 
 ATTEMPTS = 4
+_UNSTORED = "recommendation-unstored"
+"""The id of an answer that the database could not keep."""
 _STATES_KEPT = ("archived", "training")
 
 
@@ -49,10 +53,15 @@ def compute(store: Store, job_id: str, objective: Objective | None, *, plan: boo
                 facts, data = _facts(tx, job, plan), load_job_data(tx, job)
             analysis = analyse(data, objective)
             decision = plan_of(analysis) if plan else None
-        with store.transaction() as tx:
-            now = tx.jobs.lock(job_id)
-            if now.data_version == job.data_version or _facts(tx, now, plan) == facts:
-                return store_answer(tx, now, analysis, decision)
+        try:
+            with store.transaction() as tx:
+                now = tx.jobs.lock(job_id)
+                if now.data_version == job.data_version or _facts(tx, now, plan) == facts:
+                    return store_answer(tx, now, analysis, decision)
+        except StoreUnavailable:  # a full disk, or a database role that only reads: an answer is right unstored as well
+            if plan:
+                raise
+            return _rendered(job, analysis, _UNSTORED, store.now()).model_dump_json()
     with store.transaction() as tx:
         job = tx.jobs.lock(job_id)
         analysis = analyse(load_job_data(tx, job), objective)
@@ -76,14 +85,7 @@ def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, decision: 
     elif (newer := cached(tx, job.id, objective, version, or_newer=True)) is not None:
         return newer
     entry = ledger.enter(tx, job, analysis, version)
-    fields: dict[str, object] = {"id": entry.recommendation_id, "job_id": job.id, "created_at": entry.created_at}
-    if isinstance(analysis, Answer):
-        validated = (job.cross_validated_model, tuple(job.cross_validated_runs))
-        error = job.cross_validated_error if validated == (MODEL_VERSION, analysis.evidence.run_ids) else None
-        fields |= explanation.recommendation_fields(analysis, error)
-    else:
-        fields |= explanation.infeasible_fields(analysis)
-    recommendation = wire.Recommendation.model_validate(fields)
+    recommendation = _rendered(job, analysis, entry.recommendation_id, entry.created_at)
     body = recommendation.model_dump_json()
     tx.answers.put(job.id, f"recommendation:{objective}", data_version=version, model_version=MODEL_VERSION, body=body)
     if objective == job.objective:
@@ -98,6 +100,18 @@ def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, decision: 
             saving_vs_largest_batch=largest,
         )
     return body
+
+
+def _rendered(job: JobRecord, analysis: Analysis, recommendation_id: str, created_at: datetime) -> wire.Recommendation:
+    """The answer as the wire's model."""
+    fields: dict[str, object] = {"id": recommendation_id, "job_id": job.id, "created_at": created_at}
+    if isinstance(analysis, Answer):
+        validated = (job.cross_validated_model, tuple(job.cross_validated_runs))
+        error = job.cross_validated_error if validated == (MODEL_VERSION, analysis.evidence.run_ids) else None
+        fields |= explanation.recommendation_fields(analysis, error)
+    else:
+        fields |= explanation.infeasible_fields(analysis)
+    return wire.Recommendation.model_validate(fields)
 
 
 def _store_plan(tx: Transaction, job: JobRecord, analysis: Analysis, decision: PlanDecision) -> JobRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -14,12 +15,16 @@ from tula_service.analysis.series import TREND_POINTS, downsample, trend
 from tula_service.domain import FloatArray, IntArray, MemoryReading, NewChunk, RunRecord
 from tula_service.errors import NotFound
 from tula_service.store import Store, partitions
-from tula_service.store.telemetry import chunk_row
+from tula_service.store.telemetry import MOST_POINTS, chunk_row
 from tula_service.usecases.access import KnownRuns, Principal, visible_job, visible_run
 from tula_wire import Run, TelemetryAccepted, TelemetryChunk, TelemetrySeries
+from tula_wire.samples import COLUMN_NAME
 
+_NAME = re.compile(COLUMN_NAME)
 _STEP_TIME = "step_time_s"
 _OF_QUALITY = ("validation_accuracy", "accuracy", "loss")
+_MOST_NAMED: Final = 20
+"""Columns that an error names."""
 _MOST_STEPS_COMPARED: Final = 5_000_000
 """About half a second of decompression."""
 
@@ -32,15 +37,22 @@ class TelemetryIngest:
         self._runs = runs
 
     def store(self, principal: Principal, run_id: str, chunk: TelemetryChunk) -> TelemetryAccepted:
-        """Store a chunk of telemetry; a resend is stored once. Raises NotFound, StoreUnavailable."""
+        """Store a chunk of telemetry, without columns of impossible names; a resend is stored once.
+
+        Raises NotFound, StoreUnavailable.
+        """
         run_key, job_id = self._runs.authorise(principal, run_id)
+        columns = {name: column for name, column in chunk.columns.items() if _NAME.fullmatch(name)}
+        refused = [name[:64] for name in chunk.columns if name not in columns][:_MOST_NAMED]
+        if not columns:
+            return TelemetryAccepted(stored=0, refused=refused)
         new = NewChunk(
             rank=chunk.rank,
             boot_id=chunk.boot_id,
             sequence=chunk.sequence,
             steps=np.asarray(chunk.steps, np.int64),
-            names=list(chunk.columns),
-            values=np.array(list(chunk.columns.values()), np.float64),  # null becomes NaN
+            names=list(columns),
+            values=np.array(list(columns.values()), np.float64),  # null becomes NaN
         )
         row = chunk_row(run_key, new)
         try:
@@ -54,7 +66,7 @@ class TelemetryIngest:
         except NotFound:  # deleted since its key was cached
             self._runs.forget(run_id)
             raise
-        return TelemetryAccepted(stored=int(new.values.size) if stored else 0, duplicate=not stored)
+        return TelemetryAccepted(stored=int(new.values.size) if stored else 0, duplicate=not stored, refused=refused)
 
 
 @dataclass(frozen=True)
@@ -98,13 +110,16 @@ def read_with_trend(
         steps, values = tx.telemetry.read(run.key, query.column, **where)
         if query.column == _STEP_TIME and _STEP_TIME not in available and run.num_samples:
             steps, values = tx.samples.step_times(run.key, **where)
+        # A long history is thinned while it is read, and counted by the database.
+        is_whole = steps.size < MOST_POINTS // 2 or query.first_step is not None or query.last_step is not None
+        total = steps.size if is_whole else tx.telemetry.count(run.key, query.column, query.rank)
     names = _names(run, available)
     if query.column not in names:
-        known = ", ".join(names) or "none yet"
+        known = ", ".join(names[:_MOST_NAMED]) + (", ..." if names[_MOST_NAMED:] else "") or "none yet"
         raise NotFound(f"Run {query.run_id} has no column {query.column!r}: it has {known}.", field="column")
     smooth = trend(steps, values, query.trend_points)
-    raw = _series(query, names, steps, *downsample(steps, values, query.max_points))
-    return raw, None if smooth is None else _series(query, names, steps, *smooth)
+    raw = _series(query, names, total, *downsample(steps, values, query.max_points))
+    return raw, None if smooth is None else _series(query, names, total, *smooth)
 
 
 def compare(
@@ -138,7 +153,7 @@ def compare(
         for run_id, steps, values in itertools.chain(tx.telemetry.read_runs(chosen, column), sampled):
             drawn = trend(steps, values, query.trend_points) or downsample(steps, values, query.max_points)
             of_run = replace(query, run_id=run_id, column=column)
-            found[run_id] = _series(of_run, sorted(sizes[run_id]), steps, *drawn)
+            found[run_id] = _series(of_run, sorted(sizes[run_id]), sizes[run_id][column], *drawn)
     return column, names, found
 
 
@@ -149,17 +164,17 @@ def memory_of(store: Store, principal: Principal, run_id: str, *, limit: int = 1
 
 
 def _series(
-    query: SeriesQuery, available: list[str], every_step: IntArray, steps: IntArray, values: FloatArray
+    query: SeriesQuery, available: list[str], total: int, steps: IntArray, values: FloatArray
 ) -> TelemetrySeries:
-    """Some points of what a query asks for as the wire's model; `available` are the run's columns."""
+    """Some of the `total` points that a query asks for as the wire's model; `available` are the run's columns."""
     return TelemetrySeries(
         run_id=query.run_id,
         column=query.column,
         rank=query.rank,
         steps=steps.tolist(),
         values=[None if value != value else value for value in values.tolist()],
-        total_points=int(every_step.size),
-        downsampled=steps.size < every_step.size,
+        total_points=int(total),
+        downsampled=steps.size < total,
         available=available,
     )
 

@@ -52,3 +52,21 @@ def test_a_script_that_logs_at_info_does_not_see_the_requests_of_the_agent(caplo
         httpx.get(f"{liar.url}/scaling")  # the script's, to a URL that begins like the service's
         transport.close()
     assert caplog.text.count("HTTP Request") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        ((404, b"<h1>404</h1>"), "retry"),
+        ((403, b'{"error": "denied by the proxy"}'), "retry"),
+        ((404, b'{"type": "urn:tula:problem:not-found", "detail": "no run"}'), "refused"),
+        ((429, b'{"type": "urn:tula:problem:too-many-requests"}'), "retry"),
+    ],
+)
+def test_only_the_services_own_problem_documents_refuse_for_good(answer: tuple[int, bytes], verdict: str) -> None:
+    """A proxy answers 404 and 403 for as long as the service behind it is away."""
+    status, body = answer
+    over = httpx.MockTransport(lambda _: httpx.Response(status, stream=httpx.ByteStream(body)))
+    transport = Transport("http://tula.invalid", None, TIMEOUT_S, over=over)
+    assert transport.get("/v1/runs/r").verdict == verdict
+    transport.close()

@@ -107,6 +107,9 @@ class FakeService:
         token = Token(id="t", name=wanted.name, scope=wanted.scope, job_id=wanted.job_id, created_at=NOW)
         return TokenCreated(token=token, secret=f"secret of {wanted.job_id}")
 
+    def revoke_token(self, token_id):
+        self._called("revoke_token", token_id)
+
     def claim(self, job_id, claim):
         self._called("claim", claim.max_nodes)
         for run in self.runs.values():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tula_client._errors import UsageError
 from tula_client.launch.template import Template
@@ -109,3 +112,16 @@ def test_a_command_gets_its_folder_of_checkpoints_and_the_factor_of_its_learning
     filled = template.fill(CONFIGURATION, checkpoint_dir="/c", learning_rate_factor=2**0.5)
     assert filled == ["python", "x.py", "--output-dir=/c", "--lr-times", "1.41421"]
     assert template.fill(CONFIGURATION)[-1] == "1"
+
+
+@pytest.mark.parametrize("hostile", ["p3$(touch X)", "a b", "a;b", "`x`", "'", '"', "a\n", "é", "a[/b]c", "x" * 201])
+def test_a_name_that_a_shell_could_read_as_more_than_a_word_is_refused(hostile):
+    """Also within double quotes, or a shell in a shell, where no quoting of ours would help."""
+    template = Template(("bash", "-c", 'echo "{instance_type} {run_id}"'))
+    with pytest.raises(UsageError, match="instance_type"):
+        template.fill(replace(CONFIGURATION, instance_type=hostile))
+    with pytest.raises(UsageError, match="run_id"):
+        template.fill(CONFIGURATION, run_id=hostile)
+    with pytest.raises(ValidationError):
+        spec(cluster={"instance_type": hostile, "max_nodes": 4})
+    assert template.fill(replace(CONFIGURATION, instance_type="p4d.24xlarge/us-east-1@spot"))

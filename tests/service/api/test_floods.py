@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import anyio.to_thread
 import httpx
 import pytest
 from starlette.types import Message, Scope
@@ -208,6 +209,40 @@ def test_requests_of_agents_and_others_do_not_take_each_others_room(
     statuses, refused = service.transport.run(asyncio.wait_for(at_once(), 60))
     assert statuses == [200, 200, 200, 202]
     assert set(refused) == {503}
+
+
+def test_refusals_probes_and_static_files_wait_for_no_ordinary_thread(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Liveness that waits for a slow request ends in a restart, and an agent that is refused late waits as long."""
+    red, released = service.tenant("red"), threading.Event()
+    monkeypatch.setattr("tula_service.api.jobs.jobs.get", lambda *_: released.wait() and None)
+
+    async def at_once() -> list[int]:
+        transport = httpx.ASGITransport(service.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url=HOST) as client:
+            path = routes.JOB.format(job_id=red.job_id)
+            asks = [asyncio.create_task(client.get(path, headers=as_(red.user))) for _ in range(20)]
+            threads = anyio.to_thread.current_default_thread_limiter()
+            while threads.available_tokens:
+                await asyncio.sleep(0.001)
+            answers = [
+                await client.get(routes.HEALTH),
+                await client.get(routes.READY),
+                await client.get(routes.JOBS),
+                await client.get("/nowhere", headers=as_(red.user)),
+                await client.post(routes.JOBS, content=b"{}", headers=as_(red.agent)),
+                await client.post(routes.RUN_SAMPLES.format(run_id=red.run_id), content=b"{", headers=as_(red.agent)),
+                await client.get("/static/app.css"),
+                await client.get("/login"),
+                await client.post("/login", content=f"token={red.user}"),
+            ]
+            released.set()
+            await asyncio.gather(*asks)
+            return [answer.status_code for answer in answers]
+
+    statuses = service.transport.run(asyncio.wait_for(at_once(), 60))
+    assert statuses == [200, 200, 401, 404, 403, 422, 200, 200, 303]
 
 
 BEYOND = {"a wrong token": {401: 5}, "no token": {401: 5}, "requests": {200: 10}}

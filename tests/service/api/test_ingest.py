@@ -75,8 +75,8 @@ class TestResends:
     """A repeated acknowledgement is never a repeated row."""
 
     def test_a_chunk_sent_again_is_a_duplicate(self, post: Callable[..., httpx.Response]) -> None:
-        assert post(routes.RUN_TELEMETRY, chunk()).json() == {"stored": 10, "duplicate": False}
-        assert post(routes.RUN_TELEMETRY, chunk()).json() == {"stored": 0, "duplicate": True}
+        assert post(routes.RUN_TELEMETRY, chunk()).json() == {"stored": 10, "duplicate": False, "refused": []}
+        assert post(routes.RUN_TELEMETRY, chunk()).json() == {"stored": 0, "duplicate": True, "refused": []}
 
     def test_samples_sent_again_are_counted_as_duplicates(self, post: Callable[..., httpx.Response]) -> None:
         assert post(routes.RUN_SAMPLES, batch(4)).json()["stored"] == 4
@@ -119,6 +119,19 @@ class TestRefusals:
             path = routes.RUN_TELEMETRY.format(run_id=red.run_id)
             refused(client.post(path, json=chunk(sequence=1)), 404)
             refused(client.post("/v1/runs/run-nowhere/telemetry", json=chunk()), 404)
+
+    def test_a_column_of_an_impossible_name_costs_itself_alone(
+        self, service: Service, red: Tenant, post: Callable[..., httpx.Response]
+    ) -> None:
+        columns = {"loss": [1.0], "Loss": [2.0], "val/acc": [0.5], "a,b": [0.1], "x" * 65: [0.1]}
+        answer = post(routes.RUN_TELEMETRY, chunk(1, columns=columns)).json()
+        assert (answer["stored"], answer["refused"]) == (1, ["Loss", "val/acc", "a,b", "x" * 64])
+        assert read(service, red)["available"] == ["loss"]
+        nothing = post(routes.RUN_TELEMETRY, chunk(1, columns={"Loss": [2.0]})).json()
+        assert (nothing["stored"], nothing["refused"]) == (0, ["Loss"])
+
+    def test_seventy_columns_are_one_chunk(self, post: Callable[..., httpx.Response]) -> None:
+        assert post(routes.RUN_TELEMETRY, chunk(1, columns={f"c{n}": [1.0] for n in range(70)})).json()["stored"] == 70
 
 
 class TestReadingBack:

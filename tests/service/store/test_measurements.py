@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
@@ -11,10 +12,11 @@ import sqlalchemy as sa
 
 import tula_wire as wire
 from tests.service.store.examples import a_chunk, a_job, a_run, add_chunk, samples
-from tula_service.domain import BucketTimeline, MemoryReading
-from tula_service.errors import StoreUnavailable
+from tula_service.domain import BucketTimeline, MemoryReading, NewChunk
+from tula_service.errors import InvalidInput, StoreUnavailable
 from tula_service.perfmodel.step_summary import summarise
-from tula_service.store import Store
+from tula_service.store import Store, telemetry
+from tula_service.store import samples as samples_module
 from tula_service.store.samples import Samples
 
 
@@ -214,3 +216,39 @@ class TestChunks:
             steps, values = tx.telemetry.read(run.key, "loss")
         assert steps.tolist() == list(range(20))
         np.testing.assert_array_equal(values, a_chunk(0, 20, shift=1.0).values[0])
+
+    def test_a_long_history_is_read_in_bounded_memory_with_all_its_peaks(
+        self, sqlite_store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(telemetry, "MOST_POINTS", 4_000)
+        run = a_run(sqlite_store, a_job(sqlite_store).id)
+        length, peaks = 500, {1_234: 50.0, 31_999: -50.0, 77_777: 60.0}
+        with sqlite_store.transaction() as tx:
+            for number in range(160):
+                steps = np.arange(number * length, (number + 1) * length)
+                values = np.array([peaks.get(step, math.sin(step / 1000)) for step in steps.tolist()])
+                add_chunk(tx, run.key, NewChunk(0, "boot", number, steps, ["loss"], values[None]))
+            steps, values = tx.telemetry.read(run.key, "loss")
+            assert tx.telemetry.count(run.key, "loss", 0) == 80_000
+        assert steps.size <= 2 * 4_000
+        assert (np.diff(steps) > 0).all()
+        assert (steps[0], steps[-1]) == (0, 79_999)
+        assert set(peaks.values()) <= set(values.tolist())
+        halves = np.count_nonzero(steps < 40_000), np.count_nonzero(steps >= 40_000)
+        assert max(halves) < 1.5 * min(halves), "thinned evenly"
+
+
+class TestProcesses:
+    """Processes that send samples of a run."""
+
+    def test_a_run_has_a_bounded_number_of_processes(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(samples_module, "MAX_PROCESSES", 3)
+        job = a_job(store)
+        run = a_run(store, job.id)
+        with store.transaction() as tx:
+            for boot in "abc":
+                tx.samples.add(run.key, job.id, samples(2, boot_id=boot))
+            with pytest.raises(InvalidInput) as refused:
+                tx.samples.add(run.key, job.id, samples(2, boot_id="d"))
+            assert refused.value.field == "boot_id"
+            assert tx.samples.add(run.key, job.id, samples(4, boot_id="c")) == 2, "known ones go on"

@@ -9,6 +9,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
 from tula_service.analysis.answer import analyse
 from tula_service.analysis.explanation import name_of
+from tula_service.errors import StoreUnavailable
 from tula_service.store import Store
 from tula_service.usecases import jobs, planning, recommendations, runs, scaling
 from tula_service.usecases.access import ANONYMOUS
@@ -395,3 +396,20 @@ def test_the_cross_validated_error_is_of_the_runs_and_the_model_of_the_answer(cl
     with cluster.store.transaction() as tx:
         tx.jobs.update(job_id, bump=True, cross_validated_model="an older one")
     assert cluster.recommendation(job_id).model.cross_validated_error is None
+
+
+def test_an_answer_that_cannot_be_stored_is_given_all_the_same(
+    profiled: tuple[Cluster, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, or a replica whose database role only reads."""
+    cluster, job_id = profiled
+    stored = wire.read(wire.Recommendation, recommendations.get(cluster.store, ANONYMOUS, job_id))
+
+    def full(*_: object, **__: object) -> None:
+        raise StoreUnavailable("The disk of the database is full.")
+
+    monkeypatch.setattr(planning, "store_answer", full)
+    monkeypatch.setattr(planning, "cached", lambda *_, **__: None)
+    unstored = wire.read(wire.Recommendation, recommendations.get(cluster.store, ANONYMOUS, job_id))
+    assert unstored.chosen == stored.chosen
+    assert unstored.id == "recommendation-unstored"

@@ -1,0 +1,46 @@
+"""A browser's session ends for good: at sign-out, for streams that are open too, and the oldest of too many."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.service.store.examples import a_job
+from tests.support.clock import ManualClock
+from tula_service.errors import Unauthenticated
+from tula_service.store import Store
+from tula_service.store.access import MAX_SESSIONS
+from tula_service.usecases import events
+from tula_service.usecases.access import ANONYMOUS, Access, Principal, digest, end_session, issue_token, open_session
+
+
+@pytest.fixture
+def token(store: Store) -> Principal:
+    """Whom a token lets in."""
+    secret = issue_token(store, ANONYMOUS, name="reader", scope="read").secret
+    return Access(store, cache_s=0.0, tokenless_allowed=False).authenticate(secret)
+
+
+def signed_in(store: Store, token: Principal) -> tuple[str, Principal]:
+    """The secret of a new session, and whom it lets in."""
+    secret = open_session(store, token)
+    return secret, Access(store, cache_s=0.0, tokenless_allowed=False).authenticate(secret)
+
+
+def test_an_event_stream_ends_with_the_session_that_opened_it(store: Store, token: Principal) -> None:
+    job = a_job(store)
+    (secret, left), (_, stays) = signed_in(store, token), signed_in(store, token)
+    assert events.read_on(store, left, job.id, 0) == []
+    end_session(store, secret)
+    with pytest.raises(Unauthenticated):
+        events.read_on(store, left, job.id, 0)
+    assert events.read_on(store, stays, job.id, 0) == events.read_on(store, token, job.id, 0) == []
+
+
+def test_a_token_has_a_bounded_number_of_sessions(store: Store, token: Principal, clock: ManualClock) -> None:
+    secrets = []
+    for _ in range(MAX_SESSIONS + 2):
+        clock.advance(1.0)
+        secrets.append(open_session(store, token))
+    with store.reading() as tx:
+        open_ones = [secret for secret in secrets if tx.sessions.exists(digest(secret))]
+    assert open_ones == secrets[2:]
