@@ -35,9 +35,11 @@ import numpy as np
 from benchmarks.step_time import recommended
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import mean, percentile, print_table, write_json
-from tula_service.perfmodel.choice import Goal, Offer, Training, choose, price
+from tula_service.perfmodel.choice import choose
 from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.points import FloatArray, Points
+from tula_service.perfmodel.pricing import Offer, Training, price
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire.enums import Objective
 

@@ -30,7 +30,8 @@ import numpy as np
 
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import bootstrap, mean, median, percentile, print_table, write_json
-from tula_service.perfmodel.choice import Choice, Goal, Limits, Offer, Training, recommend
+from tula_service.perfmodel.choice import Choice, recommend
+from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.planner import (
     Column,
     PlanBudget,
@@ -41,6 +42,7 @@ from tula_service.perfmodel.planner import (
     first_columns,
     plan,
 )
+from tula_service.perfmodel.pricing import Limits, Offer, Training
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire.configurations import Configuration

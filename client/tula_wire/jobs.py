@@ -184,12 +184,23 @@ ScalingRule = Literal["gain"]
 
 
 class Knee(WireModel):
-    """The knee of time against batch size, or why there is none."""
+    """The knee of the frontier of cost over time (Kneedle's), or why there is none."""
 
-    found: bool = Field(description="True: the curve has a knee.")
-    configuration: Configuration | None = optional("The candidate nearest the knee.")
-    global_batch_size: float | None = optional("Examples per step on the fitted curve, not rounded to a candidate.")
+    found: bool = Field(description="True: the frontier has a knee.")
+    configuration: Configuration | None = optional("The candidate at the knee.")
+    global_batch_size: int | None = optional("Its examples per optimizer step.")
     reason: str = Field(description="Where the knee is, or why there is none, in one sentence.")
+
+
+class Quality(WireModel):
+    """Whether the chosen batch is expected to keep the accuracy of the smallest one."""
+
+    kept: bool = Field(description="True: such trainings lost at most one point; false: the accuracy is at risk.")
+    steps: int = Field(description="Optimizer steps of the training at the chosen batch.")
+    base_batch_size: int = Field(description="The smallest global batch of the candidates, in examples.")
+    base_steps: int = Field(description="Optimizer steps of the training at that batch.")
+    noise_scale: float | None = optional("Gradient noise scale in examples; null before 100 steps measured it.")
+    sentence: str = Field(description="The same in words, with the remedy.")
 
 
 class ModelReport(WireModel):
@@ -219,7 +230,8 @@ class Recommendation(WireModel):
     least_time: Candidate | None = optional("The candidate of least expected time.")
     least_cost: Candidate | None = optional("The candidate of least expected cost; null without a price.")
     balanced: Candidate | None = optional("What the objective `balanced` chooses among the candidates.")
-    knee: Knee = Field(description="The knee of time against batch size.")
+    knee: Knee = Field(description="The knee of the frontier of cost over time.")
+    quality: Quality | None = optional("What the chosen batch does to the accuracy; null: nothing is chosen.")
     why: str = Field(description="Reason for the choice, the runner-up, and what limits excluded.")
     scaling_rule: ScalingRule | None = optional(
         "What to do with the learning rate of the smallest global batch: `gain` let `TulaOptimizer` scale "

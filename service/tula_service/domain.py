@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from enum import Enum
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from tula_wire.configurations import Configuration
-from tula_wire.enums import FINAL_STATES, EndCause, Objective, RunKind, RunOrigin, RunState
+from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunOrigin, RunState
 from tula_wire.memory_breakdown import MemoryBreakdown
 
 MemoryReading = MemoryBreakdown
@@ -23,27 +22,6 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 PredictionPairs: TypeAlias = list[list[float]]
 JobOrder: TypeAlias = Literal["newest", "name", "time", "cost", "error"]
 
-
-class Measure(Enum):
-    """What an objective ranks candidates by.
-
-    COMPROMISE is of time and cost (see `perfmodel.choice.Goal`); CURVE is no property of one candidate but of
-    time over global batch.
-    """
-
-    TIME = 1
-    COST = 2
-    COMPROMISE = 3
-    CURVE = 4
-
-
-MEASURES: Final[Mapping[Objective, Measure]] = {
-    "balanced": Measure.COMPROMISE,
-    "time": Measure.TIME,
-    "cost": Measure.COST,
-    "knee": Measure.CURVE,
-    "time_to_quality": Measure.TIME,
-}
 
 _ANY_BUT_CLAIMED: Final = FINAL_STATES | frozenset[RunState]({"pending", "running"})
 RUN_TRANSITIONS: Final[Mapping[tuple[RunState, EndCause | None], frozenset[RunState]]] = {

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, get_args
 
 import typer
 
@@ -17,6 +17,7 @@ from tula_client._errors import UsageError
 from tula_client.cli.output import Json, emit
 from tula_client.launch.spec import load_spec
 from tula_client.launch.template import Template
+from tula_wire.enums import Objective
 from tula_wire.text import printable
 
 _OPTIONS: Final = {
@@ -134,7 +135,7 @@ def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tup
     lines = [
         (f"name = {name}", ""),
         (f"epochs = {numbers.get('epochs', 1)}", ""),
-        ('objective = "balanced"', "or time, cost, knee, time_to_quality"),
+        ('objective = "balanced"', f"or {', '.join(get_args(Objective)[1:])}"),
         ("\n[model]", ""),
         (f"name = {name}", "FILL IN: jobs of one network learn from each other"),
         ("# parameters = 25_600_000", "tula estimate --write job.toml fills these in"),

@@ -351,7 +351,13 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
         lines.append(Text("No configuration can be recommended.", style="bold"))
     else:
         chosen = configuration(answer.chosen.configuration) + (", spot" if answer.chosen.spot else "")
-        lines.append(Text.assemble(("Recommended: ", "bold"), chosen))
+        title, quality = Text.assemble(("Recommended: ", "bold"), chosen), answer.quality
+        if quality is None:
+            lines.append(title)
+        elif quality.kept:
+            lines += [title, Text.assemble(("Quality: ", "bold"), quality.sentence)]
+        else:  # a warning comes first
+            lines += [Text(quality.sentence, style="bold yellow"), title]
         lines.append(Padding(_predictions(answer.chosen), (0, 0, 0, 2), expand=False))
     lines.append(Text(answer.why))
     others = [("least time", answer.least_time), ("least cost", answer.least_cost), ("runner-up", answer.runner_up)]

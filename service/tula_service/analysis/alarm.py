@@ -17,8 +17,8 @@ from pydantic import TypeAdapter
 import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.domain import FloatArray
-from tula_service.perfmodel.choice import Estimate
 from tula_service.perfmodel.points import column
+from tula_service.perfmodel.pricing import Estimate
 from tula_wire import Configuration
 from tula_wire.bounds import MAX_DURATION_S
 from tula_wire.format import duration

@@ -15,17 +15,11 @@ from tula_service.analysis.evidence import Evidence, evidence_of, required_fit_p
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.scaling import StatisticalEfficiency
 from tula_service.analysis.transfer import earlier_evidence, prior_of
-from tula_service.perfmodel.choice import (
-    Choice,
-    Estimate,
-    Goal,
-    Limits,
-    Training,
-    choose,
-    price_candidates,
-    recommend,
-)
+from tula_service.perfmodel.choice import Choice, choose, price_candidates, recommend
+from tula_service.perfmodel.guard import CAREFUL, SGD, Guard
+from tula_service.perfmodel.objectives import OBJECTIVES, Goal
 from tula_service.perfmodel.points import ObservationError
+from tula_service.perfmodel.pricing import Estimate, Limits, Training
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 from tula_wire.enums import Objective
@@ -105,11 +99,11 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
         interval_scale=earlier.interval_scale,
     )
     spec = job_data.payable(data.spec, evidence.memory.models)
-    goal = goal_of(spec, wanted)
+    goal = replace(goal_of(spec, wanted), guard=guard_of(data, evidence.candidates))
     efficiency = None
     if (noise_scale := data.gradient_noise_scale) is not None:
         efficiency = StatisticalEfficiency(noise_scale, min(c.global_batch_size for c in evidence.candidates))
-        if wanted == "time_to_quality":
+        if OBJECTIVES[wanted].needs_efficiency:
             goal = replace(
                 goal, steps_factor={c: 1.0 / efficiency.of(c.global_batch_size) for c in evidence.candidates}
             )
@@ -133,6 +127,20 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
         choice=choice,
         efficiency=efficiency,
         doubtful=doubtful & choice.ineligible,
+    )
+
+
+def guard_of(data: JobData, candidates: Sequence[Configuration]) -> Guard:
+    """Which batches keep the accuracy of the smallest candidate's, for which the script's learning rate is taken to be.
+
+    The service knows the optimizer, not the rule that a training will scale its rate with, so the constants are those
+    of the policy `gain`, and of AdamW where the optimizer is not known to be SGD.
+    """
+    return Guard(
+        examples=float(data.spec.dataset.size) * data.spec.epochs,
+        base_batch_size=min(c.global_batch_size for c in candidates),
+        noise_scale=data.settled_noise_scale,
+        constants=SGD if data.spec.model.optimizer in ("sgd", "momentum") else CAREFUL,
     )
 
 

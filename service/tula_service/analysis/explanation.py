@@ -13,10 +13,11 @@ import tula_wire as wire
 from tula_service.analysis import hardware, job_data, scaling
 from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
 from tula_service.analysis.evidence import Evidence
-from tula_service.domain import MEASURES, Measure
-from tula_service.perfmodel.choice import SECONDS_PER_HOUR, Choice, Estimate, Exclusion, Limits, barred_by
+from tula_service.perfmodel.choice import Choice, Exclusion
 from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.objectives import OBJECTIVES
 from tula_service.perfmodel.points import PointKey
+from tula_service.perfmodel.pricing import SECONDS_PER_HOUR, Estimate, Limits
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire import Configuration
 from tula_wire.format import cluster_name, percent
@@ -41,7 +42,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
     `cross_validated_error` is of exactly the runs and the model of this answer, None without one.
     """
     choice, evidence = answer.choice, answer.evidence
-    knee, rule = choice.knee, None
+    knee, rule = choice.knee.estimate, None
     if choice.chosen is not None:
         rule = scaling.scaling_rule(answer.spec.model, _times_base(answer, choice.chosen.configuration)[0])
     candidates = candidates_of(answer, (*answer.estimates, *answer.estimate(tuple(evidence.ruled_out))))
@@ -57,9 +58,10 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
         "knee": wire.Knee(
             found=knee is not None,
             configuration=None if knee is None else knee.configuration,
-            global_batch_size=choice.knee_finding.global_batch_size,
-            reason=choice.knee_finding.reason,
+            global_batch_size=None if knee is None else knee.configuration.global_batch_size,
+            reason=choice.knee.reason,
         ),
+        "quality": quality_of(answer),
         "why": why(answer),
         "scaling_rule": rule,
         "candidates": candidates,
@@ -114,9 +116,28 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
     )
 
 
+def quality_of(answer: Answer) -> wire.Quality | None:
+    """Whether the chosen batch is expected to keep the accuracy of the smallest one; None where nothing is chosen."""
+    choice = answer.choice
+    guard = choice.goal.guard
+    if choice.chosen is None or guard is None:
+        return None
+    batch = choice.chosen.configuration.global_batch_size
+    larger = [e for e in choice.estimates if e.configuration.global_batch_size > batch]
+    refused = bool(larger) and not any(guard.allows(e.configuration.global_batch_size) for e in larger)
+    return wire.Quality(
+        kept=guard.allows(batch),
+        steps=guard.steps(batch),
+        base_batch_size=guard.base_batch_size,
+        base_steps=guard.steps(guard.base_batch_size),
+        noise_scale=guard.noise_scale,
+        sentence=guard.sentence(batch, refused_larger=refused),
+    )
+
+
 def why(answer: Answer) -> str:
     """Why this candidate, how the runner-up differs, what limits exclude, and what the answer rests on."""
-    choice, spec = answer.choice, answer.spec
+    choice, spec, objective = answer.choice, answer.spec, OBJECTIVES[answer.objective]
     parts = []
     chosen = choice.chosen
     if chosen is None:
@@ -127,7 +148,7 @@ def why(answer: Answer) -> str:
         if choice.runner_up is not None:
             difference = _difference(spec, chosen, choice.runner_up)
             parts.append(f"The runner-up, {_named(choice.runner_up)}, {difference}.")
-        if answer.objective in ("balanced", "knee") and choice.within_limits_is_likely:
+        if objective.is_compromise and choice.within_limits_is_likely:
             parts.append(_smaller_batch(spec, chosen, choice))
     counts = Counter(found.limit for found in choice.excluded if found.estimate is not chosen)
     if counts and chosen is not None:
@@ -139,7 +160,7 @@ def why(answer: Answer) -> str:
         for limit, name in _LIMITS.items()
         if limit in nearest
     ]
-    if answer.objective == "time_to_quality":
+    if objective.needs_efficiency:
         parts.append(
             "Time is to the quality of the smallest batch, at a gradient noise scale of "
             f"{answer.efficiency.noise_scale:.3g} examples"
@@ -170,26 +191,7 @@ def reason_of(choice: Choice) -> str:
             f"it is the likeliest to keep the limits, with a chance of {chance * 100:.0f} %; "
             f"none of the candidates keeps them at the upper end of its interval: {least}."
         )
-    return _merit(choice, chosen) + (f" Without deadline and budget, {least}." if choice.best_is_excluded else "")
-
-
-def _merit(choice: Choice, chosen: Estimate) -> str:
-    """What the candidate that keeps the limits is the best in."""
-    goal, measure = choice.goal, MEASURES[choice.goal.objective]
-    if measure is Measure.COST:
-        return "it is expected to be the cheapest of the candidates within the limits."
-    if measure is Measure.CURVE and choice.knee is not None:
-        return f"it is the candidate nearest the knee: {choice.knee_finding.reason}"
-    if measure is Measure.COMPROMISE:
-        if goal.priced and goal.usd_per_hour_of_waiting is not None:
-            return "it has the least expected cost with waiting counted in."
-        if goal.value(chosen).expected > min(goal.value(each).expected for each in choice.frontier):
-            what = "time multiplied by cost is" if goal.priced else "time is"
-            return f"it has the smallest batch of the candidates whose {what} within 10 % of the smallest."
-        if goal.priced:
-            return "it is the best compromise: its time multiplied by its cost is the smallest of all candidates."
-    end = f"; {choice.knee_finding.reason}" if measure is Measure.CURVE else "."
-    return f"it is expected to be the fastest of the candidates within the limits{end}"
+    return choice.merit + (f" Without deadline and budget, {least}." if choice.best_is_excluded else "")
 
 
 def _least(choice: Choice) -> str:
@@ -197,7 +199,7 @@ def _least(choice: Choice) -> str:
 
     Of the candidates that neither the largest batch nor interruptions take out; nothing where those take out all.
     """
-    barred = barred_by(choice.excluded)
+    barred = choice.barred
     near = [e for e in choice.estimates if e.configuration not in choice.ineligible and e.key not in barred]
     if not near:
         return ""
@@ -422,7 +424,7 @@ def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
 
     Candidates that no deadline or budget lets in come last: those are no near miss of either.
     """
-    barred = barred_by(choice.excluded)
+    barred = choice.barred
     missed = [each for each in choice.excluded if each.estimate is not choice.chosen]
     missed.sort(key=lambda each: (each.estimate.key in barred, each.share, choice.goal.value(each.estimate).mean))
     return {each.limit: each for each in reversed(missed)}

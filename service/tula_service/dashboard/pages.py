@@ -22,6 +22,7 @@ from tula_service.dashboard.charts.runs import RUN_CHARTS, Over, QualityRun, dra
 from tula_service.dashboard.format import render
 from tula_service.domain import JobOrder
 from tula_service.errors import InvalidInput
+from tula_service.perfmodel.objectives import OBJECTIVES
 from tula_service.usecases import events, jobs, ledger, recommendations, runs
 from tula_service.usecases.access import PUBLIC, visible_projects, visible_tokens
 from tula_service.usecases.telemetry import SeriesQuery, columns_of, compare, newest_values
@@ -108,7 +109,7 @@ def jobs_page(
 @router.get("/jobs/new")
 def new_job_page(user: CurrentUser) -> HTMLResponse:
     """The form that takes a job.toml."""
-    return _page(user, "new_job.html")
+    return _page(user, "new_job.html", objectives=get_args(Objective))
 
 
 @router.post("/jobs/new")
@@ -144,6 +145,7 @@ def job_page(
         job=job,
         recommendation=recommendation,
         candidates=ranked[:MAX_CANDIDATES],
+        by_cost=_by_cost(recommendation),
         left_out=max(0, len(ranked) - MAX_CANDIDATES),
         landmarks=named_candidates(recommendation),
         frontier=set(recommendation.frontier),
@@ -295,9 +297,13 @@ def compare_runs(
     return Comparison(drawn, columns, found, page.next_cursor)
 
 
+def _by_cost(recommendation: Recommendation) -> bool:
+    return any(name == recommendation.objective and objective.by_cost for name, objective in OBJECTIVES.items())
+
+
 def _ranked(recommendation: Recommendation) -> list[Candidate]:
     """The chosen candidate, the runner-up, then the rest by what the objective looks at, excluded ones last."""
-    by_cost = recommendation.objective == "cost"
+    by_cost = _by_cost(recommendation)
 
     def place(each: Candidate) -> tuple[int, bool, float]:
         estimate = each.cost_usd if by_cost and each.cost_usd is not None else each.total_time_s

@@ -6,6 +6,6 @@ equation to its function. The calls for one job and its candidates, in order:
 
     model      = step_time_model.fit_step_time(observations, prior=prior, candidates=candidates)
     memory     = memory_model.fit_memory(MemoryObservations(batches, peaks, capacity_bytes=...))
-    answer     = choice.recommend(candidates, model, goal, memory={...})      # predict, price, find the knee, choose
+    answer     = choice.recommend(candidates, model, goal, memory={...})      # predict, price, choose
     next_runs  = planner.plan(search, candidates, model, goal=goal, recommendation=answer)
 """

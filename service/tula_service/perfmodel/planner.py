@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from tula_service.domain import MEASURES, Measure
-from tula_service.perfmodel.choice import Choice, Estimate, Goal, barred_by, price_candidates, recommend
+from tula_service.perfmodel.choice import Choice, price_candidates, recommend
 from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.points import FloatArray, ObservationError, Points
+from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.step_time_form import log_terms, residual_covariance, same_points
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
@@ -299,7 +300,7 @@ def design(
 ) -> list[Configuration]:
     """The most informative candidates; the largest cluster of a type comes before anything else of it.
 
-    With a goal that ranks candidates, that cluster runs its would-be best batch, and what matters is the variance of
+    With a goal, that cluster runs its would-be best batch, and what matters is the variance of
     candidates that may be chosen: one that is expected to be twice as dear as the best counts a quarter of it.
     `allowed` are those to choose from (all); `used` configurations have been measured or will be.
     """
@@ -308,7 +309,7 @@ def design(
     believed = {c.instance_type: priors.believed.get(c.instance_type, generic_prior()) for c in candidates}
     model = unmeasured_model(replace(priors, believed=believed), candidates)
     value, weights = None, np.ones(len(candidates))
-    if goal is not None and MEASURES[goal.objective] is not Measure.CURVE:
+    if goal is not None:
         value = log_value(model, candidates, goal)
         weights = np.exp((value.min() - value) / _DEARER) + _LEAST_WEIGHT
     rows = [row for row, c in enumerate(candidates) if allowed is None or c in allowed]
@@ -330,7 +331,7 @@ def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: G
     largest = goal.limits.max_global_batch_size or math.inf
     best = dict.fromkeys(candidates, _FORBIDDEN)
     for estimate in price_candidates(candidates, model, goal, assumed_peak=_ONE_GB):
-        if estimate.configuration.global_batch_size <= largest:
+        if estimate.configuration.global_batch_size <= largest and goal.may_choose(estimate.configuration):
             value = math.log(max(goal.value(estimate).mean, 1e-300))
             best[estimate.configuration] = min(value, best[estimate.configuration])
     return np.array([best[c] for c in candidates])
@@ -400,13 +401,13 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
     1. Verification: the choice itself, if it was not measured.
     2. Contender: the candidate with the lowest confidence bound, until that is a measured one.
 
-    A launch of a column needs an expected gain for 2. A knee has 1 only: it rests on the whole curve.
+    A launch of a column needs an expected gain for 2.
     """
-    chosen, measure = choice.chosen, MEASURES[choice.goal.objective]
+    chosen = choice.chosen
     if chosen is not None and not chosen.measured and chosen.configuration in state.affordable:
         return state.launch(chosen.configuration, "Verification: it would be recommended, so it is measured itself.")
     least_gain = _WORTH_A_LAUNCH if state.budget.by_column else 0.0
-    if measure is not Measure.CURVE and expected_gain(choice, state.affordable) >= least_gain:
+    if expected_gain(choice, state.affordable) >= least_gain:
         best = most_promising(choice, state.affordable)
         if best is not None and not best.measured and best.configuration in state.affordable:
             return state.launch(
@@ -417,8 +418,6 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
         return Plan((), None)
     if not chosen.measured:
         return Plan((), "The rest of the budget pays for no run of the choice: it stays a prediction.")
-    if measure is Measure.CURVE and choice.knee is None:
-        return Plan((), f"The choice is stable: it has been measured. {choice.knee_finding.reason.capitalize()}")
     return Plan((), "The choice is stable: it has been measured, and no further run is likely to better it.")
 
 
@@ -430,7 +429,7 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
     least excess over the limits wins, by the same bounds. A candidate that may not fit into memory is among them, since
     its run answers whether it does.
     """
-    barred, limits = barred_by(choice.excluded), choice.goal.limits
+    barred, limits = choice.barred, choice.goal.limits
     known = {e.key for e in choice.estimates if e.measured or e is choice.chosen}
 
     def rank(estimate: Estimate) -> tuple[float, float, int, Configuration]:
@@ -458,7 +457,7 @@ def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
     """
     if choice.chosen is None or not choice.within_limits_is_likely:
         return math.inf
-    best, barred = choice.goal.value(choice.chosen), barred_by(choice.excluded)
+    best, barred = choice.goal.value(choice.chosen), choice.barred
     gains: defaultdict[Column, dict[Configuration, float]] = defaultdict(dict)
     for estimate in choice.estimates:
         if not estimate.measured and estimate.configuration in runnable and estimate.key not in barred:

@@ -16,6 +16,7 @@ from tula_service.analysis.hardware import contradiction
 from tula_service.analysis.plan import profiling_cost
 from tula_service.domain import JobOrder
 from tula_service.errors import Forbidden, InvalidInput
+from tula_service.perfmodel.objectives import OBJECTIVES
 from tula_service.perfmodel.points import ObservationError
 from tula_service.store import Store, Transaction, partitions
 from tula_service.store.archive import Archive
@@ -207,9 +208,10 @@ def _check(spec: wire.JobSpec) -> None:
                 "A budget needs prices: give cluster.price.usd_per_node_hour, or leave limits.budget_usd out.",
                 field="limits.budget_usd",
             )
-        if spec.objective == "cost":
+        if OBJECTIVES[spec.objective].needs_prices:
             raise InvalidInput(
-                "Objective 'cost' needs prices: give cluster.price.usd_per_node_hour, or choose balanced or time.",
+                f"Objective '{spec.objective}' needs prices: give cluster.price.usd_per_node_hour, or choose balanced "
+                "or time.",
                 field="cluster.0.price",
             )
         if spec.usd_per_hour_of_waiting is not None:

@@ -12,7 +12,7 @@ from tula_service.analysis import alarm
 from tula_service.analysis.alarm import Monitor
 from tula_service.domain import RunRecord
 from tula_service.errors import InvalidInput
-from tula_service.perfmodel.choice import Estimate
+from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.step_summary import robust_mean
 from tula_service.store import Transaction
 from tula_service.store.jobs import JobRecord

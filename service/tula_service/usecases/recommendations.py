@@ -10,8 +10,8 @@ from tula_service.analysis import explanation
 from tula_service.analysis.answer import Answer, analyse
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.what_if import WhatIf, configurations_of, specification_at
-from tula_service.perfmodel.choice import Estimate
 from tula_service.perfmodel.points import ObservationError
+from tula_service.perfmodel.pricing import Estimate
 from tula_service.store import Store
 from tula_service.usecases import planning
 from tula_service.usecases.access import Principal, visible_job

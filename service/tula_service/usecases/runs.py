@@ -10,7 +10,7 @@ import tula_wire as wire
 from tula_service.analysis.plan import instruction_of
 from tula_service.domain import RUN_TRANSITIONS, NewRun, RunRecord
 from tula_service.errors import Conflict, InvalidInput, NotFound
-from tula_service.perfmodel.choice import Estimate
+from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, Transaction
 from tula_service.store.jobs import JobRecord

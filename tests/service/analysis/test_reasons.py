@@ -10,8 +10,10 @@ import pytest
 
 from tests.support.configurations import make_configuration
 from tula_service.analysis.explanation import breach, nearest_misses, reason_of
-from tula_service.perfmodel.choice import Choice, Estimate, Goal, Limits, Offer, Training, choose, price
+from tula_service.perfmodel.choice import Choice, choose
 from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.objectives import Goal
+from tula_service.perfmodel.pricing import Estimate, Limits, Offer, Training, price
 from tula_wire.enums import Objective
 
 

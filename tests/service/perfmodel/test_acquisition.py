@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from tests.support.configurations import make_configuration
-from tula_service.perfmodel.choice import Choice, Estimate, Goal, Limits, Offer, Training, choose, recommend
+from tula_service.perfmodel.choice import Choice, choose, recommend
 from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.planner import PlanBudget, expected_gain, most_promising, plan
 from tula_service.perfmodel.points import StepTimeObservations
+from tula_service.perfmodel.pricing import Estimate, Limits, Offer, Training
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 

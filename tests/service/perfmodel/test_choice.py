@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
 from tula_service.perfmodel import choice as perfmodel_choice
-from tula_service.perfmodel.choice import (
-    Choice,
+from tula_service.perfmodel.choice import Choice
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.objectives import Goal
+from tula_service.perfmodel.points import ObservationError
+from tula_service.perfmodel.pricing import (
     Estimate,
-    Goal,
     Limits,
     Offer,
     Spot,
@@ -25,8 +27,6 @@ from tula_service.perfmodel.choice import (
     price,
     spot_slowdown,
 )
-from tula_service.perfmodel.intervals import Interval
-from tula_service.perfmodel.points import ObservationError
 from tula_wire.enums import Objective
 
 SPREAD = 1.2

@@ -1,49 +1,71 @@
-"""A knee is where doubling the batch stops paying, whatever the range of batches is."""
+"""The knee lies on the job's own frontier of cost over time, or a sentence says why there is none."""
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_service.perfmodel.choice import find_knee
-from tula_service.perfmodel.points import ObservationError
-
-BATCHES = np.geomspace(32, 2**20, 16 * 8 + 1)
-
-
-def doubling_saves(alpha: float, beta: float, batch: float) -> float:
-    """The share of alpha / B + beta that a step from B to 2 B saves."""
-    return 1.0 - (alpha / (2 * batch) + beta) / (alpha / batch + beta)
+from tests.support.configurations import make_configuration
+from tula_service.perfmodel.choice import choose
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.objectives import Goal, knee_of
+from tula_service.perfmodel.pricing import Estimate, Training
 
 
-@settings(max_examples=50, deadline=None)
-@given(ratio=st.floats(1e3, 1e4), smallest=st.integers(0, 30), largest=st.integers(100, 128))
-def test_the_knee_follows_the_job_and_neither_end_of_the_range_moves_it(ratio, smallest, largest):
-    batches = BATCHES[smallest : largest + 1]
-    found = find_knee(batches, ratio / batches + 1.0).global_batch_size
-    assert found is not None
-    assert doubling_saves(ratio, 1.0, found) < 0.1 or found == batches[0]
-    assert doubling_saves(ratio, 1.0, found * 2 ** (-0.5)) > 0.09
-    assert found == find_knee(BATCHES, ratio / BATCHES + 1.0).global_batch_size or found == batches[0]
+def exactly(value: float) -> Interval:
+    return Interval(value, value, value)
 
 
-def test_a_curve_that_falls_steeply_to_its_end_has_no_knee():
-    assert find_knee(BATCHES, 1.0 / BATCHES).global_batch_size is None
-    assert "every doubling" in find_knee(BATCHES, BATCHES**-0.5).reason
+def estimate(time_s: float, cost_usd: float, batch: int = 32) -> Estimate:
+    time, configuration = exactly(time_s), make_configuration(1, 1, batch)
+    return Estimate(configuration, exactly(0.1), time, exactly(cost_usd), time, None)
 
 
-def test_a_flat_curve_has_its_knee_at_the_smallest_batch():
-    assert find_knee(BATCHES, np.ones(BATCHES.size)).global_batch_size == pytest.approx(32.0)
+FRONTIER = [
+    estimate(*point, batch)
+    for point, batch in zip([(10, 64), (12, 24), (16, 18), (25, 15)], (256, 128, 64, 32), strict=True)
+]
 
 
-def test_a_rise_after_the_fall_moves_no_knee():
-    batches = np.array([32.0, 64.0, 128.0, 256.0, 512.0])
-    assert find_knee(batches, [8.0, 4.0, 2.0, 1.9, 3.0]).global_batch_size == 128.0
+def test_the_knee_is_where_time_stops_buying_much_money():
+    knee = knee_of(FRONTIER)
+    assert knee.estimate is FRONTIER[1]
+    assert "costs 2.67 times as much" in knee.reason
 
 
-def test_a_short_range_has_no_knee_and_infinity_is_refused():
-    assert "no knee" in find_knee([32, 64], [1.0, 0.9]).reason
-    with pytest.raises(ObservationError, match="time_s"):
-        find_knee([32, 64, 128, 256, 512], [1.0, 0.9, float("inf"), 0.8, 0.7])
+@given(time=st.floats(1e-3, 1e6), cost=st.floats(1e-3, 1e6))
+def test_units_of_time_and_money_do_not_move_the_knee(time, cost):
+    scaled = [replace(e, time_s=e.time_s.scaled(time), cost_usd=e.cost_usd.scaled(cost)) for e in FRONTIER]
+    assert knee_of(scaled).estimate is scaled[1]
+
+
+def test_what_takes_over_three_times_the_least_time_does_not_move_the_knee():
+    assert knee_of([*FRONTIER, estimate(31, 0.01), estimate(300, 0.001)]).estimate is FRONTIER[1]
+
+
+@pytest.mark.parametrize("frontier", [FRONTIER[:1], FRONTIER[:2], [FRONTIER[0], estimate(31, 2), estimate(40, 1)]])
+def test_fewer_than_three_points_have_no_knee_and_a_sentence_says_so(frontier):
+    knee = knee_of(frontier)
+    assert knee.estimate is None
+    assert "fewer than three points" in knee.reason
+
+
+def test_a_straight_frontier_has_no_knee():
+    assert knee_of([estimate(10.0 * 1.2**i, 64.0 / 1.2**i) for i in range(5)]).estimate is None
+
+
+def test_without_a_knee_the_objective_takes_the_least_time_times_cost_and_says_so():
+    found = [estimate(10, 64, 256), estimate(30, 16, 128)]
+    choice = choose(Goal("knee", Training(1000), {}), found)
+    assert choice.chosen is found[1]
+    assert "time multiplied by its cost is the smallest" in choice.merit
+    assert "no knee" in choice.merit
+
+
+def test_the_objective_takes_the_knee():
+    choice = choose(Goal("knee", Training(1000), {}), FRONTIER)
+    assert choice.chosen is FRONTIER[1]
+    assert choice.merit.startswith("it is the candidate at the knee")

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
-from tula_service.perfmodel.choice import Goal, Offer, Training
+from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.planner import greedy_design, plan, prior_covariance
 from tula_service.perfmodel.points import Points
+from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.step_time_form import log_terms, residual_covariance
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model

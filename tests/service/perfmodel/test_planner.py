@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
-from tula_service.perfmodel.choice import Goal, Limits, Offer, Training, recommend
+from tula_service.perfmodel.choice import recommend
+from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.planner import PlanBudget, log_value, plan
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
+from tula_service.perfmodel.pricing import Limits, Offer, Training
 from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
 from tula_wire import Configuration

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from tula_service.perfmodel.choice import Choice, Goal, Offer, Spot, Training, recommend
+from tula_service.perfmodel.choice import Choice, recommend
 from tula_service.perfmodel.memory_model import MemoryObservations, fit_memory, predict_peaks
+from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
+from tula_service.perfmodel.pricing import Offer, Spot, Training
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire.configurations import Configuration
 

@@ -127,19 +127,23 @@ def test_limits_exclude_candidates_in_a_sentence(cluster: Cluster) -> None:
     assert said in answer.why
 
 
-def test_the_knee_says_what_it_is_for_and_what_a_larger_batch_would_do(cluster: Cluster) -> None:
+def test_a_short_training_keeps_the_batch_small_and_says_what_a_larger_one_would_do(cluster: Cluster) -> None:
     one_node = {"max_nodes": 1, "ranks_per_node": 2, "price": {"usd_per_node_hour": 3.0}}
-    job_id = cluster.register(spec(objective="knee", cluster=one_node)).job.id
+    job_id = cluster.register(spec(objective="balanced", epochs=2, cluster=one_node)).job.id
     cluster.work(job_id)
-    answer = cluster.recommendation(job_id)
-    assert answer.knee.found
+    answer, fastest = cluster.recommendation(job_id), cluster.recommendation(job_id, "time")
     assert answer.chosen is not None
-    assert answer.least_time is not None
-    assert answer.least_time.global_batch_size > answer.chosen.global_batch_size
+    assert answer.quality is not None
+    assert answer.quality.kept
+    assert answer.quality.steps == 200_000 // answer.chosen.global_batch_size >= 250
     assert "Larger batches tend to generalise worse" in answer.why
-    assert f"global batch of {answer.least_time.global_batch_size}" in answer.why
     assert "ask for time or cost where quality can bear it" in answer.why
-    assert "generalise" not in cluster.recommendation(job_id, "time").why
+    assert fastest.chosen is not None
+    assert fastest.quality is not None
+    assert fastest.chosen.global_batch_size == 512
+    assert not fastest.quality.kept
+    assert fastest.quality.sentence.startswith("Accuracy at risk: 390 steps")
+    assert "generalise" not in fastest.why
 
 
 def test_the_nearest_miss_of_a_limit_is_named(cluster: Cluster) -> None:
@@ -158,7 +162,7 @@ def test_the_nearest_miss_of_a_limit_is_named(cluster: Cluster) -> None:
 def test_a_price_of_waiting_moves_the_compromise_from_the_cheapest_to_the_fastest(cluster: Cluster) -> None:
     chosen = {}
     for usd in (0.001, 1e5):
-        wanted = spec(name=f"waiting-{usd}", objective="balanced", usd_per_hour_of_waiting=usd)
+        wanted = spec(name=f"waiting-{usd}", epochs=1000, objective="balanced", usd_per_hour_of_waiting=usd)
         job_id = cluster.register(wanted).job.id
         answer = cluster.recommendation(job_id)
         assert answer.chosen is not None

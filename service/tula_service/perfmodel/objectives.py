@@ -1,0 +1,242 @@
+"""The objectives: what each ranks candidates by, which one it takes, why, and what it needs to know.
+
+A new objective is a class in this file with an entry in `OBJECTIVES`, its name in `tula_wire/enums.py`, and a test.
+"""
+
+# ruff: noqa: ARG002 - what one objective does not look at, another does
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from tula_service.perfmodel.guard import Guard
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.pricing import (
+    SECONDS_PER_HOUR,
+    Estimate,
+    Limits,
+    Offer,
+    Training,
+    pareto_frontier,
+    tie_break,
+)
+from tula_wire.configurations import Configuration
+from tula_wire.enums import Objective as Name
+
+_NEARLY_BEST = 1.1
+"""`balanced` gives up a tenth of the best for a smaller batch, which generalises better, and for fewer nodes."""
+_KNEE_WITHIN = 3.0
+"""A knee is looked for up to so many times the least time: what takes longer is no choice, and would move it."""
+_FEWEST_FOR_A_KNEE = 3
+_ROUNDING = 1e-6  # of the range of log cost: a curve that bends less is straight
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is to be chosen: for which training, at which prices, within which limits, and by how many steps.
+
+    `offers` are on-demand prices and `spot_offers` prices of interruptible capacity, both by instance type; every
+    instance type needs one of the two. `steps_factor` is how many times as many steps a candidate needs for the same
+    quality, 1 where it is not given. `priced`: costs are money; else they are node-hours. `usd_per_hour_of_waiting` is
+    what an hour of the training's duration costs its owner. `guard` says which batches keep the accuracy, None: all.
+    """
+
+    objective: Name
+    training: Training
+    offers: Mapping[str, Offer]
+    limits: Limits = field(default_factory=Limits)
+    spot_offers: Mapping[str, Offer] = field(default_factory=dict)
+    steps_factor: Mapping[Configuration, float] = field(default_factory=dict)
+    priced: bool = True
+    usd_per_hour_of_waiting: float | None = None
+    guard: Guard | None = None
+
+    def value(self, estimate: Estimate) -> Interval:
+        """What the objective ranks by: the smaller, the better."""
+        return OBJECTIVES[self.objective].value(self, estimate)
+
+    def may_choose(self, configuration: Configuration) -> bool:
+        """False where the objective refuses the global batch, whatever the candidate takes and costs."""
+        return OBJECTIVES[self.objective].may_choose(self, configuration.global_batch_size)
+
+
+@dataclass(frozen=True)
+class KneeFinding:
+    """The candidate at the knee of the frontier of cost over time, or None; `reason` says which of the two, and why."""
+
+    estimate: Estimate | None
+    reason: str
+
+
+class Objective:
+    """Least time, and what the other objectives do otherwise.
+
+    `needs_prices`: without prices a job cannot have it. `needs_efficiency`: estimates count the steps that a batch
+    needs for the quality of the smallest one. `by_cost`: tables list candidates by cost. `is_compromise`: it gives up
+    time or money for a smaller batch.
+    """
+
+    needs_prices = False
+    needs_efficiency = False
+    by_cost = False
+    is_compromise = False
+
+    def value(self, goal: Goal, estimate: Estimate) -> Interval:
+        """What it ranks by: the smaller, the better."""
+        return estimate.time_s
+
+    def may_choose(self, goal: Goal, global_batch_size: int) -> bool:
+        """False where it refuses a global batch."""
+        return True
+
+    def rank(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
+        """The estimates from the best on; `allowed` has at least one."""
+        return sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, tie_break(e)))
+
+    def next_best(self, ranked: Sequence[Estimate]) -> Estimate | None:
+        """The estimate that would be taken without the first."""
+        return ranked[1] if len(ranked) > 1 else None
+
+    def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
+        """What the best estimate is the best in, as the end of a sentence."""
+        return "it is expected to be the fastest of the candidates within the limits."
+
+
+class _TimeToQuality(Objective):
+    needs_efficiency = True
+
+
+class _Cost(Objective):
+    needs_prices = True
+    by_cost = True
+
+    def value(self, goal: Goal, estimate: Estimate) -> Interval:
+        return estimate.cost_usd
+
+    def rank(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
+        return sorted(allowed, key=lambda e: (e.cost_usd.expected, e.time_s.expected, tie_break(e)))
+
+    def next_best(self, ranked: Sequence[Estimate]) -> Estimate | None:
+        # The rank is by expected cost, where a cheaper but less sure one may come after the chosen one. The predicted
+        # values are printed beside each other, so the next best is the next that is not cheaper by these.
+        return next((e for e in ranked[1:] if e.cost_usd.mean >= ranked[0].cost_usd.mean), None)
+
+    def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
+        return "it is expected to be the cheapest of the candidates within the limits."
+
+
+class _Compromise(Objective):
+    """Of time and cost: the least product of the two, which needs no scale; time alone without prices."""
+
+    is_compromise = True
+
+    def value(self, goal: Goal, estimate: Estimate) -> Interval:
+        return estimate.time_s.times(estimate.cost_usd) if goal.priced else estimate.time_s
+
+    def rank(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
+        frontier = pareto_frontier(allowed)
+        return sorted(frontier, key=lambda e: (self.value(goal, e).expected, tie_break(e)))
+
+    def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
+        if goal.priced:
+            return "it is the best compromise: its time multiplied by its cost is the smallest of all candidates."
+        return super().merit(goal, allowed)
+
+
+class _Balanced(_Compromise):
+    """A compromise among the batches that keep the accuracy; money and waiting together where waiting has a price."""
+
+    def value(self, goal: Goal, estimate: Estimate) -> Interval:
+        if goal.priced and goal.usd_per_hour_of_waiting is not None:
+            return estimate.cost_usd.plus(estimate.time_s.scaled(goal.usd_per_hour_of_waiting / SECONDS_PER_HOUR))
+        return super().value(goal, estimate)
+
+    def may_choose(self, goal: Goal, global_batch_size: int) -> bool:
+        # Who sets a largest batch has decided what the training can bear.
+        if goal.guard is None or goal.limits.max_global_batch_size is not None:
+            return True
+        return goal.guard.allows(global_batch_size)
+
+    def rank(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
+        kept = self._kept(goal, allowed)
+        ranked = super().rank(goal, kept)
+        if goal.priced and goal.usd_per_hour_of_waiting is not None:
+            return ranked
+        best = self.value(goal, ranked[0]).expected
+        near = [e for e in ranked if self.value(goal, e).expected <= _NEARLY_BEST * best]
+        chosen = min(
+            near, key=lambda e: (e.configuration.global_batch_size, e.configuration.num_nodes, ranked.index(e))
+        )
+        return [chosen, *(e for e in ranked if e is not chosen)]
+
+    def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
+        kept = self._kept(goal, allowed)
+        among = "" if len(kept) == len(allowed) else ", of the batches that keep the accuracy"
+        if goal.priced and goal.usd_per_hour_of_waiting is not None:
+            return f"it has the least expected cost with waiting counted in{among}."
+        ranked = self.rank(goal, allowed)
+        if self.value(goal, ranked[0]).expected > min(self.value(goal, e).expected for e in ranked):
+            what = "time multiplied by cost is" if goal.priced else "time is"
+            return f"it has the smallest batch of the candidates whose {what} within 10 % of the smallest{among}."
+        return super().merit(goal, allowed)[:-1] + f"{among}."
+
+    def _kept(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
+        """The estimates whose batch keeps the accuracy; those of the smallest batch where none does."""
+        kept = [e for e in allowed if self.may_choose(goal, e.configuration.global_batch_size)]
+        least = min(e.configuration.global_batch_size for e in allowed)
+        return kept or [e for e in allowed if e.configuration.global_batch_size == least]
+
+
+class _Knee(_Compromise):
+    def rank(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
+        ranked, knee = super().rank(goal, allowed), knee_of(pareto_frontier(allowed)).estimate
+        return ranked if knee is None else [knee, *(e for e in ranked if e is not knee)]
+
+    def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
+        knee = knee_of(pareto_frontier(allowed))
+        if knee.estimate is not None:
+            return f"it is the candidate at the knee: {knee.reason}"
+        return f"{super().merit(goal, allowed)[:-1]}; {knee.reason}"
+
+
+OBJECTIVES: Final[Mapping[Name, Objective]] = {
+    "balanced": _Balanced(),
+    "time": Objective(),
+    "cost": _Cost(),
+    "knee": _Knee(),
+    "time_to_quality": _TimeToQuality(),
+}
+
+
+def knee_of(frontier: Sequence[Estimate]) -> KneeFinding:
+    """Kneedle's knee (Satopaa 2011) of log cost over log time on the frontier, up to three times the least time.
+
+    On the frontier both axes are the job's own trade-off: the knee is where time stops buying much money. On time over
+    batch the job's coefficients would drop out of Kneedle's normalised axes.
+    """
+    near = [e for e in frontier if e.time_s.mean <= _KNEE_WITHIN * frontier[0].time_s.mean and e.cost_usd.mean > 0.0]
+    if len(near) < _FEWEST_FOR_A_KNEE:
+        return KneeFinding(
+            None,
+            "no knee: cost over time has fewer than three points on its frontier within three times the least time.",
+        )
+    from kneed import KneeLocator  # imported on use: it needs scipy.signal, which takes a while
+
+    log_time = np.log([e.time_s.mean for e in near])
+    log_cost = np.log([e.cost_usd.mean for e in near])
+    at = KneeLocator(log_time, log_cost, S=0.0, curve="convex", direction="decreasing").knee
+    row = 0 if at is None else int(np.argmin(np.abs(log_time - at)))
+    chord = np.interp(log_time, log_time[[0, -1]], log_cost[[0, -1]])
+    if (chord - log_cost)[row] <= _ROUNDING * (log_cost[0] - log_cost[-1]):
+        return KneeFinding(None, "no knee: along the frontier of cost over time, each saving of time costs alike.")
+    knee = near[row]
+    saved = math.exp(float(log_cost[0])) / knee.cost_usd.mean
+    return KneeFinding(
+        knee,
+        f"the fastest candidate costs {saved:.3g} times as much, and what takes longer saves little more.",
+    )

@@ -1,0 +1,165 @@
+"""What a candidate takes and costs: equations 4a and 4b, spot interruptions included; the limits, and the frontier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.points import ObservationError
+from tula_wire.configurations import Configuration
+
+SECONDS_PER_HOUR = 3600.0
+_BYTES_PER_GB = 1e9
+_HOPELESS_EXPONENT = 50.0
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Interruptible capacity: Poisson interruptions per node, work since the last checkpoint is lost at each."""
+
+    interruptions_per_node_hour: float
+    checkpoint_interval_s: float = 600.0
+    restart_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one instance type costs; prices add up, and zero means "not charged this way"."""
+
+    usd_per_node_hour: float = 0.0
+    usd_per_gb_hour: float = 0.0
+    usd_per_rank_hour: float = 0.0
+    spot: Spot | None = None
+
+    def usd_per_s(self, configuration: Configuration, *, gb_per_rank: float = 0.0) -> float:
+        """What a configuration costs in a second when each rank holds so many gigabytes of memory."""
+        per_rank = self.usd_per_rank_hour + gb_per_rank * self.usd_per_gb_hour
+        hourly = configuration.num_nodes * self.usd_per_node_hour + configuration.world_size * per_rank
+        return hourly / SECONDS_PER_HOUR
+
+
+@dataclass(frozen=True)
+class Training:
+    """How much there is to train: E epochs over D examples (equation 4a)."""
+
+    dataset_size: float
+    epochs: float = 1.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One candidate with everything that a choice looks at; `terms` splits the mean step time, in seconds.
+
+    A candidate has one estimate on demand and one on interruptible capacity (`spot`), where both have a price.
+    """
+
+    configuration: Configuration
+    step_time_s: Interval
+    time_s: Interval
+    cost_usd: Interval
+    epoch_time_s: Interval
+    peak_bytes: Interval | None
+    extrapolated: bool = False
+    measured: bool = False
+    terms: Mapping[str, float] = field(default_factory=dict)
+    spot: bool = False
+
+    @property
+    def key(self) -> tuple[Configuration, bool]:
+        """Unique among the estimates of one choice."""
+        return self.configuration, self.spot
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a recommendation must keep to; None means no such limit. Deadline and budget are for the whole training."""
+
+    deadline_s: float | None = None
+    budget_usd: float | None = None
+    max_global_batch_size: int | None = None
+
+    def of_totals(self, estimate: Estimate) -> list[tuple[str, Interval, float]]:
+        """The deadline and the budget where they are set: (name, what the candidate takes of it, limit)."""
+        both = (
+            ("deadline_s", estimate.time_s, self.deadline_s),
+            ("budget_usd", estimate.cost_usd, self.budget_usd),
+        )
+        return [(name, value, limit) for name, value, limit in both if limit is not None]
+
+    def margin(self, estimate: Estimate) -> float:
+        """Standard deviations of the logarithm from the mean to the tighter limit, negative where it is broken."""
+        both = [(value, limit) for _, value, limit in self.of_totals(estimate) if value.mean > 0]
+        return min((math.log(limit / value.mean) / max(value.log_sd, 1e-9) for value, limit in both), default=math.inf)
+
+
+def spot_slowdown(spot: Spot | None, num_nodes: int) -> float:
+    """Expected wall time over uninterrupted time of a synchronous job on `num_nodes` interruptible nodes.
+
+    With rate L = num_nodes * rate, a stretch of length tau between checkpoints takes (1/L + R) * (exp(L tau) - 1) in
+    expectation (Daly 2006, without checkpoint cost); infinite when the job would practically never get through.
+    """
+    if spot is None:
+        return 1.0
+    rate = num_nodes * spot.interruptions_per_node_hour / SECONDS_PER_HOUR
+    expected = rate * spot.checkpoint_interval_s
+    if expected > _HOPELESS_EXPONENT:
+        return math.inf
+    # The same, written so that a rate near 0 divides by nothing.
+    growth = math.expm1(expected) / expected if expected > 0.0 else 1.0
+    return (1.0 + rate * spot.restart_s) * growth
+
+
+def price(
+    configuration: Configuration,
+    step_time_s: Interval,
+    training: Training,
+    offer: Offer,
+    *,
+    peak_bytes: Interval | None = None,
+    steps_factor: float = 1.0,
+) -> Estimate:
+    """Time (4a) and cost (4b) of one candidate.
+
+    T = E * D / B * t_step * spot slowdown * steps factor; C = T * (n * usd_per_node_hour
+    + world_size * (usd_per_rank_hour + peak_GB * usd_per_gb_hour)). `steps_factor` is how many more steps it needs for
+    the same quality. Raises ObservationError when a price needs a peak that is not known.
+    """
+    slowdown = spot_slowdown(offer.spot, configuration.num_nodes)
+    epoch_steps = training.dataset_size / configuration.global_batch_size * steps_factor
+    epoch = step_time_s.scaled(epoch_steps * slowdown)
+    time_s = epoch.scaled(training.epochs)
+    cost = time_s.scaled(offer.usd_per_s(configuration))
+    if offer.usd_per_gb_hour > 0.0:
+        if peak_bytes is None:
+            raise ObservationError("usd_per_gb_hour needs predicted memory; profile a run that reports its peak.")
+        gb_usd = configuration.world_size * offer.usd_per_gb_hour / SECONDS_PER_HOUR / _BYTES_PER_GB
+        cost = cost.plus(time_s.times(peak_bytes).scaled(gb_usd))
+    return Estimate(
+        configuration=configuration,
+        step_time_s=step_time_s,
+        time_s=time_s,
+        cost_usd=cost,
+        epoch_time_s=epoch,
+        peak_bytes=peak_bytes,
+        spot=offer.spot is not None,
+    )
+
+
+def pareto_frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
+    """The estimates that no other dominates by its means of time and cost, the fastest first.
+
+    One is dominated when another is no worse in both and better in one; of equals the first one stays.
+    """
+    frontier: list[Estimate] = []
+    for each in sorted(estimates, key=lambda e: (e.time_s.mean, e.cost_usd.mean)):
+        if not frontier or each.cost_usd.mean < frontier[-1].cost_usd.mean:
+            frontier.append(each)
+    return tuple(frontier)
+
+
+def tie_break(estimate: Estimate) -> tuple[int, int, str, int, int]:
+    """Ties go to fewer nodes, then the smaller batch, so that the choice is deterministic."""
+    c = estimate.configuration
+    return (c.world_size, c.global_batch_size, c.instance_type, c.local_batch_size, c.grad_accum_steps)
