@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from tula_wire.bounds import MAX_COUNT, MAX_DURATION_S, MAX_USD_PER_HOUR
 from tula_wire.text import UNPRINTABLE, printable
@@ -25,10 +35,32 @@ Message = Annotated[str, AfterValidator(printable), Field(max_length=2000)]
 Timestamp = AwareDatetime
 
 
+def _open(part: Any) -> Any:
+    """The schema with every closed set of words open to readers: within a version of the wire, sets only grow."""
+    if isinstance(part, list):
+        return [_open(inner) for inner in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "literal":
+        return core_schema.with_info_wrap_validator_function(_known_word, part)
+    return {name: inner if name == "metadata" else _open(inner) for name, inner in part.items()}
+
+
+def _known_word(value: Any, known: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    is_reader = bool(info.context and info.context.get("reader"))
+    return value if is_reader and isinstance(value, str) else known(value)
+
+
 class WireModel(BaseModel):
     """Base of all models. Rejects unknown fields, NaN and infinity; readers use `read`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, ser_json_inf_nan="null")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The model's schema, in which `read` lets a word pass that this version does not know."""
+        schema: CoreSchema = _open(handler(source))
+        return schema
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -40,10 +72,10 @@ def optional(description: str) -> Any:
 
 
 def read(model: type[M], payload: bytes | str | dict[str, Any]) -> M:
-    """Parse `payload` as a reader: ignores unknown fields, which a newer writer may send, and validates all others.
+    """Parse `payload` as a reader: takes fields and words that a newer writer may send, and validates all others.
 
     Raises `pydantic.ValidationError` if a known field is wrong or missing.
     """
     if isinstance(payload, (bytes, str)):
-        return model.model_validate_json(payload, extra="ignore")
-    return model.model_validate(payload, extra="ignore")
+        return model.model_validate_json(payload, extra="ignore", context={"reader": True})
+    return model.model_validate(payload, extra="ignore", context={"reader": True})
