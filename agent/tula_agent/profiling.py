@@ -115,6 +115,11 @@ class Profiling:
         """True while a profiling run still measures."""
         return self.plan is not None and not self.stopping
 
+    @property
+    def measured(self) -> int:
+        """Steps after warm-up of the batch that is measured."""
+        return len(self._times)
+
     def use(self, agreement: StopAgreement) -> None:
         """From now on the ranks of `agreement` train with this one."""
         self._agreement = agreement

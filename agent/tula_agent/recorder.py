@@ -153,6 +153,7 @@ class Recorder:
         self._unclocked_step: int | None = None
         self._batch_size: int | None = None
         self._last_step_s = 0.1
+        self._repeats = False  # the loader, for a profiling run
         self._quiet_until = 0  # before this step, a step is recorded and nothing else
         self._served_numbers: ServedNumbers | None = None
         self.joining = None
@@ -216,6 +217,7 @@ class Recorder:
         """True when a profiling run needs more steps than its loader has; the same on all ranks."""
         repeats = not self.finished and self.profiling.may_repeat()
         self._follow_first_rank()
+        self._repeats = self._repeats or repeats
         return repeats
 
     def cut(self, batch: Any, loader: Any) -> Any:
@@ -542,8 +544,25 @@ class Recorder:
             self._read_memory()
             if self.sweep.cut_to is not None:
                 self._next_batch(step)
-            self.exporter.wake()
+                self.exporter.wake()
+            else:
+                self._end_measuring()
         return True
+
+    def measured_enough(self) -> bool:
+        """True where a profiling run has what it can get, and an exception is due to its repeating the loader.
+
+        A schedule that was made for the script's own steps raises after the last of them: the script is not at fault.
+        """
+        if self._repeats and self.profiling.measured and not self.stopping:
+            self.profiling.stopping = True
+            self._end_measuring()
+        return self.plan is not None and self.stopping
+
+    def _end_measuring(self) -> None:
+        """All batches are measured: send that before the script is asked to end, since it may do so in any way."""
+        self.sweep.ended.append((self._batch_size or 0, self.sweep.run_id))
+        self.exporter.flush(self.config.exit_deadline_s)
 
     # The batches of a launch.
 
@@ -605,9 +624,13 @@ class Recorder:
                 self.readings.add_value(step, "largest_local_batch_size", float(largest))
 
     def _end_report(self, state: str, message: str | None, failed_local_batch_size: int | None) -> list[SpooledRequest]:
-        unfinished = self.sweep.several and not self.stopping  # the launcher knows how it ended
+        if self.plan is not None and self.stopping:
+            state, message, said = "succeeded", None, True  # enough is measured, whatever the script did next
+        else:
+            said = state == "succeeded" and (self.config.supervised or self.sweep.several)
+            state = "running" if said else state  # the launcher knows how its command ended
         out_of_memory = state == "out_of_memory"
-        silent = not out_of_memory and (not self.leads or (state == "succeeded" and unfinished))
+        silent = not out_of_memory and (not self.leads or (said and not self.dropped))
         if silent or (self.joining is not None and self.joining.run_id is None):
             return []
         failed = (failed_local_batch_size or self._batch_size) if out_of_memory else None

@@ -345,7 +345,9 @@ class Run:
         with self.guard("reporting a failure"):
             from tula_agent.oom_watch import is_out_of_memory
 
-            if is_out_of_memory(error):
+            if self.recorder is not None and self.active and self.recorder.measured_enough():
+                self.finish()
+            elif is_out_of_memory(error):
                 self.report_out_of_memory(error)
             else:
                 self.finish(succeeded=False, message=f"{type(error).__name__}: {error}"[:2000])

@@ -476,3 +476,19 @@ def test_random_states_that_cannot_be_captured_raise_nothing() -> None:
         assert list(Run(None).steps([1, 2, 3])) == [1, 2, 3]
     finally:
         numpy.random.set_bit_generator(usual)
+
+
+@pytest.mark.parametrize(("how", "steps"), [("os._exit", 21), ("schedule", 6)])
+def test_what_was_measured_is_sent_whatever_ends_the_script(sink: Sink, launch: Launch, how: str, steps: int) -> None:
+    """Without tear-down, or by a schedule that raises after the script's own six steps."""
+    plan = {"TULA_WARMUP_STEPS": "1", "TULA_MEASURE_STEPS": "20"}
+    launch("leaves.py", how, expect=int(how == "schedule"), **plan)
+    assert len(sink.steps()) == steps
+    assert sink.states == ["running", "succeeded"]
+
+
+@pytest.mark.parametrize("how", ["exit(3)", "raise SystemExit(3)", "nothing"])
+def test_the_agent_of_a_training_leaves_its_end_to_the_launcher(sink: Sink, launch: Launch, how: str) -> None:
+    launch("leaves.py", how, expect=0 if how == "nothing" else 3, TULA_KIND="train", TULA_SUPERVISED="1")
+    assert len(sink.steps()) == 6
+    assert sink.states == ["running"]

@@ -57,6 +57,7 @@ class Exporter:
         self._guard = guard
         self.queue_limit = queue_limit
         self._finals: deque[Callable[[], list[SpooledRequest]]] = deque()
+        self._flushes: deque[threading.Event] = deque()
         self._abandoned = False
         self._clock = clock
         self._quick_until = clock() + QUICK_FOR_S
@@ -86,6 +87,14 @@ class Exporter:
     def wake(self) -> None:
         """Deliver now rather than at the next interval."""
         self._wake.set()
+
+    def flush(self, within_s: float) -> None:
+        """Wait at most `within_s` seconds until what was measured so far is sent, or on disk: the process may end."""
+        done = threading.Event()
+        self._flushes.append(done)
+        self.wake()
+        if self._thread is not None:
+            done.wait(within_s)
 
     def close(self, deadline_s: float, final: Callable[[], list[SpooledRequest]]) -> None:
         """Deliver the rest and then `final`'s, write what remains to disk, and return: all within `deadline_s`."""
@@ -126,12 +135,15 @@ class Exporter:
         while not self._abandoned:
             self._wake.wait(FLUSH_INTERVAL_S if self._clock() < self._quick_until else SLOW_FLUSHES * FLUSH_INTERVAL_S)
             self._wake.clear()
-            last = self._closing
-            self._put_due(last, final=last)
+            last, flushes = self._closing, take(self._flushes)
+            now = last or bool(flushes)
+            self._put_due(now, final=last)
             with self._guard("shipping"):
-                self.deliver(last)
-            if last and not self._abandoned:
+                self.deliver(now)
+            if now and not self._abandoned:
                 self._spool_all()
+            for done in flushes:
+                done.set()
             if last:
                 break
         transport, self._transport = self._transport, None

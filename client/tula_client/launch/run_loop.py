@@ -57,6 +57,8 @@ LEASE_S: Final = 60.0
 POLL_S: Final = 0.05
 SILENT_S: Final = 45.0
 """Seconds after which a profiling run without a measurement is reported."""
+ENDS_WITHIN_S: Final = 10.0
+"""Seconds that the command of a profiling run has to end once its agent has reported the end."""
 RETRY_S: Final = 600.0
 """Longest wait for an unreachable service, so that a restart of the service ends no `tula tune`."""
 _RETRY_INTERVAL_S: Final = 1.0
@@ -88,6 +90,7 @@ class ActiveRun:
     next_heartbeat_at: float
     stacks_dumped_at: float | None = None
     limit_reached: bool = False
+    has_ended: bool = False
     sent_output: str = ""
     silence_checked: bool = False
     smaller: tuple[Run, ...] = ()
@@ -323,6 +326,8 @@ class Runner:
         if run.state != outcome.state:
             try:
                 run = self.retrying(self.service.patch_run, run.id, outcome.patch(run, self.holder))
+                if outcome.state == run.state == "succeeded":
+                    outcome = replace(outcome, message=run.message)
             except ConflictError as error:
                 self.reporter.note(f"Run {run.id}: the service kept the state that it had ({error}).")
         return run, outcome
@@ -411,8 +416,13 @@ class Runner:
             self.service.patch_run(active.run.id, patch)
         except ConflictError:  # the agent has ended the run, or a user has cancelled it
             with suppress(TulaError):
-                if self.service.run(active.run.id).state == "cancelled":
+                state = self.service.run(active.run.id).state
+                # A profiling run that is over ends by itself, unless its script holds on to its loop.
+                over = active.has_ended and active.run.kind == "profile" and state in FINAL_STATES
+                if over or state == "cancelled":
                     active.process.request_stop()
+            active.has_ended = True
+            active.next_heartbeat_at = self.clock() + ENDS_WITHIN_S
         except _UNREACHABLE:
             active.next_heartbeat_at = self.clock() + _HEARTBEAT_RETRY_S
 

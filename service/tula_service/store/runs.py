@@ -149,8 +149,8 @@ class Leases(Repository):
     """A lease is the right of one holder to work on a run until a time; the holder renews it by its heartbeats.
 
     A heartbeat is a PATCH `running` or a batch of samples. No timer watches leases: the next claim returns a profiling
-    run with an expired lease to the plan, and the next change of a job fails a training whose lease has expired
-    (`usecases/runs.py: fail_vanished`), which a later PATCH reopens. A final state ends the lease. Times come from
+    run with an expired lease to the plan, and the next reader or change of a job fails a training with one
+    (`usecases/runs.py: with_vanished`), which a later PATCH reopens. A final state ends the lease. Times come from
     the store's clock, so the clocks of replicas must agree to about a second.
     """
 
@@ -193,6 +193,12 @@ class Leases(Repository):
             runs.c.lease_expires_at < self._now(),
         )
         self._connection.execute(expired.values(state="pending", **_RELEASED))
+
+    def expired(self, job_ids: Sequence[str]) -> Sequence[str]:
+        """Those of these jobs that have a training whose lease has expired."""
+        lost = sa.and_(runs.c.kind == "train", runs.c.state.in_(_HELD), runs.c.lease_expires_at < self._now())
+        wanted = sa.select(runs.c.job_id).where(runs.c.job_id.in_(job_ids), lost).distinct()
+        return list(self._connection.execute(wanted).scalars())
 
     def renew(self, run_id: str, *, lease_s: float | None = None, column: bool = False) -> bool:
         """Extend a held lease by `lease_s` (default: as claimed); False if it is no longer held.

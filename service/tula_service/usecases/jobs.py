@@ -85,8 +85,11 @@ def _allow_retries(tx: Transaction, job: JobRecord) -> None:
 
 def get(store: Store, principal: Principal, job_id: str) -> wire.Job:
     """A job with its plan."""
-    with store.reading() as tx:
-        return _view(tx, visible_job(tx, principal, job_id))
+    return runs.with_vanished(
+        store,
+        lambda tx: _view(tx, visible_job(tx, principal, job_id)),
+        lambda job: [job_id] * (job.state == "training"),
+    )
 
 
 def list_jobs(
@@ -108,7 +111,8 @@ def list_jobs(
     for field, text in (("name", name), ("search", search)):
         if text is not None and not text.isprintable():
             raise InvalidInput(f"The {field} holds characters that no name has: use printable ones.", field=field)
-    with store.reading() as tx:
+
+    def read(tx: Transaction) -> wire.JobPage:
         return tx.jobs.list(
             project_id=principal.project_id,
             name=name,
@@ -120,6 +124,8 @@ def list_jobs(
             limit=limit,
             count_up_to=wire.JOBS_COUNTED,
         )
+
+    return runs.with_vanished(store, read, lambda page: [job.id for job in page.jobs if job.state == "training"])
 
 
 def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch) -> wire.Job:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+import sqlalchemy as sa
 
 import tula_wire as wire
 from tula_service.analysis.plan import instruction_of
 from tula_service.domain import RUN_TRANSITIONS, NewRun, RunRecord
-from tula_service.errors import Conflict, InvalidInput, NotFound
+from tula_service.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
 from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, Transaction
@@ -20,6 +23,9 @@ from tula_service.usecases.job_data import load_job_data, spec_of
 from tula_service.usecases.planning import replan
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
 from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
+from tula_wire.precision import relative_error
+
+T = TypeVar("T")
 
 _OPEN: Final[Collection[RunState]] = ("pending", "claimed", "running")
 _RETRY_AFTER_S = 2.0
@@ -90,6 +96,24 @@ def fail_vanished(tx: Transaction, job_id: str) -> None:
             _end(tx, run, "failed", "vanished")
             tx.runs.update(run.id, finished_at=run.lease_expires_at)
             _update_job_state(tx, tx.runs.get(run.id))
+
+
+def with_vanished(store: Store, read: Callable[[Transaction], T], jobs_of: Callable[[T], Sequence[str]]) -> T:
+    """What `read` answers, once the trainings of `jobs_of` its answer whose lease has expired have failed.
+
+    So no reader is told that a training runs whose launcher is gone. A database that takes no change keeps its state.
+    """
+    with store.reading() as tx:
+        answer = read(tx)
+        expired = tx.leases.expired(jobs_of(answer))
+    if not expired:
+        return answer
+    for job_id in expired:
+        with suppress(StoreUnavailable, NotFound, sa.exc.DBAPIError), store.transaction() as tx:
+            tx.jobs.lock(job_id)
+            fail_vanished(tx, job_id)
+    with store.reading() as tx:
+        return read(tx)
 
 
 def _end(tx: Transaction, run: RunRecord, to: RunState, cause: EndCause) -> None:
@@ -192,8 +216,7 @@ def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> Run
 
 def get(store: Store, principal: Principal, run_id: str) -> wire.Run:
     """One run."""
-    with store.reading() as tx:
-        return view(visible_run(tx, principal, run_id))
+    return view(with_vanished(store, lambda tx: visible_run(tx, principal, run_id), lambda run: [run.job_id]))
 
 
 def list_runs(
@@ -206,9 +229,12 @@ def list_runs(
     limit: int = 100,
 ) -> wire.RunList:
     """Runs of a job, newest first."""
-    with store.reading() as tx:
+
+    def read(tx: Transaction) -> list[RunRecord]:
         visible_job(tx, principal, job_id)
-        found = tx.runs.list(job_id, kind=kind, cursor=parse_cursor(cursor), limit=limit + 1)
+        return tx.runs.list(job_id, kind=kind, cursor=parse_cursor(cursor), limit=limit + 1)
+
+    found = with_vanished(store, read, lambda _: [job_id])
     more = len(found) > limit
     return wire.RunList(
         runs=[view(run) for run in found[:limit]], next_cursor=str(found[limit - 1].key) if more else None
@@ -308,6 +334,8 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
     if wanted == "succeeded" and run.kind == "profile" and run.configuration_mismatch is not None:
         # Its samples count for the configuration that ran.
         wanted, message = "failed", run.configuration_mismatch
+    if wanted == "succeeded" and run.kind == "profile" and message is None:
+        message = _too_few(tx, run)
     if wanted == "cancelled" and run.kind == "train" and request.end_cause is not None:
         cause = request.end_cause
         message = " ".join(filter(None, (message, monitoring.spent_until_now(tx, run))))
@@ -328,6 +356,17 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
     tx.events.append(run.job_id, "run", run_id=run.id, data={k: v for k, v in data.items() if v is not None})
     _after_move(tx, moved)
     return moved
+
+
+def _too_few(tx: Transaction, run: RunRecord) -> str | None:
+    """A sentence where a profiling run measured fewer steps than it was to, and not for their precision."""
+    if run.instruction is None:
+        return None
+    times, precision = tx.samples.recent(run.key, rank=0).step_time_s.tolist(), float(run.instruction["precision"])
+    wanted = int(run.instruction["measuring_steps"])
+    if len(times) >= wanted or (precision > 0 and relative_error(times) <= precision):
+        return None
+    return f"{len(times)} of {wanted} steps were measured before the script ended: let it train for more epochs."
 
 
 def _after_move(tx: Transaction, run: RunRecord) -> None:

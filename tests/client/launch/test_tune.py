@@ -11,7 +11,7 @@ import pytest
 from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
 from tula_client import ServiceUnreachableError
 from tula_client._errors import LaunchError, UsageError
-from tula_client.launch.run_loop import RETRY_S
+from tula_client.launch.run_loop import LEASE_S, RETRY_S
 from tula_client.launch.template import Template
 from tula_client.launch.tune import to_measure_again, work_through
 from tula_wire import ClaimRequest
@@ -503,3 +503,25 @@ def test_a_column_whose_largest_run_is_cancelled_at_the_service_has_not_failed(t
     service.columns = True
     tune(Bench(tmp_path, service, fate, Notes()), service)
     assert states_by_batch(service) == {16: "cancelled", 32: "succeeded", 64: "cancelled"}
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_profiling_run_that_measured_enough_is_ended_from_outside_and_a_success(tmp_path, asked):
+    """Its script holds on to its loop (`while step < n`, a bare `except`): the agent has reported the end."""
+    service, notes = FakeService([configuration()]), Notes()
+    process = FakeProcess(lasts=10_000)
+    bench = Bench(tmp_path, service, lambda *_: process, notes)
+
+    def sleep(seconds):
+        bench.now += seconds
+        if (bench.now > 5 and service.runs["r0"].state == "claimed") or service.runs["r0"].state == "running":
+            service.change("r0", state="succeeded", num_samples=8)
+        if not asked and bench.now > 20:
+            process.left = 0  # it ends by itself, in time
+
+    bench.runner.sleep = sleep
+    with bench.runner:
+        tuned = work_through(bench.runner, service.job("job-1"), TEMPLATE)
+    assert [outcome.state for _, outcome in tuned.finished] == ["succeeded"]
+    assert process.asked == ["stop"] * asked
+    assert bench.now < LEASE_S

@@ -12,7 +12,7 @@ from tests.support.clock import ManualClock
 from tula_service.domain import RUN_TRANSITIONS
 from tula_service.errors import Conflict, InvalidInput
 from tula_service.store import Store
-from tula_service.usecases import events, runs
+from tula_service.usecases import events, jobs, runs
 from tula_service.usecases.access import ANONYMOUS
 
 SMALL = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=128)
@@ -260,3 +260,34 @@ def test_a_run_whose_process_saw_another_configuration_says_so(cluster: Cluster)
     accumulating = claimed(cluster)
     cluster.send(accumulating, [0.1] * 20, grad_accum_steps=2)
     assert "accumulates by itself" in (runs.get(cluster.store, ANONYMOUS, accumulating.id).configuration_mismatch or "")
+
+
+@pytest.mark.parametrize("reader", ["run", "runs", "job", "jobs"])
+def test_a_training_whose_launcher_is_gone_runs_for_no_reader(
+    cluster: Cluster, clock: ManualClock, reader: str
+) -> None:
+    job_id = cluster.register().job.id
+    run = cluster.train(job_id, wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32))
+    user = (cluster.store, cluster.principal)
+    assert runs.get(*user, run.id).state == "running"
+    clock.advance(1e6)
+    if reader == "run":
+        assert runs.get(*user, run.id).end_cause == "vanished"
+    elif reader == "runs":
+        assert runs.list_runs(*user, job_id).runs[0].end_cause == "vanished"
+    elif reader == "job":
+        assert jobs.get(*user, job_id).state == "planning"
+    else:
+        assert [job.state for job in jobs.list_jobs(*user).jobs] == ["planning"]
+    assert cluster.patch(run.id, "running").state == "running", "it was alive after all"
+
+
+def test_a_measurement_of_fewer_steps_than_planned_says_so(cluster: Cluster) -> None:
+    job_id = cluster.register().job.id
+    claimed = runs.claim(cluster.store, cluster.principal, job_id, wire.ClaimRequest(holder="launcher")).run
+    assert claimed is not None
+    cluster.noise = 1.0
+    ended = cluster.execute(claimed, steps=4)
+    assert ended.state == "succeeded"
+    assert ended.message is not None
+    assert ended.message.startswith("4 of ")
