@@ -59,7 +59,7 @@ class HostCopy:
     __slots__ = ("event", "host")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self.host.copy_(tensor, non_blocking=True)
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(torch.cuda.current_stream(tensor.device))  # the current device may be another one

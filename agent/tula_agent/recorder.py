@@ -79,12 +79,15 @@ class TrackedObjects:
         return new
 
     def changed_values(self) -> Iterator[tuple[str, float]]:
-        """Name and value of each reported number that differs from the last time."""
-        for optimizer, reported in self.scaled.items():
+        """Name and value of each reported number that differs from the last time; from the second optimizer, `name_2`.
+
+        One column would hold the last writer's numbers: scripts have an optimizer for matrices, or for each network.
+        """
+        for number, (optimizer, reported) in enumerate(self.scaled.items(), 1):
             for name, value in optimizer.telemetry().items():
                 if reported.get(name) != value and name != "step":
                     reported[name] = value
-                    yield name, value
+                    yield name if number == 1 else f"{name}_{number}", value
 
     def observe_batch(self, batch: Any, share: float, times: int) -> None:
         """Hand the batch of a micro-step, a `share` of the loader's, to those that scale; `times`: of how many such."""
@@ -350,7 +353,8 @@ class Recorder:
                 return
             if self._device_clock is not None and self._device_clock.capturing():
                 return  # a copy to the host cannot be part of a CUDA graph
-            if optimizer is next(iter(self.objects.optimizers), None):
+            first = optimizer is next(iter(self.objects.optimizers), None)
+            if first and "grad_norm" not in self.objects.scaled.get(optimizer, ()):  # it reports its own
                 for name, value in self.gradients.read(step, self._last_step_s, self.objects.models, optimizer):
                     self.readings.add_value(step, name, value)
         except Exception as error:
@@ -507,7 +511,7 @@ class Recorder:
         if self.leads and self.objects.scales:
             for name, value in self.objects.changed_values():
                 # Of a batch that was cut: the optimizer takes it for the whole one.
-                if name != "gradient_noise_scale" or self.sweep.cut_to is None:
+                if not name.startswith("gradient_noise_scale") or self.sweep.cut_to is None:
                     self.readings.add_value(step, name, value)
         return not quiet and self._do_what_is_due(step, warmup, timing.step_time_s if usual else None)
 

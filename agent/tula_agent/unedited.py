@@ -70,13 +70,13 @@ class UneditedLoop:
         if not self._fetched:
             self._recorder.measure_whole_batches("no batch comes from a DataLoader")
             self._boundary()
-            self._run.batch_arrived(torch.empty(self._recorder.config.local_batch_size or 1, 0))
+            self._run.batch_arrived(torch.empty(self._recorder.config.local_batch_size or 1, 0, device="cpu"))
         elif self._ended:
             # The last step of an epoch, of a loader that is a batch ahead or of a script that steps once more.
             self._ended = False
             self._ahead = self._ahead or self._micro_steps + 1 == self._recorder.timer.grad_accum_steps
             if self._ahead:
-                self._run.batch_arrived(torch.empty(self._batch_size, 0))
+                self._run.batch_arrived(torch.empty(self._batch_size, 0, device="cpu"))
             self._withheld = self._ahead
             self._boundary()
             self._run.end_loop()

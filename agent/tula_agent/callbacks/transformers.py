@@ -51,7 +51,7 @@ class TulaTrainerCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
         """A step begins; the trainer does not pass its batches, so an empty tensor of its batch size stands in."""
         self._pause.close()
-        stand_in = torch.empty(args.train_batch_size, 0)
+        stand_in = torch.empty(args.train_batch_size, 0, device="cpu")
         self.run.batch_arrived(stand_in, None, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002

@@ -121,7 +121,7 @@ def _precision_of(model: torch.nn.Module) -> str:
 def state_ratio(optimizer: torch.optim.Optimizer) -> float:
     """Bytes of optimizer state per byte of parameters, by one step of the same optimizer on one small parameter."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    probe = torch.nn.Parameter(torch.zeros(64, 64))
+    probe = torch.nn.Parameter(torch.zeros(64, 64, device="cpu"))
     accepted = inspect.signature(type(inner).__init__).parameters
     group = {name: value for name, value in inner.param_groups[0].items() if name in accepted}
     for name in ("params", "capturable", "fused", "differentiable"):

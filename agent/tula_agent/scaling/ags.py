@@ -96,18 +96,20 @@ class AgsPolicy:
         self._reduction = to_host(
             torch.cat([torch.stack([reading.norm_sq, self._gate.variability, gate]), reading.served])
         )
-        found = self._in_force(numbers, gate.device)
+        found = self._in_force(gate.device, numbers)
         if self._ags is not None and self._due:
             self._refresh(reading, self._ags, numbers)
         return GatedFactors(found, gate)
 
-    def _in_force(self, numbers: Numbers, device: torch.device) -> Gradients:
-        parameters = self._statistics.parameters()
+    def _in_force(self, device: torch.device, numbers: Numbers) -> Gradients:
         if self._ags is None:
-            return [torch.full((), self._static_scale(numbers), device=device)] * len(parameters)
-        # Groups may have been added, moved or removed since.
+            return [torch.full((), self._static_scale(numbers), device=device)] * len(self._statistics.parameters())
+        return self._by_parameter()
+
+    def _by_parameter(self) -> Gradients:
+        """Return the last factors in the order of today's parameters: groups may have been added, moved or removed."""
         by_parameter = dict(zip(map(id, self._found_for), self._factors or [], strict=False))
-        return [by_parameter.get(id(parameter)) for parameter in parameters]
+        return [by_parameter.get(id(parameter)) for parameter in self._statistics.parameters()]
 
     def _static_scale(self, numbers: Numbers) -> float:
         """Return equation 8's factor; one that the service set is at most B / b_small."""
@@ -203,17 +205,25 @@ class AgsPolicy:
 
     def load(self, saved: Sequence[float]) -> None:
         """Inverse of `state`."""
-        previous, due, self._mean_factor, self._scaled, self._counted, *last = saved
+        previous, due, self._mean_factor, self._scaled, self._counted, *last = saved[:8]
         self._reduction, self._last, self._due = None, last, bool(due)
         device = self._statistics.device
         self._gate.previous = torch.full((), previous, dtype=wide_dtype(device), device=device)
 
-    def saved_factors(self) -> Gradients | None:
-        """Return the factors for a checkpoint, by parameter."""
-        return self._factors
+    def saved_factors(self) -> Gradients:
+        """Return the factors of `ags` for a checkpoint, by parameter; ones where none was found.
+
+        torch.distributed.checkpoint loads into the state of a new optimizer, and only what that state holds.
+        """
+        if self._ags is None:
+            return []
+        pairs = zip(self._by_parameter(), self._statistics.parameters(), strict=True)
+        return [torch.ones_like(squares(p, "element")) if f is None else f for f, p in pairs]
 
     def load_factors(self, factors: Gradients, numbers: Numbers) -> None:
         """Inverse of `saved_factors`; `numbers` are in force."""
+        if not any(f is not None and bool((f != 1.0).any()) for f in factors):
+            return
         self._found_for, self._found_with = self._statistics.parameters(), numbers
         pairs = zip(factors, self._found_for, strict=True)
         self._factors = [f if f is None else f.to(p.device) for f, p in pairs]

@@ -219,7 +219,7 @@ class _Matrix:
         """U as (rows, columns); zeros where the weight took no step."""
         if self.parameter.grad is None or self.parameter.grad.is_sparse:
             return self.parameter.new_zeros(self.shape.rows, self.shape.columns)
-        buffer = inner.state[self.parameter].get("momentum_buffer")
+        buffer = inner.state.get(self.parameter, {}).get("momentum_buffer")  # `state[...]` would add to it
         update = sgd_update(self.parameter, self.group, buffer, self.group["lr"] * factor).flatten(1)
         return update.mT if self.shape.transposed else update
 
@@ -290,7 +290,7 @@ class Directions:
         corrected: dict[int, torch.Tensor] = {}
         for group in groups.values():
             updates = torch.stack([matrix.update(self._inner, factor) for matrix in group])
-            levels = torch.tensor([self._level(matrix, noise) for matrix in group], dtype=torch.float32)
+            levels = torch.tensor([self._level(matrix, noise) for matrix in group], dtype=torch.float32, device="cpu")
             changes = corrections(updates, levels)
             corrected |= {matrix.index: change for matrix, change in zip(group, changes, strict=True)}
         return corrected

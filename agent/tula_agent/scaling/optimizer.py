@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,11 +25,16 @@ from tula_agent.scaling.policies import (
     policy_named,
 )
 from tula_agent.scaling.ranks import Ranks
-from tula_agent.scaling.rule import GainPolicy, is_plain
+from tula_agent.scaling.rule import STATE_SIZE, GainPolicy, is_plain
 from tula_agent.scaling.statistics import GradientStatistics
 from tula_agent.torch_private import is_sharded
 
 _STATE_KEY, _FACTOR_KEY = "tula", "tula_factor"
+
+OWN_RATE = (
+    "the wrapped optimizer changes its learning rate within step(): its changes are kept in proportion, but a rate "
+    "that it sets there is not scaled; set rates outside of step(), or wrap the optimizer that it steps"
+)
 
 
 def _of_inner(name: str) -> Any:
@@ -92,6 +96,12 @@ class TulaOptimizer(torch.optim.Optimizer):
     state: Any = _of_inner("state")
     defaults: dict[str, Any] = _of_inner("defaults")
 
+    # A state that the wrapped optimizer makes and loads passes its own hooks.
+    register_state_dict_pre_hook = _of_inner("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _of_inner("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _of_inner("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _of_inner("register_load_state_dict_post_hook")
+
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The wrapped optimizer."""
@@ -141,8 +151,8 @@ class TulaOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one scaled step; `closure` is evaluated once, before anything is measured.
 
-        A step without gradients and without a learning rate, by which torch.distributed.checkpoint makes an optimizer's
-        state, is the wrapped optimizer's alone.
+        A step without a backward pass at a learning rate of 0, by which torch.distributed.checkpoint makes an
+        optimizer's state, is the wrapped optimizer's alone and is not counted.
         """
         loss = None
         if closure is not None:
@@ -169,8 +179,7 @@ class TulaOptimizer(torch.optim.Optimizer):
     def _makes_state(self) -> bool:
         rates = [group["lr"] for group in self._inner.param_groups]
         on_host = not any(isinstance(rate, torch.Tensor) and rate.device.type != "cpu" for rate in rates)
-        tap = self._statistics.tap
-        return tap.mode is not None and not tap.parts and on_host and not any(rates)
+        return not self._statistics.tap.seen and on_host and not any(rates)
 
     def _refuse_unknown_batch(self) -> None:
         """b_small means nothing without B: factors would have a ceiling that is several times too high."""
@@ -185,8 +194,8 @@ class TulaOptimizer(torch.optim.Optimizer):
     def _apply(self, factors: float | GatedFactors) -> None:
         """Take the wrapped optimizer's step, scaled: the one place where factors meet weights."""
         if isinstance(factors, float):
-            with scaled_learning_rate(self._inner.param_groups, factors):
-                self._inner.step()
+            if scaled_step(self._inner, factors):
+                self._statistics.warn(OWN_RATE)
             if isinstance(self._rule, GainPolicy) and not self._closed:
                 self._rule.turn(factors)
             return
@@ -230,16 +239,18 @@ class TulaOptimizer(torch.optim.Optimizer):
         """Return the wrapped optimizer's state and, under `tula` of the first group, all that decides the next factors.
 
         Equal on all ranks. In the group, since torch.distributed.checkpoint, ZeRO and FSDP's helpers keep what stands
-        there; factors of `ags` are in the state of their parameters.
+        there, and as long under every policy, since they load in place; factors of `ags` are in the state of their
+        parameters.
         """
         kind = -1.0 if self._rule is None else float(isinstance(self._rule, AgsPolicy))
         rule = [] if self._rule is None else self._rule.state()
         served = self._statistics.served.to_vector()
-        numbers = [float(self._steps), self._progress, float(self.epoch), kind, *served, *rule]
-        factors = self._rule.saved_factors() if isinstance(self._rule, AgsPolicy) else None
+        unused = [math.nan] * (STATE_SIZE + len(self._statistics.parameters()) - len(rule))
+        numbers = [float(self._steps), self._progress, float(self.epoch), kind, *served, *rule, *unused]
+        factors = self._rule.saved_factors() if isinstance(self._rule, AgsPolicy) else []
         saved = self._inner.state_dict()
         state = {key: dict(value) for key, value in saved["state"].items()}
-        for place, factor in enumerate(factors or []):
+        for place, factor in enumerate(factors):
             if factor is not None:
                 state.setdefault(place, {})[_FACTOR_KEY] = factor
         first, *rest = saved["param_groups"]
@@ -253,7 +264,9 @@ class TulaOptimizer(torch.optim.Optimizer):
         """
         first, *rest = state_dict["param_groups"]
         groups = [{key: value for key, value in first.items() if key != _STATE_KEY}, *rest]
-        factors = {key: value.get(_FACTOR_KEY) for key, value in state_dict["state"].items() if isinstance(value, dict)}
+        # By name, where torch.distributed.checkpoint loads them, else by place.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        factors = [state_dict["state"].get(key, {}).get(_FACTOR_KEY) for key in keys]
         state = {
             key: {name: x for name, x in value.items() if name != _FACTOR_KEY} if isinstance(value, dict) else value
             for key, value in state_dict["state"].items()
@@ -266,16 +279,15 @@ class TulaOptimizer(torch.optim.Optimizer):
             self._load_own(own.tolist(), factors)
         self._prepare()
 
-    def _load_own(self, saved: list[float], factors: dict[Any, torch.Tensor | None]) -> None:
+    def _load_own(self, saved: list[float], factors: list[torch.Tensor | None]) -> None:
         steps, self._progress, epoch, kind, *numbers = saved
         self._steps, self.epoch = int(steps), int(epoch)
         self._statistics.served = Served.from_vector(numbers[:SERVED_SLOTS])
         if self._rule is None or kind != float(isinstance(self._rule, AgsPolicy)):
             return
         self._rule.load(numbers[SERVED_SLOTS:])
-        if isinstance(self._rule, AgsPolicy) and any(factor is not None for factor in factors.values()):
-            in_order = [factors.get(place) for place in range(len(self._statistics.parameters()))]
-            self._rule.load_factors(in_order, self.numbers)
+        if isinstance(self._rule, AgsPolicy):
+            self._rule.load_factors(factors, self.numbers)
 
     def close(self) -> None:
         """Remove every hook from the parameters; later steps are the wrapped optimizer's."""
@@ -332,34 +344,37 @@ def _refuse_unusable(optimizer: Any) -> None:
         )
 
 
-@contextmanager
-def scaled_learning_rate(groups: list[dict[str, Any]], factor: float) -> Iterator[None]:
-    """Multiply every group's learning rate by `factor` inside the block; restored exactly even if the step raises.
+def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> bool:
+    """Take a step with every group's learning rate times `factor`; rates are restored exactly, even if it raises.
 
     For SGD, Adam and their variants the update is linear in the learning rate, so this scales the update, decoupled
-    weight decay included, without touching a tensor.
+    weight decay included, without touching a tensor. A rate that the step changed keeps its change in proportion, and
+    the function returns True; of rates that are tensors it does not say so, since that would wait for the device.
     """
     if factor == 1.0:
-        yield
-        return
-    kept = scaled = [group["lr"] for group in groups]
+        optimizer.step()
+        return False
+    groups = list(optimizer.param_groups)  # the step may add one
+    kept = [group["lr"] for group in groups]
     # One tensor given to an optimizer becomes the rate of every group without its own.
-    tensors = {id(rate): rate for rate in kept if isinstance(rate, torch.Tensor)}
-    values = {key: rate.clone() for key, rate in tensors.items()}
+    tensors = {id(rate): (rate, rate.clone()) for rate in kept if isinstance(rate, torch.Tensor)}
+    for rate, _ in tensors.values():
+        rate.mul_(factor)
+    scaled = [rate if isinstance(rate, torch.Tensor) else rate * factor for rate in kept]
+    for group, rate in zip(groups, scaled, strict=True):
+        group["lr"] = rate
+    changed = False
     try:
-        for rate in tensors.values():
-            rate.mul_(factor)
-        for group in groups:
-            if not isinstance(group["lr"], torch.Tensor):
-                group["lr"] = group["lr"] * factor
-        scaled = [group["lr"] for group in groups]
-        yield
+        optimizer.step()
     finally:
-        for key, rate in tensors.items():
-            rate.copy_(values[key])
-        for group, rate, used in zip(groups, kept, scaled, strict=False):  # the step may have added a group
-            if group["lr"] is used or group["lr"] == used:  # else the optimizer chose a rate of its own
-                group["lr"] = rate
+        for rate, before in tensors.values():
+            rate.copy_(torch.where(rate == before * factor, before, rate / factor))
+        for group, before, used in zip(groups, kept, scaled, strict=True):
+            if group["lr"] is used or group["lr"] == used:
+                group["lr"] = before
+            else:
+                changed, group["lr"] = True, group["lr"] / factor
+    return changed
 
 
 def _gated(factor: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

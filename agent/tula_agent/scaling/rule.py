@@ -22,6 +22,7 @@ from tula_agent.scaling.statistics import DISTURBED, NO_SMALL_BATCH, GradientSta
 from tula_agent.scaling.taps import TapMode
 from tula_agent.torch_private import foreach_mul_, norm_squared, wide_dtype
 
+STATE_SIZE = 13  # numbers of `GainPolicy.state`, before one a parameter
 DENSE_STEPS = 512  # every one of the first steps is measured, then one in eight
 MEASURE_DENSE_STEPS = 128  # of the policy `measure`: a launch of three batches has at most 105 steps
 SPARSE_EVERY = 8
@@ -165,7 +166,7 @@ class GainPolicy:
             if places != statistics.matrices:  # no measurement is on its way here, so none has other matrices
                 statistics.matrices, self.matrix_noise = places, []
             return statistics.measure()
-        if self._scales:
+        if self._scales and statistics.tap.parts:
             statistics.warn(NO_SMALL_BATCH)
         return None
 
@@ -188,7 +189,9 @@ class GainPolicy:
         own = [state.factor, state.samples, state.norm, float(state.measured_at), state.variability]
         noise = [float(x) for x in vars(state.noise).values()]
         size = self._statistics.batch_size or math.nan
-        return [*own, *noise, size, float(self._sent_at), usual, *self.matrix_noise]
+        by_place = dict(zip(self._statistics.matrices, self.matrix_noise, strict=False))
+        by_parameter = [by_place.get(place, math.nan) for place in range(len(self._statistics.parameters()))]
+        return [*own, *noise, size, float(self._sent_at), usual, *by_parameter]
 
     def load(self, saved: Sequence[float]) -> None:
         """Inverse of `state`."""
@@ -198,9 +201,11 @@ class GainPolicy:
         before, sent_at, usual = (next(numbers) for _ in range(3))
         average = NoiseAverage(signal, noise, slow, fast, int(count))
         self._state = GainState(average, factor, samples, norm, int(measured_at), variability)
-        self.matrix_noise = list(numbers)
         if self._directions is not None:
             self._statistics.matrices = self._directions.places
+        by_parameter = list(numbers)
+        noises = [by_parameter[place] for place in self._statistics.matrices]
+        self.matrix_noise = [] if any(map(math.isnan, noises)) else noises
         self._reduction, self._sent_at = None, int(sent_at)
         statistics = self._statistics
         now = statistics.batch_size

@@ -24,7 +24,6 @@ _MAX_RESIDUAL = 0.01  # relative error of `common_factor`, above which gradients
 _HEAD = 7  # numbers of a measurement before its projections
 _MATRICES_FROM = _HEAD + 2 * CALIBRATORS + SERVED_SLOTS
 _SIZE_DECAY = 0.9  # of the average of sizes that the script gives
-_MOST_DISCARDED = 32
 
 NO_SMALL_BATCH = (
     "steps are not scaled: with one rank and no accumulation there is no small-batch gradient; accumulate two or more "
@@ -33,10 +32,6 @@ NO_SMALL_BATCH = (
 NO_PARTS = (
     "steps are not scaled: gradients arrive without a backward pass over the parameters (torch.func, Apex, or .grad "
     "set by hand), so that no small-batch gradient is seen"
-)
-STEPPED_PAST = (
-    f"gradients were dropped {_MOST_DISCARDED} times without a step of TulaOptimizer, so nothing is scaled: wrap the "
-    "optimizer whose step() the script calls (a wrapper such as SAM, which steps by methods of its own, goes inside)"
 )
 DISTURBED = (
     "steps are left out of the measurement, and factors stay as they were: gradients were changed by more than one "
@@ -233,8 +228,6 @@ class GradientStatistics:
 
     def check_taps(self) -> None:
         """Say once what the taps cannot see; called at each step."""
-        if self.tap.discarded >= _MOST_DISCARDED:
-            self.warn(STEPPED_PAST)
         if self.tap.mode is not None:
             self._without_parts = 0 if self.tap.parts or not self.has_gradients else self._without_parts + 1
         if self._without_parts == 3:
@@ -262,7 +255,7 @@ class GradientStatistics:
         slots = (small, parts, large, parts / size, parts, self.examples, float(tap.uneven))
         head = [s if isinstance(s, torch.Tensor) else torch.full_like(zero, s) for s in slots]
         projections = [zero if x is None else x.to(zero) for x in tap.projections()]
-        served = torch.zeros(SERVED_SLOTS, dtype=zero.dtype)
+        served = torch.zeros(SERVED_SLOTS, dtype=zero.dtype, device="cpu")
         if self.ranks.is_first and self.pulled != self.served:
             served = torch.tensor(self.pulled.to_vector(), dtype=zero.dtype, device="cpu")
         served = served.to(self.device)

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from tula_agent.guard import logger
 from tula_agent.torch_private import add_squares, norms
 
 TapMode = Literal["tensor", "element", "projections"]
@@ -30,6 +31,12 @@ _PROJECTED_ELEMENTS = 4096
 HELD_ON, _MOST_HELD, _MOST_HELD_BYTES = ("cuda",), 32, 2**25
 """Gradients on a GPU whose squares one kernel sums. To launch kernels for each of them takes the host longer than the
 backward pass of a small batch takes the device: a step of ResNet-50 on an H100 took 1.5 times as long."""
+
+_MOST_DROPPED = 32
+STEPPED_PAST = (
+    f"gradient scaling: gradients were dropped {_MOST_DROPPED} times without a step of TulaOptimizer, so nothing is "
+    "scaled: call its step(); an optimizer that steps by methods of its own, such as SAM, gets a TulaOptimizer inside"
+)
 
 
 def squares(gradient: torch.Tensor, mode: Literal["tensor", "element"]) -> torch.Tensor:
@@ -57,14 +64,15 @@ class GradientTap:
     """Hooks on parameters, which sum what `mode` says; while that is None, each costs one Python call.
 
     Sums on this rank since the last step, in the unit of backward (loss scale included): `squares` by parameter, None
-    where it had no dense gradient; complete after `sum_held`. `discarded`: how often gradients were dropped without a
-    step. The hooks hold the tap weakly, and go with it.
+    where it had no dense gradient; complete after `sum_held`. `seen`: whether a backward pass has reached
+    a parameter since then, armed or not. The hooks hold the tap weakly, and go with it.
     """
 
     def __init__(self) -> None:
         self.mode: TapMode | None = None
         self.squares: Gradients = []
-        self.discarded = 0
+        self.seen = False
+        self._dropped = 0
         self._parameters: list[torch.Tensor] = []
         self._counts: list[int] = []
         self._pending: dict[int, _Part] = {}
@@ -94,15 +102,18 @@ class GradientTap:
     def arm(self, mode: TapMode | None) -> None:
         """Sum this from the next backward on, from zero."""
         self.clear()
-        self.discarded = 0
+        self._dropped = 0
         self.mode = mode
 
     def clear(self) -> None:
         """Drop all sums; called when gradients are zeroed, so that a skipped step leaves nothing in them."""
         self._held, self._held_bytes = {}, 0
         self._pending.clear()
+        self.seen = False
         if any(self._counts):
-            self.discarded += 1
+            self._dropped += 1
+            if self._dropped == _MOST_DROPPED:
+                logger.warning(STEPPED_PAST)
             self.squares = [None] * len(self.squares)
             self._counts = [0] * len(self._counts)
             for calibrator in self._calibrators.values():
@@ -147,9 +158,11 @@ class GradientTap:
     def read(self, index: int, gradient: torch.Tensor) -> None:
         """Read a gradient that backward is about to accumulate."""
         if self.mode is None or gradient.is_sparse:
+            self.seen = True
             return
         if self._counts[index] and self._parameters[index].grad is None:
             self.clear()  # the script dropped the gradients of a step that a GradScaler skipped
+        self.seen = True
         with torch.no_grad():
             holds = self.mode == "tensor" and gradient.device.type in HELD_ON
             square = None if holds or self.mode == "projections" else squares(gradient, self.mode)

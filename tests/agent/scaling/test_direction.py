@@ -231,10 +231,11 @@ def test_the_steps_of_other_optimizers_keep_their_directions(inner):
     assert all(torch.equal(a, b) for a, b in zip(default.parameters(), plain.parameters(), strict=True))
 
 
-def noises(optimizer: TulaOptimizer, matrices: int = 2) -> list[float]:
-    """V of each matrix, the last numbers that a checkpoint has."""
-    found: list[float] = optimizer.state_dict()["param_groups"][0]["tula"].tolist()[-matrices:]
-    return found
+def noises(optimizer: TulaOptimizer) -> list[float]:
+    """V of each matrix: the last numbers that a checkpoint has, one a parameter, are NaN for others."""
+    parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    by_parameter: list[float] = optimizer.state_dict()["param_groups"][0]["tula"].tolist()[-parameters:]
+    return [noise for noise in by_parameter if not math.isnan(noise)]
 
 
 def noises_after(
