@@ -23,6 +23,7 @@ from tula_agent.measure.step_timer import clock_for
 from tula_agent.oom_watch import cuda_oom_count, is_out_of_memory
 from tula_agent.run import Run
 from tula_agent.scaling import TulaOptimizer
+from tula_agent.scaling.direction import corrections
 from tula_agent.scaling.noise import noise_moments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")]
@@ -325,3 +326,20 @@ def test_a_step_is_captured_in_a_cuda_graph_under_the_agent_and_its_replays_trai
                 graph.replay()
                 torch.cuda.synchronize()
                 assert not torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_directions_on_the_device_are_those_of_the_host_also_where_products_may_be_rounded(
+    device: torch.device, precision: str
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    updates = torch.randn(3, 300, 700, generator=draw) * torch.logspace(0, -2, 300)[None, :, None]
+    levels = updates.square().sum((1, 2)) * torch.tensor([1e-4, 1e-3, 1e-2])
+    host = updates + corrections(updates, levels)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        found = updates + corrections(updates.to(device), levels).cpu()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert float((found - host).norm() / host.norm()) < 0.01

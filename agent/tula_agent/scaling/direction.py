@@ -262,7 +262,9 @@ class Directions:
         shares: list[list[_Matrix]] = [[] for _ in range(self._ranks.size)]
         for matrix, owner in zip(matrices, owners(costs, self._ranks.size), strict=True):
             shares[owner].append(matrix)
-        corrected = self._correct(shares[self._ranks.rank], factor, noise)
+        # A script may step inside autocast, whose half precision the root does not survive.
+        with torch.autocast(matrices[0].parameter.device.type, enabled=False):
+            corrected = self._correct(shares[self._ranks.rank], factor, noise)
         if self._ranks.size > 1:
             corrected = self._exchange(shares, corrected)
         for matrix in matrices:

@@ -193,7 +193,9 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
 
 
-def trained(policy: Gain, *, steps: int = 12, turned: bool = True, inner: type = torch.optim.SGD) -> nn.Sequential:
+def trained(
+    policy: Gain, *, steps: int = 12, turned: bool = True, inner: type = torch.optim.SGD, autocast: bool = False
+) -> nn.Sequential:
     """A small network after steps of four micro-steps, whose batch is eight times the small one."""
     net = network()
     options = {"momentum": 0.9} if inner is torch.optim.SGD else {}
@@ -206,7 +208,8 @@ def trained(policy: Gain, *, steps: int = 12, turned: bool = True, inner: type =
         for part in range(4):
             chunk = slice(16 * part, 16 * part + 16)
             (nn.functional.cross_entropy(net(images[chunk]), labels[chunk]) / 4).backward()
-        optimizer.step()
+        with torch.autocast("cpu", enabled=autocast):
+            optimizer.step()
     return net
 
 
@@ -216,6 +219,12 @@ def test_matrices_are_turned_by_default_and_a_group_or_a_rule_can_leave_them():
     assert not torch.equal(default[3].weight, plain[3].weight)
     left = trained(Gain(), turned=False)
     assert all(torch.equal(a, b) for a, b in zip(left.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_step_inside_autocast_is_turned_in_full_precision():
+    plain = trained(Gain(), steps=4)
+    inside = trained(Gain(), steps=4, autocast=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), inside.parameters(), strict=True))
 
 
 def test_the_first_turned_step_leaves_vectors_alone():
