@@ -27,7 +27,7 @@ from tula_service.perfmodel.priors import (
     prior_from_other_type,
     scale_from_jobs,
 )
-from tula_service.perfmodel.step_time_form import COLLECTIVES
+from tula_service.perfmodel.step_time_form import AT, COLLECTIVES
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire import Configuration
 
@@ -206,7 +206,7 @@ def _scale(
         if other.memory_gb_per_s is not None and mine.memory_gb_per_s is not None
     ]
     # A run on hardware of uncertain speed says less of a device than its data sheet does.
-    nearest = min((guess, *moved), key=lambda prior: float(prior.sd[0]))
+    nearest = min((guess, *moved), key=lambda prior: float(prior.sd[AT.compute]))
     if nearest is not guess:
         return replace(nearest, basis="prior")
     return scale_from_jobs(guess, _scale_error(facts, cluster, mine), scales)
@@ -224,7 +224,10 @@ def earlier_scale(model: wire.ModelSpec, cluster: wire.ClusterSpec, learned: Ste
     """Error of the hardware-based prior for an earlier job, which learned this on such a cluster."""
     facts, hardware = facts_of(model), hardware_of(cluster, model.precision)
     guess = prior_from_hardware(facts, hardware, reference_batch_size=learned.reference_batch_size or 1.0)
-    log_ratio, sd = float(learned.mean[0] - guess.mean[0]), math.hypot(facts.flops_sd, float(learned.sd[0]))
+    log_ratio, sd = (
+        float(learned.mean[AT.compute] - guess.mean[AT.compute]),
+        math.hypot(facts.flops_sd, float(learned.sd[AT.compute])),
+    )
     return replace(_scale_error(facts, cluster, hardware), log_ratio=log_ratio, sd=sd)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from tula_service.perfmodel.intervals import Interval, log_interval
 from tula_service.perfmodel.points import FloatArray, column
 from tula_service.perfmodel.priors import StepTimePrior
+from tula_service.perfmodel.step_time_form import AT
 
 _LEAST_SD = 0.05
 _WEAK_SD = 5.0
@@ -111,9 +112,10 @@ def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relativ
     order = np.argsort(sizes)
     start = np.array([log_s[order[0]], log_s[order[-1]] - math.log(sizes[order[-1]])])
 
-    def residuals(theta: FloatArray) -> FloatArray:
-        line = np.logaddexp(theta[0], theta[1] + np.log(sizes))
-        return np.append((line - log_s) / sd, (theta - start) / _WEAK_SD)
+    def residuals(log_costs: FloatArray) -> FloatArray:
+        log_alpha, log_beta = log_costs
+        line = np.logaddexp(log_alpha, log_beta + np.log(sizes))
+        return np.append((line - log_s) / sd, (log_costs - start) / _WEAK_SD)
 
     found = least_squares(residuals, start, loss="huber")
     missed = np.abs(residuals(found.x)[: sizes.size])
@@ -171,11 +173,12 @@ def nearest_form(
     compute_s = np.asarray(_PACES)[:, None] * np.asarray(buckets.ready_s)[-1]
     steps = np.log([[buckets.end_s(each, pace) for each in reduce_s] for pace in _PACES])
 
-    def residuals(theta: FloatArray) -> FloatArray:
-        collective = np.log(inner_s + np.where(nodes > 1, np.exp(theta[0] + theta[1] * np.log(nodes / 2.0)), 0.0))
-        g = 1.0 + np.exp(theta[2])
+    def residuals(tried: FloatArray) -> FloatArray:
+        log_two_nodes, growth, log_overlap = tried
+        collective = np.log(inner_s + np.where(nodes > 1, np.exp(log_two_nodes + growth * np.log(nodes / 2.0)), 0.0))
+        g = 1.0 + np.exp(log_overlap)
         missed = np.logaddexp(g * np.log(compute_s), g * collective) / g - steps
-        return np.append(missed.ravel() / _SIMULATED_SD, (theta - mean) / sd)
+        return np.append(missed.ravel() / _SIMULATED_SD, (tried - mean) / sd)
 
     return np.asarray(least_squares(residuals, mean).x, dtype=np.float64)
 
@@ -195,22 +198,24 @@ def with_fabric(
     gradient_bytes, messages = float(buckets.size_bytes.sum()), buckets.size_bytes.size
     nodes, line, line_sd = np.array([1]), np.zeros(2), np.ones(2)
     inner = fabric.within(ranks_per_node, gradient_bytes, messages)
-    if inner is not None and (inner_sd := math.hypot(inner[1], _OF_A_STEP_SD)) < sd[4]:
-        sd[4], sd[5] = inner_sd, min(sd[5], _SHARED_LINK_SD)
-        mean[4] = math.log(inner[0]) - mean[5] * math.log(ranks_per_node / 2.0) - mean[0]
-        known.add(4)
+    if inner is not None and (inner_sd := math.hypot(inner[1], _OF_A_STEP_SD)) < sd[AT.intra]:
+        sd[AT.intra], sd[AT.intra_growth] = inner_sd, min(sd[AT.intra_growth], _SHARED_LINK_SD)
+        mean[AT.intra] = math.log(inner[0]) - mean[AT.intra_growth] * math.log(ranks_per_node / 2.0) - mean[AT.compute]
+        known.add(AT.intra)
     if fabric.num_nodes > 1 and max_nodes > 1:
         nodes = 2 ** np.arange(1, max(math.ceil(math.log2(max_nodes)), 2) + 1)
         each = (fabric.between(int(n), ranks_per_node, gradient_bytes, messages) for n in nodes)
         seconds, log_sds = zip(*each, strict=True)
         line = np.polyfit(np.log(nodes / 2.0), np.log(seconds), 1)[::-1]
-        line_sd = np.array([math.hypot(max(log_sds), _OF_A_STEP_SD), min(sd[7], _GROWTH_SD)])
-    if buckets.ready_s is not None and nodes[-1] * ranks_per_node > 1 and sd[9] > _OVERLAP_SD:
-        start, start_sd = np.append(line, mean[9]), np.append(line_sd, sd[9])
+        line_sd = np.array([math.hypot(max(log_sds), _OF_A_STEP_SD), min(sd[AT.inter_growth], _GROWTH_SD)])
+    if buckets.ready_s is not None and nodes[-1] * ranks_per_node > 1 and sd[AT.overlap] > _OVERLAP_SD:
+        start, start_sd = np.append(line, mean[AT.overlap]), np.append(line_sd, sd[AT.overlap])
         found = nearest_form(buckets, fabric, nodes, ranks_per_node, start, start_sd)
-        line, mean[9], sd[9] = found[:2], found[2], _OVERLAP_SD
-    if nodes[0] > 1 and line_sd[0] < sd[6]:
-        mean[6:8] = line[0] - mean[8] * math.log(ranks_per_node) - mean[0], line[1]
-        sd[6:9] = *line_sd, min(sd[8], _SHARED_LINK_SD)
-        known.add(6)
+        line, mean[AT.overlap], sd[AT.overlap] = found[:2], found[2], _OVERLAP_SD
+    if nodes[0] > 1 and line_sd[0] < sd[AT.inter]:
+        mean[AT.inter] = line[0] - mean[AT.shared_link] * math.log(ranks_per_node) - mean[AT.compute]
+        mean[AT.inter_growth] = line[1]
+        sd[AT.inter], sd[AT.inter_growth] = line_sd
+        sd[AT.shared_link] = min(sd[AT.shared_link], _SHARED_LINK_SD)
+        known.add(AT.inter)
     return replace(prior, mean=mean, sd=sd, in_seconds=tuple(sorted(known)))

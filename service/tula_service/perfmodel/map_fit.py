@@ -18,6 +18,7 @@ from scipy.linalg.lapack import dtrtri
 from tula_service.perfmodel.points import FloatArray, Points, StepTimeObservations
 from tula_service.perfmodel.priors import StepTimePrior, generic_prior
 from tula_service.perfmodel.step_time_form import (
+    AT,
     COLLECTIVES,
     LogStepTimes,
     ResidualScales,
@@ -134,7 +135,7 @@ class Posterior:
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
         now, before, usual = (prior.sd**-2.0 for prior in (found, self.prior, generic))
         measured = now > before
-        started = in_seconds @ [found.mean[0], *generic.mean[1:]]
+        started = in_seconds @ [found.mean[AT.compute], *generic.mean[AT.floor :]]
         weighted = measured * (now * (in_seconds @ found.mean) - before * (in_seconds @ self.prior.mean)) / factor
         precision = measured * (now - before) / factor + usual
         taught = (weighted + usual * started) / precision
@@ -184,7 +185,7 @@ def fit_posterior(
     if not prior.absolute:
         start = log_terms(centre, targets.points, reference_batch_size).step
         shift = float(np.mean(targets.log_step - start))
-        centre[0] += shift
+        centre[AT.compute] += shift
         centre[list(prior.in_seconds)] -= shift
     prior = replace(prior, mean=centre)
     members: list[Member] = []

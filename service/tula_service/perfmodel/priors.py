@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from tula_service.perfmodel.points import FloatArray, column
-from tula_service.perfmodel.step_time_form import COLLECTIVES, NUM_PARAMETERS, ResidualScales, to_seconds
+from tula_service.perfmodel.step_time_form import AT, COLLECTIVES, NUM_PARAMETERS, ResidualScales, to_seconds
 from tula_wire.enums import Basis
 
 _UNKNOWN_SCALE_SD = 5.0
@@ -170,13 +170,15 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     per_step = math.log(_OF_PARAMETERS) + (math.log(facts.parameter_bytes) - log_bandwidth)
     log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(_BYTES_PER_PARAMETER)
     mean, sd = base.mean.copy(), base.sd.copy()
-    mean[0], sd[0] = log_compute, math.hypot(facts.rule_sd, facts.flops_sd, hardware.device_sd)
-    mean[1], mean[3] = np.logaddexp(math.log(FLOOR_S), per_step) - log_compute, _LOG_BEND_OF_A_SUM
+    mean[AT.compute], sd[AT.compute] = log_compute, math.hypot(facts.rule_sd, facts.flops_sd, hardware.device_sd)
+    mean[AT.floor], mean[AT.bend] = np.logaddexp(math.log(FLOOR_S), per_step) - log_compute, _LOG_BEND_OF_A_SUM
     if facts.idle_samples:
-        mean[1] = np.logaddexp(mean[1], math.log(facts.idle_samples / b_ref))
+        mean[AT.floor] = np.logaddexp(mean[AT.floor], math.log(facts.idle_samples / b_ref))
     more = math.log(facts.volumes / _ALL_REDUCE_VOLUMES)
-    mean[4] += more
-    mean[6] = more + log_bits - math.log(_LINK_SHARE * (hardware.inter_node_gbps or _UNKNOWN_GBPS) * 1e9) - log_compute
+    mean[AT.intra] += more
+    mean[AT.inter] = (
+        more + log_bits - math.log(_LINK_SHARE * (hardware.inter_node_gbps or _UNKNOWN_GBPS) * 1e9) - log_compute
+    )
     return StepTimePrior(mean, sd, base.scales, "prior", absolute=True, reference_batch_size=b_ref)
 
 
@@ -246,9 +248,9 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
     wanted[0, :2] = everywhere_sd, math.hypot(on_device_sd, error.device_sd)
     shift, spread = ridge.predict(wanted, return_std=True)
     mean, sd = guess.mean.copy(), guess.sd.copy()
-    mean[0] += shift[0]
-    mean[[1, 4, 6]] -= shift[0]  # launches and links take as long as before, relative to another c
-    sd[0] = math.hypot(float(spread[0]), error.sd)
+    mean[AT.compute] += shift[0]
+    mean[[AT.floor, AT.intra, AT.inter]] -= shift[0]  # launches and links take as long as before, relative to another c
+    sd[AT.compute] = math.hypot(float(spread[0]), error.sd)
     return replace(guess, mean=mean, sd=sd)
 
 
@@ -270,12 +272,12 @@ def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, wanted: Har
     faster = times("memory_gb_per_s")
     if faster is None:
         faster = times("peak_tflops")
-    sd[0] = _UNKNOWN_TYPE_SD
+    sd[AT.compute] = _UNKNOWN_TYPE_SD
     if faster is not None:
-        sd[0] = math.hypot(learnt.sd[0], _BETWEEN_TYPES_SD, measured.figures_sd, wanted.figures_sd)
-        mean[0] -= faster
-        mean[[1, *collectives]] += faster
-    mean[6] -= times("inter_node_gbps") or 0.0
+        sd[AT.compute] = math.hypot(learnt.sd[AT.compute], _BETWEEN_TYPES_SD, measured.figures_sd, wanted.figures_sd)
+        mean[AT.compute] -= faster
+        mean[[AT.floor, *collectives]] += faster
+    mean[AT.inter] -= times("inter_node_gbps") or 0.0
     sd[collectives] = np.hypot(sd[collectives], _BETWEEN_TYPES_SD)
     return replace(shape, mean=mean, sd=sd)
 
@@ -309,19 +311,19 @@ def prior_from_jobs(
     # For another reference batch c grows with it, and what is relative to c shrinks.
     times = [b_ref / p.reference_batch_size if b_ref and p.reference_batch_size else 1.0 for p in posteriors]
     shift = np.exp(means[:, 2]) * np.log(times)
-    means[:, 0], means[:, 1] = log_c[:, 0] + shift, means[:, 1] - shift
+    means[:, AT.compute], means[:, 1] = log_c[:, 0] + shift, means[:, 1] - shift
     means[:, collectives] += log_c
     centre = base.mean.copy()
-    centre[collectives] += np.mean(means[:, 0]) if scale is None else scale.mean[0]
+    centre[collectives] += np.mean(means[:, AT.compute]) if scale is None else scale.mean[AT.compute]
     if scale is not None:
         ratios = np.array(gradient_ratios or [None] * len(posteriors), np.float64)[:, None]  # NaN where unknown
         means[:, collectives] += np.log(np.nan_to_num(ratios, nan=1.0))
         precision[:, collectives] *= np.isfinite(ratios)
     mean, sd = _predictive(means, precision, centre, base.sd)
-    sd[0] = max(float(sd[0]), 0.5)
+    sd[AT.compute] = max(float(sd[AT.compute]), 0.5)
     if scale is not None:
-        mean[0], sd[0] = scale.mean[0], scale.sd[0]
-    mean[collectives] -= mean[0]
+        mean[AT.compute], sd[AT.compute] = scale.mean[AT.compute], scale.sd[AT.compute]
+    mean[collectives] -= mean[AT.compute]
     return StepTimePrior(
         mean,
         sd,
@@ -349,7 +351,7 @@ def _predictive(
     between = (_WORTH_OF_BETWEEN_SD * usual**2 + excess) / (_WORTH_OF_BETWEEN_SD + np.maximum(count - 1.0, 0.0))
     weight = np.where(known, 1.0 / (own + between), 0.0)
     prior_weight = 1.0 / (sd**2 - usual**2)
-    prior_weight[0] = 1e-6  # c has a unit: it is known from jobs of the same network, or not at all
+    prior_weight[AT.compute] = 1e-6  # c has a unit: it is known from jobs of the same network, or not at all
     total = weight.sum(axis=0) + prior_weight
     mean = (np.sum(weight * means, axis=0) + prior_weight * centre) / total
     return mean, np.sqrt(np.where(known.any(axis=0), between, usual**2) + 1.0 / total)

@@ -6,19 +6,19 @@
                   + s_inter * phi(n)^k_inter * r^k_share [n > 1])   n nodes; the ranks of a node share its link
     phi(x)   = x / 2                                          so that s is the cost of two participants
 
-theta holds the ten parameters in this order; everything but c has no unit, so one Gaussian prior fits both a
-phone-sized network and a language model.
+theta holds the ten parameters in this order (`AT` has their places); everything but c has no unit, so one Gaussian
+prior fits both a phone-sized network and a language model.
 
-    0  log c        c in seconds: compute of one micro-step at b_ref, were there no floor
-    1  log a        floor of compute: launch overhead, a device that small batches leave idle
-    2  log q        growth of compute with the batch
-    3  log(h - 1)   sharpness of the bend between floor and growth (h = 1: they add)
-    4  log s_intra  collective between two ranks of a node, over c
-    5  k_intra      its growth with the ranks of a node
-    6  log s_inter  collective between two nodes, over c
-    7  k_inter      its growth with the nodes
-    8  k_share      its growth with the ranks that share a node's link
-    9  log(g - 1)   overlap (g = 1: none; large: communication hides behind compute)
+    compute       log c        c in seconds: compute of one micro-step at b_ref, were there no floor
+    floor         log a        floor of compute: launch overhead, a device that small batches leave idle
+    growth        log q        growth of compute with the batch
+    bend          log(h - 1)   sharpness of the bend between floor and growth (h = 1: they add)
+    intra         log s_intra  collective between two ranks of a node, over c
+    intra_growth  k_intra      its growth with the ranks of a node
+    inter         log s_inter  collective between two nodes, over c
+    inter_growth  k_inter      its growth with the nodes
+    shared_link   k_share      its growth with the ranks that share a node's link
+    overlap       log(g - 1)   overlap (g = 1: none; large: communication hides behind compute)
 
 What the form leaves is a Gaussian process on log t over batch, cluster, and their product (`ResidualScales`).
 """
@@ -28,14 +28,32 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tula_service.perfmodel.points import FloatArray, Points
 
-NUM_PARAMETERS = 10
-COLLECTIVES = (4, 6)
+
+class Parameters(NamedTuple):
+    """The place of each parameter in theta, and in means and standard deviations of it."""
+
+    compute: int
+    floor: int
+    growth: int
+    bend: int
+    intra: int
+    intra_growth: int
+    inter: int
+    inter_growth: int
+    shared_link: int
+    overlap: int
+
+
+AT: Final = Parameters(*range(10))
+NUM_PARAMETERS: Final = len(AT)
+COLLECTIVES: Final = (AT.intra, AT.inter)
 """The entries of theta that times of collectives are proportional to: s_intra and s_inter."""
 
 _ABSENT = -60.0
@@ -45,7 +63,7 @@ _LOG_2 = math.log(2.0)
 def to_seconds(entries: Sequence[int]) -> FloatArray:
     """The matrix, shape (10, 10), that turns these entries of theta, which are relative to c, into logs of seconds."""
     matrix = np.eye(NUM_PARAMETERS)
-    matrix[list(entries), 0] = 1.0
+    matrix[list(entries), AT.compute] = 1.0
     return matrix
 
 
@@ -96,19 +114,19 @@ def log_terms(theta: FloatArray, points: Points, reference_batch_size: float) ->
     hidden, waits = np.exp(overlap * compute - overlapped), np.exp(last - step)
     outer = several - inner
     of_compute, of_collective = np.zeros((len(points), theta.size)), np.zeros((len(points), theta.size))
-    of_compute[:, 0] = 1.0
-    of_compute[:, 1] = floor
-    of_compute[:, 2] = (1.0 - floor) * growth
-    of_compute[:, 3] = math.exp(log_bend) / bend * (floor * a + (1.0 - floor) * growth - bent / bend)
-    of_collective[:, 0] = several
-    of_collective[:, 4] = inner
-    of_collective[:, 5] = inner * (ranks - _LOG_2)
-    of_collective[:, 6] = outer
-    of_collective[:, 7] = outer * (nodes - _LOG_2)
-    of_collective[:, 8] = outer * ranks
+    of_compute[:, AT.compute] = 1.0
+    of_compute[:, AT.floor] = floor
+    of_compute[:, AT.growth] = (1.0 - floor) * growth
+    of_compute[:, AT.bend] = math.exp(log_bend) / bend * (floor * a + (1.0 - floor) * growth - bent / bend)
+    of_collective[:, AT.compute] = several
+    of_collective[:, AT.intra] = inner
+    of_collective[:, AT.intra_growth] = inner * (ranks - _LOG_2)
+    of_collective[:, AT.inter] = outer
+    of_collective[:, AT.inter_growth] = outer * (nodes - _LOG_2)
+    of_collective[:, AT.shared_link] = outer * ranks
     of_last = of_collective + hidden[:, None] * (of_compute - of_collective)
     mean = communication + hidden * (compute - communication)
-    of_last[:, 9] = math.exp(log_overlap) / overlap * (mean - overlapped / overlap)
+    of_last[:, AT.overlap] = math.exp(log_overlap) / overlap * (mean - overlapped / overlap)
     return Terms(step, compute, communication, of_compute + waits[:, None] * (of_last - of_compute), of_compute)
 
 

@@ -21,6 +21,7 @@ from tula_service.perfmodel.map_fit import (
 from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
 from tula_service.perfmodel.points import FloatArray, ObservationError, PointKey, Points, StepTimeObservations
 from tula_service.perfmodel.priors import Hardware, Priors, StepTimePrior, generic_prior, prior_from_other_type
+from tula_service.perfmodel.step_time_form import AT
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Basis, StepTimeForm
 
@@ -308,7 +309,7 @@ def _believed(name: str, posteriors: Mapping[str, Posterior], priors: Priors) ->
     most, measured = next(iter(posteriors.items()))
     hardware = (priors.hardware.get(each, Hardware()) for each in (most, name))
     carried = prior_from_other_type(measured.as_prior(), *hardware)
-    return own if own is not None and own.absolute and own.sd[0] < carried.sd[0] else carried
+    return own if own is not None and own.absolute and own.sd[AT.compute] < carried.sd[AT.compute] else carried
 
 
 def _largest_batch(configurations: Points | Sequence[Configuration] | None) -> float:
