@@ -6,7 +6,7 @@
    profiling run, never a weight.
 2. A reduction over ranks (`tula_agent.scaling.ranks`). Inside the optimizer's step every rank is at the same place, and
    all must compute the same bits: numbers that change a weight are summed by the collective that training uses anyway.
-3. A gather of objects (`CollectiveCalls` in checkpoint.py). The script calls `run.checkpoint` on all ranks;
+3. A gather of objects (`_Ranks` in checkpoint.py). The script calls `run.checkpoint` on all ranks;
    one that fails must fail on all, with the same sentence. That is rare, so a slow, general collective serves.
 
 The store is torchrun's or, without torchrun, one that the first rank hosts for this purpose. The process group's own

@@ -58,7 +58,12 @@ class StepTimer:
         return not self._sizes
 
     def optimizer_stepped(self, timed: bool = False) -> None:
-        """An optimizer's step is called. The step's first call is `timed`, unless it holds the gradients too."""
+        """An optimizer's step is called. The step's first call is `timed`, unless it holds the gradients too.
+
+        One without a batch is none of training: torch.distributed.checkpoint fills an optimizer's state by it.
+        """
+        if not self._sizes:
+            return
         if not self._stepped and timed:
             self._optimizer_at = self._clock()
         elif not timed:

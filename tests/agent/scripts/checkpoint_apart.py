@@ -16,7 +16,7 @@ from tula_agent.checkpoint import CheckpointError
 
 WIDE = 256
 LIMIT = 100_000
-"""Bytes that a file may have on a rank whose disk is full: less than a shard or the model, more than a rank's own."""
+"""Bytes that a file may have on a rank whose disk is full: less than a part of the model, more than a rank's own."""
 
 
 def digest(model: nn.Module) -> str:
@@ -79,19 +79,19 @@ def main() -> None:
     attempt("the first has no directory", None if rank == 0 else args.shared)
     attempt("first rank blocked", args.elsewhere / "a-file" if rank == 0 else args.shared)
     attempt("full on the first", args.shared, full=rank == 0)
-    if not args.sharded:  # the newest is of the step before: loading it would move the weights
+    if not args.sharded:
         grown = nn.Sequential(*model.module, nn.Linear(WIDE, 1))
         attempt("resume where the second's model grew", args.shared, of=grown if rank == 1 else model)
-    attempt("full on the second", args.shared, full=rank == 1 and args.sharded)
+    attempt("full on the second", args.shared, full=rank == 1)
     attempt("resume unshared", apart)
     if rank == 1:
         newest = max(args.shared.glob("step-*"))
-        (newest / "rank-1.pt").rename(newest / "aside.pt")
-        (newest / "rank-1.pt").write_bytes((newest / "aside.pt").read_bytes()[:100])
+        (newest / "__1_0.distcp").rename(newest / "aside")
+        (newest / "__1_0.distcp").write_bytes((newest / "aside").read_bytes()[:100])
     dist.barrier()
     attempt("resume half a file", args.shared)
     if rank == 1:
-        (newest / "aside.pt").replace(newest / "rank-1.pt")
+        (newest / "aside").replace(newest / "__1_0.distcp")
     dist.barrier()
     attempt("again at the same step, full", args.shared, full=rank == 0)
     attempt("resume", args.shared)

@@ -1,0 +1,117 @@
+"""Where a training is in its data, and the random number generators that its next step draws from."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+
+from tula_agent.guard import logger
+
+T = TypeVar("T")
+
+
+@dataclass
+class Position:
+    """Epochs that are complete, and batches consumed of the one under way.
+
+    `step` counts micro-steps from the start of training. `epochs_before` is the progress of earlier processes in
+    epochs, which do not depend on the batch size; `known` is True once the script or `resume` has set it.
+    `resumable`: the script calls `resume`, so that a state of random numbers is worth reading. `at_epoch_start`: that
+    state when the epoch under way began. `pending`: the next epoch is to begin as an
+    interrupted one did: batches to skip, its random state at the start, and that after them.
+    """
+
+    epoch: int = 0
+    consumed: int = 0
+    step: int = 0
+    epochs_before: float = 0.0
+    known: bool = False
+    resumable: bool = False
+    at_epoch_start: dict[str, Any] = field(default_factory=dict)
+    loader: Any = None
+    pending: tuple[int, dict[str, Any], dict[str, Any] | None] | None = None
+
+    def begin(self, loader: Iterable[T]) -> Iterator[T]:
+        """An iterator over `loader` from the current position."""
+        pending, self.pending, self.loader = self.pending, None, loader
+        if pending is None:
+            self.at_epoch_start, self.consumed = _captured(loader) if self.resumable else {}, 0
+            return iter(loader)
+        consumed, self.at_epoch_start, now = pending
+        if self.at_epoch_start and now is not None:
+            restore_randomness(self.at_epoch_start, loader)
+        batches = iter(loader)
+        self.consumed = sum(1 for _ in islice(batches, consumed))
+        self.known = True
+        self.epochs_before = self.epoch + _share(self.consumed, loader)
+        if now is not None:
+            restore_randomness(now, loader)
+        return batches
+
+    def end(self) -> None:
+        """The epoch is over, or was left."""
+        self.epoch += 1
+        self.consumed, self.at_epoch_start = 0, {}
+
+
+def _captured(loader: Any) -> dict[str, Any]:
+    """Empty where a generator cannot be read: only writing a checkpoint may fail for that."""
+    try:
+        return capture_randomness(loader)
+    except Exception as error:
+        logger.info("random numbers cannot be read, so a resumed run may draw others: %r", error)
+        return {}
+
+
+def _share(batches: int, loader: Iterable[Any]) -> float:
+    """So many batches as a share of an epoch; 0 for a loader without a length."""
+    try:
+        return min(1.0, batches / len(loader))  # type: ignore[arg-type]
+    except Exception:  # a loader's own __len__ may raise anything
+        return 0.0
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The loader's own generators; samplers often share the loader's."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(holder, "generator", None) for holder in holders]
+    unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
+    return list(unique.values())
+
+
+def capture_randomness(loader: Any = None) -> dict[str, Any]:
+    """The state of every generator that a step may draw from: torch (CPU, CUDA), NumPy, Python, the loader's own."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found = numpy.random.get_state(legacy=False)
+        if found["bit_generator"] == "MT19937":  # unless a script has replaced it
+            keys, position = found["state"]["key"], found["state"]["pos"]
+            gauss = int(found["has_gauss"]), float(found["gauss"])
+            state["numpy"] = ["MT19937", keys.tolist(), int(position), *gauss]
+    state["loader"] = [generator.get_state() for generator in _generators(loader)]
+    return state
+
+
+def restore_randomness(state: dict[str, Any], loader: Any = None) -> None:
+    """Restore what `capture_randomness` captured; generators that do not exist in this process are left out."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state:
+        import numpy
+
+        name, keys, position, has_gauss, gauss = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
+    for generator, saved in zip(_generators(loader), state["loader"], strict=False):
+        generator.set_state(saved)
