@@ -16,6 +16,8 @@ from tula_agent.ship.spool import REJECTED, Spool, SpooledRequest
 from tula_agent.ship.transport import Reply, Transport
 from tula_wire.retry import backoff_s
 
+_JITTER = random.Random()
+"""Our own: a script that decides by the module's generator, seeded alike on all ranks, must find it as it left it."""
 TRIES_BEFORE_OPEN = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 FLUSH_INTERVAL_S, QUICK_FOR_S, SLOW_FLUSHES = 1.0, 30.0, 10
@@ -236,7 +238,7 @@ class Exporter:
 def pause_s(failures: int, reply: Reply) -> float:
     """Seconds until the next try, after so many failures of which this is the last reply."""
     bounds = {"base_s": FIRST_PAUSE_S, "cap_s": LONGEST_PAUSE_S}
-    return backoff_s(failures, random.random(), **bounds, asked_s=reply.retry_after_s)
+    return backoff_s(failures, _JITTER.random(), **bounds, asked_s=reply.retry_after_s)
 
 
 def _started(target: Callable[[], None], name: str) -> threading.Thread | None:
