@@ -10,17 +10,89 @@ from typing import Any
 from torch.nn.utils.rnn import PackedSequence
 
 
-def batch_size_of(batch: Any, loader: Any = None) -> int | None:
-    """Examples in `batch`: the leading dimension of its first tensor or, without one, the loader's `batch_size`."""
+def batch_size_of(batch: Any) -> int | None:
+    """The examples that `batch` itself shows, or None where it does not show them.
+
+    Its own count (graphs), the length of a list of samples or of the first list of a tuple of lists, or the leading
+    length of the first two tensors, where these agree.
+    """
     first = batch[0] if type(batch) in (list, tuple) and batch else batch  # the usual case, without a search
     shape = getattr(first, "shape", None)
-    if shape:
+    if shape and (first is batch or len(batch) == 1 or _leading(batch[1]) in (None, shape[0])):
         return int(shape[0])
-    for tensor in tensors_in(batch):
-        if len(tensor.shape) > 0:
-            return int(tensor.shape[0])
-    size = getattr(loader, "batch_size", None)
-    return size if isinstance(size, int) and size > 0 else None
+    if shape and first is not batch:
+        return None
+    for name in ("num_graphs", "batch_size"):  # of torch_geometric and DGL
+        if type(count := getattr(batch, name, None)) is int and count > 0:
+            return int(count)
+    if first is not batch and isinstance(first, (Mapping, list, tuple)) and tensors_in(batch):
+        by_column = type(batch) is tuple and isinstance(first, (list, tuple))
+        return len(first) if by_column else len(batch)
+    lengths = [int(tensor.shape[0]) for tensor in tensors_in(batch) if len(tensor.shape)][:2]
+    return lengths[0] if lengths and lengths[0] == lengths[-1] else None
+
+
+def _leading(value: Any) -> int | None:
+    shape = getattr(value, "shape", None)
+    return int(shape[0]) if shape else None
+
+
+class BatchSizes:
+    """Counts the examples of batches. A stated size beats what a batch shows: the shape of one may say anything.
+
+    Stated is `given` (a number, or a function of the batch, by the script), or the `batch_size` of the loader or of its
+    batch sampler. Where a batch of the stated size shows that number, there a smaller batch, the last of an epoch, is
+    read too: the leading or the second length of a tensor, or the length of a list.
+    """
+
+    def __init__(self, given: float | Callable[[Any], float] | None = None) -> None:
+        self.given = given
+        self._places: dict[int, tuple[str, int]] = {}  # by stated size
+        self._leads: int | None = None  # the stated size that is the first tensor's leading length
+
+    def of(self, batch: Any, loader: Any = None) -> int | None:
+        """The examples in `batch`, or what `given` counts; None where neither says."""
+        given = self.given
+        if given is not None and not isinstance(given, (int, float)):
+            return max(1, round(given(batch)))
+        stated = round(given) if given is not None else stated_batch_size(loader)
+        first = batch[0] if type(batch) in (list, tuple) and batch else batch
+        shape = getattr(first, "shape", None)
+        if stated is None:
+            return batch_size_of(batch)
+        if shape and shape[0] == stated:
+            self._leads = stated
+            return stated
+        lengths = _lengths(batch)
+        place = ("dimension 0", 0) if self._leads == stated else self._places.get(stated)
+        if place is None:
+            place = next((place for place, length in lengths.items() if length == stated), None)
+            if place is not None:
+                self._places[stated] = place
+        length = lengths.get(place) if place is not None else batch_size_of(batch)
+        return length if length is not None and 0 < length < stated else stated
+
+
+def stated_batch_size(loader: Any) -> int | None:
+    """The `batch_size` of a loader, or of its batch sampler."""
+    for holder in (loader, getattr(loader, "batch_sampler", None)):
+        if type(size := getattr(holder, "batch_size", None)) is int and size > 0:
+            return int(size)
+    return None
+
+
+def _lengths(batch: Any) -> dict[tuple[str, int], int]:
+    """Every length in which a batch may show its size, by its place; the likelier places come first."""
+    lengths = {}
+    if isinstance(batch, (list, tuple)):
+        lengths["outer", 0] = len(batch)
+        lengths |= {("inner", i): len(part) for i, part in enumerate(batch[:8]) if isinstance(part, (list, tuple))}
+    shapes = [tensor.shape for tensor in tensors_in(batch)[:8]]
+    for dimension in (0, 1):
+        for i, shape in enumerate(shapes):
+            if len(shape) > dimension:
+                lengths[f"dimension {dimension}", i] = int(shape[dimension])
+    return lengths
 
 
 def sequence_length_of(batch: Any) -> int | None:

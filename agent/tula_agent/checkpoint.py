@@ -97,7 +97,11 @@ def save(
         }
         state[f"rank-{ranks.rank}"] = _packed(own)
         if ranks.rank == 0:
-            state["rest"] = _packed({**_rest_of(optimizer, scheduler, scaler), "extra": extra or {}})
+            parts = {"scheduler": scheduler, "scaler": scaler}
+            rest: dict[str, Any] = {k: None if part is None else part.state_dict() for k, part in parts.items()}
+            state["rest"] = _packed(
+                {**rest, "groups": _groups(optimizer), "around": _around(optimizer), "extra": extra or {}}
+            )
         return state
 
     try:
@@ -159,15 +163,14 @@ def resume(
     def apply() -> Resumed:
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
-        inner = _inner(optimizer)
         set_state_dict(
             model,
-            () if inner is None else inner,
+            () if optimizer is None else _inner(optimizer),
             model_state_dict=state["model"],
             optim_state_dict=state.get("optimizer", {}),
         )
-        if optimizer is not None and inner is not optimizer:  # a wrapper with state of its own
-            optimizer.load_state_dict(inner.state_dict() | rest["around"])
+        if rest["around"] and _inner(optimizer) is not optimizer:
+            _load_around(optimizer, rest["around"])
         for part, kept in ((scheduler, rest["scheduler"]), (scaler, rest["scaler"])):
             if part is not None and kept is not None:
                 part.load_state_dict(kept)
@@ -195,27 +198,34 @@ def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def _inner(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper such as `TulaOptimizer`."""
+    """The optimizer inside a `TulaOptimizer`, whose own state differs in length from run to run."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _rest_of(optimizer: Any, scheduler: Any, scaler: Any) -> dict[str, Any]:
-    """The small states, that of a wrapper around the optimizer (`around`) among them."""
-    state = {
-        name: None if part is None else part.state_dict()
-        for name, part in (("scheduler", scheduler), ("scaler", scaler))
-    }
-    wrapped = optimizer is not None and _inner(optimizer) is not optimizer
-    around = optimizer.state_dict() if wrapped else {}
+def _around(optimizer: Any) -> dict[str, Any]:
+    """What the state of a wrapper holds beyond the optimizer inside: by group, and by weight."""
+    if optimizer is None or _inner(optimizer) is optimizer:
+        return {}
+    whole, inner = optimizer.state_dict(), _inner(optimizer).state_dict()
+    pairs = zip(whole["param_groups"], inner["param_groups"], strict=True)
     return {
-        **state,
-        "groups": _groups(optimizer),
-        "around": {k: v for k, v in around.items() if k not in ("state", "param_groups")},
+        "param_groups": [{k: v for k, v in group.items() if k not in own} for group, own in pairs],
+        "state": {
+            key: {k: v for k, v in value.items() if k not in inner["state"].get(key, {})}
+            for key, value in whole["state"].items()
+        },
     }
+
+
+def _load_around(optimizer: Any, around: dict[str, Any]) -> None:
+    state = _inner(optimizer).state_dict()
+    groups = zip(state["param_groups"], around["param_groups"], strict=True)
+    weights = {key: state["state"].get(key, {}) | value for key, value in around["state"].items()}
+    optimizer.load_state_dict({"state": state["state"] | weights, "param_groups": [a | b for a, b in groups]})
 
 
 def _groups(optimizer: Any) -> list[int] | None:
-    return None if optimizer is None else [len(group["params"]) for group in _inner(optimizer).param_groups]
+    return None if optimizer is None else [len(group["params"]) for group in optimizer.param_groups]
 
 
 def _refuse_other_weights(state: dict[str, Any], folder: Path) -> None:

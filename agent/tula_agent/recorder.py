@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tula_agent.batches import batch_size_of, sequence_length_of
+from tula_agent.batches import BatchSizes, batch_size_of, sequence_length_of, stated_batch_size
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched
 from tula_agent.guard import Guard, logger
 from tula_agent.measure.ddp import BucketTimer, CommSplit
@@ -45,6 +46,8 @@ since hooks on every parameter slow a step, and fewer warm-up steps hide that.""
 WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP = 2, 24
 """When accumulation is known: two steps in a row of a watched optimizer show it, or the steps of any in so many."""
 REQUEST_TIMEOUT_S = 5.0
+_LASTING = 3
+"""Steps in a row of another batch size than the usual one that are more than the end of an epoch."""
 
 _recorders = count()
 
@@ -89,11 +92,14 @@ class TrackedObjects:
                     reported[name] = value
                     yield name if number == 1 else f"{name}_{number}", value
 
-    def observe_batch(self, batch: Any, share: float, times: int) -> None:
-        """Hand the batch of a micro-step, a `share` of the loader's, to those that scale; `times`: of how many such."""
+    def observe_batch(self, batch: Any, size: float | None, share: float, times: int) -> None:
+        """Hand the batch of a micro-step, a `share` of the loader's, to those that scale; `times`: of how many such.
+
+        size: its examples, where the batch itself shows another number.
+        """
         for optimizer in self.scaled:
             for _ in range(times):
-                optimizer.observe_batch(batch, share=share)
+                optimizer.observe_batch(batch, size=size, share=share)
 
 
 class Recorder:
@@ -106,8 +112,8 @@ class Recorder:
     # What a step reads, at most of them with cold caches: in a dictionary of all attributes it costs a tenth more.
     __slots__ = (
         "__dict__", "__weakref__", "_batch_size", "_bucket_timer", "_comm_split", "_device_clock", "_last_step_s",
-        "_quiet_until", "_unclocked_step", "config", "finished", "gradients", "guard", "leads",
-        "memory", "objects", "profiling", "readings", "sweep", "timer",
+        "_other_sizes", "_quiet_until", "_sizes_vary", "_unclocked_step", "config", "finished", "gradients", "guard",
+        "leads", "memory", "objects", "profiling", "readings", "sizes", "sweep", "timer",
     )  # fmt: skip
 
     def __init__(
@@ -116,8 +122,10 @@ class Recorder:
         guard: Guard,
         grad_accum_steps: int | None = None,
         model_parallel_size: int = 1,
+        batch_size: float | None = None,
     ) -> None:
         self.config = config = with_group_place(config)
+        self.sizes = BatchSizes(batch_size)
         self.model_parallel_size = max(1, model_parallel_size)
         self.guard = guard
         self.leads = config.rank == 0  # the rank that reports for the run
@@ -155,6 +163,8 @@ class Recorder:
         self._paused = False
         self._unclocked_step: int | None = None
         self._batch_size: int | None = None
+        self._sizes_vary = self._said_sizes = False
+        self._other_sizes: deque[int] = deque(maxlen=_LASTING)  # of steps in a row
         self._last_step_s = 0.1
         self._repeats = False  # the loader, for a profiling run
         self._quiet_until = 0  # before this step, a step is recorded and nothing else
@@ -197,7 +207,12 @@ class Recorder:
     @property
     def local_batch_size(self) -> int | None:
         """Examples per rank and micro-step as measured; by the environment before the first batch."""
-        return self._batch_size or self.sweep.cut_to or self.config.local_batch_size
+        return self._batch_size or self.local_configured
+
+    @property
+    def local_configured(self) -> int | None:
+        """Examples per rank and micro-step that the run is to use now."""
+        return self.sweep.cut_to or self.config.local_batch_size
 
     @property
     def dropped(self) -> int:
@@ -232,7 +247,7 @@ class Recorder:
             return batch
         first = self.timer.step == 0
         try:
-            cut = self.sweep.cut(batch, loader, first)
+            cut = self.sweep.cut(batch, self.sizes.of(batch, loader), first)
         except Exception as error:
             if first:
                 self.measure_whole_batches(f"the batch can't be cut: {error}")
@@ -307,7 +322,10 @@ class Recorder:
         """A batch has arrived, or `micro_steps` of its size."""
         if self.finished:
             return
-        size = batch_size_of(batch, loader)
+        size = counted = self.sizes.of(batch, loader)
+        if size is None:
+            size = self.config.local_batch_size
+            self._say_that_sizes_are_unknown("how many examples a batch holds can't be told from it")
         self.timer.batch_ready(size)
         if micro_steps > 1:
             self.timer.more_micro_steps(micro_steps - 1)
@@ -316,18 +334,23 @@ class Recorder:
         if self._bucket_timer is not None:
             self._bucket_timer.begin()
         if self._batch_size is None and size is not None:
-            self._batch_size = size
-            configured = self.sweep.cut_to or self.config.local_batch_size
-            if configured is not None and configured != size:
-                text = "the script uses batches of %d per rank, but the run's are %d: pass it on"
-                logger.warning(text, size, configured)
+            self._first_size(size, loader)
         if size is not None and size > self.memory.largest_seen:
             self.memory.saw_batch(size, batch, loader)
-        if self.objects.scales:
-            self.objects.observe_batch(batch, self.sweep.share_of(self.sweep.cut_to), micro_steps)
+        if self.objects.scales and counted is not None:  # a size that is not known sets no learning rate
+            own = None if counted == batch_size_of(batch) else float(counted)
+            self.objects.observe_batch(batch, own, self.sweep.share_of(self.sweep.cut_to), micro_steps)
         early = self.leads and self.timer.step < EVERY_STEP_UNTIL
         if early and (length := sequence_length_of(batch)) is not None:
             self.readings.add_value(self.timer.step, "tokens_per_example", float(length))
+
+    def _first_size(self, size: int, loader: Any) -> None:
+        self._batch_size = size
+        configured = self.local_configured
+        states = self.sizes.given is not None or stated_batch_size(loader) is not None
+        if configured is not None and configured != size and (states or self.sweep.cut_to):
+            text = "the script uses batches of %d per rank, but the run's are %d: pass it on"
+            logger.warning(text, size, configured)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Step pre-hook of the watched optimizers; never raises."""
@@ -501,6 +524,10 @@ class Recorder:
         warmup = not quiet and step < self.sweep.first_step + self.profiling.warmup_steps
         if self.leads and not quiet and (self._bucket_timer is not None or step == BUCKETS_TIMED_FROM):
             self._time_buckets(timing.local_batch_size)
+        if timing.local_batch_size != self._batch_size or self._sizes_vary:
+            timing = self._of_another_size(timing)
+        elif self._other_sizes:
+            self._other_sizes.clear()
         # The last, smaller batch of an epoch, and its last, shorter accumulation, belong to another configuration.
         as_planned = (timing.local_batch_size, timing.micro_steps) == (self._batch_size, self.timer.grad_accum_steps)
         usual = as_planned and not timing.uneven and step != self._unclocked_step
@@ -514,6 +541,33 @@ class Recorder:
                 if not name.startswith("gradient_noise_scale") or self.sweep.cut_to is None:
                     self.readings.add_value(step, name, value)
         return not quiet and self._do_what_is_due(step, warmup, timing.step_time_s if usual else None)
+
+    def _of_another_size(self, timing: StepTiming) -> StepTiming:
+        """What counts of a step whose batch is not the usual one: three such steps in a row are no last of an epoch.
+
+        Of one size they are the usual batch from then on. Of several, sizes vary, and each step counts as one of the
+        batch that the run is to use, or of the mean.
+        """
+        self._other_sizes.append(timing.local_batch_size or 0)
+        if not self._sizes_vary and len(self._other_sizes) >= _LASTING:
+            if len(set(self._other_sizes)) == 1:
+                self._batch_size = self._other_sizes[0]
+            else:
+                mean = round(sum(self._other_sizes) / len(self._other_sizes))
+                self._sizes_vary, self._batch_size = True, self.local_configured or mean
+                least, most = min(self._other_sizes), max(self._other_sizes)
+                self._say_that_sizes_are_unknown(f"the size of batches varies (from {least} to {most}, mean {mean})")
+        return timing._replace(local_batch_size=self._batch_size, uneven=False) if self._sizes_vary else timing
+
+    def _say_that_sizes_are_unknown(self, what: str) -> None:
+        if self.leads and not self._said_sizes:
+            self._said_sizes = True
+            size = self._batch_size or self.local_configured
+            counted = f" (it counts as the run's {size})" if size else ""
+            remedy = (
+                "state it: run.steps(loader, size=...), with a number or a function of the batch (examples, or tokens)"
+            )
+            logger.warning("%s%s; %s, or tula_agent.init(batch_size=...)", what, counted, remedy)
 
     def _do_what_is_due(self, step: int, warmup: bool, step_time_s: float | None) -> bool:
         """What is not done after every step, and which steps have none of it; True where that takes long."""
@@ -575,6 +629,7 @@ class Recorder:
         self.sweep.end_batch(step)
         self.profiling.begin_again()
         self._batch_size = self.sweep.cut_to or self.sweep.whole
+        self._other_sizes.clear()
         if self.leads and self.sweep.cut_to is not None:
             self._report("running", self.sweep.run_id)
         if self.leads:

@@ -8,18 +8,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from tula_agent.config import AgentConfig, WantedJob, read_config
 from tula_agent.guard import Guard
 
 if TYPE_CHECKING:
-    from tula_agent.checkpoint import Position
     from tula_agent.oom_watch import OomWatch
+    from tula_agent.position import Position
     from tula_agent.recorder import Recorder
 
 T = TypeVar("T")
@@ -40,6 +40,7 @@ def init(
     epochs: float | None = None,
     grad_accum_steps: int | None = None,
     model_parallel_size: int = 1,
+    batch_size: float | None = None,
     log_to_wandb: bool = False,
 ) -> Run:
     """Join the run that the environment names; without one, a run that does nothing and costs nothing.
@@ -49,6 +50,7 @@ def init(
     is registered with dataset_size and epochs (default 1). dataset_size: examples per epoch over all ranks;
     grad_accum_steps: micro-steps per step, only needed where no optimizer is watched; model_parallel_size: processes
     that share one replica of the model (pipeline stages times tensor parallelism), which count as one rank;
+    batch_size: examples per rank and micro-step, where neither the loader nor the shape of a batch says it;
     log_to_wandb: `Run.log` on the first rank also logs to the script's wandb run, as `tula/NAME` over `tula/step`. Each
     call is one step of wandb's own counter, so leave it off where the script passes `step=` to `wandb.log`.
     Never raises. The run finishes by itself when the process ends.
@@ -65,6 +67,7 @@ def init(
         guard,
         grad_accum_steps=grad_accum_steps,
         model_parallel_size=model_parallel_size,
+        batch_size=batch_size,
         log_to_wandb=log_to_wandb,
     )
     _watch_process(failures=_current.active)
@@ -81,6 +84,7 @@ class Run:
         *,
         grad_accum_steps: int | None = None,
         model_parallel_size: int = 1,
+        batch_size: float | None = None,
         log_to_wandb: bool = False,
     ) -> None:
         self.config = config
@@ -96,7 +100,7 @@ class Run:
         with self.guard("starting"):
             from tula_agent.recorder import Recorder  # imports an HTTP client, which an inactive run does not need
 
-            self.recorder = Recorder(config, self.guard, grad_accum_steps, model_parallel_size)
+            self.recorder = Recorder(config, self.guard, grad_accum_steps, model_parallel_size, batch_size)
             self.config = self.recorder.config
 
     @property
@@ -113,20 +117,31 @@ class Run:
     def position(self) -> Position:
         """Where the training is in its data; `checkpoint` and `resume` write and read it."""
         if self._position is None:
-            from tula_agent.checkpoint import Position
+            from tula_agent.position import Position
 
             self._position = Position()
         return self._position
 
-    def steps(self, loader: Iterable[T]) -> Iterator[T]:
+    def steps(self, loader: Iterable[T], *, size: float | Callable[[Any], float] | None = None) -> Steps[T]:
         """The batches of `loader`, each timed. A profiling run repeats a short loader, and ends when it has enough.
 
-        Exceptions of `loader` pass through.
+        size: examples (or tokens, if the job counts in tokens) of a batch on this rank, or a function of the batch that
+        counts them; needed only where neither the loader's `batch_size` nor the shape of a batch says it. Where
+        gradients are off (an evaluation), batches pass through, and belong to no step and to no epoch. `len()` and all
+        attributes of the result are the loader's. Exceptions of `loader` pass through.
         """
+        return Steps(loader, lambda: self._timed(loader, size))
+
+    def _timed(self, loader: Iterable[T], size: float | Callable[[Any], float] | None) -> Iterator[T]:
+        if not _gradients_are_on():
+            yield from loader
+            return
         recorder = self.recorder if self.active else None
         position = self.position
         self._exit_status = None  # an earlier `sys.exit` was caught
         if recorder is not None:
+            if size is not None:
+                recorder.sizes.given = size
             self._start_measuring(recorder)
         try:
             repeat = True
@@ -360,6 +375,43 @@ class Run:
     def resume(self, *args: Any, **kwargs: Any) -> Any:
         """See `tula_agent.checkpoint.resume`; without its first argument."""
         return import_module("tula_agent.checkpoint").resume(self.position, *args, **kwargs)
+
+
+class Steps(Generic[T]):
+    """What `Run.steps` returns: iterates over a loader, and is the loader in every other respect."""
+
+    def __init__(self, loader: Iterable[T], begin: Callable[[], Iterator[T]]) -> None:
+        self._loader = loader
+        self._begin = begin
+        self._iterator: Iterator[T] | None = None  # of a script that calls `next` itself
+
+    def __iter__(self) -> Iterator[T]:
+        """Begin to loop."""
+        return self._begin()
+
+    def __next__(self) -> T:
+        """The next batch of a loop that the script drives with `next`."""
+        if self._iterator is None:
+            self._iterator = self._begin()
+        return next(self._iterator)
+
+    def __len__(self) -> int:
+        """The loader's. Raises TypeError where it has none, whatever its own method raises."""
+        try:
+            return len(self._loader)  # type: ignore[arg-type]
+        except Exception as error:  # `list()` asks for a length, and takes no other error for an answer
+            raise TypeError(f"this loader has no length: {error!r}") from error
+
+    def __getattr__(self, name: str) -> Any:
+        """The loader's `sampler`, `dataset`, `batch_size`, and whatever else it has."""
+        if name == "_loader":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def _gradients_are_on() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is None or bool(torch.is_grad_enabled())
 
 
 def _many(value: Any) -> list[Any]:

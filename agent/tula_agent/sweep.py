@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from tula_agent.batches import batch_size_of, first_examples
+from tula_agent.batches import first_examples
 
 
 class Sweep:
@@ -48,16 +48,15 @@ class Sweep:
         """True where nothing is measured yet and another batch than the first of `smaller` is due."""
         return self.first_step == 0 and (smaller[0][0] if smaller else None) != self.cut_to
 
-    def cut(self, batch: Any, loader: Any, first: bool) -> Any:
-        """The examples of `batch` to measure now: the first `cut_to`. first: no step has ended yet.
+    def cut(self, batch: Any, size: int | None, first: bool) -> Any:
+        """The first `cut_to` of the `size` examples in `batch`, which are measured now. first: no step has ended yet.
 
         Raises TypeError for a batch that can't be cut.
         """
         if self.cut_to is None or self.whole is None:
             return batch
-        size = batch_size_of(batch, loader)
         if size is None or size > self.whole or (first and size != self.whole):
-            raise TypeError(f"its leading length is {size}, not the local batch of {self.whole}")
+            raise TypeError(f"it has {size} examples, not the local batch of {self.whole}")
         return first_examples(batch, size, min(self.cut_to, size))
 
     def end_batch(self, step: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.batches import batch_bytes, batch_size_of, sequence_length_of
+from tula_agent.batches import BatchSizes, batch_bytes, batch_size_of, sequence_length_of
 from tula_agent.measure.step_timer import StepTimer
 
 
@@ -104,7 +104,7 @@ def test_batches_of_every_shape_are_sized() -> None:
     for batch in (tensor, [tensor, tensor], (tensor,), {"x": tensor, "y": tensor}, {"deep": {"x": [tensor]}}):
         assert batch_size_of(batch) == 6
     assert batch_size_of({"scalar": torch.tensor(1.0), "x": tensor}) == 6
-    assert batch_size_of(["words"], torch.utils.data.DataLoader([1] * 9, batch_size=3)) == 3
+    assert BatchSizes().of(["words"], torch.utils.data.DataLoader([1] * 9, batch_size=3)) == 3
     assert batch_size_of(object()) is None
     assert batch_bytes([tensor, {"y": tensor.half()}]) == 6 * 2 * 4 + 6 * 2 * 2
 
