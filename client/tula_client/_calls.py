@@ -30,7 +30,7 @@ _HEADERS: Final = {"idempotency_key": "Idempotency-Key", "etag": "If-None-Match"
 
 @dataclass(frozen=True)
 class Scaling:
-    """Thresholds of gradient scaling with their ETag; `thresholds` is None if the sent ETag is current."""
+    """Numbers of gradient scaling with their ETag; `thresholds` is None if the sent ETag is current."""
 
     thresholds: wire.ScalingThresholds | None
     etag: str | None
@@ -327,19 +327,14 @@ class Calls(Unsent):
         """What-if: predictions for all combinations of the values; an omitted one takes all that the job allows."""
 
     @_endpoint("GET", routes.JOB_SCALING)
-    def scaling(
-        self, job_id: str, *, policy: wire.ScalingPolicy | None = None, etag: str | None = None
-    ) -> Call[Scaling]:
-        """Thresholds of gradient scaling; with the `etag` of the last answer, unchanged ones are not sent again.
-
-        `policy` is the script's; a policy that was set for the job takes precedence.
-        """
+    def scaling(self, job_id: str, *, policy: wire.ScalingPolicy = "gain", etag: str | None = None) -> Call[Scaling]:
+        """Numbers of gradient scaling of a policy; with the last `etag`, unchanged ones are not sent again."""
 
     @_endpoint("PATCH", routes.JOB_SCALING)
     def patch_scaling(
-        self, job_id: str, patch: wire.ScalingPatch, *, policy: wire.ScalingPolicy | None = None
+        self, job_id: str, patch: wire.ScalingPatch, *, policy: wire.ScalingPolicy = "gain"
     ) -> Call[wire.ScalingThresholds]:
-        """Set the policy of a job's gradient scaling, or numbers of `policy`; training follows within seconds."""
+        """Set numbers of a policy; trainings take them up when they start, `ags` and `static` after each epoch too."""
 
     @_endpoint("GET", routes.JOB_LEDGER)
     def ledger(self, job_id: str, *, limit: int | None = None) -> Call[wire.Ledger]:

@@ -27,5 +27,4 @@ MAX_EPOCHS: Final = 1e6
 NOISE_WEIGHT: Final = 4.0
 """c of the learning rate's factor (|G|^2 + c S/b) / (|G|^2 + c S/B), see docs/gradient-scaling.md."""
 
-Granularity = Literal["tensor", "element"]
 ScalingPolicy = Literal["gain", "ags", "static", "none", "measure"]

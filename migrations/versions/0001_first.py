@@ -133,7 +133,6 @@ def upgrade() -> None:
         *optional(sa.Integer, "failed_local_batch_size"),
         *optional(JSON, "monitor"),
         sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),
-        *optional(sa.BigInteger, "scaling_step"),
     )
     op.create_index("ix_runs_job_id_state_position_key", "runs", ["job_id", "state", "position", "key"])
     op.create_table(
@@ -221,11 +220,12 @@ def upgrade() -> None:
         *required(TIME, "at"),
     )
     op.create_table(
-        "scaling_versions",
+        "scaling_numbers",
         parent("job_id", "jobs.id", primary_key=True),
-        sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
-        *required(JSON, "body"),
-        *required(TIME, "created_at"),
+        sa.Column("policy", sa.Text, primary_key=True),
+        sa.Column("version", sa.Integer, nullable=False),
+        *optional(sa.Double, "delta", "static_scale", "s_min", "s_max"),
+        *optional(sa.BigInteger, "small_batch_size"),
     )
     op.create_table(
         "answers",

@@ -102,7 +102,6 @@ class RunRecord(NewRun):
     drift_sentence: str | None
     unsteady: bool
     time_limit_s: float | None
-    scaling_step: int | None
     step_time_s: float | None = None
     num_steps: int | None = None
     straggler_rank: int | None = None

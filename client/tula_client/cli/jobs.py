@@ -62,8 +62,8 @@ BASIS = {
 }
 
 COLUMNS = (">nodes", ">ranks", ">local", ">global", ">step time (90 %)", ">epoch", ">training", ">cost", ">memory", "")
-Policy = Annotated[ScalingPolicy | None, typer.Option(help="Policy, instead of the job's.")]
-SETTINGS = ("policy", "granularity", "delta", "small_batch_size", "static_scale", "s_min", "s_max", "refresh_steps")
+Policy = Annotated[ScalingPolicy, typer.Option(help="Policy that the numbers belong to.")]
+SETTINGS = ("delta", "small_batch_size", "static_scale", "s_min", "s_max")
 
 
 def add(
@@ -470,8 +470,8 @@ def _state(one: Candidate) -> dict[str, bool]:
     }
 
 
-def show_scaling(job: JobName, policy: Policy = None, as_json: Json = False) -> None:
-    """Show the policy and its thresholds; what is not set follows the script."""
+def show_scaling(job: JobName, policy: Policy = "gain", as_json: Json = False) -> None:
+    """Show the numbers set for a policy; what is not set follows the script."""
     with Client() as client:
         found = client.scaling(client.handle(job).id, policy=policy).thresholds
     assert found is not None  # no ETag was sent
@@ -481,10 +481,10 @@ def show_scaling(job: JobName, policy: Policy = None, as_json: Json = False) -> 
 def set_scaling(
     job: JobName,
     values: Annotated[list[str], typer.Argument(metavar="NAME=VALUE...", help=f"Any of {', '.join(SETTINGS)}.")],
-    policy: Annotated[ScalingPolicy | None, typer.Option(help="Policy that the values belong to.")] = None,
+    policy: Policy = "gain",
     as_json: Json = False,
 ) -> None:
-    """Set the policy or its thresholds, also of a running training; NAME=null returns one to tuning and the script."""
+    """Set numbers of a policy; NAME=null returns one to the script."""
     patch = ScalingPatch.model_validate(dict(map(_pair, values)))
     with Client() as client:
         found = client.patch_scaling(client.handle(job).id, patch, policy=policy)
@@ -499,10 +499,7 @@ def _pair(word: str) -> tuple[str, Any]:
 
 
 def _thresholds(found: ScalingThresholds) -> list[list[str]]:
-    rows = [[name.replace("_", " "), _setting(getattr(found, name))] for name in SETTINGS]
-    if found.gradient_noise_scale is not None:
-        rows.append(["noise scale", f"{found.gradient_noise_scale:,.0f} examples"])
-    return rows + ([["why", found.reason]] if found.reason else [])
+    return [["policy", found.policy], *([name.replace("_", " "), _setting(getattr(found, name))] for name in SETTINGS)]
 
 
 def _setting(value: float | str | None) -> str:

@@ -40,7 +40,7 @@ class JobData:
 
     `runs` are in the order in which the plan lists them; `summaries` cover the runs that have samples or ran out of
     memory, oldest first. `earlier_jobs` are newest first, and so are `probes`, those of the project on this job's
-    instance types. `trained_noise_scale` is in examples, None before a training reported it; `profiled_noise` and
+    instance types. `trained_noise` (newest first), `profiled_noise` and
     `token_counts` are columns of telemetry of the newest runs. Failed runs whose key is at most `retried_up_to_key` do
     not rule out their configuration, since the job was registered again after them.
     """
@@ -52,12 +52,17 @@ class JobData:
     summaries: Sequence[RunSummary] = ()
     earlier_jobs: Sequence[EarlierJob] = ()
     prediction_pairs: Sequence[Sequence[float]] = ()
-    trained_noise_scale: float | None = None
+    trained_noise: Sequence[FloatArray] = ()
     profiled_noise: Sequence[FloatArray] = ()
     token_counts: Sequence[FloatArray] = ()
     retried_up_to_key: int = 0
     ignored_step_times: frozenset[str] = frozenset()
     probes: Sequence[wire.FabricProbe] = ()
+
+    @property
+    def trained_noise_scale(self) -> float | None:
+        """The gradient noise scale of the newest training that shows one, in examples."""
+        return next(iter(_noise_scales(self.trained_noise)), None)
 
     @property
     def gradient_noise_scale(self) -> float | None:
@@ -70,11 +75,10 @@ class JobData:
         return self._noise_scale(least_steps=_SETTLED_STEPS)
 
     def _noise_scale(self, least_steps: int) -> float | None:
-        if self.trained_noise_scale is not None:
-            return self.trained_noise_scale
-        found = [estimate_noise_scale(values) for values in self.profiled_noise if len(values) >= least_steps]
-        known = [each.mean for each in found if each is not None]
-        return statistics.median(known) if known else None
+        if (trained := self.trained_noise_scale) is not None:
+            return trained
+        profiled = _noise_scales([values for values in self.profiled_noise if len(values) >= least_steps])
+        return statistics.median(profiled) if profiled else None
 
     @property
     def seen_tokens(self) -> list[float]:
@@ -224,3 +228,7 @@ def _largest_batch(batch: wire.BatchSpec, memory_bound: int | None) -> int:
 def is_priced(price: wire.Price) -> bool:
     """True when the instance type has any price."""
     return price.usd_per_node_hour is not None or price.usd_per_gb_hour is not None or price.spot is not None
+
+
+def _noise_scales(columns: Sequence[FloatArray]) -> list[float]:
+    return [noise.mean for values in columns if (noise := estimate_noise_scale(values)) is not None]

@@ -1,152 +1,26 @@
-"""Gradient scaling: what an example is worth in a larger batch, what to tune after a run's telemetry, when to roll that
-back, and which rule a batch needs. Pure.
-
-A *body* is one stored version of a job's thresholds:
-
-    policy      the policy that a user chose, None: the script's
-    set         by policy, the numbers that users set
-    tuned       what tuning found for policies with a sensitivity gate: `delta`, the `run_id` that it was found in, the
-                `version` that published it, and `before` (delta before); without a run after a roll-back
-    rolled_back the run whose tuned delta was rolled back
-    gradient_noise_scale, gradient_noise_scale_error, reason
-
-The value in force is the script's where it passed one, else the user's, else the tuned one, else the agent's default.
+"""Gradient scaling: the noise scale, what an example is worth in a larger batch, and which rule a batch needs. Pure.
 
 The rule for the learning rate of a larger batch is the best of our experiments on such networks. The evidence is
-`experiments/generalization/results/quick.json`; `tests/test_figures.py` compares the rule with all others.
+`experiments/generalization/results/quick.json`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 import tula_wire as wire
-from tula_service.domain import FloatArray, IntArray
 from tula_service.perfmodel.intervals import Interval
 from tula_wire.bounds import NOISE_WEIGHT
 from tula_wire.jobs import ScalingRule
 
-Body: TypeAlias = dict[str, Any]
-Columns: TypeAlias = Mapping[str, tuple[IntArray, FloatArray]]
-"""Steps and values that a run reported, by the names below."""
-
-GATED_POLICIES = ("ags", "static")
-"""Policies that scale only below the sensitivity threshold `delta`; `gain` needs none."""
-
 MOST_TIMES = 16.0
 """The largest ratio of batches in the experiments; beyond it a reason says so."""
 _MEASURED_OPTIMIZERS = ("sgd", "momentum", "adam")
-_DEFAULT_DELTA = 0.5  # of Algorithm 1
-_SENSITIVE_SHARE = 0.10  # of steps that the gate should hold back
-_DELTA_BOUNDS = (0.05, 2.0)
-_HYSTERESIS = 1.25  # a published number moves only by more than this factor
-_MIN_STEPS = 32
-_MIN_DROP, _EVALUATIONS = 0.01, 2
 _MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722
-
-RECENT_COLUMNS = ("gradient_noise_scale", "gradient_variability")
-WHOLE_COLUMNS = ("validation_accuracy", "thresholds_version", "delta", "scripted_delta")
-"""Agents send these by evaluation, or only when they change, so that all of them is read: the versions that ranks took
-up, the delta in force, and the one that the script passed."""
-
-
-def first_body() -> Body:
-    """Version 1: nothing is set or tuned, so the script decides."""
-    return {"policy": None, "set": {}, "tuned": {}, "reason": "Nothing was observed or set yet: the script decides."}
-
-
-def in_force(body: Body, policy: str) -> dict[str, Any]:
-    """The numbers served for a policy: the tuned delta of a gated policy, overridden by what a user set."""
-    tuned = {"delta": body["tuned"].get("delta")} if policy in GATED_POLICIES else {}
-    return {**tuned, **body["set"].get(policy, {})}
-
-
-def next_body(body: Body, version: int, run_id: str, columns: Columns) -> Body | None:
-    """The body to publish after `version`, None while nothing has moved enough. Agents must rarely see a change.
-
-    columns: of the newest training run.
-    """
-    changes: Body = {}
-    reasons = []
-    tuned = body["tuned"]
-    drop, delta = _accuracy_drop(tuned, run_id, columns), _tuned(body, columns)
-    if drop is not None:
-        before = tuned["before"].get("delta")
-        changes = {"tuned": {} if before is None else {"delta": before}, "rolled_back": run_id}
-        reasons.append(f"rolled back: {drop}")
-    elif delta is not None and body.get("rolled_back") != run_id:  # it would only return to what was rolled back
-        mark = {"run_id": run_id, "version": version + 1, "before": {"delta": tuned.get("delta")}}
-        changes = {"tuned": {"delta": delta, **mark}}
-        reasons.append(f"delta = {delta:.2g}, near the 90th percentile of recent gradient variability")
-    column, old = columns["gradient_noise_scale"][1], body.get("gradient_noise_scale")
-    noise = estimate_noise_scale(column) if column.size else None
-    if noise is not None and (old is None or abs(math.log(noise.mean / old)) >= math.log(_HYSTERESIS)):
-        changes |= {"gradient_noise_scale": noise.mean, "gradient_noise_scale_error": (noise.high - noise.low) / 2.0}
-        reasons.append(
-            f"gradient noise scale {noise.mean:.3g} (90 % interval {noise.low:.3g} to {noise.high:.3g}) examples"
-        )
-    return {**body, **changes, "reason": "; ".join(reasons)} if reasons else None
-
-
-def _tuned(body: Body, columns: Columns) -> float | None:
-    """The delta to publish, if any: not where the script passed one, nor where a user's value hides it.
-
-    A later drop in accuracy would be blamed on a hidden number, although it never was in force.
-    """
-    policies = [body["policy"]] if body["policy"] in GATED_POLICIES else GATED_POLICIES
-    hidden = all("delta" in body["set"].get(policy, {}) for policy in policies)
-    if hidden or np.any(columns["scripted_delta"][1] > 0.0):
-        return None
-    reported = columns["delta"][1]
-    known = [_DEFAULT_DELTA, *reported[reported > 0.0][-1:]]
-    return tuned_delta(columns["gradient_variability"][1], float(body["tuned"].get("delta") or known[-1]))
-
-
-def tuned_delta(variability: FloatArray, delta: float) -> float | None:
-    """delta from the column `gradient_variability` (equation 5), of shape (steps,); None where `delta` may stay.
-
-    The 90th percentile of the later half, within [0.05, 2]: a fixed 0.5 let 79-99 % of steps through in our runs, so it
-    held back nothing. It moves only by more than a quarter, and not with fewer than 32 usable steps. This is a
-    heuristic; the roll-back protects from it.
-    """
-    usable = variability[np.isfinite(variability) & (variability >= 0.0)]
-    usable = usable[usable.size // 2 :]
-    if usable.size < _MIN_STEPS:
-        return None
-    wanted = float(np.clip(np.quantile(usable, 1.0 - _SENSITIVE_SHARE), *_DELTA_BOUNDS))
-    return wanted if max(wanted, delta) / min(wanted, delta) > _HYSTERESIS else None
-
-
-def _accuracy_drop(tuned: Body, run_id: str, columns: Columns) -> str | None:
-    """Why the tuned delta hurts validation accuracy (higher is better, any unit) of this run; None while it does not.
-
-    It hurts when the last two evaluations, both taken since ranks took it up, lie below the best one before by more
-    than 0.01 and by more than twice the usual change between evaluations (median absolute difference, as a standard
-    deviation).
-    """
-    if tuned.get("run_id") != run_id:
-        return None
-    version_steps, versions = columns["thresholds_version"]
-    steps, accuracy = columns["validation_accuracy"]
-    taken_up = version_steps[versions >= tuned["version"]]
-    under, known = steps >= taken_up.min(initial=2**62), np.isfinite(accuracy)
-    before, after = accuracy[known & ~under], accuracy[known & under]
-    if not before.size or after.size < _EVALUATIONS:
-        return None
-    usual = 1.4826 * float(np.median(np.abs(np.diff(before)))) if before.size > 3 else 0.0
-    tolerance, best = max(_MIN_DROP, 2.0 * usual), int(before.argmax())
-    if float(before[best] - after[-_EVALUATIONS:].max()) <= tolerance:
-        return None
-    return (
-        f"accuracy fell from {before[best]:.4g} at step {steps[known & ~under][best]} to {after[-1]:.4g} "
-        f"under thresholds version {tuned['version']}, by more than {tolerance:.2g}"
-    )
 
 
 def estimate_noise_scale(values: ArrayLike) -> Interval | None:

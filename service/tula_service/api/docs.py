@@ -30,7 +30,7 @@ TAGS: Final = {
     "samples": "Step times and memory of runs, one row per step and rank.",
     "telemetry": "Series of any metric of a run, as columns.",
     "recommendation": "Which configuration to run, predictions of others, and what became of past recommendations.",
-    "scaling": "Thresholds of gradient scaling.",
+    "scaling": "Numbers of gradient scaling.",
     "fabrics": "What probes measured of the links between ranks.",
     "events": "Changes of a job as server-sent events.",
     "charts": "Charts as Vega-Lite.",

@@ -1,4 +1,4 @@
-"""`/v1/jobs/{job_id}/scaling`: thresholds of gradient scaling, cheap to poll, and what users set."""
+"""`/v1/jobs/{job_id}/scaling`: numbers of gradient scaling that users set, cheap to pull."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ router = APIRouter(route_class=JsonRoute, tags=["scaling"], dependencies=[Depend
 @router.get(
     routes.JOB_SCALING,
     response_model=ScalingThresholds,
-    responses={304: {"description": "The thresholds of your ETag are still in force."}},
+    responses={304: {"description": "The numbers of your ETag are still set."}},
 )
 async def get_scaling(
     job_id: str,
     caller: Caller,
     services: AppServices,
-    policy: Annotated[ScalingPolicy | None, Query(description="The script's own; the job's goes before it.")] = None,
+    policy: Annotated[ScalingPolicy, Query(description="Whose numbers; the script's own.")] = "gain",
     if_none_match: Annotated[str | None, Header(description="ETag of the thresholds at hand.")] = None,
 ) -> Response:
-    """Thresholds with their ETag; `If-None-Match` with the last one costs no body while nothing changed."""
-    read = partial(scaling.current, services.store, caller, job_id, policy=policy)
+    """Return the numbers with their ETag; `If-None-Match` with the last one costs no body while nothing changed."""
+    read = partial(scaling.current, services.store, caller, job_id, policy)
     found = await to_thread.run_sync(read, limiter=services.ingest_threads)
     tag = f'"{found.version}-{found.policy}"'
     headers = {"ETag": tag, "Cache-Control": "private, no-cache"}
@@ -46,7 +46,7 @@ def update_scaling(
     job_id: str,
     patch: ScalingPatch,
     user: CurrentUser,
-    policy: Annotated[ScalingPolicy | None, Query(description="Whose numbers to set; the body's without it.")] = None,
+    policy: Annotated[ScalingPolicy, Query(description="Whose numbers to set.")] = "gain",
 ) -> ScalingThresholds:
-    """Set the job's policy, or numbers of one; running jobs follow within seconds, all ranks at one step."""
-    return scaling.change(*user, job_id, patch, policy=policy)
+    """Set numbers of a policy; trainings take them up when they start, `ags` and `static` after each epoch too."""
+    return scaling.change(*user, job_id, patch, policy)

@@ -16,7 +16,7 @@ from tula_service.dashboard.charts.runs import RUN_CHARTS, Over, drawn_columns, 
 from tula_service.dashboard.charts.vega import Spec
 from tula_service.dashboard.pages import MAX_COMPARED, compare_runs
 from tula_service.errors import NotFound
-from tula_service.usecases import jobs, ledger, recommendations, runs, scaling
+from tula_service.usecases import jobs, ledger, recommendations, runs
 from tula_service.usecases.telemetry import SeriesQuery, columns_of, memory_of, read_with_trend
 from tula_wire import Objective, Recommendation, read, routes
 
@@ -98,8 +98,7 @@ def _run_chart(user: User, name: str, where: SeriesQuery, logarithmic: bool) -> 
                 trends[column] = smooth
     if name == "memory" and not found and (readings := memory_of(*user, run.id)):
         return rank_memory(run, readings)
-    limits = scaling.current(*user, run.job_id) if name == "gradient" else None
-    return run_chart(name, run, found, limits, trends, logarithmic=logarithmic)
+    return run_chart(name, run, found, trends, logarithmic=logarithmic)
 
 
 def _check_known(kind: str, name: str, known: tuple[str, ...]) -> None:

@@ -98,7 +98,7 @@ def event_sentence(event: Event) -> str:
         name = configuration(Configuration(**chosen)) if isinstance(chosen, dict) else "nothing"
         return f"Recommends {name} ({words(str(data.get('objective', '')))}, {data.get('basis', '')})."
     state = words(str(data.get("state", "changed")))
-    noun = {"job": "Job", "run": "Run"}.get(event.kind, "Thresholds of gradient scaling")
+    noun = {"job": "Job", "run": "Run"}.get(event.kind, "Gradient scaling")
     why = next((data[name] for name in ("message", "plan_reason", "purpose", "reason") if data.get(name)), "")
     return f"{noun} {state}{f': {why}' if why else ''}"
 

@@ -1,33 +1,25 @@
-"""Versions of a job's gradient-scaling thresholds."""
+"""Numbers of gradient scaling that users set, by job and policy."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import sqlalchemy as sa
 
-from tula_service.domain import JsonObject
 from tula_service.store._base import Repository
-from tula_service.store.tables import scaling_versions
+from tula_service.store.tables import scaling_numbers
 
 
 class Scaling(Repository):
-    """All versions of the thresholds of a job; see `analysis/scaling.py` for their bodies."""
+    """One row for each policy of a job whose numbers were ever set."""
 
-    def latest(self, job_id: str) -> tuple[int, JsonObject] | None:
-        """The version in force and its body, None before the first."""
-        row = self._row(
-            sa.select(scaling_versions)
-            .where(scaling_versions.c.job_id == job_id)
-            .order_by(scaling_versions.c.version.desc())
-            .limit(1)
-        )
-        return None if row is None else (row["version"], row["body"])
+    def read(self, job_id: str, policy: str) -> dict[str, Any] | None:
+        """Return `version` and the numbers; None where none was ever set."""
+        kept = [column for column in scaling_numbers.c if column.name not in ("job_id", "policy")]
+        row = self._row(sa.select(*kept).where(scaling_numbers.c.job_id == job_id, scaling_numbers.c.policy == policy))
+        return None if row is None else dict(row)
 
-    def publish(self, job_id: str, body: JsonObject, *, after: int) -> bool:
-        """Make `body` version `after + 1`; False if that version exists already."""
-        statement = (
-            self._insert(scaling_versions)
-            .values(job_id=job_id, version=after + 1, body=body, created_at=self._now())
-            .on_conflict_do_nothing(index_elements=["job_id", "version"])
-            .returning(scaling_versions.c.version)
-        )
-        return self._row(statement) is not None
+    def write(self, job_id: str, policy: str, numbers: Mapping[str, Any]) -> None:
+        """Replace the numbers of a policy, `version` included; the caller holds the job's lock."""
+        self._put(scaling_numbers, {"job_id": job_id, "policy": policy}, numbers)

@@ -130,7 +130,6 @@ runs = sa.Table(
     sa.Column("failed_local_batch_size", sa.Integer),
     sa.Column("monitor", JSON),  # analysis.alarm.Monitor
     sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),
-    sa.Column("scaling_step", sa.BigInteger),  # the last telemetry step that threshold tuning has looked at
     sa.Index("ix_runs_job_id_state_position_key", "job_id", "state", "position", "key"),
 )
 
@@ -232,13 +231,14 @@ ledger_outcomes = sa.Table(
     sa.Column("at", UtcTime, nullable=False),
 )
 
-scaling_versions = sa.Table(
-    "scaling_versions",
+scaling_numbers = sa.Table(
+    "scaling_numbers",
     METADATA,
     _parent("job_id", "jobs.id", primary_key=True),
-    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("body", JSON, nullable=False),
-    sa.Column("created_at", UtcTime, nullable=False),
+    sa.Column("policy", sa.Text, primary_key=True),
+    sa.Column("version", sa.Integer, nullable=False),
+    *_optional(sa.Double, "delta", "static_scale", "s_min", "s_max"),
+    *_optional(sa.BigInteger, "small_batch_size"),
 )
 
 answers = sa.Table(

@@ -25,14 +25,14 @@ MAX_RUNS = 10_000
 _BOUNDS = {"less_than_equal": "le", "greater_than_equal": "ge"}  # of an error, where it holds the bound
 _MAX_EARLIER_JOBS = 200
 _MAX_PROBES = 200
-_RUNS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE = 6, 1000
+_RUNS_READ_FOR_NOISE, _TRAININGS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE = 6, 2, 1000
 _RUNS_READ_FOR_TOKENS, _STEPS_READ_FOR_TOKENS = 4, 100
 
 
 def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
     """Everything that an analysis of this version of the job reads; bounded to the newest runs and earlier jobs."""
     runs = sorted(tx.runs.list(job.id, limit=MAX_RUNS), key=lambda run: (run.position, run.key))
-    thresholds = tx.scaling.latest(job.id)
+    trained = [run for run in runs if run.kind == "train" and run.state != "cancelled"]
     profiled = [run for run in runs if run.kind == "profile"]
     earlier = tx.posteriors.of_earlier_jobs(job.project_id, before=job.cursor, limit=_MAX_EARLIER_JOBS)
     return JobData(
@@ -43,7 +43,7 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
         summaries=tx.samples.summaries(job.id, summarise),
         earlier_jobs=[_earlier_job(**each) for each in earlier],
         prediction_pairs=tx.posteriors.prediction_pairs(job.id),
-        trained_noise_scale=None if thresholds is None else thresholds[1].get("gradient_noise_scale"),
+        trained_noise=_columns(tx, trained, "gradient_noise_scale", _TRAININGS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE),
         profiled_noise=_columns(tx, profiled, "gradient_noise_scale", _RUNS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE),
         token_counts=_columns(tx, runs, "tokens_per_example", _RUNS_READ_FOR_TOKENS, _STEPS_READ_FOR_TOKENS),
         retried_up_to_key=job.retried_up_to_key,

@@ -78,7 +78,7 @@ def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
     objective: str, price: dict[str, Any]
 ) -> None:
     nodes = {"max_nodes": 8, "ranks_per_node": 2, "price": price}
-    data, decision = profiled(replace(job(objective=objective, cluster=nodes), trained_noise_scale=2000.0))
+    data, decision = profiled(replace(job(objective=objective, cluster=nodes), trained_noise=[np.full(20, 2000.0)]))
     chosen = answer_of(data).choice.chosen
     assert chosen is not None
     assert chosen.measured
@@ -103,7 +103,7 @@ def test_a_runner_up_that_costs_the_same_is_not_said_to_cost_more() -> None:
 
 
 def test_the_learning_rate_of_the_candidates_is_that_of_the_reason() -> None:
-    data = replace(job(model={"name": "net", "batch_normalization": True}), trained_noise_scale=500.0)
+    data = replace(job(model={"name": "net", "batch_normalization": True}), trained_noise=[np.full(20, 500.0)])
     fields = explanation.recommendation_fields(answer_of(data, "time"), None)
     chosen, candidates = fields["chosen"], fields["candidates"]
     assert isinstance(chosen, wire.Candidate)

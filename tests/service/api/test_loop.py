@@ -204,7 +204,7 @@ def test_thresholds_cost_no_body_while_they_stand(client: httpx.Client) -> None:
     assert client.get(where, headers={"If-None-Match": f'"other", W/{etag}'}).status_code == 304
     assert client.get(where, headers={"If-None-Match": etag}, params={"policy": "ags"}).status_code == 200
     problem(client.get(where, params={"policy": "more"}), 422, "policy")
-    ok(client.patch(where, json={"s_max": 2.0}))
+    ok(client.patch(where, json={"s_max": 2.0}, params={"policy": "gain"}))
     changed = client.get(where, headers={"If-None-Match": etag})
     assert (changed.status_code, changed.headers["etag"] == etag) == (200, False)
 

@@ -42,7 +42,7 @@ def test_every_job_chart_is_drawn_by_vega(name: str) -> None:
 @pytest.mark.parametrize("name", RUN_CHARTS)
 def test_every_run_chart_is_drawn_by_vega(name: str) -> None:
     found = {column: models.series(column) for column in drawn_columns(name)}
-    drawn = compiles(run_chart(name, models.run(), found, wire.ScalingThresholds()))
+    drawn = compiles(run_chart(name, models.run(), found))
     assert "run_2" in drawn
     assert drawn.count("<path") > 3
 
@@ -136,20 +136,12 @@ def test_calibration_says_how_often_intervals_of_every_width_held() -> None:
 
 def test_a_trend_is_drawn_over_the_pale_series_it_sums_up() -> None:
     series, smooth = models.series("loss", points=1000, total=30_000), models.series("loss", points=150, total=30_000)
-    spec = run_chart("loss", models.run(), {"loss": series}, None, {"loss": smooth})
+    spec = run_chart("loss", models.run(), {"loss": series}, {"loss": smooth})
     pale, line = spec["layer"][:2]
     assert (pale["data"]["name"], line["data"]["name"]) == ("loss", "loss_trend")
     assert pale["mark"]["opacity"] < line["mark"]["opacity"]
     assert "median of every 200" in spec["title"]["subtitle"]
     compiles(spec)
-
-
-def test_delta_is_drawn_where_variability_is() -> None:
-    found = {"gradient_variability": models.series("gradient_variability")}
-    spec = run_chart("gradient", models.run(), found, wire.ScalingThresholds(delta=0.7))
-    assert "δ = 0.7:" in json.dumps(spec, ensure_ascii=False)
-    unset = run_chart("gradient", models.run(), found, None)
-    assert "δ = 0.5 by default" in json.dumps(unset, ensure_ascii=False)
 
 
 def test_a_thinned_series_says_how_many_points_there_were() -> None:

@@ -15,11 +15,10 @@ import sqlalchemy as sa
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tula_service.analysis import answer, plan
-from tula_service.analysis import scaling as analysis_scaling
 from tula_service.analysis.answer import Analysis
 from tula_service.analysis.job_data import JobData
 from tula_service.store import Store, Transaction
-from tula_service.usecases import jobs, ledger, planning, runs, scaling
+from tula_service.usecases import jobs, ledger, planning, runs
 from tula_service.usecases.access import ANONYMOUS
 
 OPEN = ("pending", "claimed", "running")
@@ -134,32 +133,6 @@ def test_an_answer_is_computed_again_if_prices_changed_meanwhile(
     assert len(asked) == 2
     newest = ledger.entries(cluster.store, ANONYMOUS, job_id).entries[0]
     assert newest.prices["default"]["usd_per_node_hour"] == 50.0  # type: ignore[index]
-
-
-def test_thresholds_are_tuned_while_only_reading(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what was looked at while a user changed something is looked at again."""
-    tracked = WriteTracker(store.engine)
-    cluster = Cluster(tracked)
-    job_id = cluster.register().job.id
-    run = cluster.train(job_id, wire.Configuration(num_nodes=4, ranks_per_node=2, local_batch_size=128))
-    cluster.report(run, gradient_noise_scale=[300.0] * 200)
-    estimate, looks = analysis_scaling.estimate_noise_scale, []
-
-    def seen(values):  # type: ignore[no-untyped-def]
-        assert not getattr(WriteTracker.writing, "now", False), "looked at inside a writing transaction"
-        looks.append(len(values))
-        if len(looks) == 1:
-            patch = wire.ScalingPatch(delta=0.3)
-            with ThreadPoolExecutor(1) as user:
-                user.submit(scaling.change, tracked, ANONYMOUS, job_id, patch, policy="ags").result()
-        return estimate(values)
-
-    monkeypatch.setattr(analysis_scaling, "estimate_noise_scale", seen)
-    first = scaling.current(tracked, ANONYMOUS, job_id, policy="ags")
-    second = scaling.current(tracked, ANONYMOUS, job_id, policy="ags")
-    assert first.gradient_noise_scale is None
-    assert (second.delta, second.gradient_noise_scale) == (0.3, pytest.approx(300.0))
-    assert len(looks) == 2
 
 
 def test_an_answer_is_computed_again_if_the_job_changed_meanwhile(

@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple
 from tula_service.dashboard.charts import vega
 from tula_service.dashboard.charts.vega import ALARM, DASHES, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit
 from tula_service.domain import MemoryReading
-from tula_wire import Job, Run, ScalingThresholds, TelemetrySeries
+from tula_wire import Job, Run, TelemetrySeries
 from tula_wire.format import configuration, size
 
 Over = Literal["epoch", "step"]
@@ -21,8 +21,6 @@ _BRUSH: Final = "brush"
 """Name of the selection whose steps the page asks for again, in more points."""
 _FEW: Final = 200
 """A series of fewer points is drawn with its points, since a single one has no line."""
-_DELTA: Final = 0.5
-"""The agent's default when neither the service nor the script sets one (section 5 of the paper)."""
 _TREND: Final = "_trend"
 _STEP_LABEL: Final = "datum.value % 1 ? '' : format(datum.value, '~s')"
 """Formats each tick separately: the format of the axis would write 0 as 0k beside 200k."""
@@ -91,7 +89,6 @@ def run_chart(
     name: str,
     run: Run,
     series: Mapping[str, TelemetrySeries],
-    thresholds: ScalingThresholds | None = None,
     trends: Mapping[str, TelemetrySeries] | None = None,
     *,
     logarithmic: bool = False,
@@ -118,7 +115,7 @@ def run_chart(
         for column in columns:
             label = (column.removesuffix("_s").removesuffix("_bytes") if unit.name else column).replace("_", " ")
             read.append({"column": column, "name": label, "unit": unit.name})
-        areas.append([*_lines(panel, rows, smooth, unit, logarithmic), *_level(columns[0], unit, run, thresholds)])
+        areas.append([*_lines(panel, rows, smooth, unit, logarithmic), *_level(columns[0], unit, run)])
         datasets |= rows | smooth
     if not areas:
         wanted = " or ".join(drawn_columns(name))
@@ -175,18 +172,12 @@ def _lines(
     return layers
 
 
-def _level(column: str, unit: Unit, run: Run, thresholds: ScalingThresholds | None) -> list[Spec]:
-    """A dashed line with its label: where the step time was predicted, or the variability from which steps scale."""
-    if column == "step_time_s" and run.predicted_step_time_s:
-        level = run.predicted_step_time_s / unit.size
-        label = f"predicted {level:.3g} {unit.name}"
-    elif column == "gradient_variability":
-        asked = None if thresholds is None else thresholds.delta
-        level = _DELTA if asked is None else asked
-        label = f"δ = {level:g}{' by default' if asked is None else ''}: sensitive above"
-    else:
+def _level(column: str, unit: Unit, run: Run) -> list[Spec]:
+    """Return a dashed line with its label, where the step time was predicted."""
+    if column != "step_time_s" or not run.predicted_step_time_s:
         return []
-    rows = [{"value": level, "label": label}]
+    level = run.predicted_step_time_s / unit.size
+    rows = [{"value": level, "label": f"predicted {level:.3g} {unit.name}"}]
     return vega.ruled(rows, {"y": vega.field("value:Q")}, align="left", x=4, dy=-7)
 
 

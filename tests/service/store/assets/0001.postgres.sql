@@ -232,8 +232,7 @@ CREATE TABLE public.runs (
     dropped bigint NOT NULL,
     failed_local_batch_size integer,
     monitor jsonb,
-    unsteady boolean DEFAULT false NOT NULL,
-    scaling_step bigint
+    unsteady boolean DEFAULT false NOT NULL
 );
 -- next
 CREATE SEQUENCE public.runs_key_seq
@@ -266,11 +265,15 @@ CREATE SEQUENCE public.sample_sources_key_seq
 -- next
 ALTER SEQUENCE public.sample_sources_key_seq OWNED BY public.sample_sources.key;
 -- next
-CREATE TABLE public.scaling_versions (
+CREATE TABLE public.scaling_numbers (
     job_id text NOT NULL,
+    policy text NOT NULL,
     version integer NOT NULL,
-    body jsonb NOT NULL,
-    created_at timestamp with time zone NOT NULL
+    delta double precision,
+    static_scale double precision,
+    s_min double precision,
+    s_max double precision,
+    small_batch_size bigint
 );
 -- next
 CREATE TABLE public.sessions (
@@ -389,17 +392,17 @@ ALTER TABLE ONLY public.sample_sources ALTER COLUMN key SET DEFAULT nextval('pub
 -- next
 INSERT INTO public.alembic_version VALUES ('0001');
 -- next
-INSERT INTO public.answers VALUES ('job-9fca12a313b9c8cf', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
+INSERT INTO public.answers VALUES ('job-1e774e346e6a919b', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
 -- next
-INSERT INTO public.jobs VALUES (1, 'job-9fca12a313b9c8cf', 'default', 'kept', 'digits', 'planning', 'knee', '', '{"name": "kept", "model": {"name": "digits"}, "objective": "knee"}', 2, '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0);
+INSERT INTO public.jobs VALUES (1, 'job-1e774e346e6a919b', 'default', 'kept', 'digits', 'planning', 'knee', '', '{"name": "kept", "model": {"name": "digits"}, "objective": "knee"}', 2, '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0);
 -- next
-INSERT INTO public.ledger VALUES (1, 'rec-dd222c9d79f6ec21', 'job-9fca12a313b9c8cf', '2026-01-01 00:00:00+00', 'knee', 'profiled', '1', NULL, '{}', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
+INSERT INTO public.ledger VALUES (1, 'rec-082f133a2d9985b1', 'job-1e774e346e6a919b', '2026-01-01 00:00:00+00', 'knee', 'profiled', '1', NULL, '{}', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
 -- next
-INSERT INTO public.projects VALUES ('default', 'default', '2026-11-27 00:31:00.211957+00');
+INSERT INTO public.projects VALUES ('default', 'default', '2026-11-27 01:09:02.043608+00');
 -- next
 INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.013383049173057965, 0.25, NULL, NULL, NULL, 0.05000000000000001, NULL, 1, NULL, NULL, NULL, 'wall');
 -- next
-INSERT INTO public.runs VALUES (202611000000001, 'run-68cfff3fc56f6d1f', 'job-9fca12a313b9c8cf', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 0, NULL, NULL, false, NULL);
+INSERT INTO public.runs VALUES (202611000000001, 'run-ff84d4f8d552849c', 'job-1e774e346e6a919b', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 0, NULL, NULL, false);
 -- next
 INSERT INTO public.sample_sources VALUES (1, 202611000000001, 0, 'boot', 'wall', NULL, NULL, NULL, NULL);
 -- next
@@ -504,8 +507,8 @@ ALTER TABLE ONLY public.runs
 ALTER TABLE ONLY public.sample_sources
     ADD CONSTRAINT pk_sample_sources PRIMARY KEY (key);
 -- next
-ALTER TABLE ONLY public.scaling_versions
-    ADD CONSTRAINT pk_scaling_versions PRIMARY KEY (job_id, version);
+ALTER TABLE ONLY public.scaling_numbers
+    ADD CONSTRAINT pk_scaling_numbers PRIMARY KEY (job_id, policy);
 -- next
 ALTER TABLE ONLY public.sessions
     ADD CONSTRAINT pk_sessions PRIMARY KEY (sha256);
@@ -620,8 +623,8 @@ ALTER TABLE ONLY public.runs
 ALTER TABLE ONLY public.sample_sources
     ADD CONSTRAINT fk_sample_sources_run_key FOREIGN KEY (run_key) REFERENCES public.runs(key) ON DELETE CASCADE;
 -- next
-ALTER TABLE ONLY public.scaling_versions
-    ADD CONSTRAINT fk_scaling_versions_job_id FOREIGN KEY (job_id) REFERENCES public.jobs(id) ON DELETE CASCADE;
+ALTER TABLE ONLY public.scaling_numbers
+    ADD CONSTRAINT fk_scaling_numbers_job_id FOREIGN KEY (job_id) REFERENCES public.jobs(id) ON DELETE CASCADE;
 -- next
 ALTER TABLE ONLY public.sessions
     ADD CONSTRAINT fk_sessions_token_id FOREIGN KEY (token_id) REFERENCES public.tokens(id) ON DELETE CASCADE;

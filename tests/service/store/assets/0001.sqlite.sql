@@ -16,7 +16,7 @@ CREATE TABLE answers (
 	CONSTRAINT fk_answers_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "answers" VALUES('job-77a12087f8dc81fc','kept',1,'1','{}','2026-01-01 00:00:00.000000');
+INSERT INTO "answers" VALUES('job-431cb9271e306dec','kept',1,'1','{}','2026-01-01 00:00:00.000000');
 -- next
 CREATE TABLE audit_log (
 	id INTEGER NOT NULL, 
@@ -89,7 +89,7 @@ CREATE TABLE jobs (
 	CONSTRAINT fk_jobs_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "jobs" VALUES(1,'job-77a12087f8dc81fc','default','kept','digits','planning','knee','','{"name":"kept","model":{"name":"digits"},"objective":"knee"}',2,'2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0);
+INSERT INTO "jobs" VALUES(1,'job-431cb9271e306dec','default','kept','digits','planning','knee','','{"name":"kept","model":{"name":"digits"},"objective":"knee"}',2,'2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0);
 -- next
 CREATE TABLE ledger (
 	"key" INTEGER NOT NULL, 
@@ -114,7 +114,7 @@ CREATE TABLE ledger (
 	CONSTRAINT fk_ledger_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "ledger" VALUES(1,'rec-176e41141b02e953','job-77a12087f8dc81fc','2026-01-01 00:00:00.000000','knee','profiled','1',NULL,'{}',1,0.5,0.4,0.6,NULL,NULL,NULL,NULL);
+INSERT INTO "ledger" VALUES(1,'rec-2ab302a6e2801dc6','job-431cb9271e306dec','2026-01-01 00:00:00.000000','knee','profiled','1',NULL,'{}',1,0.5,0.4,0.6,NULL,NULL,NULL,NULL);
 -- next
 CREATE TABLE ledger_outcomes (
 	ledger_id TEXT NOT NULL, 
@@ -153,7 +153,7 @@ CREATE TABLE projects (
 	CONSTRAINT uq_projects_name UNIQUE (name)
 );
 -- next
-INSERT INTO "projects" VALUES('default','default','2026-11-27 00:30:50.828439');
+INSERT INTO "projects" VALUES('default','default','2026-11-27 01:08:56.911283');
 -- next
 CREATE TABLE run_outputs (
 	run_key INTEGER NOT NULL, 
@@ -220,13 +220,12 @@ CREATE TABLE runs (
 	failed_local_batch_size INTEGER, 
 	monitor JSON, 
 	unsteady BOOLEAN DEFAULT 0 NOT NULL, 
-	scaling_step BIGINT, 
 	CONSTRAINT pk_runs PRIMARY KEY ("key"), 
 	CONSTRAINT uq_runs_id UNIQUE (id), 
 	CONSTRAINT fk_runs_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "runs" VALUES(1,'run-bce2d055cd61c573','job-77a12087f8dc81fc','default','profile','pending','default','',2,4,32,1,0,'plan',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',20,0,NULL,NULL,0,NULL);
+INSERT INTO "runs" VALUES(1,'run-a9dfa36af286ef61','job-431cb9271e306dec','default','profile','pending','default','',2,4,32,1,0,'plan',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',20,0,NULL,NULL,0);
 -- next
 CREATE TABLE sample_sources (
 	"key" INTEGER NOT NULL, 
@@ -245,13 +244,17 @@ CREATE TABLE sample_sources (
 -- next
 INSERT INTO "sample_sources" VALUES(1,1,0,'boot','wall',NULL,NULL,NULL,NULL);
 -- next
-CREATE TABLE scaling_versions (
+CREATE TABLE scaling_numbers (
 	job_id TEXT NOT NULL, 
+	policy TEXT NOT NULL, 
 	version INTEGER NOT NULL, 
-	body JSON NOT NULL, 
-	created_at DATETIME NOT NULL, 
-	CONSTRAINT pk_scaling_versions PRIMARY KEY (job_id, version), 
-	CONSTRAINT fk_scaling_versions_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
+	delta DOUBLE, 
+	static_scale DOUBLE, 
+	s_min DOUBLE, 
+	s_max DOUBLE, 
+	small_batch_size BIGINT, 
+	CONSTRAINT pk_scaling_numbers PRIMARY KEY (job_id, policy), 
+	CONSTRAINT fk_scaling_numbers_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
 CREATE TABLE sessions (
