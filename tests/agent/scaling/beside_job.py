@@ -19,7 +19,14 @@ from tula_agent.scaling import Gain, TulaOptimizer
 
 STEPS = 40
 SIZES = {"global_batch_size": 64, "small_batch_size": 8}
-POLICY = Gain(damping=None)  # only matrices of torch's own SGD are turned, and factors are compared here
+
+
+class Unturned(Gain):
+    """Only matrices of torch's own SGD are turned, and factors are compared here."""
+
+    damping = None
+
+
 Made = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
@@ -44,7 +51,7 @@ def digest(parameters: Sequence[torch.Tensor]) -> str:
 def train(make: Made) -> dict[str, Any]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)))
-    optimizers = [TulaOptimizer(inner, policy=POLICY, **SIZES) for inner in make(model)]
+    optimizers = [TulaOptimizer(inner, policy=Unturned(), **SIZES) for inner in make(model)]
     draw = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
         inputs = torch.randn(32, 16, generator=draw)
