@@ -197,8 +197,8 @@ def test_a_job_that_cannot_be_made_costs_one_warning(
     run = train(server.url, tmp_path, WantedJob("nameless"))
     assert run.position.step == 12
     assert [record.getMessage() for record in caplog.records] == [
-        "no run of job 'nameless' could be made (there is no such job: give tula_agent.init dataset_size and epochs "
-        "to register it): nothing is measured, training continues"
+        "tula: no run of job 'nameless' could be made (there is no such job: give tula_agent.init dataset_size and "
+        "epochs to register it): nothing is measured, training continues"
     ]
     assert not list((tmp_path / "spool").glob("*"))
 

@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, Final
 
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a character that the terminal's encoding lacks ends no training
+            with suppress(OSError):  # of a pipe that is also open for reading
+                stream.reconfigure(errors="replace")  # a character that the encoding lacks ends no training
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 

@@ -57,8 +57,9 @@ LEASE_S: Final = 60.0
 POLL_S: Final = 0.05
 SILENT_S: Final = 45.0
 """Seconds after which a profiling run without a measurement is reported."""
-ENDS_WITHIN_S: Final = 10.0
-"""Seconds that the command of a profiling run has to end once its agent has reported the end."""
+ENDS_WITHIN_S: Final = 30.0
+"""Seconds that the command of a profiling run has to end once its agent has reported the end: `sbatch --wait` looks at
+its job every ten seconds."""
 RETRY_S: Final = 600.0
 """Longest wait for an unreachable service, so that a restart of the service ends no `tula tune`."""
 _RETRY_INTERVAL_S: Final = 1.0
