@@ -41,7 +41,7 @@ class EventReader:
     """Turns the lines of a stream of server-sent events (WHATWG HTML, section 9.2) into events, each once, in order.
 
     `last_id` is the `Last-Event-ID` to reconnect with, the `id` of the last event. `retry_s` is the wait that the
-    server asked for. Comments, other fields and events of unknown kinds are skipped.
+    server asked for. Comments and other fields are skipped.
     """
 
     last_id: int | None = None

@@ -36,9 +36,9 @@ def test_no_text_breaks_the_reader(text: str) -> None:
     assert feed(EventReader(), text) == []
 
 
-def test_comments_unknown_kinds_and_foreign_fields_are_passed_over() -> None:
+def test_comments_and_foreign_fields_are_passed_over_and_a_kind_of_a_newer_service_comes_through() -> None:
     reader = EventReader()
-    assert feed(reader, ": still here\n\n" + event(1, "of-a-newer-service") + "colour: red\n" + event(2)) == [2]
+    assert feed(reader, ": still here\n\n" + event(1, "of-a-newer-service") + "colour: red\n" + event(2)) == [1, 2]
     assert reader.last_id == 2
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -123,23 +122,6 @@ def test_failed_runs_are_planned_again_also_in_a_changed_job(client: Client, spe
         while (claimed := client.claim(found.job.id, ClaimRequest(holder="h")).run) is not None:
             client.patch_run(claimed.id, RunPatch(state="failed", holder="h"))
     assert len(client.jobs(search=spec.name).jobs) == 1
-
-
-def test_a_change_of_price_sends_nothing_that_an_earlier_service_refuses(app: FastAPI, spec: JobSpec) -> None:
-    """Earlier services know neither `columns` nor `retry_failed`, and answer 422."""
-    sent: list[dict[str, Any]] = []
-
-    class Recording(InProcess):
-        def handle_request(self, request: httpx.Request) -> httpx.Response:
-            if request.method == "PATCH":
-                sent.append(json.loads(request.content))
-            return super().handle_request(request)
-
-    with Client(ADDRESS, token="", transport=Recording(app)) as client:
-        register(client, changed(spec, cluster=TWO_TYPES))
-        dearer = [TWO_TYPES[0], TWO_TYPES[1] | {"price": {"usd_per_node_hour": 5.0}}]
-        register(client, changed(spec, cluster=dearer), retry_failed=True)
-    assert [set(each) for each in sent] == [{"objective", "usd_per_hour_of_waiting", "limits", "prices"}]
 
 
 def test_a_job_that_was_changed_is_found_again(client: Client, spec: JobSpec) -> None:

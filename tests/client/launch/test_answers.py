@@ -61,8 +61,7 @@ def test_no_training_starts_from_a_run_that_was_not_asked_for(tmp_path, lie):
 
 @pytest.mark.parametrize(
     "chosen",
-    [TOO_MANY_NODES, ANOTHER, replace(configuration(), ranks_per_node=8), configuration(1, 32, 4),
-     replace(configuration(), instance_type="$(touch here)")],
+    [TOO_MANY_NODES, ANOTHER, replace(configuration(), ranks_per_node=8), configuration(1, 32, 4)],
 )  # fmt: skip
 def test_a_recommendation_outside_the_specification_is_not_trained_with(tmp_path, chosen):
     service = FakeService(chosen=chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -126,6 +127,7 @@ def test_the_client_says_what_is_wrong_as_the_service_does(wrong):
     with pytest.raises(ValidationError) as error:
         JobSpec.model_validate(good | wrong)
     service = FastAPI()
+    service.state.services = SimpleNamespace(error_page=lambda *_: None)
     install(service)
 
     @service.get("/")
