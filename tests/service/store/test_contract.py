@@ -344,14 +344,15 @@ class TestLedgerFitsScalingEvents:
             assert tx.answers.get(job.id, "rec", data_version=6, model_version="2") is None
             assert tx.answers.get(job.id, "rec", data_version=5, model_version="3") is None
 
-    def test_only_one_publisher_makes_a_version(self, store: Store) -> None:
+    def test_numbers_of_a_policy_are_replaced_as_a_whole(self, store: Store) -> None:
         job = a_job(store)
+        nothing = dict.fromkeys(("delta", "static_scale", "s_min", "s_max", "small_batch_size"))
         with store.transaction() as tx:
-            assert tx.scaling.latest(job.id) is None
-            assert tx.scaling.publish(job.id, {"delta": 0.5}, after=0)
-            assert not tx.scaling.publish(job.id, {"delta": 0.7}, after=0)
-            latest = tx.scaling.latest(job.id)
-        assert latest == (1, {"delta": 0.5})
+            assert tx.scaling.read(job.id, "ags") is None
+            for version, numbers in ((2, {"delta": 0.5}), (3, {"s_max": 2.0})):
+                tx.scaling.write(job.id, "ags", {**nothing, **numbers, "version": version})
+            assert tx.scaling.read(job.id, "ags") == {**nothing, "s_max": 2.0, "version": 3}
+            assert tx.scaling.read(job.id, "gain") is None
 
     def test_events_are_read_on_from_the_last_one_seen(self, store: Store) -> None:
         job, other = a_job(store), a_job(store)
@@ -474,7 +475,7 @@ def test_a_deleted_job_takes_everything_with_it(store: Store) -> None:
         add_chunk(tx, run.key, a_chunk(0, 5))
         tx.events.append(job.id, "job")
         tx.answers.put(job.id, "x", data_version=1, model_version="1", body="{}")
-        tx.scaling.publish(job.id, {}, after=0)
+        tx.scaling.write(job.id, "gain", {"version": 2, "s_max": 2.0})
         entry = TestLedgerFitsScalingEvents().entry(tx, job.id)
         tx.ledger.record_outcome(entry.recommendation_id, run.id, 1.0, error=0.0, within_interval=True)
         tx.tokens.create(sha256="z", name="z", scope="agent", project=DEFAULT_PROJECT_ID, job_id=job.id)

@@ -309,8 +309,9 @@ def test_the_service_makes_the_partitions_of_the_next_months(
 
 
 def test_a_service_without_the_partition_of_this_month_is_not_ready(
-    postgres_url: str, open_store: Callable[[str], Store]
+    postgres_url: str, open_store: Callable[[str], Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tula_service.api.operations.READY_CHECK_S", 0.0)
     app = create_app(Settings(database=postgres_url, read_only=True))
     with TestClient(app) as client:
         assert client.get(routes.READY).status_code == 200

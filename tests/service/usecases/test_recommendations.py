@@ -11,7 +11,7 @@ from tula_service.analysis.answer import analyse
 from tula_service.analysis.explanation import name_of
 from tula_service.errors import StoreUnavailable
 from tula_service.store import Store
-from tula_service.usecases import jobs, planning, recommendations, runs, scaling
+from tula_service.usecases import jobs, planning, recommendations, runs
 from tula_service.usecases.access import ANONYMOUS
 from tula_service.usecases.job_data import load_job_data
 
@@ -377,8 +377,9 @@ def test_time_to_quality_trades_throughput_against_the_worth_of_an_example(profi
     assert "No run has reported the gradient noise scale" in unknown.why
     assert unknown.max_sensible_batch_size is None
     run = cluster.train(job_id, wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32))
+    cluster.send(run, cluster.times(run.configuration, 20))
     cluster.report(run, gradient_noise_scale=[200.0] * 400)
-    scaling.current(cluster.store, ANONYMOUS, job_id)
+    cluster.patch(run.id, "succeeded")
     known = cluster.recommendation(job_id, "time_to_quality")
     assert known.max_sensible_batch_size == 200 + 2 * 64
     assert known.chosen is not None
