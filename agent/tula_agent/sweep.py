@@ -57,7 +57,7 @@ class Sweep:
             return batch
         if size is None or size > self.whole or (first and size != self.whole):
             raise TypeError(f"it has {size} examples, not the local batch of {self.whole}")
-        return first_examples(batch, size, min(self.cut_to, size))
+        return batch if size <= self.cut_to else first_examples(batch, size, self.cut_to)
 
     def end_batch(self, step: int) -> None:
         """The batch that was due is measured, and `step` was its last; the next one is due."""

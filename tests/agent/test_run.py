@@ -449,8 +449,11 @@ def test_a_framework_that_fetches_a_whole_step_at_once_counts_all_its_batches(si
         optimizer.step()
         optimizer.zero_grad()
         run.batch_done()
-    assert optimizer.state_dict()["tula"]["gain"]["batch_size"] == 10
     run.finish()
+    resumed = TulaOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), global_batch_size=20)
+    resumed.load_state_dict(optimizer.state_dict())
+    before, after = (each.telemetry()["gradient_noise_scale"] for each in (optimizer, resumed))
+    assert after == pytest.approx(before)  # S is kept, so B was 10
 
 
 @pytest.mark.parametrize("active", [True, False])

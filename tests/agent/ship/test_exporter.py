@@ -127,7 +127,7 @@ def test_a_part_that_keeps_failing_is_left_out_and_others_continue(caplog) -> No
             raise ValueError("no")
     assert not guard.works("memory")
     assert guard.works("gradients")
-    assert [record.message.split(" failed")[0] for record in caplog.records] == ["memory", "memory"]
+    assert [record.message.split(" failed")[0] for record in caplog.records] == ["tula: memory", "tula: memory"]
 
 
 class Service:

@@ -110,7 +110,7 @@ def test_a_metric_that_is_renamed_or_one_too_many_is_said_once(caplog: pytest.Lo
         "val_acc",
         "loss_2",
     ]
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+    assert [record.getMessage().split(":")[1].strip() for record in caplog.records] == [
         "The metric 'Loss' is sent as 'loss_2'",
         "The metric 'val/acc' is sent as 'val_acc'",
     ]
