@@ -72,7 +72,7 @@ EXAMPLES: Final[dict[str, dict[str, Any]]] = {
         "steps": [0, 1, 2],
         "columns": {"loss": [2.31, 2.28, 2.24]},
     },
-    "ScalingPatch": {"policy": "gain"},
+    "ScalingPatch": {"s_max": 4.0},
     "FabricProbe": {
         "backend": "nccl",
         "num_nodes": 2,

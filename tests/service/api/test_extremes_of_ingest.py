@@ -128,7 +128,7 @@ def test_a_run_that_cannot_be_summarised_is_left_out_with_a_note(
             raise OverflowError("a case that was not thought of")
         return summarise(samples)
 
-    for name in ("samples", "runs", "recommendations"):
+    for name in ("samples", "runs", "job_data"):
         monkeypatch.setattr(f"tula_service.usecases.{name}.summarise", broken)
     red = service.tenant("red")
     with service.client(red.user, Accept="text/html") as client:

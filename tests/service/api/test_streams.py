@@ -34,7 +34,7 @@ def test_a_stream_ends_with_the_token_and_with_the_job(
     """A caller loses a stream within a poll of losing the right to read it."""
     life_s = 2.0 if end is expire else None
     issued = issue_token(service.store, ANONYMOUS, name="u", scope="user", project="red", expires_in_s=life_s)
-    caller = Principal("u", "user", issued.token.id, red.project_id)
+    caller = Principal("u", "user", issued.token.id, red.project_id, sha256=digest(issued.secret))
     assert asyncio.run(pieces(service, red, caller, end, issued.token.id)) == ["retry", "job"]
 
 
