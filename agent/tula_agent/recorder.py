@@ -322,7 +322,8 @@ class Recorder:
         """A batch has arrived, or `micro_steps` of its size."""
         if self.finished:
             return
-        size = counted = self.sizes.of(batch, loader)
+        # A batch that was cut is not of the size that its loader states.
+        size = counted = self.sizes.of(batch, loader if self.sweep.cut_to is None else None)
         if size is None:
             size = self.config.local_batch_size
             self._say_that_sizes_are_unknown("how many examples a batch holds can't be told from it")
