@@ -166,7 +166,11 @@ class Served:
             raise ValueError(f"{wrong['loc'][0]} = {wrong['input']!r:.40}: {remedy(wrong)}") from None
         if answer.get("policy") not in (None, policy):
             return cls(version=read.version)
-        return cls(**{name: getattr(read, name) for name in names})
+        if read.s_min is not None and read.s_max is not None and read.s_max < read.s_min:
+            raise ValueError(f"s_max = {read.s_max:g} is below s_min = {read.s_min:g}")
+        served = cls(**{name: getattr(read, name) for name in names})
+        # The first version has no number: there is nothing to take up.
+        return cls() if served == cls(version=1) else served
 
     def to_vector(self) -> list[float]:
         """Return the numbers with NaN for None: exact in float64, and able to cross ranks beside a measurement."""
