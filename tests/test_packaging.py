@@ -151,7 +151,7 @@ def test_each_extra_requires_only_what_it_uses(metadata: Message) -> None:
     agent, service = requirements(metadata, "agent"), requirements(metadata, "service")
     assert "torch" in agent
     assert not agent & {"fastapi", "uvicorn", "sqlalchemy", "pandas", "scikit-learn", "altair"}
-    assert {"fastapi", "sqlalchemy", "vl-convert-python", "scikit-learn"} <= service
+    assert {"fastapi", "sqlalchemy", "scikit-learn"} <= service
     assert not service & {"torch", "altair", "pandas", "psycopg", "lightning", "transformers"}
 
 
