@@ -20,7 +20,7 @@ def test_the_remaining_steps_are_counted_from_the_checkpoint(server: Server, tmp
     tula.register("goes-on", nodes=1, dataset=STEPS * 8)
     command = ["run", "goes-on", *ALONE, *BATCH, f"--steps={STEPS}", "--checkpoint-at=100", "--step-s=0.02"]
     first = tula.start(*command)
-    wait_until(lambda: list(tmp_path.glob(".tula/*/checkpoints/*/complete.json")))
+    wait_until(lambda: list(tmp_path.glob(".tula/*/checkpoints/*/.metadata")))
     first.send_signal(signal.SIGKILL)
     first.communicate()
     wait_until(lambda: not tula.processes())

@@ -114,7 +114,8 @@ def test_whatever_was_accepted_leaves_every_route_of_its_job_usable(
                     assert moved.status_code == 200, moved.text
                 statuses = {path: client.get(path).status_code for path in asked}
                 # Where not even the smallest batch fits, there is nothing to ask about.
-                assert statuses.pop(f"/jobs/{job_id}/what-if") in (200, 422), statuses
+                for question in (f"/jobs/{job_id}/what-if", routes.JOB_PREDICTIONS.format(job_id=job_id)):
+                    assert statuses.pop(question) in (200, 422), statuses
                 assert set(statuses.values()) == {200}, statuses
         changed = client.patch(routes.JOB.format(job_id=job_id), json={"objective": "time"})
         assert changed.status_code == 200, changed.text
