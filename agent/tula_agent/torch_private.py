@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from tula_agent.allocations import Allocation
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -192,39 +195,133 @@ def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         yield lambda tensor: mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
-class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, `peak` is the largest sum of bytes that operations hold at a time, tensors without data included.
+class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, records what operations allocate and release, tensors without data included, as a CUDA device would.
 
-    Counts what they make, until the last reference to its memory is gone; `own` is what they are given. torch's own
-    trackers (`torch.distributed._tools`) are private, and came after 2.2.
+    `own`: tensors that exist already, which are not recorded. `step_flops`: of the operations since `begin_step`, by
+    torch's own formulas or those of `formulas`; `FlopCounterMode` would keep the tensors. torch's own trackers
+    (`torch.distributed._tools`) are private.
+
+    On a CPU, autocast copies half-precision logits to float32 for `log_softmax`, and its gradient back; CUDA's kernels
+    read and write half precision themselves, so those copies are not recorded.
     """
 
-    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+    def __init__(self, own: Iterable[torch.Tensor], formulas: Mapping[Any, Callable[..., int]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._live = 0
-        self._held = {storage_key(tensor): 0 for tensor in own}  # bytes that count, by memory
+        self.step_flops = 0
+        self._formulas = {**flop_registry, **formulas}
+        self._events: list[Allocation] = []
+        self._steps: list[tuple[int, int]] = []  # (last key, number of events) as each step began
+        self._last_key = 0
+        self._keys = {storage_key(tensor): 0 for tensor in own}  # by memory
+        self._left_out: dict[int, int] = {}  # by key, the number of events before it
+        self._fused: set[int] = set()
+        self._uncounted: set[int] = set()
+        self._last_made: torch.Tensor | None = None
+
+    def events(self) -> list[Allocation]:
+        """Return every allocation and release in order."""
+        return [event for event in self._events if event.key not in self._fused]
+
+    def peak(self) -> int:
+        """Return the largest sum of bytes held at a time, without what `allocate` and `leave_out` named."""
+        live = peak = 0
+        sizes: dict[int, int] = {}
+        passed_over = self._fused | self._uncounted
+        left_out = sorted((place, key) for key, place in self._left_out.items())
+        for place, event in enumerate(self._events):
+            while left_out and left_out[0][0] <= place:
+                live -= sizes.pop(left_out.pop(0)[1], 0)
+            if event.size is None:
+                live -= sizes.pop(event.key, 0)
+            elif event.key not in passed_over:
+                sizes[event.key] = event.size
+                live += event.size
+                peak = max(peak, live)
+        return peak
+
+    def begin_step(self) -> None:
+        """Mark that a training step begins."""
+        self._steps.append((self._last_key, len(self._events)))
+        self.step_flops = 0
+
+    def events_with_step_repeated(self) -> list[Allocation]:
+        """Return the events and, once more, those of the last step, which releases what the step before it left.
+
+        A step leaves its gradients to the next one, in the order of the step before.
+        """
+        (before, _), (began, place) = self._steps[-2:]
+        earlier, later = began - before, self._last_key - began
+
+        def moved(key: int) -> int:
+            return key + (later if key > began else earlier if key > before else 0)
+
+        again = [event for event in self._events[place:] if event.key not in self._fused]
+        return [*self.events(), *(Allocation(moved(key), size) for key, size in again)]
+
+    def allocate(self, num_bytes: int) -> int:
+        """Record an allocation that no operation makes; returns the key to release it by."""
+        key = self._allocate(num_bytes)
+        self._uncounted.add(key)
+        return key
+
+    def release(self, key: int) -> None:
+        """Record the release of what `allocate` recorded."""
+        self._events.append(Allocation(key, None))
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """Count it no longer."""
-        key = storage_key(tensor)
-        self._free(key)
-        self._held[key] = 0
+        """Count `tensor` in `peak` no longer; its events stay."""
+        self._left_out[self._keys[storage_key(tensor)]] = len(self._events)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         made = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # a question about a tensor, such as its device
+            return made
+        last, self._last_made = self._last_made, None
+        if last is not None and func in _READS_HALVES and storage_key(args[0]) == storage_key(last):
+            self._fuse(last, made)
+        if (formula := self._formulas.get(func.overloadpacket)) is not None:
+            self.step_flops += formula(*args, **(kwargs or {}), out_val=made)
         for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and (key := storage_key(tensor)) not in self._held:
-                storage = tensor.untyped_storage()
-                self._held[key] = storage.nbytes()
-                self._live += storage.nbytes()
-                self.peak = max(self.peak, self._live)
-                weakref.finalize(storage, self._free, key)
+            if isinstance(tensor, torch.Tensor) and (memory := storage_key(tensor)) not in self._keys:
+                self._keys[memory] = self._allocate(tensor.untyped_storage().nbytes())
+                weakref.finalize(tensor.untyped_storage(), self._free, memory)
+                if _may_be_fused(func, args, tensor):
+                    self._last_made = tensor
         return made
 
-    def _free(self, key: int) -> None:
-        self._live -= self._held.pop(key, 0)
+    def _fuse(self, last: torch.Tensor, made: torch.Tensor) -> None:
+        """Take the operation that made `last` and its reader, which made `made`, for one kernel."""
+        key = self._keys[storage_key(last)]
+        if made.dtype == torch.float32:  # log_softmax, which reads half precision
+            self._fused.add(key)
+            return
+        # The gradient of log_softmax, which is written in half precision.
+        place = next(i for i in reversed(range(len(self._events))) if self._events[i].key == key)
+        self._events[place] = Allocation(key, made.untyped_storage().nbytes())
+        self._keys |= {storage_key(made): key, storage_key(last): 0}
+        weakref.finalize(made.untyped_storage(), self._free, storage_key(made))
+
+    def _allocate(self, num_bytes: int) -> int:
+        self._last_key += 1
+        self._events.append(Allocation(self._last_key, num_bytes))
+        return self._last_key
+
+    def _free(self, memory: int) -> None:
+        self.release(self._keys.pop(memory))
+
+
+_READS_HALVES = (torch.ops.aten._log_softmax.default, torch.ops.aten._to_copy.default)
+
+
+def _may_be_fused(func: Any, args: Any, made: torch.Tensor) -> bool:
+    """Return True for a float32 tensor that CUDA keeps in registers, if one of `_READS_HALVES` reads it next."""
+    if made.dtype != torch.float32:
+        return False
+    if func is torch.ops.aten._to_copy.default:
+        return args[0].dtype in _HALVES  # before log_softmax
+    return func is torch.ops.aten._log_softmax_backward_data.default  # before the copy to half precision
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -14,6 +14,16 @@ ALLOCATOR_SLACK: Final = 0.02
 """Share of the capacity that stays free for the allocator's rounding."""
 
 
+_CONTEXT_BYTES, _LARGEST_CONTEXT_SHARE = 0.75e9, 0.1
+"""The context, kernels and libraries of a process on a device that no reading counted: 0.5 to 1.25 GB on accelerators,
+and never a large share of the capacity."""
+
+
+def assumed_context_bytes(capacity_bytes: float) -> float:
+    """Return what a process holds on a device outside the allocator, where nothing was read."""
+    return min(_CONTEXT_BYTES, _LARGEST_CONTEXT_SHARE * capacity_bytes)
+
+
 def usable_bytes(capacity_bytes: float) -> float:
     """Capacity without the share that the allocator needs."""
     return capacity_bytes * (1.0 - ALLOCATOR_SLACK)

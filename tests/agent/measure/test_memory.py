@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tula_agent.measure.estimate import estimate_memory, state_ratio
+from tula_agent.measure.estimate import estimate_memory, state_ratios
 from tula_agent.measure.memory import MemoryMonitor, capacity_bytes, resident_bytes
+from tula_wire.memory import assumed_context_bytes, usable_bytes
 
 
 def test_components_are_counted_and_fit_under_the_peak() -> None:
@@ -115,11 +116,37 @@ def test_precision_is_that_of_autocast_or_of_most_parameters() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-def test_the_largest_batch_is_the_last_that_fits() -> None:
+def test_the_largest_batch_is_the_last_of_which_three_steps_fit_beside_the_context() -> None:
     estimate = estimate_memory(nn.Linear(100, 100), torch.randn(2, 100))
-    largest = estimate.largest_local_batch_size(10**6)
-    assert estimate.total_bytes(largest) <= 10**6 < estimate.total_bytes(largest + 1)
+    assert estimate.allocations is not None
+    for gib in (1, 8):
+        capacity = gib * 2**30
+        room = usable_bytes(capacity) - assumed_context_bytes(capacity)
+        largest = estimate.largest_local_batch_size(capacity)
+        assert estimate.allocations.fits(largest, room)
+        assert not estimate.allocations.fits(largest + 1, room)
+        assert 0.9 * room < estimate.total_bytes(largest) < room
     assert estimate.largest_local_batch_size(10) == 0
+
+
+class Classifier(nn.Module):
+    """Tokens to a loss over many classes, which outweighs the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4096)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(inputs), torch.zeros(len(inputs), dtype=torch.long))
+
+
+def test_half_precision_logits_are_copied_to_single_precision_by_no_kernel_of_a_gpu() -> None:
+    """At the peak: logarithms, the loss's gradient (both float32), and the gradient of the logits in half precision."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        estimate = estimate_memory(Classifier(), torch.randn(4, 8))
+    assert estimate.activation_bytes_per_sample == pytest.approx(4096 * (4 + 4 + 2), rel=0.01)
+    single = estimate_memory(Classifier(), torch.randn(4, 8))
+    assert single.activation_bytes_per_sample == pytest.approx(4096 * (4 + 4 + 4), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +159,7 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
     ],
 )
 def test_optimizer_state_is_measured_on_a_small_parameter(optimizer, ratio) -> None:
-    assert state_ratio(optimizer([nn.Parameter(torch.zeros(3))])) == ratio
+    assert sum(state_ratios(optimizer([nn.Parameter(torch.zeros(3))]))) == ratio
 
 
 def test_a_sample_without_a_batch_is_refused_in_one_sentence() -> None:

@@ -1,0 +1,190 @@
+"""A replay of PyTorch's CUDA caching allocator, which says how much of a device a sequence of allocations takes.
+
+    reserved(capacity) >= allocated: blocks are rounded, split, cached, and given back only where memory is short
+
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp` for one stream and the default settings: sizes are rounded to
+512 bytes; requests up to 1 MiB come from segments of 2 MiB, requests below 10 MiB from segments of 20 MiB, and larger
+ones from segments of their own size, rounded to 2 MiB; the smallest free block that is large enough serves a request
+(best fit) and is split where the rest is large enough; free neighbours are merged; when the device has no room for a
+new segment, every segment that is wholly free is given back, and the request is tried once more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_MIB = 2**20
+_ROUNDING = 512
+_SMALL = _MIB
+_SMALL_SEGMENT = 2 * _MIB
+_LARGE_SEGMENT, _OWN_SEGMENT_FROM = 20 * _MIB, 10 * _MIB
+_SEGMENT_ROUNDING = 2 * _MIB
+
+
+class Allocation(NamedTuple):
+    """One event of a trace: `size` bytes are taken under `key`; where `size` is None, those under `key` are freed."""
+
+    key: int
+    size: int | None
+
+
+class OutOfMemory(Exception):
+    """A request found no room, even after every free segment was given back."""
+
+
+class _Block:
+    """A piece of a segment, linked with its neighbours there; blocks sort by size, then by age."""
+
+    __slots__ = ("age", "free", "next", "previous", "size", "small")
+
+    def __init__(self, size: int, small: bool, age: int) -> None:
+        self.size, self.small, self.age = size, small, age
+        self.free = False
+        self.previous: _Block | None = None
+        self.next: _Block | None = None
+
+    def __lt__(self, other: _Block) -> bool:
+        return (self.size, self.age) < (other.size, other.age)
+
+
+class CachingAllocator:
+    """The allocator of one process on a device that has `capacity_bytes` left for it.
+
+    `reserved` bytes are taken from the device now, and were `most_reserved` at most; `retries` requests had to wait
+    until free segments were given back.
+    """
+
+    def __init__(self, capacity_bytes: float) -> None:
+        self.reserved = self.most_reserved = self.retries = 0
+        self._capacity = capacity_bytes
+        self._cached: dict[bool, list[_Block]] = {True: [], False: []}
+        self._held: dict[int, _Block] = {}
+        self._age = 0
+
+    def replay(self, events: Iterable[Allocation]) -> None:
+        """Allocate and free in the given order. Raises OutOfMemory where the device does not suffice."""
+        for event in events:
+            if event.size is None:
+                self._release(event.key)
+            elif event.size > 0:
+                self._take(event.key, event.size)
+
+    def _take(self, key: int, size: int) -> None:
+        size = -(-size // _ROUNDING) * _ROUNDING
+        small = size <= _SMALL
+        block = self._best_fit(size, small) or self._new_segment(size, small)
+        rest = block.size - size
+        if rest >= _ROUNDING if small else rest > _SMALL:
+            self._split(block, size)
+        block.free = False
+        self._held[key] = block
+
+    def _best_fit(self, size: int, small: bool) -> _Block | None:
+        cached = self._cached[small]
+        place = bisect_left(cached, size, key=lambda block: block.size)
+        return cached.pop(place) if place < len(cached) else None
+
+    def _new_segment(self, size: int, small: bool) -> _Block:
+        segment = -(-size // _SEGMENT_ROUNDING) * _SEGMENT_ROUNDING
+        if small:
+            segment = _SMALL_SEGMENT
+        elif size < _OWN_SEGMENT_FROM:
+            segment = _LARGE_SEGMENT
+        if self.reserved + segment > self._capacity:
+            self.retries += 1
+            self._give_back()
+            if self.reserved + segment > self._capacity:
+                raise OutOfMemory
+        self.reserved += segment
+        self.most_reserved = max(self.most_reserved, self.reserved)
+        self._age += 1
+        return _Block(segment, small, self._age)
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.size - size, block.small, block.age)
+        rest.free = True
+        rest.previous, rest.next = block, block.next
+        if block.next is not None:
+            block.next.previous = rest
+        block.next, block.size = rest, size
+        insort(self._cached[block.small], rest)
+
+    def _release(self, key: int) -> None:
+        block = self._held.pop(key, None)
+        if block is None:
+            return
+        block.free = True
+        if block.next is not None and block.next.free:
+            self._uncache(block.next)
+            self._absorb_next(block)
+        if block.previous is not None and block.previous.free:
+            block = block.previous
+            self._uncache(block)
+            self._absorb_next(block)
+        insort(self._cached[block.small], block)
+
+    def _absorb_next(self, block: _Block) -> None:
+        following = block.next
+        assert following is not None
+        block.size += following.size
+        block.next = following.next
+        if block.next is not None:
+            block.next.previous = block
+
+    def _uncache(self, block: _Block) -> None:
+        cached = self._cached[block.small]
+        place = bisect_left(cached, block)
+        while cached[place] is not block:
+            place += 1
+        del cached[place]
+
+    def _give_back(self) -> None:
+        for small, cached in self._cached.items():
+            kept = [block for block in cached if block.previous is not None or block.next is not None]
+            self.reserved -= sum(block.size for block in cached) - sum(block.size for block in kept)
+            self._cached[small] = kept
+
+
+@dataclass(frozen=True)
+class AllocationModel:
+    """What a process's first steps allocate, at any batch: each size is a line through those of two traced batches.
+
+    `first`, `second`: the events at `first_batch` and `second_batch` examples. Both must allocate in the same order;
+    what is released, and when, is taken from the second, since a collection of garbage may come at any time.
+    """
+
+    first_batch: int
+    second_batch: int
+    first: Sequence[Allocation]
+    second: Sequence[Allocation]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where the traces are not of the same operations."""
+        if self._sizes(self.first).keys() != self._sizes(self.second).keys():
+            raise ValueError("the model allocates in another order at another batch size")
+
+    def events(self, local_batch_size: int) -> list[Allocation]:
+        """Return what is allocated and released at `local_batch_size` examples, in order."""
+        share = (local_batch_size - self.first_batch) / (self.second_batch - self.first_batch)
+        first = self._sizes(self.first)
+        return [
+            event
+            if event.size is None
+            else Allocation(event.key, max(0, round(first[event.key] + share * (event.size - first[event.key]))))
+            for event in self.second
+        ]
+
+    def fits(self, local_batch_size: int, capacity_bytes: float) -> bool:
+        """Return True where no step runs out of memory on a device with `capacity_bytes` left."""
+        try:
+            CachingAllocator(capacity_bytes).replay(self.events(local_batch_size))
+        except OutOfMemory:
+            return False
+        return True
+
+    @staticmethod
+    def _sizes(events: Sequence[Allocation]) -> dict[int, int]:
+        return {event.key: event.size for event in events if event.size is not None}
