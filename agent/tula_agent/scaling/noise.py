@@ -31,6 +31,11 @@ def noise_moments(small_norm_sq: float, large_norm_sq: float, samples: float) ->
     return large_norm_sq - noise, noise
 
 
+def is_usable(small_norm_sq: float, large_norm_sq: float, samples: float) -> bool:
+    """Return False for the numbers of a step that say nothing: infinite, empty, or of a single part."""
+    return samples > 1.0 and math.isfinite(small_norm_sq + large_norm_sq) and large_norm_sq > 0.0
+
+
 def noise_gain(signal: float, noise: float, batch_ratio: float) -> float:
     """AdaScale's gain r = (|G|^2 + S/b) / (|G|^2 + S/B), in [1, B/b] (Johnson et al. 2020, equation 6).
 
@@ -59,10 +64,8 @@ class NoiseAverage:
     fast: float = 0.0
     count: int = 0
 
-    def update(self, small_norm_sq: float, large_norm_sq: float, samples: float) -> bool:
-        """Add one measured step; False when its numbers are unusable (infinite, empty, a single part)."""
-        if samples <= 1.0 or not math.isfinite(small_norm_sq + large_norm_sq) or large_norm_sq <= 0.0:
-            return False
+    def update(self, small_norm_sq: float, large_norm_sq: float, samples: float) -> None:
+        """Add one measured step, whose numbers are usable (`is_usable`)."""
         signal, noise = noise_moments(small_norm_sq, large_norm_sq, samples)
         share = min(max(noise / large_norm_sq, 0.0), 1.0)
         slow, fast = (_SLOW, _FAST) if self.count else (0.0, 0.0)
@@ -71,7 +74,6 @@ class NoiseAverage:
         self.slow = slow * self.slow + (1.0 - slow) * share
         self.fast = fast * self.fast + (1.0 - fast) * share
         self.count += 1
-        return True
 
     def gain(self, batch_ratio: float, noise_weight: float = 1.0) -> float:
         """AdaScale's gain for `batch_ratio` = B / b_small, with the noise times `noise_weight`; 1 without data.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tula_agent.scaling.direction import Directions
-from tula_agent.scaling.noise import NoiseAverage, gradient_variability
+from tula_agent.scaling.noise import NoiseAverage, gradient_variability, is_usable
 from tula_agent.scaling.policies import Gain, Numbers
 from tula_agent.scaling.ranks import AsyncReduction
 from tula_agent.scaling.statistics import DISTURBED, NO_SMALL_BATCH, GradientStatistics
@@ -138,13 +138,14 @@ class GainPolicy:
             statistics.warn(DISTURBED)
             return
         moments, noise = reading.moments(), reading.matrix_noise()
+        if not is_usable(*moments):
+            return  # a step that a GradScaler skipped counts nothing
         before = statistics.batch_size
-        if not state.noise.update(*moments):
-            return
         statistics.count(reading.examples)
         now = statistics.batch_size
         if before and now and now != before:  # as in a launch that measures several batches
             self._change_batch(now / before)
+        state.noise.update(*moments)  # of the batch of now: averages are converted before
         kept = self.matrix_noise if len(self.matrix_noise) == len(noise) else noise
         self.matrix_noise = [_KEEP * old + (1.0 - _KEEP) * new for old, new in zip(kept, noise, strict=True)]
         # Equation 5 compares a step with the one before it: unknown where only one in eight is measured.
