@@ -171,11 +171,11 @@ class Candidate(WireModel):
     dominated: bool = Field(False, description="True: another is neither slower nor dearer, and better in one.")
     excluded_by: str | None = optional("The limit that excludes it, in one sentence.")
     statistical_efficiency: float | None = optional(
-        "Progress per example against a small batch, 0 to 1; null: gradient noise scale unknown."
+        "Progress per example over that at the base batch (see `quality`); null: gradient noise scale unknown."
     )
     learning_rate_factor: float | None = optional(
-        "Learning rate over that of the smallest global batch among the candidates, by the rule for such a "
-        "batch (see `scaling_rule`); null: the rule needs the gradient noise scale, which is unknown."
+        "Learning rate over that of the base batch (see `quality`), by the rule for such a batch (see "
+        "`scaling_rule`); null: the rule needs the gradient noise scale, which is unknown."
     )
     measured_step_time_s: float | None = optional("Measured seconds per optimizer step; null when not profiled.")
 
@@ -193,11 +193,11 @@ class Knee(WireModel):
 
 
 class Quality(WireModel):
-    """Whether the chosen batch is expected to keep the accuracy of the smallest one."""
+    """Whether the chosen batch is expected to keep the accuracy of the base batch, at which the rate was tuned."""
 
     kept: bool = Field(description="True: such trainings lost at most one point; false: the accuracy is at risk.")
     steps: int = Field(description="Optimizer steps of the training at the chosen batch.")
-    base_batch_size: int = Field(description="The smallest global batch of the candidates, in examples.")
+    base_batch_size: int = Field(description="The script's `small_batch_size`, else the smallest candidate, examples.")
     base_steps: int = Field(description="Optimizer steps of the training at that batch.")
     noise_scale: float | None = optional("Gradient noise scale in examples; null before 100 steps measured it.")
     sentence: str = Field(description="The same in words, with the remedy.")

@@ -207,7 +207,8 @@ COLUMN_NAME = r"[a-z][a-z0-9_]{0,63}"
 
 COLUMNS = (
     "step_time_s", "grad_norm", "gradient_variability", "scale", "scaled_share", "gradient_noise_scale", "loss",
-    "accuracy", "validation_accuracy", "lr", "memory_bytes", "skew_s", "tokens_per_example",
+    "accuracy", "validation_accuracy", "lr", "memory_bytes", "skew_s", "tokens_per_example", "small_batch_size",
+    "directions",
 )  # fmt: skip
 """Columns that the service interprets; it stores and charts any other column too."""
 

@@ -245,6 +245,16 @@ class Directions:
         self.left_out = 0
 
     @property
+    def acts(self) -> bool:
+        """True where the steps of all matrices are turned, but for groups that are to keep theirs."""
+        groups = self._inner.param_groups
+        return self._turns and not self.left_out and any(group.get("direction", True) for group in groups)
+
+    @property
+    def _turns(self) -> bool:
+        return type(self._inner) is torch.optim.SGD
+
+    @property
     def places(self) -> tuple[int, ...]:
         """The places, among all parameters, of the matrices whose noise must be known."""
         return tuple(matrix.index for matrix in self._matrices())
@@ -272,7 +282,7 @@ class Directions:
 
     def _matrices(self) -> list[_Matrix]:
         """Return all matrices of torch's own SGD, in the order of parameters; none of another optimizer."""
-        if type(self._inner) is not torch.optim.SGD:
+        if not self._turns:
             return []
         places = ((group, parameter) for group in self._inner.param_groups for parameter in group["params"])
         return [

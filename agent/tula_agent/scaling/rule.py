@@ -179,6 +179,7 @@ class GainPolicy:
             "gradient_variability": state.variability,
             "scale": state.factor,
             "scaled_share": float(state.factor != 1.0),
+            "directions": float(self._directions is not None and self._directions.acts),
             "gradient_noise_scale": state.noise.noise_scale_over_batch * float(self._statistics.batch_size or 1),
         }
 

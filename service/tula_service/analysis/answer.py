@@ -16,7 +16,7 @@ from tula_service.analysis.job_data import JobData
 from tula_service.analysis.scaling import StatisticalEfficiency
 from tula_service.analysis.transfer import earlier_evidence, prior_of
 from tula_service.perfmodel.choice import Choice, choose, price_candidates, recommend
-from tula_service.perfmodel.guard import CAREFUL, SGD, Guard
+from tula_service.perfmodel.guard import CAREFUL, SGD, TURNED, Guard
 from tula_service.perfmodel.objectives import OBJECTIVES, Goal
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Estimate, Limits, Training
@@ -24,7 +24,7 @@ from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 from tula_wire.enums import Objective
 
-MODEL_VERSION = "step-time-10"
+MODEL_VERSION = "step-time-11"
 """Names the equations and priors. It is part of every cache key and ledger entry, so it changes whenever they do."""
 
 
@@ -62,8 +62,8 @@ class Answer:
 
     @property
     def base_batch_size(self) -> int:
-        """The smallest global batch of the candidates."""
-        return min(c.global_batch_size for c in self.evidence.candidates)
+        """The global batch at which the learning rate is taken to be tuned, in examples."""
+        return base_batch_size(self.data, self.evidence.candidates)
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
         """Predict and price any configurations at their own number of steps, on demand and then on spot capacity."""
@@ -102,7 +102,7 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
     goal = replace(goal_of(spec, wanted), guard=guard_of(data, evidence.candidates))
     efficiency = None
     if (noise_scale := data.gradient_noise_scale) is not None:
-        efficiency = StatisticalEfficiency(noise_scale, min(c.global_batch_size for c in evidence.candidates))
+        efficiency = StatisticalEfficiency(noise_scale, base_batch_size(data, evidence.candidates))
         if OBJECTIVES[wanted].needs_efficiency:
             goal = replace(
                 goal, steps_factor={c: 1.0 / efficiency.of(c.global_batch_size) for c in evidence.candidates}
@@ -131,17 +131,28 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
 
 
 def guard_of(data: JobData, candidates: Sequence[Configuration]) -> Guard:
-    """Which batches keep the accuracy of the smallest candidate's, for which the script's learning rate is taken to be.
+    """Which batches keep the accuracy of the base batch.
 
-    The service knows the optimizer, not the rule that a training will scale its rate with, so the constants are those
-    of the policy `gain`, and of AdamW where the optimizer is not known to be SGD.
+    The constants are those of turned steps where a run of the script has reported them; else, by the optimizer of the
+    specification, those of SGD under the policy `gain` alone, and of AdamW where it is not known to be SGD.
     """
+    by_optimizer = SGD if data.spec.model.optimizer in ("sgd", "momentum") else CAREFUL
     return Guard(
         examples=float(data.spec.dataset.size) * data.spec.epochs,
-        base_batch_size=min(c.global_batch_size for c in candidates),
+        base_batch_size=base_batch_size(data, candidates),
         noise_scale=data.settled_noise_scale,
-        constants=SGD if data.spec.model.optimizer in ("sgd", "momentum") else CAREFUL,
+        constants=TURNED if data.directions else by_optimizer,
     )
+
+
+def base_batch_size(data: JobData, candidates: Sequence[Configuration]) -> int:
+    """The batch at which the learning rate is taken to be tuned: the script's `small_batch_size`, else the smallest.
+
+    A reported number above every candidate is none of examples (a script may count in tokens), and is left out.
+    """
+    sizes = [c.global_batch_size for c in candidates]
+    reported = data.small_batch_size
+    return int(reported) if reported is not None and 1 <= reported <= max(sizes) else min(sizes)
 
 
 def goal_of(spec: wire.JobSpec, objective: Objective) -> Goal:

@@ -117,13 +117,14 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
 
 
 def quality_of(answer: Answer) -> wire.Quality | None:
-    """Whether the chosen batch is expected to keep the accuracy of the smallest one; None where nothing is chosen."""
+    """Whether the chosen batch is expected to keep the accuracy of the base batch; None where nothing is chosen."""
     choice = answer.choice
     guard = choice.goal.guard
     if choice.chosen is None or guard is None:
         return None
     batch = choice.chosen.configuration.global_batch_size
     larger = [e for e in choice.estimates if e.configuration.global_batch_size > batch]
+    rate = scaling.learning_rate_factor(answer.spec.model, *_times_base(answer, choice.chosen.configuration))
     refused = bool(larger) and not any(guard.allows(e.configuration.global_batch_size) for e in larger)
     return wire.Quality(
         kept=guard.allows(batch),
@@ -131,7 +132,7 @@ def quality_of(answer: Answer) -> wire.Quality | None:
         base_batch_size=guard.base_batch_size,
         base_steps=guard.steps(guard.base_batch_size),
         noise_scale=guard.noise_scale,
-        sentence=guard.sentence(batch, refused_larger=refused),
+        sentence=guard.sentence(batch, refused_larger=refused, learning_rate_factor=rate),
     )
 
 
@@ -162,7 +163,7 @@ def why(answer: Answer) -> str:
     ]
     if objective.needs_efficiency:
         parts.append(
-            "Time is to the quality of the smallest batch, at a gradient noise scale of "
+            f"Time is to the quality of a batch of {answer.base_batch_size}, at a gradient noise scale of "
             f"{answer.efficiency.noise_scale:.3g} examples"
             + (", as profiling saw it; it grows during training." if answer.data.trained_noise_scale is None else ".")
             if answer.efficiency is not None

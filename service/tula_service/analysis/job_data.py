@@ -40,8 +40,9 @@ class JobData:
 
     `runs` are in the order in which the plan lists them; `summaries` cover the runs that have samples or ran out of
     memory, oldest first. `earlier_jobs` are newest first, and so are `probes`, those of the project on this job's
-    instance types. `trained_noise` (newest first), `profiled_noise` and
-    `token_counts` are columns of telemetry of the newest runs. Failed runs whose key is at most `retried_up_to_key` do
+    instance types. `trained_noise` (newest first), `profiled_noise` and `token_counts` are columns of telemetry of the
+    newest runs; `small_batch_size` (the batch of the learning rate, None: not reported) and `directions` (steps are
+    turned) are what a `TulaOptimizer` of theirs reported last. Failed runs whose key is at most `retried_up_to_key` do
     not rule out their configuration, since the job was registered again after them.
     """
 
@@ -55,6 +56,8 @@ class JobData:
     trained_noise: Sequence[FloatArray] = ()
     profiled_noise: Sequence[FloatArray] = ()
     token_counts: Sequence[FloatArray] = ()
+    small_batch_size: float | None = None
+    directions: bool = False
     retried_up_to_key: int = 0
     ignored_step_times: frozenset[str] = frozenset()
     probes: Sequence[wire.FabricProbe] = ()

@@ -80,7 +80,7 @@ def learning_rate_factor(model: wire.ModelSpec, times: float, by_noise_scale: fl
 
     by_noise_scale: the gain, of which Adam takes the root, as `TulaOptimizer` does.
     """
-    if times == 1.0:
+    if times <= 1.0:
         return 1.0
     return math.sqrt(by_noise_scale) if by_noise_scale and model.optimizer == "adam" else by_noise_scale
 

@@ -27,6 +27,7 @@ _MAX_EARLIER_JOBS = 200
 _MAX_PROBES = 200
 _RUNS_READ_FOR_NOISE, _TRAININGS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE = 6, 2, 1000
 _RUNS_READ_FOR_TOKENS, _STEPS_READ_FOR_TOKENS = 4, 100
+_RUNS_READ_FOR_SCALING = 2
 
 
 def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
@@ -45,6 +46,8 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
         prediction_pairs=tx.posteriors.prediction_pairs(job.id),
         trained_noise=_columns(tx, trained, "gradient_noise_scale", _TRAININGS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE),
         profiled_noise=_columns(tx, profiled, "gradient_noise_scale", _RUNS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE),
+        small_batch_size=_newest(tx, runs, "small_batch_size", _RUNS_READ_FOR_SCALING),
+        directions=_newest(tx, runs, "directions", _RUNS_READ_FOR_SCALING) == 1.0,
         token_counts=_columns(tx, runs, "tokens_per_example", _RUNS_READ_FOR_TOKENS, _STEPS_READ_FOR_TOKENS),
         retried_up_to_key=job.retried_up_to_key,
         ignored_step_times=frozenset(run.id for run in runs if run.unsteady),
@@ -92,5 +95,15 @@ def _earlier_job(spec: Mapping[str, Any], **learned: Any) -> EarlierJob:
 
 def _columns(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int, last_step: int) -> list[FloatArray]:
     """A telemetry column of the newest runs that have samples."""
-    newest = sorted((run.key for run in runs if run.num_samples), reverse=True)[:num_runs]
-    return [tx.telemetry.read(key, name, last_step=last_step)[1] for key in newest]
+    return [tx.telemetry.read(key, name, last_step=last_step)[1] for key in _with_samples(runs, num_runs)]
+
+
+def _newest(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int) -> float | None:
+    """The last value of a telemetry column of the newest of these runs that reported it; None without one."""
+    values = (tx.telemetry.newest(key, name) for key in _with_samples(runs, num_runs))
+    return next((value for value in values if value is not None), None)
+
+
+def _with_samples(runs: Sequence[RunRecord], num_runs: int) -> list[int]:
+    """The keys of the newest runs that have samples."""
+    return sorted((run.key for run in runs if run.num_samples), reverse=True)[:num_runs]

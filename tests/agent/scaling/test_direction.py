@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.agent.scaling.constants import gain
-from tula_agent.scaling import Gain, TulaOptimizer
+from tula_agent.scaling import Gain, Measure, TulaOptimizer
 from tula_agent.scaling.direction import (
     MOST_OPERATIONS,
     ROWS,
@@ -320,3 +320,28 @@ def test_matrices_that_cost_too_much_are_left_with_one_warning(caplog):
     assert not any(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     (record,) = [record for record in caplog.records if "largest matrices" in record.message]
     assert "twentieth" in record.message
+    assert optimizer.telemetry()["directions"] == 0.0, "not every matrix is turned"
+
+
+@pytest.mark.parametrize(
+    ("policy", "inner", "wanted", "reported"),
+    [
+        (Gain(), torch.optim.SGD, True, 1.0),
+        (Gain(), torch.optim.SGD, False, 0.0),
+        (Gain(), torch.optim.AdamW, True, 0.0),
+        (Measure(), torch.optim.SGD, True, 0.0),
+        (gain(damping=None), torch.optim.SGD, True, 0.0),
+    ],
+)
+def test_the_telemetry_says_from_the_first_step_on_whether_matrices_are_turned(policy, inner, wanted, reported):
+    net = network()
+    optimizer = TulaOptimizer(
+        inner([{"params": list(net.parameters()), "direction": wanted}], lr=0.01),
+        policy=policy,
+        global_batch_size=4,
+        small_batch_size=2,
+    )
+    net(torch.randn(4, 1, 8, 8)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.telemetry()["directions"] == reported
+    assert optimizer.telemetry()["small_batch_size"] == 2.0

@@ -57,7 +57,8 @@ batches = st.fixed_dictionaries(
 )
 COLUMNS = (
     "step_time_s", "grad_norm", "gradient_variability", "scale", "scaled_share", "gradient_noise_scale", "loss",
-    "accuracy", "validation_accuracy", "lr", "memory_bytes", "skew_s", "delta", "small_batch_size", "scripted_s_min",
+    "accuracy", "validation_accuracy", "lr", "memory_bytes", "skew_s", "delta", "small_batch_size", "directions",
+    "scripted_s_min",
     "scripted_s_max", "scripted_delta", "thresholds_version",
 )  # fmt: skip
 chunks = st.fixed_dictionaries(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
 from tula_service.perfmodel.choice import Choice, choose
-from tula_service.perfmodel.guard import CAREFUL, SGD, Guard
+from tula_service.perfmodel.guard import CAREFUL, SGD, TURNED, Guard
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.pricing import Estimate, Limits, Training
@@ -19,7 +19,7 @@ EXAMPLES = st.floats(1e3, 1e9)
 BASES = st.sampled_from([8, 32, 64, 256])
 NOISE = st.none() | st.floats(1.0, 1e5)
 BATCHES = st.integers(0, 12).map(lambda exponent: 8 * 2**exponent)
-CONSTANTS = st.sampled_from([SGD, CAREFUL])
+CONSTANTS = st.sampled_from([TURNED, SGD, CAREFUL])
 GUARDS = st.builds(Guard, EXAMPLES, BASES, NOISE, CONSTANTS)
 
 
@@ -40,8 +40,9 @@ def test_more_noise_never_refuses_what_less_allows(guard, batch, times):
 
 
 @given(GUARDS, BATCHES)
-def test_an_unknown_optimizer_allows_nothing_that_sgd_does_not(guard, batch):
-    assert replace(guard, constants=CAREFUL).allows(batch) <= replace(guard, constants=SGD).allows(batch)
+def test_an_unknown_optimizer_allows_nothing_that_sgd_does_not_nor_sgd_what_turned_steps_do_not(guard, batch):
+    unknown, sgd, turned = (replace(guard, constants=constants).allows(batch) for constants in (CAREFUL, SGD, TURNED))
+    assert unknown <= sgd <= turned
 
 
 @given(GUARDS, BATCHES)
@@ -53,8 +54,10 @@ def test_the_base_batch_is_always_allowed_and_nothing_larger_in_a_short_training
 
 @given(GUARDS, BATCHES, st.booleans())
 def test_the_sentence_says_when_the_accuracy_is_at_risk(guard, batch, refused):
-    sentence = guard.sentence(batch, refused_larger=refused)
+    sentence = guard.sentence(batch, refused_larger=refused, learning_rate_factor=2.5)
     assert ("at risk" in sentence) == (not guard.allows(batch))
+    larger_and_kept = guard.allows(batch) and batch > guard.base_batch_size
+    assert ("train with `TulaOptimizer`, rate x 2.5." in sentence) <= larger_and_kept
     assert f"{guard.steps(batch):,} step" in sentence
 
 
@@ -82,6 +85,29 @@ def test_resnet_50_on_imagenet_may_train_at_8192_for_90_epochs(base, noise):
 )
 def test_the_cells_of_the_study(examples, batch, noise, allowed):
     assert Guard(examples, 64, noise, SGD).allows(batch) is allowed
+
+
+@pytest.mark.parametrize(
+    ("examples", "batch", "noise", "allowed"),
+    [
+        (30 * 6144, 512, 67.0, True),  # vgg of 30 epochs gained 0.4 there with turned steps
+        (60 * 6144, 1024, 67.0, False),  # 360 steps, but vgg lost 2.4
+        (30 * 6144, 1024, 1e6, False),  # 180 steps
+        (30 * 6144, 512, None, True),  # 360 steps: more than 40 x 8
+        (30 * 2048, 256, 200.0, False),  # resnet20: 240 steps lost 1.3
+    ],
+)
+def test_the_cells_of_the_study_with_turned_steps(examples, batch, noise, allowed):
+    assert Guard(examples, 64, noise, TURNED).allows(batch) is allowed
+
+
+def test_the_line_of_quality_names_steps_noise_and_the_rate():
+    guard = Guard(30 * 6144, 64, 67.0, TURNED)
+    assert guard.sentence(512, refused_larger=False, learning_rate_factor=4.1) == (
+        "360 steps (a batch of 64 would take 2,880); 0.88 times what the gradient noise supports (585); such trainings "
+        "lost at most 1 point in our experiments; train with `TulaOptimizer`, rate x 4.1."
+    )
+    assert guard.sentence(512, refused_larger=False).endswith("; train with `TulaOptimizer`.")
 
 
 def chosen(objective, guard, limits=None) -> Choice:

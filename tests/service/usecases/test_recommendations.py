@@ -371,6 +371,31 @@ def test_profiling_runs_report_the_noise_scale_before_any_training(cluster: Clus
     assert factors[256] == pytest.approx((1 + 800 / 64) / (1 + 800 / 256))
 
 
+def test_what_the_script_reports_of_its_rule_decides_which_batches_keep_the_accuracy(cluster: Cluster) -> None:
+    job_id = cluster.register(spec(epochs=3, objective="balanced")).job.id
+    run = cluster.train(job_id, wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32))
+    cluster.send(run, cluster.times(run.configuration, 20))
+    cluster.report(run, gradient_noise_scale=[130.0] * 200)
+
+    def batches() -> tuple[int, int]:
+        with cluster.store.transaction() as tx:
+            tx.jobs.update(job_id, bump=True)
+        answer = cluster.recommendation(job_id)
+        assert answer.chosen is not None
+        assert answer.quality is not None
+        assert answer.quality.kept
+        assert f"rate x {answer.chosen.learning_rate_factor:.2g}." in answer.quality.sentence
+        return answer.chosen.global_batch_size, answer.quality.base_batch_size
+
+    assert batches() == (256, 64), "no more than 130 + 2 x 64"
+    cluster.report(run, first_step=200, directions=[1.0])
+    assert batches() == (512, 64), "turned steps bear three times as much"
+    cluster.report(run, first_step=201, directions=[0.0], small_batch_size=[256.0])
+    assert batches() == (512, 256), "no more than 130 + 2 x 256"
+    cluster.report(run, first_step=202, small_batch_size=[64.0 * 512])
+    assert batches() == (256, 64), "tokens are no examples"
+
+
 def test_time_to_quality_trades_throughput_against_the_worth_of_an_example(profiled: tuple[Cluster, str]) -> None:
     cluster, job_id = profiled
     unknown = cluster.recommendation(job_id, "time_to_quality")

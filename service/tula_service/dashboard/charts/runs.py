@@ -62,7 +62,7 @@ _CHARTS: Final[dict[str, tuple[str, str, tuple[Panel, ...]]]] = {
     ),
 }
 """What a chart is of, where its columns come from (for the message while there are none), and its panels."""
-SETTINGS: Final = ("delta", "small_batch_size", "thresholds_version")
+SETTINGS: Final = ("delta", "small_batch_size", "directions", "thresholds_version")
 """Columns, and the same after `scripted_`, whose one value a page states instead of drawing a chart of a point."""
 RUN_CHARTS: Final = ("step_time", "memory", "gradient", "scale", "loss", "accuracy")
 _UNITS: Final = {"step_time_s": vega.time_unit, "skew_s": vega.time_unit, "memory_bytes": vega.bytes_unit}
