@@ -5,9 +5,15 @@
 
 `--by-source` also gives the figures of each source beside those of all others. It is no held-out test: constants of
 the search and of the residual were chosen on these grids (docs/model.md lists which).
+Runs report the split of a step into compute and exposed communication where the source has it (`--sync`). `random4`
+and `random6` are runs drawn at random, one of them on the largest cluster, in five draws. Of each plan, `median` and
+`p90` are over the median errors of the workloads, `geometric` is the geometric mean of these, `coverage` the mean over
+workloads. `by_configuration.*` are over all configurations of all workloads, and
+`by_configuration.coverage.extrapolated` over those outside of what was measured. `regret.*.geometric` is the geometric
+mean of 1 + regret, less 1.
 `columns`: a launch measures up to three batches of a cluster; `columns.launches` and `columns.batches` are how many the
-planner asked for, a cluster that is launched twice counted twice. `columns2` and `columns3`, with every batch, are the
-errors on the other clusters after the largest and the smallest cluster, and after one between them as well.
+planner asked for, a cluster that is launched twice counted twice. `columns1`, `columns2` and `columns3`, with every
+batch, are the errors on the other clusters after the largest cluster, the smallest as well, and one between them too.
 `noise.*`: what profiling reads differs from the truth by `--noise` (a log standard deviation, one value a run), in
 `--draws` draws. The regret is that of the true times, and `noise.coverage.chosen` is how often the true time of the
 configuration that was chosen for least time or cost lies inside its 90 % interval. Beside every mean M, M.low and
@@ -25,11 +31,20 @@ import tracemalloc
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
-from benchmarks.support.report import bootstrap, mean, median, percentile, print_table, write_json
+from benchmarks.support.report import (
+    bootstrap,
+    geometric_mean,
+    mean,
+    median,
+    percentile,
+    print_table,
+    write_json,
+)
 from tula_service.perfmodel.choice import Choice, recommend
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.planner import (
@@ -48,7 +63,8 @@ from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Objective, StepTimeForm
 
-PLANS = ("ring", "partial", "adaptive4", "adaptive6", "full")
+RANDOM = {"random4": 4, "random6": 6}
+PLANS = ("ring", "partial", *RANDOM, "adaptive4", "adaptive6", "full")
 PLANNED = ("adaptive4", "adaptive6")
 BY_SOURCE = (
     "regular.adaptive4.median",
@@ -61,7 +77,7 @@ BY_SOURCE = (
     "regret.best_num_nodes.mean",
     "regret.deadline.violations_with_warned",
 )
-COLUMNS = ("columns2", "columns3")
+COLUMNS = ("columns1", "columns2", "columns3")
 NOISY = ("time", "cost", "best_num_nodes")
 CHOICES = ("time", "cost", "deadline", "best_num_nodes", "best_num_nodes_planned")
 _DATASET = 1e6
@@ -70,8 +86,23 @@ _RUNS = 6
 _SAME_BATCH = 1.03
 _TIMED_CANDIDATES = 64
 _NOISE, _DRAWS = 0.03, 3
+_RANDOM_DRAWS = 5
+_LEAST_ERROR = 1e-4  # in a geometric mean
 _PLANNED_SIDE = 64  # clusters, and batches
 _NEVER = 1e30  # times as many steps: such a candidate may be profiled and is never chosen
+
+
+class HeldOut(NamedTuple):
+    """Of every configuration that was not profiled: relative error, and 1.0 where the measured time is inside its 90 %
+    interval and where it is outside of what was measured, else 0.0."""
+
+    errors: Sequence[float] = ()
+    inside: Sequence[float] = ()
+    extrapolated: Sequence[float] = ()
+
+    def __add__(self, other: tuple[Sequence[float], ...]) -> HeldOut:  # type: ignore[override]
+        """Both together."""
+        return HeldOut(*([*ours, *theirs] for ours, theirs in zip(self, other, strict=True)))
 
 
 @dataclass
@@ -83,6 +114,7 @@ class Figures:
     grid: str
     error: dict[str, float] = field(default_factory=dict)
     coverage: dict[str, float] = field(default_factory=dict)
+    configurations: dict[str, HeldOut] = field(default_factory=dict)
     regret: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
     runs: dict[str, float] = field(default_factory=dict)
@@ -131,19 +163,27 @@ def corners(workload: Workload, *, two: bool = False) -> list[Placement]:
     return corner_design(workload.candidates, two=two)  # type: ignore[return-value]
 
 
-def held_out(
-    workload: Workload, profiled: Sequence[Placement], form: StepTimeForm = "overlap"
-) -> tuple[list[float], list[float]]:
-    """Relative error and "inside its 90 % interval" of every configuration that was not profiled."""
+def at_random(workload: Workload, runs: int, draw: int) -> list[Placement]:
+    """Configurations drawn at random, the first of them on the largest cluster."""
+    dice = np.random.default_rng([draw, runs, zlib.crc32(workload.name.encode())])
+    shuffled = [workload.candidates[row] for row in dice.permutation(len(workload.candidates))]
+    largest = max(c.world_size for c in shuffled)
+    first = next(c for c in shuffled if c.world_size == largest)
+    return [first, *(c for c in shuffled if c != first)][:runs]
+
+
+def held_out(workload: Workload, profiled: Sequence[Placement], form: StepTimeForm = "overlap") -> HeldOut:
+    """The errors of a fit to these configurations on all others."""
     seen = set(profiled)
     rest = [c for c in workload.candidates if c not in seen]
     if not rest:
-        return [], []
+        return HeldOut()
     model = fit_step_time(workload.measure(profiled), form=form, candidates=workload.candidates)
     predicted = model.predict(rest)
     actual = np.array([workload.step_time_s[c] for c in rest])
     inside = (predicted.low_s <= actual) & (actual <= predicted.high_s)
-    return np.abs(predicted.mean_s / actual - 1.0).tolist(), inside.astype(float).tolist()
+    errors = np.abs(predicted.mean_s / actual - 1.0)
+    return HeldOut(errors.tolist(), inside.astype(float).tolist(), predicted.extrapolated.astype(float).tolist())
 
 
 def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
@@ -155,12 +195,18 @@ def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
         "adaptive4": designed(workload, 4),
         "adaptive6": designed(workload, 6),
     }
-    for name, chosen in profiled.items():
-        errors, inside = held_out(workload, chosen, "ring" if name == "ring" else "overlap")
-        found.error[name], found.coverage[name] = median(errors), mean(inside)
+    scores = {
+        name: [held_out(workload, chosen, "ring" if name == "ring" else "overlap")] for name, chosen in profiled.items()
+    }
+    for name, runs in RANDOM.items():
+        scores[name] = [held_out(workload, at_random(workload, runs, draw)) for draw in range(_RANDOM_DRAWS)]
+    for name, of_draws in scores.items():
+        found.error[name] = mean([median(score.errors) for score in of_draws])
+        found.configurations[name] = functools.reduce(HeldOut.__add__, of_draws)
     left_out = [held_out(workload, [c for c in workload.candidates if c != one]) for one in workload.candidates]
-    found.error["full"] = median([errors[0] for errors, _ in left_out])
-    found.coverage["full"] = mean([inside[0] for _, inside in left_out])
+    found.configurations["full"] = functools.reduce(HeldOut.__add__, left_out)
+    found.error["full"] = median(found.configurations["full"].errors)
+    found.coverage = {name: mean(score.inside) for name, score in found.configurations.items()}
     found.fit_ms = time_fit(workload, profiled["adaptive6"])
     regret(workload, profiled["adaptive6"], found)
     columns(workload, found)
@@ -201,10 +247,11 @@ def goal_of(name: str, limits: Limits | None = None) -> Goal:
 
 
 def columns(workload: Workload, found: Figures) -> None:
-    """Held-out errors after two and three columns, and the regret and launches of planned columns."""
-    for name in COLUMNS:
-        chosen = {*first_columns(workload.candidates), *(middle_column(workload) if name == "columns3" else ())}
-        errors, _ = held_out(workload, [c for c in workload.candidates if column_of(c) in chosen])
+    """Held-out errors after one, two and three columns, and the regret and launches of planned columns."""
+    ordered = [*first_columns(workload.candidates), *middle_column(workload)]
+    for number, name in enumerate(COLUMNS, 1):
+        chosen = {*ordered[:number]}
+        errors = held_out(workload, [c for c in workload.candidates if column_of(c) in chosen]).errors
         found.error[name] = median(errors)
     launched: list[list[Column]] = []
     measured: list[float] = []
@@ -340,12 +387,21 @@ def summarise(results: Sequence[Figures]) -> dict[str, float]:
         for name in PLANS:
             errors = known([r.error[name] for r in chosen])
             out[f"{grid}.{name}.median"], out[f"{grid}.{name}.p90"] = median(errors), percentile(errors, 0.9)
+            out[f"{grid}.{name}.geometric"] = geometric_mean(np.maximum(errors, _LEAST_ERROR).tolist())
             add_mean(f"{grid}.{name}.coverage", [r.coverage[name] for r in chosen])
+            together = functools.reduce(HeldOut.__add__, [r.configurations[name] for r in chosen], HeldOut())
+            beyond = [i for i, is_beyond in zip(together.inside, together.extrapolated, strict=True) if is_beyond]
+            by_configuration = f"{grid}.{name}.by_configuration"
+            out[f"{by_configuration}.median"] = median(together.errors)
+            out[f"{by_configuration}.p90"] = percentile(together.errors, 0.9)
+            out[f"{by_configuration}.coverage"] = mean(together.inside)
+            out[f"{by_configuration}.coverage.extrapolated"] = mean(beyond)
         add_mean(f"coverage.{grid}", [mean(known([r.coverage[name] for name in PLANNED])) for r in chosen])
     for name in CHOICES:
         regrets = [r.regret[name] for r in results if name in r.regret]
         always = [r.largest[name] for r in results if name in r.largest]
         add_mean(f"regret.{name}.mean", regrets)
+        out[f"regret.{name}.geometric"] = geometric_mean([1.0 + value for value in regrets]) - 1.0
         add_mean(f"regret.{name}.within5", [float(value <= 0.05) for value in regrets])
         add_mean(f"regret.{name}.largest.mean", always)
         add_mean(f"regret.{name}.largest.within5", [float(value <= 0.05) for value in always])
@@ -407,11 +463,15 @@ def show(figures: dict[str, float]) -> None:
         return f"{value} [{100 * figures[f'{key}.low']:.1f}, {100 * figures[f'{key}.high']:.1f}]"
 
     for grid in ("regular", "hard"):
-        rows = [[name, *(percent(f"{grid}.{name}.{part}") for part in ("median", "p90", "coverage"))] for name in PLANS]
-        print_table(f"{grid} grids ({figures[f'{grid}.workloads']:.0f})", ["plan", "median", "p90", "coverage"], rows)
-    parts = ("mean", "within5", "largest.mean", "largest.within5")
-    rows = [[name, *(percent(f"regret.{name}.{part}") for part in parts)] for name in CHOICES]
-    print_table("regret, at most 6 runs", ["choice", "mean", "within 5 %", "largest: mean", "within 5 %"], rows)
+        parts: tuple[str, ...] = ("median", "geometric", "p90", "coverage")
+        parts += tuple(f"by_configuration.{part}" for part in ("p90", "coverage", "coverage.extrapolated"))
+        heads = ["plan", "median", "geometric", "p90", "coverage", "configurations: p90", "coverage", "extrapolated"]
+        rows = [[name, *(percent(f"{grid}.{name}.{part}") for part in parts)] for name in PLANS]
+        print_table(f"{grid} grids ({figures[f'{grid}.workloads']:.0f})", heads, rows)
+    of_regret = ("mean", "geometric", "within5", "largest.mean", "largest.within5")
+    rows = [[name, *(percent(f"regret.{name}.{part}") for part in of_regret)] for name in CHOICES]
+    heads = ["choice", "mean", "geometric", "within 5 %", "largest: mean", "within 5 %"]
+    print_table("regret, at most 6 runs", heads, rows)
     rows = [[name, percent(f"{name}.median"), percent(f"{name}.p90")] for name in COLUMNS]
     print_table("columns: errors on the other clusters", ["plan", "median", "p90"], rows)
     regrets = [percent(f"columns.regret.{name}.mean") for name in ("time", "cost", "time.noisy", "cost.noisy")]

@@ -96,7 +96,8 @@ def read_step_time(path: Path, sync: Sequence[Path] = ()) -> list[Workload]:
     """The workloads of a step-time table, in the order of the file; repeats of a configuration are averaged.
 
     Waits for gradients are in its column `sync_time_s`, or in tables of the sources (`sync`) with the columns gpu,
-    network (the table's cluster), model, num_nodes, num_replicas, local_batch and sync_time_s.
+    network (the table's cluster), model, num_nodes, num_replicas, local_batch and sync_time_s; of a configuration in
+    several of these, the first table counts.
     """
     known = _sync_times(sync)
     measured: dict[str, dict[Placement, list[float]]] = {}
@@ -128,14 +129,16 @@ def _means(values: dict[Placement, list[float]]) -> dict[Placement, float]:
 
 
 def _sync_times(tables: Sequence[Path]) -> dict[tuple[object, ...], list[float]]:
-    found: dict[tuple[object, ...], list[float]] = {}
+    first: dict[tuple[object, ...], list[float]] = {}
     for table in tables:
+        read: dict[tuple[object, ...], list[float]] = {}
         for row in read_rows(table):
             if row["sync_time_s"] and row["num_nodes"]:
                 counts = (int(float(row[name])) for name in ("num_nodes", "num_replicas", "local_batch"))
                 place = (row["gpu"], row["network"], row["model"], *counts)
-                found.setdefault(place, []).append(float(row["sync_time_s"]))
-    return found
+                read.setdefault(place, []).append(float(row["sync_time_s"]))
+        first = read | first
+    return first
 
 
 def read_memory(path: Path) -> list[MemoryWorkload]:
@@ -184,7 +187,13 @@ def workloads_parser(name: str, description: str | None) -> argparse.ArgumentPar
     """The options of `over_workloads`."""
     parser = grids_parser(name, description, STEP_TIME_TABLE)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--sync", type=Path, action="append", default=[], help="table of a source with sync_time_s")
+    parser.add_argument(
+        "--sync",
+        type=Path,
+        action="append",
+        default=[],
+        help="table of a source with sync_time_s (those in the folder steptime beside the folder of the grids)",
+    )
     parser.add_argument("--only", action="append", default=[], help="only workloads of this source")
     parser.add_argument("--without", action="append", default=[], help="leave this source out")
     return parser
@@ -199,12 +208,14 @@ def over_workloads(
 ) -> tuple[argparse.Namespace, list[tuple[Workload, Found]]]:
     """Run `measure` on each workload of `--grids`, in `--jobs` processes; with `--smoke`, `smoke` on few of them.
 
-    Returns the options, and each workload with its result.
+    Runs report the split of a step into compute and exposed communication, as the agent does, wherever the table or
+    its sources have it. Returns the options, and each workload with its result.
     """
     options = parser.parse_args(arguments)
+    sync = options.sync or sorted((options.grids.resolve().parents[1] / "steptime").glob("*.csv"))
     workloads = [
         w
-        for w in read_step_time(options.grids, options.sync)
+        for w in read_step_time(options.grids, sync)
         if w.source not in options.without and (not options.only or w.source in options.only)
     ]
     for table in options.sync:

@@ -36,6 +36,11 @@ def mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else float("nan")
 
 
+def geometric_mean(values: Sequence[float]) -> float:
+    """The geometric mean of values above 0, NaN of nothing: unlike the mean, no single large value decides it."""
+    return float(np.exp(np.mean(np.log(values)))) if len(values) else float("nan")
+
+
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     """The ends of the 90 % interval of the mean, by a thousand resamples; NaN of nothing."""
     if not len(values):
