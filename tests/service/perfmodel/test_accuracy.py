@@ -30,7 +30,7 @@ def workloads() -> list[Workload]:
 def errors_after(workloads: list[Workload], runs: int) -> tuple[list[float], list[float]]:
     errors, coverage = [], []
     for workload in workloads:
-        missed, inside = step_time.held_out(workload, step_time.designed(workload, runs))
+        missed, inside, _ = step_time.held_out(workload, step_time.designed(workload, runs))
         errors.append(float(np.median(missed)))
         coverage.append(float(np.mean(inside)))
     return errors, coverage
