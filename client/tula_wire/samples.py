@@ -240,7 +240,9 @@ class TelemetryAccepted(WireModel):
 
     stored: int = Field(description="Number of step values stored.")
     duplicate: bool = Field(False, description="True: the chunk was stored before.")
-    refused: list[str] = Field([], description="Columns that were left out, since no metric may have their names.")
+    refused: list[str] = Field(
+        [], description="Columns that were left out: no metric may have their names, or the run has a thousand."
+    )
 
 
 class TelemetrySeries(WireModel):

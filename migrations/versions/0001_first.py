@@ -100,6 +100,7 @@ def upgrade() -> None:
     )
     op.create_index("ix_jobs_project_id_state_key", "jobs", ["project_id", "state", "key"])
     op.create_index("ix_jobs_project_id_fingerprint", "jobs", ["project_id", "fingerprint"])
+    op.create_index("ix_jobs_project_id_name", "jobs", ["project_id", "name"])
     op.create_index("ix_jobs_listed", "jobs", ["project_id", "key", "state", "name", "model_name"])
     op.create_index("ix_jobs_model_name", "jobs", ["model_name"])
     op.create_table(
@@ -129,7 +130,7 @@ def upgrade() -> None:
         *optional(sa.Double, "lease_s", "predicted_step_time_s", "time_limit_s"),
         *optional(TIME, "lease_expires_at", "started_at", "finished_at"),
         *required(TIME, "created_at"),
-        *required(sa.BigInteger, "num_samples", "dropped"),
+        *required(sa.BigInteger, "num_samples", "num_measured", "dropped"),
         *optional(sa.Integer, "failed_local_batch_size"),
         *optional(JSON, "monitor"),
         sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),
@@ -195,6 +196,17 @@ def upgrade() -> None:
         *required(sa.Text, "columns"),
         *required(sa.LargeBinary, "payload"),
         postgresql_partition_by="RANGE (run_key)",
+    )
+    op.create_index(
+        "ix_telemetry_chunks_run_key_rank_first_step", "telemetry_chunks", ["run_key", "rank", "first_step"]
+    )
+    op.create_table(
+        "telemetry_columns",
+        parent("run_key", "runs.key", BIG, primary_key=True, autoincrement=False),
+        sa.Column("name", sa.Text, primary_key=True),
+        *required(sa.BigInteger, "num_steps"),
+        *optional(sa.BigInteger, "newest_step"),
+        *optional(sa.Double, "newest_value"),
     )
     op.create_table(
         "ledger",

@@ -46,6 +46,7 @@ class Runs(Repository):
             "created_at": now,
             "started_at": now if run.state == "running" else None,
             "num_samples": 0,
+            "num_measured": 0,
             "dropped": 0,
         }
         values |= values.pop("configuration")

@@ -85,7 +85,7 @@ class Samples(Repository):
     def add(self, run_key: int, job_id: str, batch: SampleBatch) -> int:
         """Store a batch and return the number of new rows: by (run, rank, boot id, sequence), the first is kept.
 
-        New rows move the run's sample count, and they or another memory reading the job's data version.
+        New rows move the run's counts, and they or another memory reading the job's data version.
         """
         if self._postgres:
             # The job's row before its run's, as a deletion locks them: see the order of locks in store/database.py.
@@ -104,9 +104,9 @@ class Samples(Repository):
         memory_changed = batch.memory is not None and self._store_memory(source, run_key, batch.memory)
         if stored or memory_changed:
             self.bump(job_id)  # before the run's row is changed
-            self._connection.execute(
-                sa.update(runs).where(runs.c.key == run_key).values(num_samples=runs.c.num_samples + stored)
-            )
+            measured = 0 if batch.warmup else stored
+            counts = {"num_samples": runs.c.num_samples + stored, "num_measured": runs.c.num_measured + measured}
+            self._connection.execute(sa.update(runs).where(runs.c.key == run_key).values(counts))
         return stored
 
     def recent(self, run_key: int, *, limit: int = SUMMARY_ROWS, rank: int | None = None) -> SampleColumns:
@@ -158,9 +158,9 @@ class Samples(Repository):
 
     def refresh(self, run_key: int, summarise: Summarise) -> None:
         """Compute and keep the summary of one run now, so that `RunRecord.step_time_s` is current."""
-        row = self._row(sa.select(runs.c.key, runs.c.num_samples).where(runs.c.key == run_key))
+        row = self._row(sa.select(runs.c.key, runs.c.num_samples, runs.c.num_measured).where(runs.c.key == run_key))
         if row is not None and row["num_samples"]:
-            self._compute(run_key, row["num_samples"], summarise)
+            self._compute(row, summarise)
 
     def page(
         self,
@@ -216,17 +216,19 @@ class Samples(Repository):
         return self._purge(step_samples, job_id, limit)
 
     def _measured(self, run_key: int, names: Sequence[str], wanted: SampleFilter, limit: int) -> dict[str, Any]:
-        """Columns of the last measuring rows that are wanted."""
+        """Columns of the last measuring rows that are wanted; of one rank, those among the last of all ranks."""
         table = step_samples.c
-        conditions = [table.run_key == run_key, table.warmup.is_(False), *wanted.of_rows]
-        if wanted.rank is not None:
-            conditions.append(table.rank == wanted.rank)
-        statement = sa.select(*(table[name] for name in names)).where(*conditions)
-        newest = statement.order_by(table.step.desc(), table.rank).limit(limit)
-        rows = self._connection.execute(newest).all()[::-1]
-        columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) or [()] * len(names)
+        statement = sa.select(*(table[name] for name in names), table.rank.label("sender")).where(
+            table.run_key == run_key, table.warmup.is_(False), *wanted.of_rows
+        )
+        newest = statement.order_by(table.step.desc(), table.rank)
+        if wanted.rank is not None:  # the rank is not in the index: without a limit, all rows of others would be read
+            some = newest.limit(max(limit, MOST_READ)).subquery("some")
+            newest = sa.select(some).where(some.c.sender == wanted.rank)  # in the order of the subquery, unsorted
+        rows = self._connection.execute(newest.limit(limit)).all()[::-1]
+        columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) or [()] * (len(names) + 1)
         found: dict[str, Any] = {}
-        for name, values in zip(names, columns, strict=True):
+        for name, values in zip(names, columns[:-1], strict=True):
             if name.endswith("_s"):
                 found[name] = np.array(values, np.float64)  # NULL becomes NaN
             else:
@@ -300,7 +302,7 @@ class Samples(Repository):
     ) -> RunSummary:
         figures: dict[str, Any] = {name: row[f"summary_{name}"] for name in _FIGURES}
         if row["num_samples"] and row["summary_of_num_samples"] != row["num_samples"]:
-            figures = self._compute(row["key"], row["num_samples"], summarise)
+            figures = self._compute(row, summarise)
         return RunSummary(
             run_id=row["id"],
             state=row["state"],
@@ -312,9 +314,8 @@ class Samples(Repository):
             num_samples=figures["num_samples"] or 0,
         )
 
-    def _compute(self, run_key: int, of_num_samples: int, summarise: Summarise) -> dict[str, Any]:
-        table = step_samples.c
-        measured = self._scalar(sa.select(sa.func.count()).where(table.run_key == run_key, table.warmup.is_(False)))
+    def _compute(self, run: RowMap, summarise: Summarise) -> dict[str, Any]:
+        run_key = int(run["key"])
         recent = self.recent(run_key)
         try:
             figures = summarise(recent)
@@ -329,7 +330,7 @@ class Samples(Repository):
             .limit(1)
         )
         facts = {name: None if seen is None else seen[name] for name in _SEEN}
-        values = {"of_num_samples": of_num_samples, "num_samples": measured, **figures, **facts}
+        values = {"of_num_samples": run["num_samples"], "num_samples": run["num_measured"], **figures, **facts}
         if self._connection.get_execution_options()[WRITES]:
             self._put(run_summaries, {"run_key": run_key}, values)
         return values

@@ -90,6 +90,7 @@ jobs = sa.Table(
     sa.UniqueConstraint("project_id", "idempotency_key"),
     sa.Index("ix_jobs_project_id_state_key", "project_id", "state", "key"),
     sa.Index("ix_jobs_project_id_fingerprint", "project_id", "fingerprint"),
+    sa.Index("ix_jobs_project_id_name", "project_id", "name"),
     sa.Index("ix_jobs_listed", "project_id", "key", "state", "name", "model_name"),  # all that a list filters on
     sa.Index("ix_jobs_model_name", "model_name"),
 )
@@ -126,7 +127,7 @@ runs = sa.Table(
     *_optional(sa.Double, "lease_s", "predicted_step_time_s", "time_limit_s"),
     *_optional(UtcTime, "lease_expires_at", "started_at", "finished_at"),
     sa.Column("created_at", UtcTime, nullable=False),
-    *_required(sa.BigInteger, "num_samples", "dropped"),
+    *_required(sa.BigInteger, "num_samples", "num_measured", "dropped"),
     sa.Column("failed_local_batch_size", sa.Integer),
     sa.Column("monitor", JSON),  # analysis.alarm.Monitor
     sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),
@@ -203,6 +204,17 @@ telemetry_chunks = sa.Table(
     sa.Column("num_steps", sa.Integer, nullable=False),
     sa.Column("columns", sa.Text, nullable=False),  # names, comma-separated, in the order of the payload
     sa.Column("payload", sa.LargeBinary, nullable=False),  # store/telemetry.py:pack
+    sa.Index("ix_telemetry_chunks_run_key_rank_first_step", "run_key", "rank", "first_step"),
+)
+
+telemetry_columns = sa.Table(
+    "telemetry_columns",  # names of all ranks; the numbers are of the first rank alone
+    METADATA,
+    _parent("run_key", "runs.key", BIG, primary_key=True, autoincrement=False),
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("num_steps", sa.BigInteger, nullable=False),
+    sa.Column("newest_step", sa.BigInteger),
+    sa.Column("newest_value", sa.Double),
 )
 
 ledger = sa.Table(

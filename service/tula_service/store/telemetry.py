@@ -6,7 +6,7 @@ import struct
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import sqlalchemy as sa
@@ -15,7 +15,7 @@ import zstandard
 from tula_service.domain import FloatArray, IntArray, NewChunk
 from tula_service.errors import NotFound
 from tula_service.store._base import Repository
-from tula_service.store.tables import runs, telemetry_chunks
+from tula_service.store.tables import runs, telemetry_chunks, telemetry_columns
 
 _COLUMNS = "run_key, rank, boot_id, sequence, first_step, last_step, num_steps, columns, payload"
 _CONFLICT = "ON CONFLICT (run_key, rank, boot_id, sequence) DO NOTHING"
@@ -25,12 +25,27 @@ INSERT = {
     "postgresql": f"INSERT INTO telemetry_chunks ({_COLUMNS}) VALUES ({', '.join(['%s'] * 9)}) {_CONFLICT}",
 }
 """On SQLite the row, then the run's key and id: SQLite reuses the key of a deleted run, maybe for another tenant's."""
+_FIELDS: Final = ("num_steps", "newest_step", "newest_value")
+_IS_NEWER: Final = "excluded.newest_step >= coalesce(telemetry_columns.newest_step, -1)"
+_ADDED: Final = (
+    "ON CONFLICT (run_key, name) DO UPDATE SET num_steps = telemetry_columns.num_steps + excluded.num_steps, "
+    + ", ".join(
+        f"{name} = CASE WHEN {_IS_NEWER} THEN excluded.{name} ELSE telemetry_columns.{name} END" for name in _FIELDS[1:]
+    )
+)
+_NOTE: Final = {
+    "sqlite": f"INSERT INTO telemetry_columns (run_key, name, {', '.join(_FIELDS)}) VALUES (?, ?, ?, ?, ?) {_ADDED}",
+    "postgresql": f"INSERT INTO telemetry_columns (run_key, name, {', '.join(_FIELDS)}) SELECT %s, part.* FROM "
+    f"unnest(%s::text[], %s::bigint[], %s::bigint[], %s::float8[]) AS part {_ADDED}",
+}
 GONE: Final = "The run of this chunk, or the telemetry of its month, was deleted: stop sending for it."
 _LAST_STEP: Final = 2**63 - 1
 MOST_POINTS: Final = 400_000
 """Of one column that is read: a longer history is thinned while it is read."""
 MAX_NAMES: Final = 1_000
-"""Columns of a run that are listed."""
+"""Columns of a run; a further one is refused."""
+MOST_CHUNKS: Final = 4_000
+"""Chunks that a bounded read takes."""
 _PER_FETCH: Final = {"yield_per": 64}
 """Chunks that are in memory at once."""
 _EXPLICIT_STEPS: Final = 1
@@ -40,6 +55,14 @@ _LEVEL: Final = -1
 
 
 _Piece: TypeAlias = tuple[IntArray, FloatArray]
+
+
+class Series(NamedTuple):
+    """Steps, ascending and once each, and values of a column; `total` counts also what a long history leaves out."""
+
+    steps: IntArray
+    values: FloatArray
+    total: int
 
 
 class _PerThread(threading.local):
@@ -125,31 +148,36 @@ class Telemetry(Repository):
             raise NotFound.of("run", run_id)
         return int(row[0]), str(row[1]), str(row[2])
 
-    def add(self, run_id: str, row: tuple[object, ...]) -> bool:
-        """Store a row of `chunk_row` for the run `run_id`; False if it was stored before.
+    def add(self, run_id: str, chunk: NewChunk, row: tuple[object, ...]) -> bool:
+        """Store a chunk, of which `row` is the `chunk_row`, for the run `run_id`; False if it was stored before.
 
         Raises NotFound if the run was deleted; on Postgres sqlalchemy.exc.IntegrityError, see `partitions.refusal`.
         """
         if self._postgres:
-            return self._connection.exec_driver_sql(INSERT["postgresql"], row).rowcount == 1
-        if self._connection.exec_driver_sql(INSERT["sqlite"], (*row, row[0], run_id)).rowcount == 1:
-            return True
-        if self._row(sa.select(runs.c.key).where(runs.c.key == row[0], runs.c.id == run_id)) is None:
-            raise NotFound(GONE)
-        return False
+            stored = self._connection.exec_driver_sql(INSERT["postgresql"], row).rowcount == 1
+        else:
+            stored = self._connection.exec_driver_sql(INSERT["sqlite"], (*row, row[0], run_id)).rowcount == 1
+            if not stored and self._row(sa.select(runs.c.key).where(runs.c.key == row[0], runs.c.id == run_id)) is None:
+                raise NotFound(GONE)
+        if stored:
+            self._note_columns(row[0], chunk)
+        return stored
+
+    def admitted(self, run_key: int, names: Sequence[str]) -> list[str]:
+        """Those of these columns that the run has already, or has room for: MAX_NAMES in all."""
+        column = telemetry_columns.c
+        stored = sa.select(column.name).where(column.run_key == run_key, column.name.in_(names))
+        has = set(self._connection.execute(stored).scalars())
+        new = [name for name in names if name not in has]
+        if new:
+            count = int(self._scalar(sa.select(sa.func.count()).where(column.run_key == run_key)))
+            has.update(new[: max(0, MAX_NAMES - count)])
+        return [name for name in names if name in has]
 
     def columns(self, run_key: int) -> list[str]:
-        """The names of the run's columns, sorted; the first MAX_NAMES of them."""
-        chunk = telemetry_chunks.c
-        sent = self._connection.execute(sa.select(chunk.columns).where(chunk.run_key == run_key).distinct())
-        return sorted({name for names in sent.scalars() for name in names.split(",")})[:MAX_NAMES]
-
-    def last_step(self, run_key: int) -> int | None:
-        """The last step of which the first rank sent telemetry, None before its first chunk."""
-        chunk = telemetry_chunks.c
-        last = sa.select(sa.func.max(chunk.last_step)).where(chunk.run_key == run_key, chunk.rank == 0)
-        found: int | None = self._scalar(last)
-        return found
+        """The names of the run's columns, sorted."""
+        column = telemetry_columns.c
+        return sorted(self._connection.execute(sa.select(column.name).where(column.run_key == run_key)).scalars())
 
     def read(
         self,
@@ -159,48 +187,39 @@ class Telemetry(Repository):
         rank: int = 0,
         first_step: int | None = None,
         last_step: int | None = None,
-    ) -> tuple[IntArray, FloatArray]:
-        """Steps and values of one column of one rank, by step; of a step sent twice, the later boot's value.
+        most_chunks: int | None = None,
+    ) -> Series:
+        """One column of one rank, by step; of a step sent twice, the later boot's value.
 
-        Of more than MOST_POINTS an even share, with all peaks and dips.
+        Of more than MOST_POINTS an even share, with all peaks and dips. most_chunks: only the first ones are read.
         """
         chunk = telemetry_chunks.c
         first, last = first_step or 0, _LAST_STEP if last_step is None else last_step
         within = (chunk.run_key == run_key, chunk.last_step >= first, chunk.first_step <= last)
-        statement = _chunks(column, rank).where(*within).order_by(*_ORDER)
-        steps, values = _joined(self._connection.execute(statement, execution_options=_PER_FETCH), column)
+        statement = _chunks(column, rank).where(*within).order_by(*_ORDER).limit(most_chunks)
+        steps, values, total = _joined(self._connection.execute(statement, execution_options=_PER_FETCH), column)
         keep = (steps >= first) & (steps <= last)
-        return steps[keep], values[keep]
+        # Of the chunks at the ends of a range, some steps lie outside.
+        return Series(steps[keep], values[keep], total if keep.all() else int(np.count_nonzero(keep)))
 
-    def newest(self, run_key: int, column: str) -> float | None:
-        """The last value of a column in the newest chunk of the first rank that has it; None without one."""
-        statement = _chunks(column, 0).where(telemetry_chunks.c.run_key == run_key)
-        newest = statement.order_by(*(place.desc() for place in _ORDER)).limit(1)
-        _, values = _joined(self._connection.execute(newest), column)
-        numbers = values[~np.isnan(values)]
-        return float(numbers[-1]) if numbers.size else None
+    def newest(self, run_key: int, names: Collection[str]) -> dict[str, float | None]:
+        """The newest value of each of these columns that the first rank of the run sent; None without one."""
+        column = telemetry_columns.c
+        values = sa.select(column.name, column.newest_value).where(column.run_key == run_key, column.name.in_(names))
+        return dict.fromkeys(names) | {row.name: row.newest_value for row in self._connection.execute(values)}
 
     def num_steps(self, run_ids: Collection[str]) -> dict[str, dict[str, int]]:
         """The columns that the first rank of each of these runs sent, each with the number of steps of its chunks."""
-        chunk = telemetry_chunks.c
+        column = telemetry_columns.c
         rows = self._connection.execute(
-            sa.select(runs.c.id, chunk.columns, sa.func.sum(chunk.num_steps))
-            .join_from(runs, telemetry_chunks, runs.c.key == chunk.run_key)
-            .where(runs.c.id.in_(run_ids), chunk.rank == 0)
-            .group_by(runs.c.id, chunk.columns)
+            sa.select(runs.c.id, column.name, column.num_steps)
+            .join_from(runs, telemetry_columns, runs.c.key == column.run_key)
+            .where(runs.c.id.in_(run_ids), column.num_steps > 0)
         )
-        found: dict[str, dict[str, int]] = {}
-        for run_id, names, count in rows:
-            of_run = found.setdefault(run_id, {})
-            for name in names.split(","):
-                of_run[name] = of_run.get(name, 0) + int(count)
-        return found
-
-    def count(self, run_key: int, column: str, rank: int) -> int:
-        """The number of steps that a rank's chunks hold of a column."""
-        chunk = telemetry_chunks.c
-        counted = sa.select(sa.func.sum(chunk.num_steps)).where(chunk.run_key == run_key, *_of_column(column, rank))
-        return int(self._scalar(counted) or 0)
+        counts: dict[str, dict[str, int]] = {}
+        for run_id, name, count in rows:
+            counts.setdefault(run_id, {})[name] = int(count)
+        return counts
 
     def read_runs(self, run_ids: Collection[str], column: str) -> Iterator[tuple[str, IntArray, FloatArray]]:
         """Run id, steps and values, as `read` has them, of each of these runs that sent the column: one query."""
@@ -214,25 +233,42 @@ class Telemetry(Repository):
         for run_id, rows in groupby(
             self._connection.execute(statement, execution_options=_PER_FETCH), key=lambda row: row[3]
         ):
-            yield run_id, *_joined((row[:3] for row in rows), column)
+            steps, values, _ = _joined((row[:3] for row in rows), column)
+            yield run_id, steps, values
 
     def purge(self, job_id: str, *, limit: int) -> int:
         """Delete up to `limit` chunks of a job; returns their number."""
         return self._purge(telemetry_chunks, job_id, limit)
 
+    def _note_columns(self, run_key: object, chunk: NewChunk) -> None:
+        """Count the steps of a chunk that was stored now, and keep its newest values, if the first rank sent it."""
+        rows = sorted(_noted(chunk))  # by name, so that two chunks of a run lock rows in one order
+        if self._postgres:
+            arguments = (run_key, *(list(part) for part in zip(*rows, strict=True)))
+            self._connection.exec_driver_sql(_NOTE["postgresql"], arguments)
+        else:
+            self._connection.exec_driver_sql(_NOTE["sqlite"], [(run_key, *row) for row in rows])
+
 
 _ORDER = (telemetry_chunks.c.first_step, telemetry_chunks.c.boot_id, telemetry_chunks.c.sequence)
+
+
+def _noted(chunk: NewChunk) -> Iterator[tuple[str, int, int | None, float | None]]:
+    """Each column of a chunk: name, number of steps, newest step with a number, and that number."""
+    for name, values in zip(chunk.names, chunk.values, strict=True):
+        numbers = np.flatnonzero(~np.isnan(values))
+        if chunk.rank or not numbers.size:
+            yield name, 0 if chunk.rank else int(chunk.steps.size), None, None
+        else:
+            newest = numbers[np.argmax(chunk.steps[numbers])]
+            yield name, int(chunk.steps.size), int(chunk.steps[newest]), float(values[newest])
 
 
 def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
     """Only the chunks that have the column are read and decompressed; some columns are sent rarely."""
     chunk = telemetry_chunks.c
-    return sa.select(chunk.num_steps, chunk.columns, chunk.payload).where(*_of_column(column, rank))
-
-
-def _of_column(column: str, rank: int) -> tuple[sa.ColumnElement[bool], ...]:
-    chunk = telemetry_chunks.c
-    return chunk.rank == rank, ("," + chunk.columns + ",").contains(f",{column},", autoescape=True)
+    has_column = ("," + chunk.columns + ",").contains(f",{column},", autoescape=True)
+    return sa.select(chunk.num_steps, chunk.columns, chunk.payload).where(chunk.rank == rank, has_column)
 
 
 class _History:
@@ -245,6 +281,7 @@ class _History:
         self._kept: list[_Piece] = []
         self._new: list[_Piece] = []
         self._stride = 1
+        self._left_out = 0
 
     def add(self, steps: IntArray, values: FloatArray) -> None:
         """Take the points of the next chunk."""
@@ -252,18 +289,24 @@ class _History:
         if _size(self._new) >= MOST_POINTS // 4:
             self._thin()
 
-    def points(self) -> _Piece:
-        """Steps, ascending and once each, and values."""
+    def points(self) -> Series:
+        """What is left, and how much there was."""
         self._thin()
-        return _in_order(self._kept) if self._kept else (np.zeros(0, np.int64), np.zeros(0))
+        steps, values = _in_order(self._kept) if self._kept else (np.zeros(0, np.int64), np.zeros(0))
+        return Series(steps, values, steps.size + self._left_out)
 
     def _thin(self) -> None:
         if self._new:
-            self._kept.append(_thinned(*_in_order(self._new), self._stride))
+            self._kept.append(self._thinned(*_in_order(self._new), self._stride))
             self._new = []
         if _size(self._kept) > MOST_POINTS:
             self._stride *= 2
-            self._kept = [_thinned(*_in_order(self._kept), 2)]
+            self._kept = [self._thinned(*_in_order(self._kept), 2)]
+
+    def _thinned(self, steps: IntArray, values: FloatArray, stride: int) -> _Piece:
+        kept = _thinned(steps, values, stride)
+        self._left_out += steps.size - kept[0].size
+        return kept
 
 
 def _size(pieces: Iterable[_Piece]) -> int:
@@ -285,7 +328,7 @@ def _thinned(steps: IntArray, values: FloatArray, stride: int) -> _Piece:
     return steps[keep], values[keep]
 
 
-def _joined(chunks: Iterable[Sequence[Any]], column: str) -> _Piece:
+def _joined(chunks: Iterable[Sequence[Any]], column: str) -> Series:
     """Steps and values of one column of these chunks of a rank."""
     history = _History()
     for num_steps, columns, payload in chunks:

@@ -19,6 +19,7 @@ from tula_service.domain import FloatArray, RunRecord
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Transaction
 from tula_service.store.jobs import JobRecord
+from tula_service.store.telemetry import MOST_CHUNKS
 
 M = TypeVar("M", bound=BaseModel)
 MAX_RUNS = 10_000
@@ -95,12 +96,13 @@ def _earlier_job(spec: Mapping[str, Any], **learned: Any) -> EarlierJob:
 
 def _columns(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int, last_step: int) -> list[FloatArray]:
     """A telemetry column of the newest runs that have samples."""
-    return [tx.telemetry.read(key, name, last_step=last_step)[1] for key in _with_samples(runs, num_runs)]
+    with_samples = _with_samples(runs, num_runs)
+    return [tx.telemetry.read(key, name, last_step=last_step, most_chunks=MOST_CHUNKS).values for key in with_samples]
 
 
 def _newest(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int) -> float | None:
     """The last value of a telemetry column of the newest of these runs that reported it; None without one."""
-    values = (tx.telemetry.newest(key, name) for key in _with_samples(runs, num_runs))
+    values = (tx.telemetry.newest(key, [name])[name] for key in _with_samples(runs, num_runs))
     return next((value for value in values if value is not None), None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from tula_service.analysis.series import TREND_POINTS, downsample, trend
 from tula_service.domain import FloatArray, IntArray, MemoryReading, NewChunk, RunRecord
 from tula_service.errors import NotFound
 from tula_service.store import Store, partitions
-from tula_service.store.telemetry import MOST_POINTS, chunk_row
+from tula_service.store.telemetry import chunk_row
 from tula_service.usecases.access import KnownRuns, Principal, visible_job, visible_run
 from tula_wire import Run, TelemetryAccepted, TelemetryChunk, TelemetrySeries
 from tula_wire.samples import COLUMN_NAME
@@ -37,15 +37,14 @@ class TelemetryIngest:
         self._runs = runs
 
     def store(self, principal: Principal, run_id: str, chunk: TelemetryChunk) -> TelemetryAccepted:
-        """Store a chunk of telemetry, without columns of impossible names; a resend is stored once.
+        """Store a chunk of telemetry, without columns of impossible names or one too many; a resend is stored once.
 
         Raises NotFound, StoreUnavailable.
         """
         run_key, job_id = self._runs.authorise(principal, run_id)
         columns = {name: column for name, column in chunk.columns.items() if _NAME.fullmatch(name)}
-        refused = [name[:64] for name in chunk.columns if name not in columns][:_MOST_NAMED]
         if not columns:
-            return TelemetryAccepted(stored=0, refused=refused)
+            return _accepted(chunk, columns, stored=0)
         new = NewChunk(
             rank=chunk.rank,
             boot_id=chunk.boot_id,
@@ -59,14 +58,29 @@ class TelemetryIngest:
             with self._store.transaction() as tx:
                 if self._runs.should_emit_event(run_id):  # before the chunk: see the order of locks
                     tx.events.append(job_id, "samples", run_id=run_id, data={"last_step": int(new.steps[-1])})
-                stored = tx.telemetry.add(run_id, row)
+                admitted = tx.telemetry.admitted(run_key, new.names)
+                if len(admitted) < len(new.names):
+                    columns = {name: columns[name] for name in admitted}
+                    if not columns:
+                        return _accepted(chunk, columns, stored=0)
+                    new = replace(new, names=admitted, values=np.array(list(columns.values()), np.float64))
+                    row = chunk_row(run_key, new)
+                stored = tx.telemetry.add(run_id, new, row)
         except sa.exc.IntegrityError as error:
             self._runs.forget(run_id)
             raise partitions.refusal(self._store.engine, run_key, error) from None
         except NotFound:  # deleted since its key was cached
             self._runs.forget(run_id)
             raise
-        return TelemetryAccepted(stored=int(new.values.size) if stored else 0, duplicate=not stored, refused=refused)
+        return _accepted(chunk, columns, stored=int(new.values.size) if stored else 0, duplicate=not stored)
+
+
+def _accepted(
+    chunk: TelemetryChunk, columns: Collection[str], *, stored: int, duplicate: bool = False
+) -> TelemetryAccepted:
+    """The answer to a chunk of which only these columns were taken."""
+    refused = [name[:64] for name in chunk.columns if name not in columns][:_MOST_NAMED]
+    return TelemetryAccepted(stored=stored, duplicate=duplicate, refused=refused)
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,7 @@ def newest_values(store: Store, principal: Principal, run_id: str, columns: Iter
     """The newest value of each column that a run's first rank sent. Raises NotFound for an unknown run."""
     with store.reading() as tx:
         run = visible_run(tx, principal, run_id)
-        return {column: tx.telemetry.newest(run.key, column) for column in columns}
+        return tx.telemetry.newest(run.key, list(columns))
 
 
 def read_with_trend(
@@ -107,12 +121,10 @@ def read_with_trend(
     with store.reading() as tx:
         run = visible_run(tx, principal, query.run_id)
         available = tx.telemetry.columns(run.key)
-        steps, values = tx.telemetry.read(run.key, query.column, **where)
+        steps, values, total = tx.telemetry.read(run.key, query.column, **where)
         if query.column == _STEP_TIME and _STEP_TIME not in available and run.num_samples:
             steps, values = tx.samples.step_times(run.key, **where)
-        # A long history is thinned while it is read, and counted by the database.
-        is_whole = steps.size < MOST_POINTS // 2 or query.first_step is not None or query.last_step is not None
-        total = steps.size if is_whole else tx.telemetry.count(run.key, query.column, query.rank)
+            total = steps.size
     names = _names(run, available)
     if query.column not in names:
         known = ", ".join(names[:_MOST_NAMED]) + (", ..." if names[_MOST_NAMED:] else "") or "none yet"

@@ -130,6 +130,16 @@ class TestRefusals:
         nothing = post(routes.RUN_TELEMETRY, chunk(1, columns={"Loss": [2.0]})).json()
         assert (nothing["stored"], nothing["refused"]) == (0, ["Loss"])
 
+    def test_columns_beyond_a_thousand_cost_themselves_alone(
+        self, service: Service, red: Tenant, post: Callable[..., httpx.Response]
+    ) -> None:
+        for boot in range(10):
+            columns = {f"c{boot}_{number}": [1.0] for number in range(100)}
+            assert post(routes.RUN_TELEMETRY, chunk(1, boot_id=f"b{boot}", columns=columns)).json()["refused"] == []
+        answer = post(routes.RUN_TELEMETRY, chunk(1, columns={"c0_0": [2.0], "late": [1.0]})).json()
+        assert (answer["stored"], answer["refused"]) == (1, ["late"])
+        assert len(read(service, red, "c0_0")["available"]) == 1_000
+
     def test_seventy_columns_are_one_chunk(self, post: Callable[..., httpx.Response]) -> None:
         assert post(routes.RUN_TELEMETRY, chunk(1, columns={f"c{n}": [1.0] for n in range(70)})).json()["stored"] == 70
 

@@ -72,4 +72,4 @@ def a_chunk(sequence: int, steps: int, *, boot_id: str = "boot", shift: float = 
 def add_chunk(tx: Transaction, run_key: int, chunk: NewChunk) -> bool:
     """Store a chunk in this transaction; False if it was stored before."""
     run_id = tx.connection.execute(sa.select(runs.c.id).where(runs.c.key == run_key)).scalar_one()
-    return tx.telemetry.add(run_id, chunk_row(run_key, chunk))
+    return tx.telemetry.add(run_id, chunk, chunk_row(run_key, chunk))

@@ -134,7 +134,7 @@ def holds_the_examples(engine: sa.Engine) -> None:
         assert run.num_samples == 20
         (summary,) = tx.samples.summaries(job.id, summarise)
         assert summary.step_time_s == pytest.approx(0.55, rel=0.01)
-        steps, values = tx.telemetry.read(run.key, "loss")
+        steps, values, _ = tx.telemetry.read(run.key, "loss")
         assert steps.tolist() == list(range(10))
         assert values[4] == 2.0
         assert tx.answers.get(job.id, "kept", data_version=1, model_version="1") == "{}"
