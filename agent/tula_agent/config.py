@@ -69,6 +69,7 @@ class AgentConfig:
     grad_accum_steps: int | None
     planned_ranks: int | None = None
     supervised: bool = False
+    lease: int | None = None
     job: WantedJob | None = None
     exit_deadline_s: float = 5.0
     row_limit: int = 20_000
@@ -116,6 +117,7 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
         grad_accum_steps=read.number(int, 1, "TULA_GRAD_ACCUM_STEPS"),
         planned_ranks=None if nodes is None or ranks_per_node is None else nodes * ranks_per_node,
         supervised=read.text("TULA_SUPERVISED").lower() not in _OFF,
+        lease=read.number(int, 0, "TULA_LEASE"),
         job=wanted if makes_run else None,
     )
 

@@ -173,7 +173,7 @@ class Recorder:
         if config.job is not None:
             self.joining = Joining(self, config.job, self._number, guard)
         self.exporter = Exporter(
-            lambda: Transport(config.url, config.token, REQUEST_TIMEOUT_S),
+            lambda: Transport(config.url, config.token, REQUEST_TIMEOUT_S, lease=config.lease),
             self._collect,
             config.spool_dir / f"{config.run_id}-{config.rank}-{self.boot_id}.spool",
             guard=guard,

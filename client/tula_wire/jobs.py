@@ -66,6 +66,7 @@ class Run(WireModel):
     started_at: Timestamp | None = optional("When it first reported `running`.")
     finished_at: Timestamp | None = optional("When it reached a final state.")
     lease_expires_at: Timestamp | None = optional("When its lease expires, unless it is renewed.")
+    lease: int = Field(0, description="Number of its lease, which its agents send; grows when another may hold it.")
     num_samples: int = Field(0, description="Number of samples stored.")
     num_steps: int | None = optional("Number of steps measured, without warm-up.")
     step_time_s: float | None = optional("Seconds per optimizer step: robust mean over the measuring steps.")

@@ -82,6 +82,9 @@ class Fabric(WireModel):
     all_ranks: AllReduceCost = Field(description="Over all ranks.")
     in_node: AllReduceCost | None = optional("Over the ranks of one node, where it was measured apart.")
     created_at: Timestamp = Field(description="When it was stored (RFC 3339, with time zone).")
+    job_id: str | None = optional(
+        "The job whose run measured it: it counts for other jobs once one of theirs agrees; null: a user's probe."
+    )
 
 
 class FabricList(WireModel):
@@ -90,6 +93,8 @@ class FabricList(WireModel):
     fabrics: list[Fabric] = Field(description="Fabrics, newest first.")
 
 
+LEASE_HEADER = "Tula-Lease"
+"""Header in which agents send the number of the lease under which they measure."""
 MAX_BODY_BYTES = 2**20
 """Of one body of samples or telemetry: agents send no larger one, and the service refuses it."""
 MAX_STEPS = 10_000

@@ -113,6 +113,7 @@ def upgrade() -> None:
         key(),
         parent("project_id", "projects.id", nullable=False),
         *required(sa.Text, "instance_type"),
+        parent("job_id", "jobs.id"),
         *required(JSON, "probe"),
         *required(TIME, "created_at"),
     )
@@ -131,6 +132,7 @@ def upgrade() -> None:
         *optional(TIME, "lease_expires_at", "started_at", "finished_at"),
         *required(TIME, "created_at"),
         *required(sa.BigInteger, "num_samples", "num_measured", "dropped"),
+        sa.Column("lease", sa.Integer, nullable=False, server_default="0"),
         *optional(sa.Integer, "failed_local_batch_size"),
         *optional(JSON, "monitor"),
         sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),

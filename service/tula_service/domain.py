@@ -97,6 +97,7 @@ class RunRecord(NewRun):
     finished_at: datetime | None
     num_samples: int
     dropped: int
+    lease: int
     failed_local_batch_size: int | None
     monitor: dict[str, Any] | None
     drift_sentence: str | None

@@ -16,6 +16,7 @@ import httpx
 
 from tula_agent.ship.spool import SpooledRequest
 from tula_wire.retry import retry_after_s
+from tula_wire.samples import LEASE_HEADER
 from tula_wire.text import printable
 
 Verdict = Literal["delivered", "refused", "retry"]
@@ -46,16 +47,25 @@ class Transport:
 
     httpx limits each read and write separately, which a service that sends a byte a second never exceeds: `_limit`
     gives each the rest of `timeout_s`. Answers are not decompressed. `trust_env` stays on: clusters reach the outside
-    through proxies. Redirects are not followed with a token in hand.
+    through proxies. Redirects are not followed with a token in hand. lease: the number of the run's lease, by which the
+    service refuses a process whose run another has taken over.
     """
 
     def __init__(
-        self, url: str, token: str | None, timeout_s: float, *, over: httpx.BaseTransport | None = None
+        self,
+        url: str,
+        token: str | None,
+        timeout_s: float,
+        *,
+        lease: int | None = None,
+        over: httpx.BaseTransport | None = None,
     ) -> None:
         self._timeout_s, self._ends = timeout_s, 0.0
         headers = {"user-agent": "tula-agent", "content-type": "application/json", "accept-encoding": "identity"}
         if token:
             headers["authorization"] = f"Bearer {token}"
+        if lease is not None:
+            headers[LEASE_HEADER] = str(lease)
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
         timeout = httpx.Timeout(timeout_s, connect=min(2.0, timeout_s))
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits, transport=over)

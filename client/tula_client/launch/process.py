@@ -150,6 +150,7 @@ def run_variables(
         "TULA_CHECKPOINT_DIR": str(checkpoints),
         "TULA_RESTART": str(restart),
         "TULA_SUPERVISED": "1",
+        "TULA_LEASE": str(run.lease),
         "TULA_NUM_NODES": str(configuration.num_nodes),
         "TULA_RANKS_PER_NODE": str(configuration.ranks_per_node),
         "TULA_LOCAL_BATCH_SIZE": str(configuration.local_batch_size),

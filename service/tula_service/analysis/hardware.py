@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tula_wire as wire
 from tula_service.analysis import job_data
-from tula_service.perfmodel.fabric import AllReduceCost, Fabric, fit_all_reduce
+from tula_service.perfmodel.fabric import BUCKET_BYTES, AllReduceCost, Fabric, fit_all_reduce
 from tula_service.perfmodel.priors import (
     GUESSED_ACTIVATIONS_SD,
     ROOFLINE_SD,
@@ -150,6 +150,14 @@ def fabric_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> 
 def probes_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> list[wire.FabricProbe]:
     """Those on nodes like the cluster's."""
     return [probe for probe in probes if same_hardware(probe, cluster)]
+
+
+def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
+    """True if two probes of as many ranks on as many nodes give a bucket of gradients times within a factor of two."""
+    shapes = {(probe.instance_type, probe.num_nodes, probe.ranks_per_node) for probe in (one, other)}
+    costs = (cost_of(probe.all_ranks) for probe in (one, other))
+    times = sorted(cost.latency_s.mean + cost.seconds_per_byte.mean * BUCKET_BYTES for cost in costs)
+    return len(shapes) == 1 and times[1] <= 2 * times[0]
 
 
 def probe_of_run(

@@ -1,13 +1,16 @@
-"""What endpoints share of their query parameters: unknown ones are refused, and pages of lists begin at a cursor."""
+"""What endpoints share of their parameters: unknown ones are refused, pages of lists begin at a cursor, and agents name
+the lease under which they measure."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Final, get_origin
 
-from fastapi import Query, Request
+from fastapi import Header, Query, Request
 from pydantic import BaseModel
 
 from tula_service.errors import InvalidInput
+from tula_wire.bounds import MAX_COUNT
+from tula_wire.samples import LEASE_HEADER
 
 _MAX_NAME_LENGTH: Final = 64
 
@@ -15,6 +18,16 @@ Cursor = Annotated[
     str | None, Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"}, description="`next_cursor` of the page before.")
 ]
 """Where a page of a list begins, as an endpoint's parameter."""
+Lease = Annotated[
+    int | None,
+    Header(
+        alias=LEASE_HEADER,
+        ge=0,
+        le=MAX_COUNT,
+        description="The `lease` of the run under which the sender measures; another than the run's is 409.",
+    ),
+]
+"""The lease of an agent's request, as an endpoint's parameter."""
 
 
 async def reject_unknown_query(request: Request) -> None:

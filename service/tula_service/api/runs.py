@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query
 
 from tula_service.api.auth import Caller, CurrentUser
 from tula_service.api.bodies import JsonRoute
-from tula_service.api.queries import Cursor, reject_unknown_query
+from tula_service.api.queries import Cursor, Lease, reject_unknown_query
 from tula_service.api.services import AppServices
 from tula_service.usecases import runs
 from tula_wire import ClaimRequest, Run, RunClaimed, RunCreate, RunKind, RunList, RunPatch, routes
@@ -48,8 +48,8 @@ async def get_run(run_id: str, caller: Caller, services: AppServices) -> Run:
 
 
 @router.patch(routes.RUN)
-async def update_run(run_id: str, patch: RunPatch, caller: Caller, services: AppServices) -> Run:
+async def update_run(run_id: str, patch: RunPatch, caller: Caller, services: AppServices, lease: Lease = None) -> Run:
     """Move a run on, or renew its lease with `running`; the same final state twice is fine."""
     # A lease is renewed beside measurements; the end of a run may ask for a fit, which must not keep those waiting.
     threads = services.ingest_threads if patch.state == "running" else None
-    return await to_thread.run_sync(runs.patch, services.store, caller, run_id, patch, limiter=threads)
+    return await to_thread.run_sync(runs.patch, services.store, caller, run_id, patch, lease, limiter=threads)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query
 
 from tula_service.api.auth import Caller, CurrentUser
 from tula_service.api.bodies import JsonRoute
-from tula_service.api.queries import reject_unknown_query
+from tula_service.api.queries import Lease, reject_unknown_query
 from tula_service.api.services import AppServices
 from tula_service.usecases import samples
 from tula_service.usecases.samples import SampleQuery
@@ -19,10 +19,12 @@ router = APIRouter(route_class=JsonRoute, tags=["samples"])
 
 
 @router.post(routes.RUN_SAMPLES, status_code=202)
-async def send_samples(run_id: str, batch: SampleBatch, caller: Caller, services: AppServices) -> SamplesAccepted:
+async def send_samples(
+    run_id: str, batch: SampleBatch, caller: Caller, services: AppServices, lease: Lease = None
+) -> SamplesAccepted:
     """Store samples; they are committed before the answer, and rows stored before count as duplicates."""
     store, threads = services.samples.store, services.ingest_threads
-    accepted = await to_thread.run_sync(store, caller, run_id, batch, limiter=threads)
+    accepted = await to_thread.run_sync(store, caller, run_id, batch, lease, limiter=threads)
     services.metrics.samples.inc(accepted.stored)
     services.metrics.duplicates.inc(accepted.duplicates)
     return accepted

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query
 
 from tula_service.api.auth import Caller, CurrentUser
 from tula_service.api.bodies import JsonRoute
-from tula_service.api.queries import reject_unknown_query
+from tula_service.api.queries import Lease, reject_unknown_query
 from tula_service.api.services import AppServices
 from tula_service.usecases.telemetry import SeriesQuery, columns_of, read_with_trend
 from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
@@ -19,11 +19,11 @@ router = APIRouter(route_class=JsonRoute, tags=["telemetry"])
 
 @router.post(routes.RUN_TELEMETRY, status_code=202)
 async def send_telemetry(
-    run_id: str, chunk: TelemetryChunk, caller: Caller, services: AppServices
+    run_id: str, chunk: TelemetryChunk, caller: Caller, services: AppServices, lease: Lease = None
 ) -> TelemetryAccepted:
     """Store a chunk; it is committed before the answer."""
     store, threads = services.telemetry.store, services.ingest_threads
-    accepted = await to_thread.run_sync(store, caller, run_id, chunk, limiter=threads)
+    accepted = await to_thread.run_sync(store, caller, run_id, chunk, lease, limiter=threads)
     services.metrics.step_values.inc(accepted.stored)
     services.metrics.duplicates.inc(accepted.duplicate)
     return accepted

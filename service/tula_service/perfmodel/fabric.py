@@ -18,7 +18,7 @@ _WEAK_SD = 5.0
 """Of log alpha and log beta before the readings, so that sizes that show only one of them leave the other wide."""
 _INTERVAL_DOF = 10.0
 _MOST_BUCKETS = 100_000
-_BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel reduces at once, unless a script sets another `bucket_cap_mb`."""
 _LEAST_BETWEEN_SHARE = 0.1
 _OF_A_STEP_SD = 0.25  # of the log of a step's collectives, beside all-reduces of the same bytes on idle ranks
@@ -143,7 +143,7 @@ class Buckets:
     @classmethod
     def of(cls, gradient_bytes: float) -> Buckets:
         """So many bytes in buckets of 25 MiB; of more than 2.6 TB in larger ones, where latency counts for nothing."""
-        number = min(max(math.ceil(gradient_bytes / _BUCKET_BYTES), 1), _MOST_BUCKETS)
+        number = min(max(math.ceil(gradient_bytes / BUCKET_BYTES), 1), _MOST_BUCKETS)
         return cls(np.full(number, gradient_bytes / number))
 
     def end_s(self, reduce_s: FloatArray, pace: float = 1.0) -> float:

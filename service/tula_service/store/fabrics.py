@@ -18,20 +18,22 @@ _AFFECTED = ("planning", "ready")
 class Fabrics(Repository):
     """The fabrics table; see `tula_wire.FabricProbe` for the body of a probe."""
 
-    def add(self, project_id: str, instance_type: str, probe: JsonObject) -> datetime:
-        """Store a probe, keep the newest 50 of the type, and mark stale what the project's open jobs have planned.
+    def add(self, project_id: str, instance_type: str, probe: JsonObject, *, job_id: str | None = None) -> datetime:
+        """Store a probe, keep the newest 50 of its source and type, and mark stale what has been planned without it.
 
+        job_id: the job whose run measured it, whose plan alone is marked; without one, all open jobs of the project.
         Returns the time of storing.
         """
         now = self._now()
-        values = {"project_id": project_id, "instance_type": instance_type, "probe": probe, "created_at": now}
-        self._connection.execute(sa.insert(fabrics).values(values))
-        same = (fabrics.c.project_id == project_id, fabrics.c.instance_type == instance_type)
+        values = {"project_id": project_id, "instance_type": instance_type, "job_id": job_id}
+        self._connection.execute(sa.insert(fabrics).values(**values, probe=probe, created_at=now))
+        same = [fabrics.c[name].is_not_distinct_from(value) for name, value in values.items()]
         newest = sa.select(fabrics.c.key).where(*same).order_by(fabrics.c.key.desc()).limit(_KEPT_OF_A_TYPE)
         self._connection.execute(sa.delete(fabrics).where(*same, fabrics.c.key.not_in(newest.scalar_subquery())))
         self._connection.execute(
             sa.update(jobs)
             .where(jobs.c.project_id == project_id, jobs.c.state.in_(_AFFECTED))
+            .where(sa.true() if job_id is None else jobs.c.id == job_id)
             .values(
                 data_version=jobs.c.data_version + 1,
                 plan_state=sa.case((jobs.c.plan_state == "current", "stale"), else_=jobs.c.plan_state),
@@ -41,11 +43,12 @@ class Fabrics(Repository):
 
     def list(
         self, project_id: str | None, *, instance_types: Collection[str] | None = None, limit: int
-    ) -> list[tuple[JsonObject, datetime]]:
-        """The newest probes of a project, or of all, newest first, each with the time of storing."""
-        statement = sa.select(fabrics.c.probe, fabrics.c.created_at).order_by(fabrics.c.key.desc()).limit(limit)
+    ) -> list[tuple[JsonObject, datetime, str | None]]:
+        """The newest probes of a project, or of all, newest first, each with its time and the job that measured it."""
+        columns = (fabrics.c.probe, fabrics.c.created_at, fabrics.c.job_id)
+        statement = sa.select(*columns).order_by(fabrics.c.key.desc()).limit(limit)
         if project_id is not None:
             statement = statement.where(fabrics.c.project_id == project_id)
         if instance_types is not None:
             statement = statement.where(fabrics.c.instance_type.in_(instance_types))
-        return [(probe, at) for probe, at in self._connection.execute(statement)]
+        return [(probe, at, job_id) for probe, at, job_id in self._connection.execute(statement)]

@@ -10,12 +10,15 @@ from typing import Any
 import sqlalchemy as sa
 
 from tula_service.domain import NewRun, RunRecord
-from tula_service.errors import NotFound
+from tula_service.errors import Conflict, NotFound
 from tula_service.store._base import Repository, RowMap, configuration_from, new_id, same_fields
 from tula_service.store.tables import jobs, run_outputs, run_summaries, runs
 from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
+from tula_wire.samples import LEASE_HEADER
 
-_RELEASED = {"holder": None, "lease_s": None, "lease_expires_at": None, "started_at": None}
+_RELEASED: dict[str, Any] = {
+    "holder": None, "lease_s": None, "lease_expires_at": None, "started_at": None, "lease": runs.c.lease + 1,
+}  # fmt: skip
 """Columns of a run that returns to the plan."""
 _OBSERVED = ("world_size", "local_batch_size", "grad_accum_steps")
 _SUMMARISED = ("step_time_s", "num_steps", "straggler_rank")
@@ -43,6 +46,7 @@ class Runs(Repository):
             "job_id": job_id,
             "project_id": project_id,
             "lease_expires_at": None if run.lease_s is None else now + timedelta(seconds=run.lease_s),
+            "lease": int(run.state != "pending"),
             "created_at": now,
             "started_at": now if run.state == "running" else None,
             "num_samples": 0,
@@ -153,7 +157,20 @@ class Leases(Repository):
     run with an expired lease to the plan, and the next reader or change of a job fails a training with one
     (`usecases/runs.py: with_vanished`), which a later PATCH reopens. A final state ends the lease. Times come from
     the store's clock, so the clocks of replicas must agree to about a second.
+
+    Each lease has a number, which its agents send: those of a lease that is over are told so (`check`), since another
+    holder's agents may be measuring the same run.
     """
+
+    def check(self, run_id: str, number: int | None) -> None:
+        """Raise Conflict if the run's lease is another than the one that the sender works under; None: any."""
+        current = None if number is None else self._scalar(sa.select(runs.c.lease).where(runs.c.id == run_id))
+        if current is not None and current != number:
+            raise Conflict(
+                f"Lease {number} of this run is over, and it has returned to the plan or is another's: stop working on "
+                "it.",
+                field=LEASE_HEADER,
+            )
 
     def claim(self, job_id: str, *, holder: str, lease_s: float, max_nodes: int | None = None) -> RunRecord | None:
         """Lease the next pending profiling run, None if no run can be claimed now.
@@ -171,18 +188,22 @@ class Leases(Repository):
         key = self._scalar(wanted)
         if key is None:
             return None
-        return self._lease([key], holder, lease_s, self._now() + timedelta(seconds=lease_s))[0]
+        (run,) = self._rows(_SELECT_RUNS.where(runs.c.key == key))
+        # One number for all that a launch may measure.
+        last = self._scalar(sa.select(sa.func.max(runs.c.lease)).where(*_same_column(_run_record(run))))
+        return self._lease([key], holder, lease_s, self._now() + timedelta(seconds=lease_s), int(last) + 1)[0]
 
     def claim_column(self, run: RunRecord) -> list[RunRecord]:
         """Lease, to the holder of `run` and for as long, the pending runs that differ in the local batch alone."""
         wanted = sa.select(runs.c.key).where(*_same_column(run), runs.c.state == "pending")
         keys = list(self._connection.execute(wanted.with_for_update(skip_locked=True)).scalars())
-        return self._lease(keys, run.holder, run.lease_s, run.lease_expires_at)
+        return self._lease(keys, run.holder, run.lease_s, run.lease_expires_at, run.lease)
 
     def _lease(
-        self, keys: Sequence[int], holder: str | None, lease_s: float | None, expires_at: datetime | None
+        self, keys: Sequence[int], holder: str | None, lease_s: float | None, expires_at: datetime | None, number: int
     ) -> list[RunRecord]:
-        held = {"state": "claimed", "holder": holder, "lease_s": lease_s, "lease_expires_at": expires_at}
+        held: dict[str, Any] = {"state": "claimed", "holder": holder, "lease": number}
+        held |= {"lease_s": lease_s, "lease_expires_at": expires_at}
         self._connection.execute(sa.update(runs).where(runs.c.key.in_(keys)).values(held))
         return [_run_record(row) for row in self._rows(_SELECT_RUNS.where(runs.c.key.in_(keys)))]
 

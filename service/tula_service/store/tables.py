@@ -108,6 +108,7 @@ fabrics = sa.Table(
     _key(),
     _parent("project_id", "projects.id", nullable=False),
     sa.Column("instance_type", sa.Text, nullable=False),
+    _parent("job_id", "jobs.id"),  # whose run measured it; a user's own has none
     sa.Column("probe", JSON, nullable=False),
     sa.Column("created_at", UtcTime, nullable=False),
     sa.Index("ix_fabrics_project_id_instance_type_key", "project_id", "instance_type", "key"),
@@ -128,6 +129,7 @@ runs = sa.Table(
     *_optional(UtcTime, "lease_expires_at", "started_at", "finished_at"),
     sa.Column("created_at", UtcTime, nullable=False),
     *_required(sa.BigInteger, "num_samples", "num_measured", "dropped"),
+    sa.Column("lease", sa.Integer, nullable=False, server_default="0"),  # its number: grows when another may hold it
     sa.Column("failed_local_batch_size", sa.Integer),
     sa.Column("monitor", JSON),  # analysis.alarm.Monitor
     sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),

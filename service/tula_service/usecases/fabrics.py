@@ -26,7 +26,7 @@ def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fab
 def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
     """Store what the ranks of a run measured, as a probe of its cluster; not if it is of others, or of no more ranks.
 
-    Only of more: each probe makes the plans of a project stale, and an agent may send as many as it likes.
+    Only of more: each probe makes its job's plan stale, and an agent may send as many as it likes.
     """
     with store.transaction() as tx:
         run = tx.runs.get(run_id)
@@ -34,7 +34,7 @@ def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
         cluster = cluster_of(job, run.configuration)
         probe = None if cluster is None else probe_of_run(measured, run.configuration, cluster)
         if probe is not None and not known(tx, job, run.configuration):
-            tx.fabrics.add(job.project_id, probe.instance_type, probe.model_dump(mode="json"))
+            tx.fabrics.add(job.project_id, probe.instance_type, probe.model_dump(mode="json"), job_id=job.id)
 
 
 def known(tx: Transaction, job: JobRecord, configuration: wire.Configuration) -> bool:
@@ -53,12 +53,15 @@ def list_fabrics(store: Store, principal: Principal) -> wire.FabricList:
     """The newest probes that the caller may see."""
     with store.reading() as tx:
         found = tx.fabrics.list(principal.project_id, limit=_MOST_LISTED)
-    return wire.FabricList(fabrics=[_view(wire.read(wire.FabricProbe, probe), at) for probe, at in found])
+    return wire.FabricList(
+        fabrics=[_view(wire.read(wire.FabricProbe, probe), at, job_id) for probe, at, job_id in found]
+    )
 
 
-def _view(probe: wire.FabricProbe, created_at: datetime) -> wire.Fabric:
+def _view(probe: wire.FabricProbe, created_at: datetime, job_id: str | None = None) -> wire.Fabric:
     return wire.Fabric(
         probe=probe,
+        job_id=job_id,
         all_ranks=_cost(cost_of(probe.all_ranks)),
         in_node=None if probe.in_node is None else _cost(cost_of(probe.in_node)),
         created_at=created_at,

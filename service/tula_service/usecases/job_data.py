@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 import tula_wire as wire
+from tula_service.analysis.hardware import agree
 from tula_service.analysis.job_data import EarlierJob, JobData
 from tula_service.domain import FloatArray, RunRecord
 from tula_service.perfmodel.step_summary import summarise
@@ -57,10 +58,19 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
 
 
 def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
-    """Those of the project for the job's instance types, newest first."""
+    """Those for the job's instance types that users of the project or runs of the job measured, newest first.
+
+    And those of another job's runs with which a third job's agree: a job's token changes no other job's answers.
+    """
     types = {cluster.instance_type for cluster in spec_of(job).cluster}
-    found = tx.fabrics.list(job.project_id, instance_types=types, limit=_MAX_PROBES)
-    return [read_stored(wire.FabricProbe, probe) for probe, _ in found]
+    stored = tx.fabrics.list(job.project_id, instance_types=types, limit=_MAX_PROBES)
+    probes = [(read_stored(wire.FabricProbe, probe), of) for probe, _, of in stored]
+    others = [(probe, of) for probe, of in probes if of not in (None, job.id)]
+
+    def counts(probe: wire.FabricProbe, of: str | None) -> bool:
+        return of in (None, job.id) or any(of != by and agree(probe, other) for other, by in others)
+
+    return [probe for probe, of in probes if counts(probe, of)]
 
 
 def cluster_of(job: JobRecord, configuration: wire.Configuration) -> wire.ClusterSpec | None:

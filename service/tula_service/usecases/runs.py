@@ -250,13 +250,17 @@ def parse_cursor(cursor: str | None) -> int | None:
     return int(cursor)
 
 
-def patch(store: Store, principal: Principal, run_id: str, request: wire.RunPatch) -> wire.Run:
+def patch(
+    store: Store, principal: Principal, run_id: str, request: wire.RunPatch, lease: int | None = None
+) -> wire.Run:
     """Change a run's state. The same final state may be reported twice, by launcher and agent.
 
-    Raises Conflict for another holder's run, an invalid transition, or an expired lease.
+    lease: the number of the lease under which the sender works, if known. Raises Conflict for another holder's run, an
+    invalid transition, or an expired lease.
     """
     with store.transaction() as tx:
         job = tx.jobs.lock(visible_run(tx, principal, run_id).job_id)
+        tx.leases.check(run_id, lease)
         run = _patched(tx, run_id, request)
         if request.output is not None:
             tx.runs.put_output(run.key, request.output)

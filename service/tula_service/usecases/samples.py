@@ -31,13 +31,15 @@ class SampleIngest:
         self._store = store
         self._runs = runs
 
-    def store(self, principal: Principal, run_id: str, batch: SampleBatch) -> SamplesAccepted:
+    def store(self, principal: Principal, run_id: str, batch: SampleBatch, lease: int | None = None) -> SamplesAccepted:
         """Store a batch of samples; the answer says whether the run may stop. A resent row counts as a duplicate.
 
-        Raises NotFound, and InvalidInput for a rank beyond both the run's world size and the one its process saw.
+        Raises NotFound, Conflict for another lease than the run's, and InvalidInput for a rank beyond both the run's
+        world size and the one its process saw.
         """
         run_key, job_id = self._runs.authorise(principal, run_id)
         with self._store.transaction() as tx:
+            tx.leases.check(run_id, lease)
             try:
                 stored = tx.samples.add(run_key, job_id, batch)
             except sa.exc.IntegrityError:  # deleted since its key was cached

@@ -36,10 +36,12 @@ class TelemetryIngest:
         self._store = store
         self._runs = runs
 
-    def store(self, principal: Principal, run_id: str, chunk: TelemetryChunk) -> TelemetryAccepted:
+    def store(
+        self, principal: Principal, run_id: str, chunk: TelemetryChunk, lease: int | None = None
+    ) -> TelemetryAccepted:
         """Store a chunk of telemetry, without columns of impossible names or one too many; a resend is stored once.
 
-        Raises NotFound, StoreUnavailable.
+        Raises NotFound, StoreUnavailable, and Conflict for another lease than the run's.
         """
         run_key, job_id = self._runs.authorise(principal, run_id)
         columns = {name: column for name, column in chunk.columns.items() if _NAME.fullmatch(name)}
@@ -56,6 +58,7 @@ class TelemetryIngest:
         row = chunk_row(run_key, new)
         try:
             with self._store.transaction() as tx:
+                tx.leases.check(run_id, lease)
                 if self._runs.should_emit_event(run_id):  # before the chunk: see the order of locks
                     tx.events.append(job_id, "samples", run_id=run_id, data={"last_step": int(new.steps[-1])})
                 admitted = tx.telemetry.admitted(run_key, new.names)

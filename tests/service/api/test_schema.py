@@ -33,7 +33,7 @@ from tula_wire import routes
 MANY = "TULA_SCHEMA_EXAMPLES" in os.environ
 STORED = (
     "projects", "jobs", "runs", "run_outputs", "sample_sources", "step_samples", "memory_readings", "telemetry_chunks",
-    "scaling_numbers", "fabrics", "audit_log",
+    "telemetry_columns", "scaling_numbers", "fabrics", "audit_log",
 )  # fmt: skip
 """Tables that only a request changes; the others hold what is computed later, or when a token was used."""
 

@@ -226,6 +226,38 @@ def test_the_first_run_on_so_many_ranks_probes_their_links_and_the_next_need_not
     assert probe_s(asked(3)) == 0.0  # the probe of most ranks counts
 
 
+def test_what_a_run_measured_counts_for_another_job_once_a_third_agrees(cluster: Cluster) -> None:
+    """Else the token of one job's agents would change the answers of others."""
+    nodes = {"instance_type": "a", "max_nodes": 8, "accelerator": "V100", "network_gbps": 25}
+    first, second, third = (cluster.register(spec(cluster=nodes, epochs=n)).job.id for n in (1, 2, 3))
+
+    def known(job_id: str) -> list[wire.FabricProbe]:
+        with cluster.store.reading() as tx:
+            return list(load_job_data(tx, tx.jobs.get(job_id)).probes)
+
+    def version(job_id: str) -> int:
+        with cluster.store.reading() as tx:
+            return tx.jobs.get(job_id).data_version
+
+    def send(job_id: str, alpha: float) -> None:
+        wanted = wire.RunCreate(kind="profile", configuration=make_configuration(2, 1, 64, 1, "a"), holder="launcher")
+        run = runs.create(cluster.store, cluster.principal, job_id, wanted)
+        cluster.send(run, [0.1], all_reduces=links(2, 1, alpha=alpha, beta=1e-9))
+
+    before = version(third)
+    send(first, 50.0)
+    assert (len(known(first)), known(second), known(third)) == (1, [], [])
+    send(second, 1e-3)
+    assert known(third) == [], "they differ"
+    assert version(third) == before
+    fourth = cluster.register(spec(cluster=nodes, epochs=4)).job.id
+    send(fourth, 1.2e-3)
+    assert len(known(third)) == 2, "not the first one"
+    assert {listed.job_id for listed in fabrics.list_fabrics(cluster.store, cluster.principal).fabrics} == {
+        first, second, fourth,
+    }  # fmt: skip
+
+
 def test_a_launcher_that_claims_is_asked_for_a_probe(cluster: Cluster) -> None:
     job_id = cluster.register(spec(cluster={"instance_type": "a", "max_nodes": 4, "ranks_per_node": 2})).job.id
     claimed = runs.claim(cluster.store, cluster.principal, job_id, wire.ClaimRequest(holder="launcher")).run

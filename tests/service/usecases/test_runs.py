@@ -13,7 +13,8 @@ from tula_service.domain import RUN_TRANSITIONS
 from tula_service.errors import Conflict, InvalidInput
 from tula_service.store import Store
 from tula_service.usecases import events, jobs, runs
-from tula_service.usecases.access import ANONYMOUS
+from tula_service.usecases.access import ANONYMOUS, KnownRuns
+from tula_service.usecases.telemetry import TelemetryIngest
 
 SMALL = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=128)
 """256 examples a step."""
@@ -68,6 +69,30 @@ def test_an_expired_lease_is_given_to_another_and_its_old_holder_is_refused(
     with pytest.raises(Conflict, match="held by 'other'") as caught:
         cluster.patch(run.id, "succeeded")
     assert caught.value.field == "holder"
+
+
+def test_agents_of_a_lease_that_is_over_are_told_so_and_change_nothing(cluster: Cluster, clock: ManualClock) -> None:
+    run = claimed(cluster, lease_s=60.0, column=True)
+    assert run.lease > 0
+    clock.advance(61.0)
+    again = claim(cluster, run.job_id, "other", column=True)
+    assert again.run is not None
+    assert (again.run.id, again.run.lease) == (run.id, run.lease + 2), "it has been back in the plan"
+    assert {each.lease for each in again.smaller} <= {again.run.lease}, "one launch, one number"
+    late: dict[str, object] = {"boot_id": "late", "sequence": [0], "step": [0], "step_time_s": [9.0], "rank": 0}
+    chunk = {"rank": 0, "boot_id": "late", "sequence": 0, "steps": [0], "columns": {"loss": [1.0]}}
+    samples, telemetry = cluster.ingest, TelemetryIngest(cluster.store, KnownRuns(cluster.store))
+    for number in (run.lease, run.lease + 1):
+        with pytest.raises(Conflict, match="stop working on it"):
+            samples.store(ANONYMOUS, run.id, wire.SampleBatch.model_validate(late), number)
+        with pytest.raises(Conflict, match="stop working on it"):
+            telemetry.store(ANONYMOUS, run.id, wire.TelemetryChunk.model_validate(chunk), number)
+        with pytest.raises(Conflict, match="stop working on it"):
+            runs.patch(cluster.store, ANONYMOUS, run.id, wire.RunPatch(state="succeeded"), number)
+    left = runs.get(cluster.store, ANONYMOUS, run.id)
+    assert (left.state, left.num_samples) == ("claimed", 0)
+    samples.store(ANONYMOUS, run.id, wire.SampleBatch.model_validate(late), again.run.lease)
+    assert runs.get(cluster.store, ANONYMOUS, run.id).num_samples == 1
 
 
 def test_an_expired_lease_without_a_new_holder_must_be_claimed_again(cluster: Cluster, clock: ManualClock) -> None:

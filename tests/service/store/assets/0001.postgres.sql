@@ -59,6 +59,7 @@ CREATE TABLE public.fabrics (
     key bigint NOT NULL,
     project_id text NOT NULL,
     instance_type text NOT NULL,
+    job_id text,
     probe jsonb NOT NULL,
     created_at timestamp with time zone NOT NULL
 );
@@ -229,7 +230,9 @@ CREATE TABLE public.runs (
     finished_at timestamp with time zone,
     created_at timestamp with time zone NOT NULL,
     num_samples bigint NOT NULL,
+    num_measured bigint NOT NULL,
     dropped bigint NOT NULL,
+    lease integer DEFAULT 0 NOT NULL,
     failed_local_batch_size integer,
     monitor jsonb,
     unsteady boolean DEFAULT false NOT NULL
@@ -357,6 +360,14 @@ CREATE TABLE public.telemetry_chunks_202701 (
 -- next
 ALTER TABLE ONLY public.telemetry_chunks_202701 ALTER COLUMN payload SET STORAGE EXTERNAL;
 -- next
+CREATE TABLE public.telemetry_columns (
+    run_key bigint NOT NULL,
+    name text NOT NULL,
+    num_steps bigint NOT NULL,
+    newest_step bigint,
+    newest_value double precision
+);
+-- next
 CREATE TABLE public.tokens (
     id text NOT NULL,
     sha256 text NOT NULL,
@@ -392,17 +403,17 @@ ALTER TABLE ONLY public.sample_sources ALTER COLUMN key SET DEFAULT nextval('pub
 -- next
 INSERT INTO public.alembic_version VALUES ('0001');
 -- next
-INSERT INTO public.answers VALUES ('job-1e774e346e6a919b', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
+INSERT INTO public.answers VALUES ('job-00cb38b6c69c49ca', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
 -- next
-INSERT INTO public.jobs VALUES (1, 'job-1e774e346e6a919b', 'default', 'kept', 'digits', 'planning', 'knee', '', '{"name": "kept", "model": {"name": "digits"}, "objective": "knee"}', 2, '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0);
+INSERT INTO public.jobs VALUES (1, 'job-00cb38b6c69c49ca', 'default', 'kept', 'digits', 'planning', 'knee', '', '{"name": "kept", "model": {"name": "digits"}, "objective": "knee"}', 2, '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0);
 -- next
-INSERT INTO public.ledger VALUES (1, 'rec-082f133a2d9985b1', 'job-1e774e346e6a919b', '2026-01-01 00:00:00+00', 'knee', 'profiled', '1', NULL, '{}', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
+INSERT INTO public.ledger VALUES (1, 'rec-5eeac2efde225b50', 'job-00cb38b6c69c49ca', '2026-01-01 00:00:00+00', 'knee', 'profiled', '1', NULL, '{}', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
 -- next
-INSERT INTO public.projects VALUES ('default', 'default', '2026-11-27 01:09:02.043608+00');
+INSERT INTO public.projects VALUES ('default', 'default', '2026-11-27 03:05:34.227127+00');
 -- next
 INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.013383049173057965, 0.25, NULL, NULL, NULL, 0.05000000000000001, NULL, 1, NULL, NULL, NULL, 'wall');
 -- next
-INSERT INTO public.runs VALUES (202611000000001, 'run-ff84d4f8d552849c', 'job-1e774e346e6a919b', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 0, NULL, NULL, false);
+INSERT INTO public.runs VALUES (202611000000001, 'run-ee0cbcfe5b8ceb93', 'job-00cb38b6c69c49ca', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 20, 0, 0, NULL, NULL, false);
 -- next
 INSERT INTO public.sample_sources VALUES (1, 202611000000001, 0, 'boot', 'wall', NULL, NULL, NULL, NULL);
 -- next
@@ -447,6 +458,10 @@ INSERT INTO public.step_samples VALUES (1, 18, 202611000000001, 0, 18, false, 0.
 INSERT INTO public.step_samples VALUES (1, 19, 202611000000001, 0, 19, false, 0.6, 0.25, NULL, NULL, NULL, NULL, 0.05, 1);
 -- next
 INSERT INTO public.telemetry_chunks_202611 VALUES (202611000000001, 0, 'boot', 0, 0, 9, 10, 'loss,grad_norm', '\x0028b52ffd20b0450300640500000100cdaa00a82eeacd003b4c00f421f83b007f58009709d27f0066e8009b14a966009e7a00778e7f9e00a0b600e3982aa000f0f6fb00010305060800f000081014181c2022003f3f3f40003f40404040404040400910008861442e72918b5ce491b4a10d');
+-- next
+INSERT INTO public.telemetry_columns VALUES (202611000000001, 'grad_norm', 10, 9, 9);
+-- next
+INSERT INTO public.telemetry_columns VALUES (202611000000001, 'loss', 10, 9, 3);
 -- next
 SELECT pg_catalog.setval('public.audit_log_id_seq', 1, false);
 -- next
@@ -519,6 +534,9 @@ ALTER TABLE ONLY public.step_samples
 ALTER TABLE ONLY public.telemetry_chunks
     ADD CONSTRAINT pk_telemetry_chunks PRIMARY KEY (run_key, rank, boot_id, sequence);
 -- next
+ALTER TABLE ONLY public.telemetry_columns
+    ADD CONSTRAINT pk_telemetry_columns PRIMARY KEY (run_key, name);
+-- next
 ALTER TABLE ONLY public.tokens
     ADD CONSTRAINT pk_tokens PRIMARY KEY (id);
 -- next
@@ -562,6 +580,8 @@ CREATE INDEX ix_jobs_model_name ON public.jobs USING btree (model_name);
 -- next
 CREATE INDEX ix_jobs_project_id_fingerprint ON public.jobs USING btree (project_id, fingerprint);
 -- next
+CREATE INDEX ix_jobs_project_id_name ON public.jobs USING btree (project_id, name);
+-- next
 CREATE INDEX ix_jobs_project_id_state_key ON public.jobs USING btree (project_id, state, key);
 -- next
 CREATE INDEX ix_jobs_trigrams ON public.jobs USING gin (public.tula_trigrams(lower(((name || ' '::text) || model_name))));
@@ -576,11 +596,25 @@ CREATE INDEX ix_sessions_token_id ON public.sessions USING btree (token_id);
 -- next
 CREATE INDEX ix_step_samples_run_key_warmup_step ON public.step_samples USING btree (run_key, warmup, step);
 -- next
+CREATE INDEX ix_telemetry_chunks_run_key_rank_first_step ON ONLY public.telemetry_chunks USING btree (run_key, rank, first_step);
+-- next
+CREATE INDEX telemetry_chunks_202611_run_key_rank_first_step_idx ON public.telemetry_chunks_202611 USING btree (run_key, rank, first_step);
+-- next
+CREATE INDEX telemetry_chunks_202612_run_key_rank_first_step_idx ON public.telemetry_chunks_202612 USING btree (run_key, rank, first_step);
+-- next
+CREATE INDEX telemetry_chunks_202701_run_key_rank_first_step_idx ON public.telemetry_chunks_202701 USING btree (run_key, rank, first_step);
+-- next
 ALTER INDEX public.pk_telemetry_chunks ATTACH PARTITION public.telemetry_chunks_202611_pkey;
+-- next
+ALTER INDEX public.ix_telemetry_chunks_run_key_rank_first_step ATTACH PARTITION public.telemetry_chunks_202611_run_key_rank_first_step_idx;
 -- next
 ALTER INDEX public.pk_telemetry_chunks ATTACH PARTITION public.telemetry_chunks_202612_pkey;
 -- next
+ALTER INDEX public.ix_telemetry_chunks_run_key_rank_first_step ATTACH PARTITION public.telemetry_chunks_202612_run_key_rank_first_step_idx;
+-- next
 ALTER INDEX public.pk_telemetry_chunks ATTACH PARTITION public.telemetry_chunks_202701_pkey;
+-- next
+ALTER INDEX public.ix_telemetry_chunks_run_key_rank_first_step ATTACH PARTITION public.telemetry_chunks_202701_run_key_rank_first_step_idx;
 -- next
 CREATE TRIGGER ledger_is_immutable BEFORE UPDATE ON public.ledger FOR EACH ROW EXECUTE FUNCTION public.refuse_ledger_update();
 -- next
@@ -589,6 +623,9 @@ ALTER TABLE ONLY public.answers
 -- next
 ALTER TABLE ONLY public.events
     ADD CONSTRAINT fk_events_job_id FOREIGN KEY (job_id) REFERENCES public.jobs(id) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.fabrics
+    ADD CONSTRAINT fk_fabrics_job_id FOREIGN KEY (job_id) REFERENCES public.jobs(id) ON DELETE CASCADE;
 -- next
 ALTER TABLE ONLY public.fabrics
     ADD CONSTRAINT fk_fabrics_project_id FOREIGN KEY (project_id) REFERENCES public.projects(id) ON DELETE CASCADE;
@@ -634,6 +671,9 @@ ALTER TABLE ONLY public.step_samples
 -- next
 ALTER TABLE public.telemetry_chunks
     ADD CONSTRAINT fk_telemetry_chunks_run_key FOREIGN KEY (run_key) REFERENCES public.runs(key) ON DELETE CASCADE;
+-- next
+ALTER TABLE ONLY public.telemetry_columns
+    ADD CONSTRAINT fk_telemetry_columns_run_key FOREIGN KEY (run_key) REFERENCES public.runs(key) ON DELETE CASCADE;
 -- next
 ALTER TABLE ONLY public.tokens
     ADD CONSTRAINT fk_tokens_job_id FOREIGN KEY (job_id) REFERENCES public.jobs(id) ON DELETE CASCADE;

@@ -16,7 +16,7 @@ CREATE TABLE answers (
 	CONSTRAINT fk_answers_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "answers" VALUES('job-431cb9271e306dec','kept',1,'1','{}','2026-01-01 00:00:00.000000');
+INSERT INTO "answers" VALUES('job-9ae1f193ba11c4e4','kept',1,'1','{}','2026-01-01 00:00:00.000000');
 -- next
 CREATE TABLE audit_log (
 	id INTEGER NOT NULL, 
@@ -43,10 +43,12 @@ CREATE TABLE fabrics (
 	"key" INTEGER NOT NULL, 
 	project_id TEXT NOT NULL, 
 	instance_type TEXT NOT NULL, 
+	job_id TEXT, 
 	probe JSON NOT NULL, 
 	created_at DATETIME NOT NULL, 
 	CONSTRAINT pk_fabrics PRIMARY KEY ("key"), 
-	CONSTRAINT fk_fabrics_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE
+	CONSTRAINT fk_fabrics_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE, 
+	CONSTRAINT fk_fabrics_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
 CREATE TABLE job_lessons (
@@ -89,7 +91,7 @@ CREATE TABLE jobs (
 	CONSTRAINT fk_jobs_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "jobs" VALUES(1,'job-431cb9271e306dec','default','kept','digits','planning','knee','','{"name":"kept","model":{"name":"digits"},"objective":"knee"}',2,'2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0);
+INSERT INTO "jobs" VALUES(1,'job-9ae1f193ba11c4e4','default','kept','digits','planning','knee','','{"name":"kept","model":{"name":"digits"},"objective":"knee"}',2,'2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0);
 -- next
 CREATE TABLE ledger (
 	"key" INTEGER NOT NULL, 
@@ -114,7 +116,7 @@ CREATE TABLE ledger (
 	CONSTRAINT fk_ledger_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "ledger" VALUES(1,'rec-2ab302a6e2801dc6','job-431cb9271e306dec','2026-01-01 00:00:00.000000','knee','profiled','1',NULL,'{}',1,0.5,0.4,0.6,NULL,NULL,NULL,NULL);
+INSERT INTO "ledger" VALUES(1,'rec-2ee27699608556cb','job-9ae1f193ba11c4e4','2026-01-01 00:00:00.000000','knee','profiled','1',NULL,'{}',1,0.5,0.4,0.6,NULL,NULL,NULL,NULL);
 -- next
 CREATE TABLE ledger_outcomes (
 	ledger_id TEXT NOT NULL, 
@@ -153,7 +155,7 @@ CREATE TABLE projects (
 	CONSTRAINT uq_projects_name UNIQUE (name)
 );
 -- next
-INSERT INTO "projects" VALUES('default','default','2026-11-27 01:08:56.911283');
+INSERT INTO "projects" VALUES('default','default','2026-11-27 03:05:30.013440');
 -- next
 CREATE TABLE run_outputs (
 	run_key INTEGER NOT NULL, 
@@ -216,7 +218,9 @@ CREATE TABLE runs (
 	finished_at DATETIME, 
 	created_at DATETIME NOT NULL, 
 	num_samples BIGINT NOT NULL, 
+	num_measured BIGINT NOT NULL, 
 	dropped BIGINT NOT NULL, 
+	lease INTEGER DEFAULT '0' NOT NULL, 
 	failed_local_batch_size INTEGER, 
 	monitor JSON, 
 	unsteady BOOLEAN DEFAULT 0 NOT NULL, 
@@ -225,7 +229,7 @@ CREATE TABLE runs (
 	CONSTRAINT fk_runs_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "runs" VALUES(1,'run-a9dfa36af286ef61','job-431cb9271e306dec','default','profile','pending','default','',2,4,32,1,0,'plan',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',20,0,NULL,NULL,0);
+INSERT INTO "runs" VALUES(1,'run-9b9c7e0c183f311b','job-9ae1f193ba11c4e4','default','profile','pending','default','',2,4,32,1,0,'plan',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',20,20,0,0,NULL,NULL,0);
 -- next
 CREATE TABLE sample_sources (
 	"key" INTEGER NOT NULL, 
@@ -344,6 +348,20 @@ CREATE TABLE telemetry_chunks (
 -- next
 INSERT INTO "telemetry_chunks" VALUES(1,0,'boot',0,0,9,10,'loss,grad_norm',X'0028B52FFD20B0450300640500000100CDAA00A82EEACD003B4C00F421F83B007F58009709D27F0066E8009B14A966009E7A00778E7F9E00A0B600E3982AA000F0F6FB00010305060800F000081014181C2022003F3F3F40003F40404040404040400910008861442E72918B5CE491B4A10D');
 -- next
+CREATE TABLE telemetry_columns (
+	run_key INTEGER NOT NULL, 
+	name TEXT NOT NULL, 
+	num_steps BIGINT NOT NULL, 
+	newest_step BIGINT, 
+	newest_value DOUBLE, 
+	CONSTRAINT pk_telemetry_columns PRIMARY KEY (run_key, name), 
+	CONSTRAINT fk_telemetry_columns_run_key FOREIGN KEY(run_key) REFERENCES runs ("key") ON DELETE CASCADE
+);
+-- next
+INSERT INTO "telemetry_columns" VALUES(1,'grad_norm',10,9,9.0);
+-- next
+INSERT INTO "telemetry_columns" VALUES(1,'loss',10,9,3.0);
+-- next
 CREATE TABLE tokens (
 	id TEXT NOT NULL, 
 	sha256 TEXT NOT NULL, 
@@ -365,6 +383,8 @@ CREATE INDEX ix_jobs_project_id_state_key ON jobs (project_id, state, "key");
 -- next
 CREATE INDEX ix_jobs_project_id_fingerprint ON jobs (project_id, fingerprint);
 -- next
+CREATE INDEX ix_jobs_project_id_name ON jobs (project_id, name);
+-- next
 CREATE INDEX ix_jobs_listed ON jobs (project_id, "key", state, name, model_name);
 -- next
 CREATE INDEX ix_jobs_model_name ON jobs (model_name);
@@ -376,6 +396,8 @@ CREATE INDEX ix_runs_job_id_state_position_key ON runs (job_id, state, position,
 CREATE INDEX ix_step_samples_run_key_warmup_step ON step_samples (run_key, warmup, step);
 -- next
 CREATE INDEX ix_memory_readings_run_key ON memory_readings (run_key);
+-- next
+CREATE INDEX ix_telemetry_chunks_run_key_rank_first_step ON telemetry_chunks (run_key, rank, first_step);
 -- next
 CREATE INDEX ix_ledger_job_id ON ledger (job_id);
 -- next
