@@ -18,6 +18,8 @@ MAX_USD_PER_HOUR: Final = 1e6
 MAX_BYTES_PER_S: Final = 1e14
 """Bytes a second that one rank can all-reduce: ten times the memory bandwidth of any device."""
 MAX_DURATION_S: Final = 10 * 365 * 86_400.0
+LAUNCH_TOKEN_S: Final = 2 * 86_400.0
+"""Lifetime of the token that a launch gives its agents; whoever renews the lease of their run extends it."""
 FURTHER_WARMUP_STEPS: Final = 3
 """Most steps discarded of a launch's second batch and those after it: process, optimizer and links are warm. The first
 compiles for the new shape, the second captures a CUDA graph, the third is the first to replay it."""

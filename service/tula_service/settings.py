@@ -20,9 +20,7 @@ class SettingsError(ValueError):
 class Settings(BaseSettings):
     """One field per setting; the environment variable is `TULA_` and the field's name in capitals."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, env_ignore_empty=True, env_file=".env", extra="ignore", frozen=True
-    )
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="ignore", frozen=True)
 
     database: str = Field("tula.db", description="SQLite file, or postgresql+psycopg:// URL.")
     host: str = Field("127.0.0.1", description="Address to listen on; any but loopback needs a token to exist first.")
@@ -49,14 +47,12 @@ class Settings(BaseSettings):
 
     @classmethod
     def read(cls, **flags: Any) -> Settings:
-        """From flags that are not None, the environment and `.env`. Raises SettingsError for an invalid value."""
+        """From flags that are not None, and the environment. Raises SettingsError for an invalid value."""
         try:
             return cls(**{name: value for name, value in flags.items() if value is not None})
         except ValidationError as error:
             first = error.errors()[0]
             raise SettingsError(f"{PREFIX}{str(first['loc'][0]).upper()} {remedy(first)}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"The file .env cannot be read ({error}): correct its rights or its text.") from None
 
     def to_environment(self) -> dict[str, str]:
         """The variables from which the same settings are read: how workers get them."""

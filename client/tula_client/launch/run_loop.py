@@ -46,6 +46,7 @@ from tula_wire import (
     TokenCreate,
     TokenCreated,
 )
+from tula_wire.bounds import LAUNCH_TOKEN_S
 from tula_wire.enums import FINAL_STATES
 from tula_wire.text import printable_lines
 
@@ -70,8 +71,6 @@ _DUMP_TIMEOUT_S: Final = 10.0
 _MOST_OUTPUT_BYTES: Final = 65_536
 _UPLOAD_TIMEOUT_S: Final = 120.0
 _STOP_COMMAND_TIMEOUT_S: Final = 30.0
-TOKEN_EXPIRES_S: Final = 30 * 86_400.0
-"""Lifetime of the token that a command gets; every start of `tula` makes one."""
 _SUBMITTED: Final = "submitted-"
 
 
@@ -359,7 +358,7 @@ class Runner:
         if not self.inherited.get("TULA_TOKEN"):
             return None
         if job_id not in self._tokens:
-            wanted = TokenCreate(name=self.holder, scope="agent", job_id=job_id, expires_in_s=TOKEN_EXPIRES_S)
+            wanted = TokenCreate(name=self.holder, scope="agent", job_id=job_id, expires_in_s=LAUNCH_TOKEN_S)
             self._tokens[job_id] = self.retrying(self.service.create_token, wanted)
         return self._tokens[job_id].secret
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 import sqlalchemy as sa
@@ -100,6 +100,13 @@ class Tokens(Repository):
             .values(revoked_at=self._now())
         )
         return self.get(token_id)
+
+    def extend(self, job_id: str, name: str, until: datetime) -> None:
+        """Let the valid agent tokens of this job and name end no earlier than `until`, to within an hour."""
+        column = tokens.c
+        own = (column.job_id == job_id, column.name == name, column.scope == "agent", column.revoked_at.is_(None))
+        due = (column.expires_at > self._now(), column.expires_at < until - timedelta(hours=1))
+        self._connection.execute(sa.update(tokens).where(*own, *due).values(expires_at=until))
 
     def touch(self, token_id: str) -> None:
         """Set the time of last use to now."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -43,7 +45,8 @@ class Archive:
             self._files, self._folder = (fs.LocalFileSystem(), place) if local else fs.FileSystem.from_uri(place)
             self._files.create_dir(self._folder)
         except (OSError, ValueError) as error:
-            raise InvalidInput(f"TULA_ARCHIVE cannot be written ({error}): give a folder or an s3:// URL.") from error
+            said = _without_secrets(str(error))
+            raise InvalidInput(f"TULA_ARCHIVE cannot be written ({said}): give a folder or an s3:// URL.") from error
 
     def write(self, engine: sa.Engine, table: str) -> None:
         """Write a detached partition to `TABLE-00001.parquet` and further files, in the order of its primary key.
@@ -55,6 +58,8 @@ class Archive:
         try:
             if sum(self._stored(table).values()) == _num_values(engine, table):
                 return
+            for path in self._files_of(table, ".tmp"):  # of an attempt that was killed
+                self._files.delete_file(path)
             parts, wanted = _parts(engine, table, min(VALUES_AT_ONCE, self._values_per_file)), {}
             for number, first in enumerate(parts, 1):
                 path = f"{self._folder}/{table}-{number:05}.parquet"
@@ -64,9 +69,10 @@ class Archive:
             if (stored := self._stored(table)) != wanted:
                 raise OSError(f"{sum(stored.values())} of {sum(wanted.values())} rows are in the files")
         except Exception as error:
+            said = f"The archive {self._place} could not be written ({error})"
             raise StoreUnavailable(
-                f"The archive {self._place} could not be written ({error}): the telemetry stays in the table {table}, "
-                "and the next `tula prune --yes` tries again."
+                f"{_without_secrets(said)}: the telemetry stays in the table {table}, and the next `tula prune --yes` "
+                "tries again."
             ) from error
 
     def _write_file(self, path: str, part: pa.Table, more: Iterator[pa.Table]) -> int:
@@ -79,6 +85,8 @@ class Archive:
                 self._files.open_output_stream(unfinished) as file,
                 parquet.ParquetWriter(file, part.schema, **_OPTIONS) as writer,
             ):
+                if self._is_local:
+                    Path(unfinished).chmod(0o600)  # as the database is
                 writer.write_table(part)
                 written: int = part.num_rows
                 while written < self._values_per_file and (following := next(more, None)) is not None:
@@ -95,24 +103,35 @@ class Archive:
 
     def _stored(self, table: str) -> dict[str, int]:
         """The finished files of a month, each with the number of its rows."""
-        from pyarrow import fs, parquet
+        from pyarrow import parquet
 
-        found = (file.path for file in self._files.get_file_info(fs.FileSelector(self._folder)))
-        return {
-            path: parquet.read_metadata(path, filesystem=self._files).num_rows
-            for path in found
-            if path.rpartition("/")[2].startswith(f"{table}-") and path.endswith(".parquet")
-        }
+        paths = self._files_of(table, ".parquet")
+        return {path: parquet.read_metadata(path, filesystem=self._files).num_rows for path in paths}
+
+    def _files_of(self, table: str, ending: str) -> list[str]:
+        from pyarrow import fs
+
+        paths = (file.path for file in self._files.get_file_info(fs.FileSelector(self._folder)))
+        return [path for path in paths if path.rpartition("/")[2].startswith(f"{table}-") and path.endswith(ending)]
+
+    @property
+    def _is_local(self) -> bool:
+        return bool(self._files.type_name == "local")
 
     def _sync(self, path: str) -> None:
         """Wait until a local file or folder is on disk, which other stores promise for a finished file."""
-        if self._files.type_name != "local":
+        if not self._is_local:
             return
         opened = os.open(path, os.O_RDONLY)
         try:
             os.fsync(opened)
         finally:
             os.close(opened)
+
+
+def _without_secrets(text: str) -> str:
+    """The text without what stands between `://` and `@` in a URL: there a key may have its secret."""
+    return re.sub(r"://[^/@\s]*@", "://", text)
 
 
 _OPTIONS: Final[dict[str, Any]] = {

@@ -24,7 +24,7 @@ from tula_wire.enums import Objective
 
 ATTEMPTS = 4
 _UNSTORED = "recommendation-unstored"
-"""The id of an answer that the database could not keep."""
+"""The id of an answer that the database does not keep."""
 _STATES_KEPT = ("archived", "training")
 
 
@@ -44,8 +44,11 @@ def replan(store: Store, job_id: str) -> str:
         return body or compute(store, job_id, None, plan=True)
 
 
-def compute(store: Store, job_id: str, objective: Objective | None, *, plan: bool) -> str:
-    """Analyse and store what follows, with `plan` the plan too; returns the recommendation as JSON."""
+def compute(store: Store, job_id: str, objective: Objective | None, *, plan: bool, keep: bool = True) -> str:
+    """Analyse and store what follows, with `plan` the plan too; returns the recommendation as JSON.
+
+    keep: False for a caller who may change nothing, and so enters nothing in the ledger either.
+    """
     for _ in range(ATTEMPTS):
         with store.compute_slot():
             with store.reading() as tx:
@@ -53,6 +56,8 @@ def compute(store: Store, job_id: str, objective: Objective | None, *, plan: boo
                 facts, data = _facts(tx, job, plan), load_job_data(tx, job)
             analysis = analyse(data, objective)
             decision = plan_of(analysis) if plan else None
+        if not keep:
+            return _rendered(job, analysis, _UNSTORED, store.now()).model_dump_json()
         try:
             with store.transaction() as tx:
                 now = tx.jobs.lock(job_id)

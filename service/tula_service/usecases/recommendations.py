@@ -30,7 +30,8 @@ def get(
 ) -> str:
     """The recommendation as JSON: cached if nothing that it rests on has changed, else computed after `on_miss()`.
 
-    It is that of the data at the time of the request, whatever is measured during the computation.
+    It is that of the data at the time of the request, whatever is measured during the computation. What a reader
+    asks for is not stored: a token that may change nothing enters nothing in the ledger.
     """
 
     def look_up() -> tuple[Objective, str | None]:
@@ -45,7 +46,7 @@ def get(
     on_miss()
     with store.job_lock(job_id):
         wanted, body = look_up()  # another thread may have computed it, or the job's objective have changed
-        return body or planning.compute(store, job_id, wanted, plan=False)
+        return body or planning.compute(store, job_id, wanted, plan=False, keep=principal.scope != "read")
 
 
 def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -> wire.Predictions:

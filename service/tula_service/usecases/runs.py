@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
@@ -21,6 +22,7 @@ from tula_service.usecases import fabrics, ledger, monitoring, recommendations
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.job_data import load_job_data, spec_of
 from tula_service.usecases.planning import replan
+from tula_wire.bounds import LAUNCH_TOKEN_S
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
 from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
 from tula_wire.precision import relative_error
@@ -262,6 +264,9 @@ def patch(
         job = tx.jobs.lock(visible_run(tx, principal, run_id).job_id)
         tx.leases.check(run_id, lease)
         run = _patched(tx, run_id, request)
+        if request.state == "running" and request.holder is not None and principal.scope != "agent":
+            # The token of a launch lives as long as its lease.
+            tx.tokens.extend(job.id, request.holder, tx.now() + timedelta(seconds=LAUNCH_TOKEN_S))
         if request.output is not None:
             tx.runs.put_output(run.key, request.output)
         due = run.state in FINAL_STATES and tx.jobs.get(job.id).plan_state != "current"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -120,6 +121,7 @@ def test_a_month_past_its_time_is_archived_and_dropped_whole(store: Store, tmp_p
     assert rows_of(store, "telemetry_chunks") == 3
     assert prune(store, tmp_path / "new").telemetry == [table(THIS)]
     (file,) = (tmp_path / "new").iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert file.name == f"{table(THIS)}-00001.parquet"
     stored = parquet.read_table(file).to_pylist()
     mine = [row for row in stored if (row["rank"], row["name"]) == (0, "grad_norm")]
@@ -148,6 +150,7 @@ def test_a_failed_export_drops_nothing_and_the_next_prune_finishes_it(store: Sto
     old = run_of(store, THIS)
     with store.transaction() as tx:
         add_chunk(tx, old.key, a_chunk(0, 50))
+    (tmp_path / f"{table(THIS)}-00001.parquet.0123.tmp").write_bytes(b"of a prune that was killed")
     in_the_way = tmp_path / f"{table(THIS)}-00001.parquet"
     in_the_way.mkdir()
     for _ in range(2):
@@ -157,6 +160,7 @@ def test_a_failed_export_drops_nothing_and_the_next_prune_finishes_it(store: Sto
     in_the_way.rmdir()
     assert prune(store, tmp_path).telemetry == [table(THIS)]
     assert parquet.read_metadata(in_the_way).num_rows == 100
+    assert list(tmp_path.iterdir()) == [in_the_way]
     assert table(THIS) not in tables(store)
 
 

@@ -10,9 +10,9 @@ from tests.service.usecases.cluster import Cluster, overlapping, spec
 from tula_service.analysis.answer import analyse
 from tula_service.analysis.explanation import name_of
 from tula_service.errors import StoreUnavailable
-from tula_service.store import Store
+from tula_service.store import DEFAULT_PROJECT_ID, Store
 from tula_service.usecases import jobs, planning, recommendations, runs
-from tula_service.usecases.access import ANONYMOUS
+from tula_service.usecases.access import ANONYMOUS, Principal
 from tula_service.usecases.job_data import load_job_data
 
 
@@ -443,3 +443,21 @@ def test_an_answer_that_cannot_be_stored_is_given_all_the_same(
     unstored = wire.read(wire.Recommendation, recommendations.get(cluster.store, ANONYMOUS, job_id))
     assert unstored.chosen == stored.chosen
     assert unstored.id == "recommendation-unstored"
+
+
+def test_a_token_that_only_reads_gets_an_answer_and_stores_none(profiled: tuple[Cluster, str]) -> None:
+    cluster, job_id = profiled
+    reader = Principal("reader", "read", "token-1", DEFAULT_PROJECT_ID)
+
+    def stored() -> list[object]:
+        with cluster.store.reading() as tx:
+            tables = ("answers", "ledger", "events", "scaling_numbers")
+            counts = [tx.connection.exec_driver_sql(f"SELECT count(*) FROM {table}").scalar() for table in tables]
+            return [*counts, tx.jobs.get(job_id)]
+
+    before = stored()
+    asked = wire.read(wire.Recommendation, recommendations.get(cluster.store, reader, job_id, "cost"))
+    assert stored() == before
+    kept = cluster.recommendation(job_id, "cost")
+    assert asked.model_copy(update={"id": kept.id, "created_at": kept.created_at}) == kept
+    assert wire.read(wire.Recommendation, recommendations.get(cluster.store, reader, job_id, "cost")) == kept
