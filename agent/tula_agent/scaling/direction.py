@@ -21,8 +21,9 @@ at 1e-3: ten steps reach the exact D within 2 % where that bound holds, and with
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -156,6 +157,16 @@ class Shape:
         return 6 * self.rows * self.columns * self.positions
 
 
+def embeddings(parameters: Iterable[torch.Tensor]) -> frozenset[int]:
+    """The ids of those of `parameters` that are the table of an embedding in any living module.
+
+    An optimizer sees tensors only, so it asks the garbage collector for modules: once, some tens of milliseconds.
+    """
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    tables = {id(module.weight) for module in gc.get_objects() if issubclass(type(module), kinds)}
+    return frozenset(tables & {id(parameter) for parameter in parameters})
+
+
 def matrix_shape(parameter: torch.Tensor) -> Shape | None:
     """`parameter` as (first dimension, all others); None for what is no matrix of at least 2 x 2."""
     if parameter.ndim < 2 or not parameter.is_floating_point() or not parameter.numel():
@@ -236,13 +247,15 @@ class Directions:
     So the replicas stay equal bit for bit on unequal devices too, and N ranks have an Nth of the work each. Corrections
     travel in bfloat16, in one exchange a step: their last bits matter to no training, their bytes to slow networks.
 
-    `left_out`: the matrices whose steps are not turned, since all would cost too much. A parameter group with
-    `direction=False` (embeddings, whose rows are no directions of a map) keeps its steps.
+    `left_out`: the matrices whose steps are not turned, since all would cost too much. Embeddings, whose rows are no
+    directions of a map, keep their steps, and so does a parameter group with `direction=False`.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, ranks: Ranks, damping: float = DAMPING) -> None:
         self._inner, self._ranks, self._damping = inner, ranks, damping
         self.left_out = 0
+        self._tables: frozenset[int] = frozenset()
+        self._searched = 0
 
     @property
     def acts(self) -> bool:
@@ -284,11 +297,13 @@ class Directions:
         """Return all matrices of torch's own SGD, in the order of parameters; none of another optimizer."""
         if not self._turns:
             return []
-        places = ((group, parameter) for group in self._inner.param_groups for parameter in group["params"])
+        places = [(group, parameter) for group in self._inner.param_groups for parameter in group["params"]]
+        if len(places) != self._searched:
+            self._tables, self._searched = embeddings(parameter for _, parameter in places), len(places)
         return [
             _Matrix(index, parameter, group, shape)
             for index, (group, parameter) in enumerate(places)
-            if parameter.requires_grad and group.get("direction", True)
+            if parameter.requires_grad and group.get("direction", True) and id(parameter) not in self._tables
             if (shape := matrix_shape(parameter)) is not None
         ]
 

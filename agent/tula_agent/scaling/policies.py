@@ -29,8 +29,8 @@ _DEFAULT_DELTA, _DEFAULT_S_MIN = 0.5, 1e-3  # of Algorithm 1
 class Gain:
     """The default: the learning rate times the noise gain, from gradients of earlier steps; its root under Adam.
 
-    Under torch's SGD the steps of matrices also turn to directions that the noise does not decide (`direction`). A
-    parameter group of it with `direction=False`, such as one of embeddings, keeps its steps.
+    Under torch's SGD the steps of matrices also turn to directions that the noise does not decide (`direction`).
+    Embeddings keep their steps, and so does a parameter group with `direction=False`.
 
     s_max: the largest factor; B / b_small by default, which is also the most that is accepted.
     spike_limit: a gradient longer than this times the usual length is clipped to it while the gain is above 1; None

@@ -227,6 +227,57 @@ def test_a_step_inside_autocast_is_turned_in_full_precision():
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), inside.parameters(), strict=True))
 
 
+def test_the_tables_of_embeddings_are_recognised_and_keep_their_steps():
+    nets = []
+    for policy in (Gain(), gain(damping=None)):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(12, 6), nn.Flatten(), nn.Linear(18, 6))
+        optimizer = TulaOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
+            global_batch_size=1024,
+            small_batch_size=64,
+            policy=policy,
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(4):
+                loss = nn.functional.cross_entropy(net(torch.randint(12, (256, 3))), torch.randint(6, (256,)))
+                (loss / 4).backward()
+            optimizer.step()
+        nets.append(net)
+        if policy.damping is not None:
+            assert len(noises(optimizer)) == 1, "only the linear layer's noise is measured by itself"
+    turned, plain = nets
+    assert not torch.equal(turned[2].weight, plain[2].weight)
+    assert torch.equal(turned[0].weight, plain[0].weight)
+
+
+def test_a_grad_scaler_changes_no_bit_of_turned_steps_and_a_skipped_step_leaves_no_trace():
+    def after(scaled: bool) -> tuple[nn.Sequential, list[float]]:
+        net = network()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        optimizer = TulaOptimizer(sgd, global_batch_size=64, small_batch_size=8)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=10**6, enabled=scaled)
+        draw = torch.Generator().manual_seed(1)
+        for step in range(8):
+            optimizer.zero_grad()
+            images, labels = torch.randn(64, 1, 8, 8, generator=draw), torch.randint(5, (64,), generator=draw)
+            overflows = step == 5
+            if overflows and not scaled:
+                continue
+            for part in range(4):
+                chunk = slice(16 * part, 16 * part + 16)
+                loss = nn.functional.cross_entropy(net(images[chunk]), labels[chunk]) / 4
+                scaler.scale(loss * math.inf if overflows else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return net, noises(optimizer)
+
+    (with_scaler, noise), (without, expected) = after(True), after(False)
+    assert all(torch.equal(a, b) for a, b in zip(with_scaler.parameters(), without.parameters(), strict=True))
+    assert noise == expected
+
+
 def test_the_first_turned_step_leaves_vectors_alone():
     default, plain = trained(Gain(), steps=2), trained(gain(damping=None), steps=2)
     assert not torch.equal(default[3].weight, plain[3].weight)
