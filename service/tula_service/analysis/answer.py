@@ -172,4 +172,5 @@ def goal_of(spec: wire.JobSpec, objective: Objective) -> Goal:
         spot_offers=job_data.spot_offers_of(spec),
         priced=priced,
         usd_per_hour_of_waiting=spec.usd_per_hour_of_waiting,
+        batch_normalization=bool(spec.model.batch_normalization),
     )

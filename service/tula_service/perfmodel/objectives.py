@@ -44,6 +44,7 @@ class Goal:
     instance type needs one of the two. `steps_factor` is how many times as many steps a candidate needs for the same
     quality, 1 where it is not given. `priced`: costs are money; else they are node-hours. `usd_per_hour_of_waiting` is
     what an hour of the training's duration costs its owner. `guard` says which batches keep the accuracy, None: all.
+    `batch_normalization`: the network has such layers, which lose accuracy where they normalize over many examples.
     """
 
     objective: Name
@@ -55,6 +56,13 @@ class Goal:
     priced: bool = True
     usd_per_hour_of_waiting: float | None = None
     guard: Guard | None = None
+    batch_normalization: bool = False
+
+    def normalized_too_widely(self, local_batch_size: int) -> int:
+        """Examples of a rank and micro-step beyond what batch normalization bears, twice the base batch."""
+        if not self.batch_normalization or self.guard is None:
+            return 0
+        return max(0, local_batch_size - 2 * self.guard.base_batch_size)
 
     def value(self, estimate: Estimate) -> Interval:
         """What the objective ranks by: the smaller, the better."""
@@ -167,12 +175,19 @@ class _Balanced(_Compromise):
         ranked = super().rank(goal, kept)
         if goal.priced and goal.usd_per_hour_of_waiting is not None:
             return ranked
-        best = self.value(goal, ranked[0]).expected
-        near = [e for e in ranked if self.value(goal, e).expected <= _NEARLY_BEST * best]
-        chosen = min(
-            near, key=lambda e: (e.configuration.global_batch_size, e.configuration.num_nodes, ranked.index(e))
-        )
+
+        def preference(estimate: Estimate) -> tuple[int, int, int, int]:
+            c = estimate.configuration
+            too_widely = goal.normalized_too_widely(c.local_batch_size)
+            return c.global_batch_size, too_widely, c.num_nodes, ranked.index(estimate)
+
+        chosen = min(self._near(goal, ranked), key=preference)
         return [chosen, *(e for e in ranked if e is not chosen)]
+
+    def _near(self, goal: Goal, ranked: Sequence[Estimate]) -> list[Estimate]:
+        """Those that are nearly as good as the best, in the order given."""
+        best = min(self.value(goal, e).expected for e in ranked)
+        return [e for e in ranked if self.value(goal, e).expected <= _NEARLY_BEST * best]
 
     def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
         kept = self._kept(goal, allowed)
@@ -182,8 +197,22 @@ class _Balanced(_Compromise):
         ranked = self.rank(goal, allowed)
         if self.value(goal, ranked[0]).expected > min(self.value(goal, e).expected for e in ranked):
             what = "time multiplied by cost is" if goal.priced else "time is"
-            return f"it has the smallest batch of the candidates whose {what} within 10 % of the smallest{among}."
+            local = self._of_a_smaller_local_batch(goal, ranked)
+            return (
+                f"it has the smallest batch of the candidates whose {what} within 10 % of the smallest{among}{local}."
+            )
         return super().merit(goal, allowed)[:-1] + f"{among}."
+
+    def _of_a_smaller_local_batch(self, goal: Goal, ranked: Sequence[Estimate]) -> str:
+        chosen = ranked[0].configuration
+        equal = (e.configuration for e in self._near(goal, ranked))
+        most = max(c.local_batch_size for c in equal if c.global_batch_size == chosen.global_batch_size)
+        if goal.normalized_too_widely(most) <= goal.normalized_too_widely(chosen.local_batch_size):
+            return ""
+        return (
+            f", made of {chosen.local_batch_size} examples a rank and micro-step, since batch normalization over more "
+            "than twice the base batch loses accuracy"
+        )
 
     def _kept(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
         """The estimates whose batch keeps the accuracy; those of the smallest batch where none does."""

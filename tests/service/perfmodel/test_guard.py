@@ -153,3 +153,22 @@ def test_no_contender_is_looked_for_among_refused_batches():
     choice = chosen("balanced", Guard(100 * 32, 32, None, SGD))
     barred = {configuration.global_batch_size for configuration, _ in choice.barred}
     assert barred == {64, 128, 256, 512}
+
+
+@pytest.mark.parametrize(
+    ("batch_normalization", "base", "local"), [(False, 8, 64), (True, 32, 64), (True, 16, 32), (True, 8, 32)]
+)
+def test_of_nearly_equal_choices_batch_normalization_gets_at_most_twice_the_base_batch(
+    batch_normalization, base, local
+):
+    """2 nodes of 64 examples take a little longer, and cost a little less, than 4 of 32."""
+
+    def candidate(nodes: int, batch: int, seconds: float, usd: float) -> Estimate:
+        time, cost = Interval(seconds, seconds, seconds), Interval(usd, usd, usd)
+        return Estimate(make_configuration(nodes, 1, batch), Interval(1, 1, 1), time, cost, time, None)
+
+    goal = Goal("balanced", Training(1e6), {}, guard=Guard(1e9, base), batch_normalization=batch_normalization)
+    choice = choose(goal, [candidate(2, 64, 100.0, 98.0), candidate(4, 32, 98.0, 103.0), candidate(4, 64, 97.0, 104.0)])
+    assert choice.chosen is not None
+    assert choice.chosen.configuration.local_batch_size == local
+    assert ("batch normalization" in choice.merit) is (local == 32)
