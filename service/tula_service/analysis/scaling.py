@@ -7,6 +7,7 @@ The rule for the learning rate of a larger batch is the best of our experiments 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from tula_wire.jobs import ScalingRule
 
 MOST_TIMES = 16.0
 """The largest ratio of batches in the experiments; beyond it a reason says so."""
+_AS_LOW, _LOST_POINTS = 1.05, 1.0
 _MEASURED_OPTIMIZERS = ("sgd", "momentum", "adam")
 _MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722
 
@@ -105,3 +107,37 @@ def learning_rate_advice(
         found += f" No experiment went beyond {MOST_TIMES:g} times the batch"
         found += "; try LARS there too." if model.batch_normalization and model.optimizer != "adam" else "."
     return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended: its global batch, its training loss, and its accuracy on validation data, in percent."""
+
+    global_batch_size: int
+    loss: float
+    validation_accuracy: float
+
+
+def lost_regularisation(outcomes: Sequence[Outcome]) -> str | None:
+    """What to do where a larger batch fits the training data as well as a smaller one and validates worse; else None.
+
+    Such a gap is none of missing steps, which is all that a rule for the step can make up for. The smallest batch with
+    the best validation is compared with each larger one, by 5 % of the loss and a point of accuracy.
+    """
+    if not outcomes:
+        return None
+    base = min(outcomes, key=lambda each: (each.global_batch_size, -each.validation_accuracy))
+    for other in sorted(outcomes, key=lambda each: each.global_batch_size):
+        lost = base.validation_accuracy - other.validation_accuracy
+        if (
+            other.global_batch_size > base.global_batch_size
+            and other.loss <= _AS_LOW * base.loss
+            and lost > _LOST_POINTS
+        ):
+            return (
+                f"At a global batch of {other.global_batch_size} the training loss ends at {other.loss:.3g}, at "
+                f"{base.global_batch_size} at {base.loss:.3g}, but validation is {lost:.1f} points worse: what is "
+                "missing is regularisation, not steps, and no rule for the step brings it back. More augmentation or "
+                "weight decay, a smaller batch, or micro-steps of the smaller batch for a larger local batch do."
+            )
+    return None

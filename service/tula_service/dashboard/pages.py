@@ -6,7 +6,7 @@ import math
 import re
 import tomllib
 from collections.abc import Collection, Mapping
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, Any, NamedTuple, get_args
 from urllib.parse import urlencode
 
@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, JSONResponse
 
+from tula_service.analysis.scaling import Outcome, lost_regularisation
 from tula_service.analysis.what_if import WhatIf
 from tula_service.api.auth import CurrentUser, User
 from tula_service.dashboard.charts.candidates import named_candidates
@@ -217,6 +218,7 @@ def quality_page(
         chosen=run,
         chart_query=urlencode([*asked, *(("run", each) for each in run)]),
         older=found.next_cursor,
+        advice=_lost_regularisation(user, job_id, found),
     )
 
 
@@ -295,6 +297,30 @@ def compare_runs(
     drawn, columns, series = compare(*user, job_id, listed, column, query)
     found = [QualityRun(run, series[run.id]) for run in listed if run.id in series]
     return Comparison(drawn, columns, found, page.next_cursor)
+
+
+def _lost_regularisation(user: User, job_id: str, found: Comparison) -> str | None:
+    """A sentence where finished trainings show that a larger batch lost regularisation, by what they logged."""
+    names = ("loss", "validation_accuracy")
+    if not {*names} <= {*found.columns}:
+        return None
+    loss, accuracy = (
+        {each.run.id: each for each in compare_runs(user, job_id, name, trend=0, cursor=None).runs} for name in names
+    )
+    ended = [run for run in loss if run in accuracy and loss[run].run.state == "succeeded"]
+    scale = 100.0 if all(_end(accuracy[run]) <= 1.0 for run in ended) else 1.0  # a fraction, or percent
+    return lost_regularisation(
+        [
+            Outcome(loss[run].run.configuration.global_batch_size, _end(loss[run]), scale * _end(accuracy[run]))
+            for run in ended
+        ]
+    )
+
+
+def _end(run: QualityRun) -> float:
+    """The mean over the last tenth of the values."""
+    values = [value for value in run.series.values if value is not None]
+    return fmean(values[-max(1, len(values) // 10) :]) if values else math.nan
 
 
 def _by_cost(recommendation: Recommendation) -> bool:

@@ -272,6 +272,29 @@ def test_the_output_of_a_run_is_text_whatever_it_holds(browser: Browser) -> None
     assert marks in browser.page(f"/runs/{run_id}")
 
 
+def test_runs_that_fit_as_well_and_validate_worse_at_a_larger_batch_get_a_sentence(browser: Browser) -> None:
+    job_id = register(browser)
+    path = wire.routes.JOB_RUNS.format(job_id=job_id)
+
+    def trained(batch: int, loss: float, accuracy: float) -> None:
+        request = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": batch}, "holder": "launcher"}
+        run_id = browser("POST", path, json=request).json()["id"]
+        columns = {"loss": [2.0, *[loss] * 9], "validation_accuracy": [0.1, *[accuracy] * 9]}
+        chunk = {"boot_id": "b", "sequence": 0, "steps": list(range(10)), "columns": columns}
+        assert browser("POST", wire.routes.RUN_TELEMETRY.format(run_id=run_id), json=chunk).status_code == 202
+        for state in ("running", "succeeded"):
+            changed = {"state": state, "holder": "launcher"}
+            assert browser("PATCH", wire.routes.RUN.format(run_id=run_id), json=changed).is_success
+
+    trained(64, 0.1, 0.71)
+    trained(256, 0.5, 0.60)  # lacks steps: its loss is high, too
+    assert "regularisation" not in browser.page(f"/jobs/{job_id}/quality")
+    trained(512, 0.09, 0.66)
+    assert "validation is 5.0 points worse: what is missing is regularisation" in browser.page(
+        f"/jobs/{job_id}/quality"
+    )
+
+
 def test_every_metric_that_was_logged_is_drawn_and_compared(browser: Browser) -> None:
     job_id = register(browser)
     run_id = train(browser, job_id, "", ("eval_loss", "tokens_per_s"))
