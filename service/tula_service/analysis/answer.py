@@ -11,15 +11,15 @@ from typing import TypeAlias
 
 import tula_wire as wire
 from tula_service.analysis import job_data
-from tula_service.analysis.evidence import Evidence, evidence_of, required_fit_probability
+from tula_service.analysis.evidence import Evidence, evidence_of
+from tula_service.analysis.hardware import figures_of
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.scaling import StatisticalEfficiency
 from tula_service.analysis.transfer import earlier_evidence, prior_of
 from tula_service.perfmodel.choice import Choice, choose, price_candidates, recommend
-from tula_service.perfmodel.guard import CAREFUL, SGD, TURNED, Guard
-from tula_service.perfmodel.objectives import OBJECTIVES, Goal
+from tula_service.perfmodel.objectives import OBJECTIVES
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.pricing import Estimate, Limits, Training
+from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 from tula_wire.enums import Objective
@@ -63,7 +63,7 @@ class Answer:
     @property
     def base_batch_size(self) -> int:
         """The global batch at which the learning rate is taken to be tuned, in examples."""
-        return base_batch_size(self.data, self.evidence.candidates)
+        return job_data.base_batch_size(self.data, self.evidence.candidates)
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
         """Predict and price any configurations at their own number of steps, on demand and then on spot capacity."""
@@ -90,33 +90,33 @@ def analyse(data: JobData, objective: Objective | None = None) -> Analysis:
 
 def _answer(data: JobData, wanted: Objective) -> Answer:
     evidence = evidence_of(data)
-    earlier = earlier_evidence(data)
+    figures = figures_of(data)
+    earlier = earlier_evidence(data, figures)
+    prior = prior_of(earlier, figures, data.spec, evidence.candidates, measured=evidence.observed is not None)
     model = fit_step_time(
         evidence.observed,
         form=data.spec.step_time_model,
-        prior=prior_of(earlier, data.spec, evidence.candidates, measured=evidence.observed is not None),
+        prior=prior,
         candidates=evidence.candidates,
         interval_scale=earlier.interval_scale,
     )
     spec = job_data.payable(data.spec, evidence.memory.models)
-    goal = replace(goal_of(spec, wanted), guard=guard_of(data, evidence.candidates))
+    base = job_data.base_batch_size(data, evidence.candidates)
+    goal = job_data.goal_of(data, spec, wanted, base_batch_size=base)
     efficiency = None
     if (noise_scale := data.gradient_noise_scale) is not None:
-        efficiency = StatisticalEfficiency(noise_scale, base_batch_size(data, evidence.candidates))
+        efficiency = StatisticalEfficiency(noise_scale, base)
         if OBJECTIVES[wanted].needs_efficiency:
             goal = replace(
                 goal, steps_factor={c: 1.0 / efficiency.of(c.global_batch_size) for c in evidence.candidates}
             )
-    least, memory = required_fit_probability(spec), evidence.memory
-    untried = [c for c in evidence.candidates if c not in evidence.fitted]
-    doubtful = frozenset(c for c in untried if (fits := memory.fit_probability(c)) is not None and fits < least)
     choice = recommend(
         evidence.candidates,
         model,
         goal,
         memory=evidence.memory.models,
         unavailable=evidence.failed,
-        doubtful=doubtful,
+        doubtful=evidence.doubtful,
     )
     return Answer(
         data=data,
@@ -126,51 +126,5 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
         model=model,
         choice=choice,
         efficiency=efficiency,
-        doubtful=doubtful & choice.ineligible,
-    )
-
-
-def guard_of(data: JobData, candidates: Sequence[Configuration]) -> Guard:
-    """Which batches keep the accuracy of the base batch.
-
-    The constants are those of turned steps where a run of the script has reported them; else, by the optimizer of the
-    specification, those of SGD under the policy `gain` alone, and of AdamW where it is not known to be SGD.
-    """
-    by_optimizer = SGD if data.spec.model.optimizer in ("sgd", "momentum") else CAREFUL
-    return Guard(
-        examples=float(data.spec.dataset.size) * data.spec.epochs,
-        base_batch_size=base_batch_size(data, candidates),
-        noise_scale=data.settled_noise_scale,
-        constants=TURNED if data.directions else by_optimizer,
-    )
-
-
-def base_batch_size(data: JobData, candidates: Sequence[Configuration]) -> int:
-    """The batch at which the learning rate is taken to be tuned: the script's `small_batch_size`, else the smallest.
-
-    A reported number above every candidate is none of examples (a script may count in tokens), and is left out.
-    """
-    sizes = [c.global_batch_size for c in candidates]
-    reported = data.small_batch_size
-    return int(reported) if reported is not None and 1 <= reported <= max(sizes) else min(sizes)
-
-
-def goal_of(spec: wire.JobSpec, objective: Objective) -> Goal:
-    """What is to be chosen: the training, the prices and the limits of the specification."""
-    priced = job_data.has_prices(spec)
-    limits = Limits(
-        deadline_s=spec.limits.deadline_s,
-        budget_usd=spec.limits.budget_usd if priced else None,  # in USD, as costs are with prices
-        max_global_batch_size=spec.limits.max_global_batch_size,
-    )
-    training = Training(dataset_size=float(spec.dataset.size), epochs=spec.epochs)
-    return Goal(
-        objective,
-        training,
-        job_data.offers_of(spec),
-        limits,
-        spot_offers=job_data.spot_offers_of(spec),
-        priced=priced,
-        usd_per_hour_of_waiting=spec.usd_per_hour_of_waiting,
-        batch_normalization=bool(spec.model.batch_normalization),
+        doubtful=evidence.doubtful & choice.ineligible,
     )

@@ -47,9 +47,10 @@ Measured = Sequence[tuple[Configuration, RunSummary]]
 class Evidence:
     """What every fit, plan and choice of one job rests on.
 
-    `candidates` fit into memory; `ruled_out` maps those that do not to a sentence. `failed` configurations may neither
-    be planned nor chosen: their newest run failed for another reason than memory. `retried` are failed runs to repeat,
-    since the job was registered again after them. `rows` names the configuration and the run of each observation,
+    `candidates` fit into memory; `ruled_out` maps those that do not to a sentence, and `doubtful` did not run and fit
+    with less than the required probability. `failed` configurations may neither be planned nor chosen: their newest run
+    failed for another reason than memory. `retried` are failed runs to repeat, since the job was registered again after
+    them. `rows` names the configuration and the run of each observation,
     `measured` the step time of each configuration, s. `fitted` also holds configurations that ran, and so fit into
     memory, but whose step time is ignored.
     """
@@ -61,6 +62,7 @@ class Evidence:
     fitted: frozenset[Configuration]
     memory: MemoryEvidence
     ruled_out: Mapping[Configuration, str]
+    doubtful: frozenset[Configuration]
     failed: frozenset[Configuration]
     retried: tuple[RunRecord, ...]
     num_samples: int
@@ -105,7 +107,8 @@ def evidence_of(data: JobData) -> Evidence:
     failed, retried = _failed(data, misconfigured | contradicted)
     candidates, ruled_out = _feasible(data, memory)
     timed = [(c, s) for c, s in rows if s.run_id not in data.ignored_step_times]
-    fitted = frozenset(configuration for configuration, _ in rows)
+    fitted, least = frozenset(configuration for configuration, _ in rows), required_fit_probability(data.spec)
+    chances = {c: memory.fit_probability(c) for c in candidates if c not in fitted}
     return Evidence(
         candidates=candidates,
         observed=_observations(timed),
@@ -114,6 +117,7 @@ def evidence_of(data: JobData) -> Evidence:
         fitted=fitted,
         memory=memory,
         ruled_out=ruled_out,
+        doubtful=frozenset(c for c, chance in chances.items() if chance is not None and chance < least),
         failed=frozenset(failed - fitted),
         retried=tuple(run for run in retried if run.configuration not in fitted),
         num_samples=sum(summary.num_samples for _, summary in timed),

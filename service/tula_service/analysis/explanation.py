@@ -138,19 +138,19 @@ def quality_of(answer: Answer) -> wire.Quality | None:
 
 def why(answer: Answer) -> str:
     """Why this candidate, how the runner-up differs, what limits exclude, and what the answer rests on."""
-    choice, spec, objective = answer.choice, answer.spec, OBJECTIVES[answer.objective]
+    choice, objective = answer.choice, OBJECTIVES[answer.objective]
     parts = []
     chosen = choice.chosen
     if chosen is None:
         parts.append(reason_of(choice))
     else:
-        on_demand = " on demand" if job_data.spot_offers_of(spec) and not chosen.spot else ""
+        on_demand = " on demand" if choice.goal.spot_offers and not chosen.spot else ""
         parts.append(f"{_named(chosen)}{on_demand}: {reason_of(choice)}")
         if choice.runner_up is not None:
-            difference = _difference(spec, chosen, choice.runner_up)
+            difference = _difference(choice, chosen, choice.runner_up)
             parts.append(f"The runner-up, {_named(choice.runner_up)}, {difference}.")
         if objective.is_compromise and choice.within_limits_is_likely:
-            parts.append(_smaller_batch(spec, chosen, choice))
+            parts.append(_smaller_batch(choice, chosen))
     counts = Counter(found.limit for found in choice.excluded if found.estimate is not chosen)
     if counts and chosen is not None:
         excluded = ", ".join(f"{limit} {number}" for limit, number in sorted(counts.items()))
@@ -172,7 +172,7 @@ def why(answer: Answer) -> str:
         )
     if chosen is not None:
         times_base = _times_base(answer, chosen.configuration)
-        parts.append(scaling.learning_rate_advice(spec.model, answer.base_batch_size, *times_base))
+        parts.append(scaling.learning_rate_advice(answer.spec.model, answer.base_batch_size, *times_base))
     return " ".join(filter(None, (*parts, _RESTS_ON[answer.model.basis])))
 
 
@@ -263,7 +263,7 @@ def _candidate(
 ) -> wire.Candidate:
     c, evidence = estimate.configuration, answer.evidence
     excluded = evidence.ruled_out.get(c) or breaches.get(estimate.key) or _excluded_by(answer, c)
-    tokens, priced = answer.data.tokens_per_example, job_data.has_prices(answer.spec)
+    tokens, priced = answer.data.tokens_per_example, answer.choice.goal.priced
     per_step = None if tokens is None else tokens * c.global_batch_size
     millions = None if tokens is None else tokens * answer.spec.dataset.size * answer.spec.epochs / 1e6
     return wire.Candidate(
@@ -397,7 +397,7 @@ def _waits_for_data(answer: Answer) -> list[str]:
     if share < _NOTABLE_INPUT:
         return []
     saved = f"{_duration(share * chosen.time_s.mean)} of {_duration(chosen.time_s.mean)}"
-    if job_data.has_prices(answer.spec):
+    if answer.choice.goal.priced:
         saved += f" and {share * chosen.cost_usd.mean:.3g} of {chosen.cost_usd.mean:.3g} USD"
     return [
         f"{_named(chosen)} waits for data {percent(share, digits=0)} of the time, which no batch size helps: more or "
@@ -405,12 +405,12 @@ def _waits_for_data(answer: Answer) -> list[str]:
     ]
 
 
-def _smaller_batch(spec: wire.JobSpec, chosen: Estimate, choice: Choice) -> str:
+def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
     """Why the batch was kept small, and how the fastest candidate, with a larger one, differs."""
     quick = choice.least_time
     if quick is None or quick.configuration.global_batch_size <= chosen.configuration.global_batch_size:
         return ""
-    other = "" if quick is choice.runner_up else f" {_named(quick)} {_difference(spec, chosen, quick)};"
+    other = "" if quick is choice.runner_up else f" {_named(quick)} {_difference(choice, chosen, quick)};"
     return f"Larger batches tend to generalise worse:{other} ask for time or cost where quality can bear it."
 
 
@@ -431,10 +431,10 @@ def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
     return {each.limit: each for each in reversed(missed)}
 
 
-def _difference(spec: wire.JobSpec, chosen: Estimate, other: Estimate) -> str:
+def _difference(choice: Choice, chosen: Estimate, other: Estimate) -> str:
     """How another candidate differs from the chosen one in time, money and batch."""
     parts = [f"takes {_compared(other.time_s.mean / chosen.time_s.mean, 'as long', 'longer', 'less time')}"]
-    if job_data.has_prices(spec) and chosen.cost_usd.mean > 0:
+    if choice.goal.priced and chosen.cost_usd.mean > 0:
         parts.append(f"costs {_compared(other.cost_usd.mean / chosen.cost_usd.mean, 'as much', 'more', 'less')}")
     ratio = other.configuration.global_batch_size / chosen.configuration.global_batch_size
     factor = {0.5: "half", 2.0: "twice"}.get(ratio, f"{ratio:.3g} times")

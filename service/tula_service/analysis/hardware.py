@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import tula_wire as wire
 from tula_service.analysis import job_data
+from tula_service.analysis.job_data import EarlierJob, JobData
 from tula_service.perfmodel.fabric import BUCKET_BYTES, AllReduceCost, Fabric, fit_all_reduce
-from tula_service.perfmodel.priors import (
-    GUESSED_ACTIVATIONS_SD,
-    ROOFLINE_SD,
-    UNKNOWN_PRECISION_SD,
-    Hardware,
-    ModelFacts,
-    guessed_activation_bytes,
-)
+from tula_service.perfmodel.priors import ROOFLINE_SD, UNKNOWN_PRECISION_SD, Hardware, ModelFacts
 from tula_wire.devices import DEVICES, PROCESSOR, capacities_gib, known_device
 from tula_wire.jobs import Precision
 
@@ -26,29 +22,78 @@ _UNKNOWN_FLOPS_SD = 1.0
 _COUNTED = ("precision", "parameters", "activation_bytes_per_sample")
 BYTES_PER_NUMBER = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0}
 _RECOMPUTED = 4.0 / 3.0  # a second forward pass beside a forward and a backward one, which is twice as long
+_GUESS: Final = (4.15, 1.02, -0.61)
+"""log(bytes kept / bytes per number) = g0 + g1 log F + g2 log parameters, over the networks of the tables that
+`perfmodel.priors` names."""
+_GUESSED_ACTIVATIONS_SD: Final = 0.3
+_LOG_BYTES: Final = (0.0, 60.0 * math.log(2.0))
+
+
+@dataclass(frozen=True)
+class EarlierFigures:
+    """An earlier job, the facts of its network, and for each of its instance types the name, the hardware, and whether
+    it is hardware of this job."""
+
+    job: EarlierJob
+    facts: ModelFacts
+    types: tuple[tuple[str, Hardware, bool], ...]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What specifications, data sheets and probes say of a job and of earlier ones, as the performance model takes it.
+
+    By instance type are `hardware` and `fabrics`, the probed links of nodes like the job's. `earlier` are newest first.
+    """
+
+    facts: ModelFacts
+    hardware: Mapping[str, Hardware]
+    fabrics: Mapping[str, Fabric]
+    earlier: tuple[EarlierFigures, ...]
+
+
+def figures_of(data: JobData) -> Figures:
+    """The figures of a job and of the earlier jobs that it may learn from."""
+    spec = data.spec
+    fabrics = {cluster.instance_type: fabric_of(data.probes, cluster) for cluster in spec.cluster}
+    return Figures(
+        facts=facts_of(spec.model),
+        hardware={cluster.instance_type: hardware_of(cluster, spec.model.precision) for cluster in spec.cluster},
+        fabrics={name: fabric for name, fabric in fabrics.items() if fabric is not None},
+        earlier=tuple(
+            EarlierFigures(
+                job,
+                facts_of(job.model),
+                tuple(
+                    (
+                        cluster.instance_type,
+                        hardware_of(cluster, job.model.precision),
+                        any(same_hardware(cluster, mine) for mine in spec.cluster),
+                    )
+                    for cluster in job.clusters
+                ),
+            )
+            for job in data.earlier_jobs
+        ),
+    )
 
 
 def hardware_of(cluster: wire.ClusterSpec, precision: Precision | None = None) -> Hardware:
     """The figures of an instance type, with the peak at `precision`; None where specification and data sheets leave
-    them open."""
+    them open. V100-16GB and Tesla V100 are one device, processors of two instance types are not."""
     name = known_device(cluster.accelerator)
+    if cluster.accelerator is None or name == PROCESSOR:
+        key = f"{name or 'device'} of {cluster.instance_type}"
+    else:
+        key = name or cluster.accelerator.upper().replace(" ", "").replace("-", "")
     if name is None:
-        return Hardware(inter_node_gbps=cluster.network_gbps)
+        return Hardware(inter_node_gbps=cluster.network_gbps, device=key)
     device = DEVICES[name]
     # A rank's share of a processor may be one core or forty; the specification does not say.
     uncertain = _PROCESSOR_SD if name == PROCESSOR else 0.0
     # Jobs that were registered before it was checked may name a precision that the device lacks.
     peak = device.peak if precision is None else device.tflops(precision) or device.fp32
-    return Hardware(peak, cluster.network_gbps, memory_gb_per_s=device.memory_gb_per_s, figures_sd=uncertain)
-
-
-def device_of(cluster: wire.ClusterSpec) -> str:
-    """A key that is equal for equal devices: V100-16GB and Tesla V100 share one, processors of two instance types do
-    not."""
-    name = known_device(cluster.accelerator)
-    if cluster.accelerator is None or name == PROCESSOR:
-        return f"{name or 'device'} of {cluster.instance_type}"
-    return name or cluster.accelerator.upper().replace(" ", "").replace("-", "")
+    return Hardware(peak, cluster.network_gbps, device.memory_gb_per_s, uncertain, key)
 
 
 def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterSpec) -> bool:
@@ -72,17 +117,24 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
     again = _RECOMPUTED if model.activation_checkpointing else 1.0
     # What a checkpointed network keeps says little of what it computes, so there a count is not used.
     counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
-    guess = guessed_activation_bytes(flops, parameters, BYTES_PER_NUMBER[model.precision or "fp32"]) / devices
+    guess = _guessed_activation_bytes(flops, parameters, BYTES_PER_NUMBER[model.precision or "fp32"]) / devices
     return ModelFacts(
         parameters,
         again * flops / devices,
         again * float(counted or guess),
         BYTES_PER_NUMBER["fp32"] * parameters / devices,
-        flops_sd=math.hypot(_UNKNOWN_FLOPS_SD if known is None else 0.0, 0.0 if counted else GUESSED_ACTIVATIONS_SD),
+        flops_sd=math.hypot(_UNKNOWN_FLOPS_SD if known is None else 0.0, 0.0 if counted else _GUESSED_ACTIVATIONS_SD),
         rule_sd=UNKNOWN_PRECISION_SD if model.precision is None else ROOFLINE_SD,
         volumes=3.0 if model.sharding == "zero3" else 2.0,
         idle_samples=float((model.pipeline_stages - 1) * (model.micro_batch_size or 1)),
     )
+
+
+def _guessed_activation_bytes(flops_per_sample: float, parameter_count: float, bytes_per_number: float) -> float:
+    """Bytes that one sample leaves for the backward pass, where they were not counted; off by a factor of about two."""
+    of_flops, of_parameters = math.log(max(flops_per_sample, 1e-300)), math.log(parameter_count)
+    guess = _GUESS[0] + _GUESS[1] * of_flops + _GUESS[2] * of_parameters + math.log(bytes_per_number)
+    return math.exp(min(max(guess, _LOG_BYTES[0]), _LOG_BYTES[1]))
 
 
 def guesses_of(spec: wire.JobSpec) -> list[str]:

@@ -11,8 +11,10 @@ from typing import Any
 import tula_wire as wire
 from tula_service.analysis.scaling import estimate_noise_scale
 from tula_service.domain import FloatArray, RunRecord, RunSummary
+from tula_service.perfmodel.guard import CAREFUL, SGD, TURNED, Guard
+from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.pricing import Offer, Spot
+from tula_service.perfmodel.pricing import Limits, Offer, Spot, Training
 from tula_wire.enums import Objective
 
 _UNKNOWN_BOUND_DOUBLINGS = 5
@@ -123,6 +125,47 @@ def payable(spec: wire.JobSpec, memory: Collection[str]) -> wire.JobSpec:
     if all(c.instance_type in memory or not c.price.usd_per_gb_hour for c in spec.cluster):
         return spec
     return spec.model_copy(update={"cluster": [c.model_copy(update={"price": wire.Price()}) for c in spec.cluster]})
+
+
+def base_batch_size(data: JobData, candidates: Sequence[wire.Configuration]) -> int:
+    """The batch at which the learning rate is taken to be tuned: the script's `small_batch_size`, else the smallest.
+
+    A reported number above every candidate is none of examples (a script may count in tokens), and is left out.
+    """
+    sizes = [c.global_batch_size for c in candidates]
+    reported = data.small_batch_size
+    return int(reported) if reported is not None and 1 <= reported <= max(sizes) else min(sizes)
+
+
+def goal_of(data: JobData, spec: wire.JobSpec, objective: Objective, *, base_batch_size: int) -> Goal:
+    """What is to be chosen: the training, the prices and the limits of the specification as far as it can be priced.
+
+    The guard says which batches keep the accuracy of the base batch. Its constants are those of turned steps where a
+    run of the script has reported them; else, by the optimizer of the specification, those of SGD under the policy
+    `gain` alone, and of AdamW where it is not known to be SGD.
+    """
+    priced = has_prices(spec)
+    by_optimizer = SGD if spec.model.optimizer in ("sgd", "momentum") else CAREFUL
+    return Goal(
+        objective,
+        Training(dataset_size=float(spec.dataset.size), epochs=spec.epochs),
+        offers_of(spec),
+        Limits(
+            deadline_s=spec.limits.deadline_s,
+            budget_usd=spec.limits.budget_usd if priced else None,  # in USD, as costs are with prices
+            max_global_batch_size=spec.limits.max_global_batch_size,
+        ),
+        spot_offers=spot_offers_of(spec),
+        priced=priced,
+        usd_per_hour_of_waiting=spec.usd_per_hour_of_waiting,
+        batch_normalization=bool(spec.model.batch_normalization),
+        guard=Guard(
+            examples=float(spec.dataset.size) * spec.epochs,
+            base_batch_size=base_batch_size,
+            noise_scale=data.settled_noise_scale,
+            constants=TURNED if data.directions else by_optimizer,
+        ),
+    )
 
 
 def offers_of(spec: wire.JobSpec) -> dict[str, Offer]:

@@ -6,7 +6,6 @@ Repeats of one configuration are merged first.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -158,6 +157,22 @@ class Posterior:
         )
 
 
+def targets_of(observations: StepTimeObservations, repeats: FloatArray, scales: ResidualScales) -> Targets:
+    """What the fit has to meet on rows of `repeats` runs each, shape (n,): a mean of k has 1/k of their variance."""
+    compute = np.where(
+        np.isfinite(observations.compute_time_s),
+        observations.compute_time_s,
+        observations.step_time_s - observations.exposed_comm_time_s,
+    )
+    usable = (compute > 0.0) & (compute <= observations.step_time_s * 1.02)
+    return Targets(
+        points=observations.points,
+        log_step=np.log(observations.step_time_s),
+        noise_variance=scales.noise**2 / repeats + np.nan_to_num(observations.relative_sd) ** 2,
+        log_compute=np.log(np.where(usable, compute / observations.points.grad_accum_steps, np.nan)),
+    )
+
+
 def prior_posterior(prior: StepTimePrior, reference_batch_size: float) -> Posterior:
     """The posterior of no data: the prior itself."""
     none = np.zeros(0)
@@ -181,24 +196,25 @@ def fit_posterior(
     reference_batch_size: float,
 ) -> Posterior:
     """One Laplace approximation for each hypothesis, weighted by its evidence; deterministic."""
-    centre = prior.mean.copy()
+    centre, points = prior.mean.copy(), targets.points
+    beliefs, shares = zip(*hypotheses(prior.scales), strict=True)
+    covariances = [residual_covariance(points, points, scales) for scales in beliefs]
     if not prior.absolute:
-        start = log_terms(centre, targets.points, reference_batch_size).step
+        start = log_terms(centre, points, reference_batch_size).step
         shift = float(np.mean(targets.log_step - start))
         centre[AT.compute] += shift
         centre[list(prior.in_seconds)] -= shift
     prior = replace(prior, mean=centre)
     members: list[Member] = []
-    beliefs = hypotheses(prior.scales)
-    for scales, _ in beliefs:
+    for scales, shared in zip(beliefs, covariances, strict=True):
         start = members[0].theta if members else centre
-        members.append(_fit_member(start, prior, scales, targets, reference_batch_size))
-    log_weights = np.array([m.log_evidence + math.log(share) for m, (_, share) in zip(members, beliefs, strict=True)])
+        members.append(_fit_member(start, prior, scales, shared, targets, reference_batch_size))
+    log_weights = np.array([m.log_evidence + math.log(share) for m, share in zip(members, shares, strict=True)])
     weights = np.exp(log_weights - log_weights.max())
     return Posterior(
         prior=prior,
         reference_batch_size=reference_batch_size,
-        points=targets.points,
+        points=points,
         members=tuple(members),
         member_weights=weights / weights.sum(),
         dof=_PRIOR_DOF + targets.log_step.size,
@@ -209,16 +225,18 @@ def _fit_member(
     theta: FloatArray,
     prior: StepTimePrior,
     scales: ResidualScales,
+    shared: FloatArray,
     targets: Targets,
     reference: float,
 ) -> Member:
     """The Laplace approximation around the maximum a posteriori, which is searched from `theta` on.
 
+    `shared` is the covariance of the residuals at `scales`, shape (n, n), without what each point has alone.
     A point further than three deviations from what the others predict for it is treated as a separate case, the worst
     one first, at most one in ten: its own prediction keeps it, and it influences no other.
     """
     measured = targets.log_step.size
-    shared, own = residual_covariance(targets.points, targets.points, scales), np.full(measured, scales.own**2)
+    own = np.full(measured, scales.own**2)
     for cases_left in reversed(range(measured // _POINTS_FOR_A_CASE + 1)):
         lower = cholesky(shared + np.diag(own + targets.noise_variance), lower=True)
         # Not solve_triangular: OpenBLAS shares even six rows among threads, and on busy cores waits for them for long.
@@ -277,47 +295,3 @@ def _levenberg_marquardt(
 
     found = leastsq(residuals, theta, Dfun=slopes, full_output=True, ftol=_TOLERANCE, xtol=_TOLERANCE)
     return found[0], found[2]["fvec"], slopes(found[0])
-
-
-_SD_PER_DEVIATION = 1.48  # standard deviation over the median absolute deviation, of normal values
-
-
-def targets_of(observations: StepTimeObservations, repeats: FloatArray, scales: ResidualScales) -> Targets:
-    """What the fit has to meet on rows of `repeats` runs each, shape (n,): a mean of k has 1/k of their variance."""
-    compute = np.where(
-        np.isfinite(observations.compute_time_s),
-        observations.compute_time_s,
-        observations.step_time_s - observations.exposed_comm_time_s,
-    )
-    usable = (compute > 0.0) & (compute <= observations.step_time_s * 1.02)
-    return Targets(
-        points=observations.points,
-        log_step=np.log(observations.step_time_s),
-        noise_variance=scales.noise**2 / repeats + np.nan_to_num(observations.relative_sd) ** 2,
-        log_compute=np.log(np.where(usable, compute / observations.points.grad_accum_steps, np.nan)),
-    )
-
-
-def merge_repeats(observations: StepTimeObservations) -> tuple[StepTimeObservations, FloatArray, FloatArray]:
-    """One row for each configuration, by the median of three or more and the geometric mean of two; of how many rows
-    each is made, shape (n,); and the least and the largest step time of these, s, shape (n, 2)."""
-    points = observations.points
-    groups: defaultdict[object, list[int]] = defaultdict(list)
-    for row, key in enumerate(points.rows()):
-        groups[key].append(row)
-    extremes, columns = [], defaultdict(list)
-    for group in groups.values():
-        times = observations.step_time_s[group]
-        extremes.append((times.min(), times.max()))
-        for name in StepTimeObservations.OPTIONAL:
-            known = getattr(observations, name)[group]
-            known = known[np.isfinite(known)]
-            columns[name].append(float(np.median(known)) if known.size else math.nan)
-        # The error of the middle follows from those within the runs and from how they differ.
-        middle = float(np.median(np.log(times)))
-        between = _SD_PER_DEVIATION * float(np.median(np.abs(np.log(times) - middle)))
-        within = float(np.nan_to_num(columns["relative_sd"].pop()))
-        columns["relative_sd"].append(math.hypot(within, between) / math.sqrt(len(group)))
-        columns["step_time_s"].append(math.exp(middle))
-    merged = StepTimeObservations.at(points.take([group[0] for group in groups.values()]), **columns)
-    return merged, np.array([float(len(group)) for group in groups.values()]), np.array(extremes)

@@ -157,3 +157,8 @@ class StepTimeObservations:
         """The observations at these row numbers, or where this mask is true."""
         columns = {name: getattr(self, name)[rows] for name in ("step_time_s", *self.OPTIONAL)}
         return StepTimeObservations(points=self.points.take(rows), **columns)
+
+    def by_type(self) -> dict[str, StepTimeObservations]:
+        """The observations of each instance type, sorted by its name."""
+        types = sorted(set(self.points.instance_type))
+        return {name: self.take(self.points.rows_of(name)) for name in types}

@@ -32,15 +32,11 @@ _BELIEVED_SDS = 4.0
 _OF_ARITHMETIC, _OF_ACTIVATIONS, _OF_PARAMETERS = 0.634, 18.5, 30.7
 """From timm's table (Apache-2.0: 765 rows, one RTX 3090 with AMP) and the rows of Lambda's, TensorFlow's, DLPerf's and
 mxnet-finetuner's (BSD-3-Clause, Apache-2.0: eleven devices), each network or device left out in turn when scored."""
-_GUESS: Final = (4.15, 1.02, -0.61)
-"""log(bytes kept / bytes per number) = g0 + g1 log F + g2 log parameters, over the networks of the same tables."""
 FLOOR_S: Final = 0.03
 """Launches and the optimizer, for all accelerators: batch sweeps on one device in Pollux's and DLPerf's tables
 (Apache-2.0) have floors of 7 to 215 ms, around 30. No table has small batches on another class of devices."""
 KEPT_PER_OUTPUT: Final = 2.0
 """Numbers that autograd keeps for each output of a layer: a convolution's and its activation's."""
-GUESSED_ACTIVATIONS_SD: Final = 0.3
-_LOG_BYTES: Final = (0.0, 60.0 * math.log(2.0))
 
 
 @dataclass(frozen=True)
@@ -108,12 +104,14 @@ class Hardware:
 
     Network bandwidths in gigabits per second; peak in teraflop per second and memory bandwidth in gigabytes per second,
     both of one rank's device. `figures_sd` is how uncertain the logarithms of those two are: 0 from a data sheet.
+    `device` is equal for equal devices.
     """
 
     peak_tflops: float | None = None
     inter_node_gbps: float | None = None
     memory_gb_per_s: float | None = None
     figures_sd: float = 0.0
+    device: str = ""
 
     @property
     def device_sd(self) -> float:
@@ -182,13 +180,6 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     return StepTimePrior(mean, sd, base.scales, "prior", absolute=True, reference_batch_size=b_ref)
 
 
-def guessed_activation_bytes(flops_per_sample: float, parameter_count: float, bytes_per_number: float) -> float:
-    """Bytes that one sample leaves for the backward pass, where they were not counted; off by a factor of about two."""
-    of_flops, of_parameters = math.log(max(flops_per_sample, 1e-300)), math.log(parameter_count)
-    guess = _GUESS[0] + _GUESS[1] * of_flops + _GUESS[2] * of_parameters + math.log(bytes_per_number)
-    return math.exp(min(max(guess, _LOG_BYTES[0]), _LOG_BYTES[1]))
-
-
 @dataclass(frozen=True)
 class ScaleError:
     """Error of the hardware-based prior for a job of any network, at its reference batch size.
@@ -203,6 +194,84 @@ class ScaleError:
     sd: float = 0.0
     device_sd: float = 0.0
     rule_sd: float = UNKNOWN_PRECISION_SD
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What the runs of one network on one instance type taught, and what is known of both without them."""
+
+    learned: StepTimePrior
+    facts: ModelFacts
+    hardware: Hardware
+
+    @property
+    def scale_error(self) -> ScaleError:
+        """How far the prior from hardware figures is from what the runs taught."""
+        b_ref = self.learned.reference_batch_size or 1.0
+        guess = prior_from_hardware(self.facts, self.hardware, reference_batch_size=b_ref)
+        return ScaleError(
+            float(self.learned.mean[AT.compute] - guess.mean[AT.compute]),
+            self.hardware.device,
+            math.hypot(self.facts.flops_sd, float(self.learned.sd[AT.compute])),
+            self.hardware.device_sd,
+            self.facts.rule_sd,
+        )
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What earlier jobs teach, sorted by how much they have in common with a job.
+
+    `same_network` and `other_networks` ran on the hardware of the job, by instance type; with each of another network
+    stands how many times as many parameters the job has, None where a count is unknown. `other_hardware` is the same
+    network on hardware that the job does not have. `scales` are of any network on any hardware.
+    """
+
+    same_network: Mapping[str, tuple[StepTimePrior, ...]] = field(default_factory=dict)
+    other_networks: Mapping[str, tuple[tuple[StepTimePrior, float | None], ...]] = field(default_factory=dict)
+    other_hardware: tuple[tuple[StepTimePrior, Hardware], ...] = ()
+    scales: tuple[Lesson, ...] = ()
+
+
+def prior_of_type(
+    name: str,
+    facts: ModelFacts,
+    hardware: Mapping[str, Hardware],
+    lessons: Lessons,
+    *,
+    reference_batch_size: float,
+    measured: bool,
+) -> StepTimePrior | None:
+    """The prior of a network on the instance type `name`; `hardware` is of every type of the job.
+
+    `measured`: the job has runs, which tell its scale better than the scales of other jobs do. Then it is None, so
+    generic, unless earlier jobs ran on this hardware.
+    """
+    if name in lessons.same_network:
+        return prior_from_jobs(lessons.same_network[name])
+    related = lessons.other_networks.get(name)
+    if related is None and measured:
+        return None
+    guess = prior_from_hardware(facts, hardware[name], reference_batch_size=reference_batch_size)
+    near = [(prior, hardware[other]) for other, known in sorted(lessons.same_network.items()) for prior in known]
+    moved = [
+        prior_from_other_type(learned, other, hardware[name])
+        for learned, other in (*near, *lessons.other_hardware)
+        if other.memory_gb_per_s is not None and hardware[name].memory_gb_per_s is not None
+    ]
+    # The narrower of two guesses: the same network on other hardware, moved by the ratio of the data sheets, or the
+    # hardware figures corrected by how fast earlier jobs ran. A run on hardware of uncertain speed says less of a
+    # device than its data sheet does.
+    scale = min((guess, *moved), key=lambda prior: float(prior.sd[AT.compute]))
+    if scale is guess:
+        error = ScaleError(0.0, hardware[name].device, facts.flops_sd, hardware[name].device_sd, facts.rule_sd)
+        scale = scale_from_jobs(guess, error, () if measured else [each.scale_error for each in lessons.scales])
+    else:
+        scale = replace(scale, basis="prior")  # only earlier jobs on the same hardware make a `transfer`
+    if related is None:
+        return scale
+    learned, ratios = zip(*related, strict=True)
+    return prior_from_jobs(learned, scale=scale, gradient_ratios=ratios)
 
 
 def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[ScaleError]) -> StepTimePrior:

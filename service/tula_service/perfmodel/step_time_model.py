@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from tula_service.perfmodel.intervals import Interval, log_interval
-from tula_service.perfmodel.map_fit import (
-    Posterior,
-    fit_posterior,
-    merge_repeats,
-    prior_posterior,
-    targets_of,
-)
+from tula_service.perfmodel.map_fit import Posterior, fit_posterior, prior_posterior, targets_of
 from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
-from tula_service.perfmodel.points import FloatArray, ObservationError, PointKey, Points, StepTimeObservations
+from tula_service.perfmodel.points import FloatArray, ObservationError, Points, StepTimeObservations
 from tula_service.perfmodel.priors import Hardware, Priors, StepTimePrior, generic_prior, prior_from_other_type
+from tula_service.perfmodel.reduction import NO_WAIT, InputWait, of_type, reduce_observations
 from tula_service.perfmodel.step_time_form import AT
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Basis, StepTimeForm
 
-V = TypeVar("V")
-
 _RANGE_TOLERANCE = 1.05
-_LEAST_SHARE = 0.01  # of a step: below it, a wait is that of taking a batch from a full queue
-_HIDES_NOTHING = 0.02  # how strongly, where the runs do not tell loading from hiding
-_LEAST_REST = 0.02  # of a step
-_PRIOR_DOF, _PRIOR_SD = 3.0, 0.1
-_MOST_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -57,32 +43,6 @@ class StepTimePredictions:
         """The same as one `Interval` per prediction."""
         rows = zip(self.mean_s, self.low_s, self.high_s, strict=True)
         return tuple(Interval(float(mean), float(low), float(high)) for mean, low, high in rows)
-
-
-@dataclass(frozen=True)
-class InputWait:
-    """How long a step waits for data: a loader needs so long for each example, and a share of the step's rest hides it.
-
-        t_input = max(0, L m b - h (t - t_input))        m b examples of a rank a step; 0 <= h <= 1
-
-    A loader in the training process hides nothing (h = 0), workers that fill a queue hide up to all of the rest
-    (h = 1). Of one instance type: L in seconds, h, the relative error of a wait, and the waits that were measured, s.
-    """
-
-    s_per_example: float
-    hidden: float
-    relative_sd: float
-    measured_s: Mapping[PointKey, float]
-
-    def predict(self, points: Points, rest_s: FloatArray) -> FloatArray:
-        """Seconds of waiting, shape (n,), in steps that take `rest_s` without; as measured where it was."""
-        loading = self.s_per_example * points.local_batch_size * points.grad_accum_steps
-        waits = np.maximum(loading - self.hidden * rest_s, 0.0)
-        known = [self.measured_s.get(row) for row in points.rows()]
-        return np.array([wait if seen is None else seen for wait, seen in zip(waits, known, strict=True)])
-
-
-_NO_WAIT = InputWait(0.0, 0.0, 0.0, {})
 
 
 @dataclass(frozen=True)
@@ -113,15 +73,16 @@ class StepTimeModel:
     def predict(self, configurations: Points | Sequence[Configuration]) -> StepTimePredictions:
         """Predicted step times of n configurations with their 90 % intervals."""
         points = Points.of(configurations)
+        extrapolated = self._extrapolated(points)
         mean_s, low_s, high_s, compute_s, comm_s, input_s = (np.zeros(len(points)) for _ in range(6))
         for name in set(points.instance_type):
             at = points.rows_of(name)
             rows = points.take(at)
             step = (self.paper_fits.get(name) or self.posterior_for(name)).predict_step(rows)
             whole_s, computing_s, micro_steps = np.exp(step.mean), np.exp(step.compute), rows.grad_accum_steps
-            once_s = np.minimum(_of_type(self.optimizer_s, name, 0.0), computing_s / micro_steps)
+            once_s = np.minimum(of_type(self.optimizer_s, name, 0.0), computing_s / micro_steps)
             repeated_s = (micro_steps - 1.0) * once_s
-            wait = _of_type(self.input_waits, name, _NO_WAIT)
+            wait = of_type(self.input_waits, name, NO_WAIT)
             input_s[at] = wait.predict(rows, whole_s - repeated_s)
             mean_s[at] = whole_s - repeated_s + input_s[at]
             sd_s = np.hypot(step.sd * self.interval_scale * whole_s, wait.relative_sd * input_s[at])
@@ -133,7 +94,7 @@ class StepTimeModel:
             mean_s=mean_s,
             low_s=low_s,
             high_s=high_s,
-            extrapolated=self._extrapolated(points),
+            extrapolated=extrapolated,
             measured=np.array([row in seen for row in points.rows()], dtype=np.bool_),
             compute_s=compute_s,
             comm_s=comm_s,
@@ -187,96 +148,29 @@ def fit_step_time(
             raise ObservationError("no step time was measured; profile one configuration or give hardware figures.")
         return unmeasured_model(prior, candidates, form=form, interval_scale=interval_scale)
     largest = max(_largest_batch(candidates), _largest_batch(observations.points))
-    optimizer_s = _optimizer_s(observations)
-    merged, repeats, extremes = merge_repeats(_as_counted(observations, optimizer_s))
-    measured = merged.points
-    counts = Counter(sorted(measured.instance_type))
-    by_count = sorted(counts, key=lambda name: -counts[name])
+    reduced = reduce_observations(observations)
     posteriors: dict[str, Posterior] = {}
     paper_fits: dict[str, PaperFit | None] = {}
-    input_waits: dict[str, InputWait] = {}
-    for name in by_count:
+    for name, (rows, repeats) in reduced.by_type.items():
         start = _believed(name, posteriors, prior) or generic_prior()
-        rows = measured.rows_of(name)
-        targets = targets_of(merged.take(rows), repeats[rows], start.scales)
+        targets = targets_of(rows, repeats, start.scales)
         posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest)
-        input_waits[name] = fit_input_wait(observations.take(observations.points.rows_of(name)))
         if form != "overlap":
-            paper_fits[name] = fit_paper_form(merged.take(rows), form)
+            paper_fits[name] = fit_paper_form(rows, form)
     # Where all that is known of several nodes is a probe of their links, the predictions rest on that.
-    probed = float(measured.num_nodes.max()) == 1.0 and prior.probed & set(posteriors)
+    probed = float(observations.points.num_nodes.max()) == 1.0 and prior.probed & set(posteriors)
     return StepTimeModel(
         form=form,
         basis="probed" if probed else "profiled",
-        observations=merged,
+        observations=reduced.merged,
         priors=prior,
         posteriors=posteriors,
         reference_batch_size=largest,
-        extremes=extremes,
+        extremes=reduced.extremes,
         paper_fits=paper_fits,
         interval_scale=interval_scale,
-        input_waits=input_waits,
-        optimizer_s=optimizer_s,
-    )
-
-
-def fit_input_wait(observations: StepTimeObservations) -> InputWait:
-    """Least squares, relative to the step, over the rows of one type that wait or would."""
-    from scipy.optimize import lsq_linear  # imported on use: few jobs wait for data
-
-    reported = observations.take(np.isfinite(observations.input_time_s))
-    points, step_s = reported.points, reported.step_time_s
-    share = reported.input_time_s / step_s
-    columns = np.column_stack([points.local_batch_size * points.grad_accum_steps / step_s, share - 1.0])
-    waiting = share > _LEAST_SHARE
-    if not waiting.any():
-        return _NO_WAIT
-    scale = float(columns[:, 0].max())
-    for _ in range(_MOST_ROUNDS):
-        known = np.vstack([columns[waiting] / [scale, 1.0], [0.0, _HIDES_NOTHING]])
-        found = lsq_linear(known, np.append(share[waiting], 0.0), bounds=([0.0, 0.0], [np.inf, 1.0])).x / [scale, 1.0]
-        predicted = np.maximum(columns @ found, 0.0)
-        before, waiting = waiting, waiting | (predicted > _LEAST_SHARE)
-        if (before == waiting).all():
-            break
-    missed = (predicted - share)[waiting] / np.maximum(share[waiting], _LEAST_SHARE)
-    dof = _PRIOR_DOF + max(int(waiting.sum()) - 2, 0)
-    variance = (_PRIOR_DOF * _PRIOR_SD**2 + float(missed @ missed)) / dof
-    measured = dict(zip(points.rows(), reported.input_time_s.tolist(), strict=True))
-    return InputWait(float(found[0]), float(found[1]), float(np.sqrt(variance)), measured)
-
-
-def _optimizer_s(observations: StepTimeObservations) -> dict[str, float]:
-    """Seconds of an optimizer's step by measured type: the median over the runs that report it, of most runs first.
-
-    A type that reports none takes that of most runs, as an unmeasured one does; 0 where no run reports it.
-    """
-    known = observations.take(np.isfinite(observations.optimizer_time_s))
-    rows = {name: known.points.rows_of(name) for name in sorted(set(known.points.instance_type))}
-    by_count = sorted(rows, key=lambda name: -len(rows[name]))
-    found = {name: float(np.median(known.optimizer_time_s[rows[name]])) for name in by_count}
-    return {name: _of_type(found, name, 0.0) for name in dict.fromkeys([*found, *observations.points.instance_type])}
-
-
-def _of_type(by_type: Mapping[str, V], name: str, otherwise: V) -> V:
-    """What is known of a type; of one of which nothing is, what is known of the first: of the one measured most."""
-    return by_type.get(name, next(iter(by_type.values()), otherwise))
-
-
-def _as_counted(observations: StepTimeObservations, optimizer_s: Mapping[str, float]) -> StepTimeObservations:
-    """The runs as the forms count them: no step waits for data, and the optimizer steps with each micro-step.
-
-    What is known less surely than the whole step was measured says so.
-    """
-    each_s = np.array([optimizer_s[name] for name in observations.points.instance_type])
-    added_s = (observations.points.grad_accum_steps - 1.0) * each_s
-    rest_s = observations.step_time_s - np.nan_to_num(observations.input_time_s)
-    step_s = np.maximum(rest_s, _LEAST_REST * observations.step_time_s) + added_s
-    return replace(
-        observations,
-        step_time_s=step_s,
-        relative_sd=observations.relative_sd * observations.step_time_s / step_s,
-        compute_time_s=observations.compute_time_s + added_s,
+        input_waits=reduced.input_waits,
+        optimizer_s=reduced.optimizer_s,
     )
 
 

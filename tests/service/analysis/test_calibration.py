@@ -9,7 +9,7 @@ from tula_service.analysis.transfer import EarlierEvidence
 
 
 def scale_from(pairs: np.ndarray) -> float:
-    return EarlierEvidence({}, {}, (), (), pairs=tuple(pairs)).interval_scale
+    return EarlierEvidence(pairs=tuple(pairs)).interval_scale
 
 
 def ledger(rng: np.random.Generator, sd: float, pairs: int = 400) -> np.ndarray:

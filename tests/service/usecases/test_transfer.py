@@ -12,9 +12,10 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tests.support.configurations import make_configuration
 from tula_service.analysis import hardware, transfer
-from tula_service.analysis.hardware import device_of, hardware_of, same_hardware
+from tula_service.analysis.hardware import facts_of, figures_of, hardware_of, same_hardware
+from tula_service.analysis.job_data import JobData
 from tula_service.perfmodel.points import StepTimeObservations
-from tula_service.perfmodel.priors import StepTimePrior
+from tula_service.perfmodel.priors import Lesson, Lessons, StepTimePrior
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_service.usecases.job_data import load_job_data
 from tula_wire.devices import DEVICES
@@ -38,17 +39,19 @@ def remember(cluster: Cluster, *wanted: wire.JobSpec) -> None:
             tx.posteriors.put_posteriors(job_id, transfer.posteriors_of(MODEL))
 
 
-def lessons_for(cluster: Cluster, wanted: wire.JobSpec) -> transfer.EarlierEvidence:
+def lessons_for(cluster: Cluster, wanted: wire.JobSpec) -> Lessons:
     job_id = cluster.register(wanted).job.id
     with cluster.store.reading() as tx:
-        return transfer.earlier_evidence(load_job_data(tx, tx.jobs.get(job_id)))
+        data = load_job_data(tx, tx.jobs.get(job_id))
+    return transfer.earlier_evidence(data, figures_of(data)).lessons
 
 
 def test_a_network_that_was_tuned_again_and_again_counts_once_on_each_device(cluster: Cluster) -> None:
     again = [asked("net", "V100-16GB", epochs=epochs) for epochs in (1, 2, 3)]
     remember(cluster, *again, asked("net", "Tesla V100", epochs=4), asked("net", "T4"), asked("other", "V100-16GB"))
     found = lessons_for(cluster, asked("new", "V100-16GB"))
-    assert [each.device for each in found.scales] == ["V100", "T4", "V100"], "of the other network, and twice of this"
+    devices = [lesson.hardware.device for lesson in found.scales]
+    assert devices == ["V100", "T4", "V100"], "of the other network, and twice of this"
     assert len(found.other_networks["node"]) == 4, "each of them shows the shape of scaling on this hardware"
 
 
@@ -85,11 +88,13 @@ LEARNT = MODEL.posteriors["node"].as_prior()
 
 def first_guess(wanted: wire.JobSpec, *earlier: tuple[dict[str, Any], StepTimePrior]) -> StepTimePrior:
     scales = tuple(
-        transfer.earlier_scale(wire.ModelSpec.model_validate(model), one("V100"), learnt) for model, learnt in earlier
+        Lesson(learnt, facts_of(wire.ModelSpec.model_validate(model)), hardware_of(one("V100")))
+        for model, learnt in earlier
     )
-    lessons = transfer.EarlierEvidence(same_network={}, other_networks={}, other_hardware=(), scales=scales, pairs=())
+    known = transfer.EarlierEvidence(Lessons(scales=scales))
+    figures = figures_of(JobData(spec=wanted, objective=wanted.objective, data_version=1))
     candidates = [make_configuration(1, 2, 256, 1, "node")]
-    return transfer.prior_of(lessons, wanted, candidates, measured=False).believed["node"]
+    return transfer.prior_of(known, figures, wanted, candidates, measured=False).believed["node"]
 
 
 def test_an_earlier_job_of_which_less_is_known_corrects_less() -> None:
@@ -133,7 +138,7 @@ def one(accelerator: str | None, instance_type: str = "node") -> wire.ClusterSpe
 def test_ranks_run_on_the_same_device_where_its_name_says_so(
     first: wire.ClusterSpec, second: wire.ClusterSpec, same: bool
 ) -> None:
-    assert (device_of(first) == device_of(second)) is same
+    assert (hardware_of(first).device == hardware_of(second).device) is same
 
 
 def test_a_name_that_only_begins_like_a_known_device_is_not_taken_for_it() -> None:

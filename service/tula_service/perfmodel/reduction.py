@@ -1,0 +1,168 @@
+"""From measured step times to what the forms of the step time fit.
+
+The forms describe a step that waits for no data and repeats all of its compute with each micro-step: the waits and the
+optimizer's step are taken out and kept apart. Repeats of one configuration are merged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import TypeVar
+
+import numpy as np
+
+from tula_service.perfmodel.points import FloatArray, PointKey, Points, StepTimeObservations
+
+V = TypeVar("V")
+
+_LEAST_SHARE = 0.01  # of a step: below it, a wait is that of taking a batch from a full queue
+_HIDES_NOTHING = 0.02  # how strongly, where the runs do not tell loading from hiding
+_LEAST_REST = 0.02  # of a step
+_PRIOR_DOF, _PRIOR_SD = 3.0, 0.1
+_MOST_ROUNDS = 5
+_SD_PER_DEVIATION = 1.48  # standard deviation over the median absolute deviation, of normal values
+
+
+@dataclass(frozen=True)
+class InputWait:
+    """How long a step waits for data: a loader needs so long for each example, and a share of the step's rest hides it.
+
+        t_input = max(0, L m b - h (t - t_input))        m b examples of a rank a step; 0 <= h <= 1
+
+    A loader in the training process hides nothing (h = 0), workers that fill a queue hide up to all of the rest
+    (h = 1). Of one instance type: L in seconds, h, the relative error of a wait, and the waits that were measured, s.
+    """
+
+    s_per_example: float
+    hidden: float
+    relative_sd: float
+    measured_s: Mapping[PointKey, float]
+
+    def predict(self, points: Points, rest_s: FloatArray) -> FloatArray:
+        """Seconds of waiting, shape (n,), in steps that take `rest_s` without; as measured where it was."""
+        loading = self.s_per_example * points.local_batch_size * points.grad_accum_steps
+        waits = np.maximum(loading - self.hidden * rest_s, 0.0)
+        known = [self.measured_s.get(row) for row in points.rows()]
+        return np.array([wait if seen is None else seen for wait, seen in zip(waits, known, strict=True)])
+
+
+NO_WAIT = InputWait(0.0, 0.0, 0.0, {})
+
+
+@dataclass(frozen=True)
+class ReducedObservations:
+    """Measured step times without what the forms do not describe, and that apart.
+
+    `merged` has one row for each configuration, and `extremes` are the least and the largest step time of its runs, s,
+    shape (n, 2). By instance type, the one with most rows first, are its rows with the number of runs that each is made
+    of, shape (rows,), and how a step waits for data; `optimizer_s`, the seconds of an optimizer's step, has the type
+    first of which most runs report it.
+    """
+
+    merged: StepTimeObservations
+    extremes: FloatArray
+    by_type: Mapping[str, tuple[StepTimeObservations, FloatArray]]
+    optimizer_s: Mapping[str, float]
+    input_waits: Mapping[str, InputWait]
+
+
+def reduce_observations(observations: StepTimeObservations) -> ReducedObservations:
+    """Take waits and optimizer out of measured steps, then merge repeats."""
+    measured = observations.by_type()
+    optimizer_s = _optimizer_s(measured)
+    counted = _as_counted(observations, optimizer_s)
+    waits = {name: fit_input_wait(rows) for name, rows in measured.items()}
+    merged, repeats, extremes = merge_repeats(counted)
+    rows_of = {name: merged.points.rows_of(name) for name in measured}
+    by_count = sorted(rows_of, key=lambda name: -rows_of[name].size)
+    by_type = {name: (merged.take(rows_of[name]), repeats[rows_of[name]]) for name in by_count}
+    return ReducedObservations(merged, extremes, by_type, optimizer_s, {name: waits[name] for name in by_count})
+
+
+def fit_input_wait(observations: StepTimeObservations) -> InputWait:
+    """Least squares, relative to the step, over the rows of one type that wait or would."""
+    from scipy.optimize import lsq_linear  # imported on use: few jobs wait for data
+
+    reported, points = np.isfinite(observations.input_time_s), observations.points
+    step_s, input_s = observations.step_time_s[reported], observations.input_time_s[reported]
+    share = input_s / step_s
+    examples = (points.local_batch_size * points.grad_accum_steps)[reported]
+    columns = np.column_stack([examples / step_s, share - 1.0])
+    waiting = share > _LEAST_SHARE
+    if not waiting.any():
+        return NO_WAIT
+    scale = float(columns[:, 0].max())
+    for _ in range(_MOST_ROUNDS):
+        known = np.vstack([columns[waiting] / [scale, 1.0], [0.0, _HIDES_NOTHING]])
+        found = lsq_linear(known, np.append(share[waiting], 0.0), bounds=([0.0, 0.0], [np.inf, 1.0])).x / [scale, 1.0]
+        predicted = np.maximum(columns @ found, 0.0)
+        before, waiting = waiting, waiting | (predicted > _LEAST_SHARE)
+        if (before == waiting).all():
+            break
+    missed = (predicted - share)[waiting] / np.maximum(share[waiting], _LEAST_SHARE)
+    dof = _PRIOR_DOF + max(int(waiting.sum()) - 2, 0)
+    variance = (_PRIOR_DOF * _PRIOR_SD**2 + float(missed @ missed)) / dof
+    measured = dict(zip(compress(points.rows(), reported), input_s.tolist(), strict=True))
+    return InputWait(float(found[0]), float(found[1]), float(np.sqrt(variance)), measured)
+
+
+def _optimizer_s(measured: Mapping[str, StepTimeObservations]) -> dict[str, float]:
+    """Seconds of an optimizer's step by measured type: the median over the runs that report it, of most runs first.
+
+    A type that reports none takes that of most runs, as an unmeasured one does; 0 where no run reports it.
+    """
+    reported = {name: rows.optimizer_time_s[np.isfinite(rows.optimizer_time_s)] for name, rows in measured.items()}
+    by_count = sorted(reported, key=lambda name: -reported[name].size)
+    medians = {name: float(np.median(reported[name])) for name in by_count if reported[name].size}
+    return {name: of_type(medians, name, 0.0) for name in by_count}
+
+
+def of_type(by_type: Mapping[str, V], name: str, otherwise: V) -> V:
+    """What is known of a type; of one of which nothing is, what is known of the first: of the one measured most."""
+    return by_type.get(name, next(iter(by_type.values()), otherwise))
+
+
+def _as_counted(observations: StepTimeObservations, optimizer_s: Mapping[str, float]) -> StepTimeObservations:
+    """The runs as the forms count them: no step waits for data, and the optimizer steps with each micro-step.
+
+    What is known less surely than the whole step was measured says so.
+    """
+    each_s = np.array([optimizer_s[name] for name in observations.points.instance_type])
+    added_s = (observations.points.grad_accum_steps - 1.0) * each_s
+    rest_s = observations.step_time_s - np.nan_to_num(observations.input_time_s)
+    step_s = np.maximum(rest_s, _LEAST_REST * observations.step_time_s) + added_s
+    return replace(
+        observations,
+        step_time_s=step_s,
+        relative_sd=observations.relative_sd * observations.step_time_s / step_s,
+        compute_time_s=observations.compute_time_s + added_s,
+    )
+
+
+def merge_repeats(observations: StepTimeObservations) -> tuple[StepTimeObservations, FloatArray, FloatArray]:
+    """One row for each configuration, by the median of three or more and the geometric mean of two; of how many rows
+    each is made, shape (n,); and the least and the largest step time of these, s, shape (n, 2)."""
+    points = observations.points
+    groups: defaultdict[object, list[int]] = defaultdict(list)
+    for row, key in enumerate(points.rows()):
+        groups[key].append(row)
+    extremes, columns = [], defaultdict(list)
+    for group in groups.values():
+        times = observations.step_time_s[group]
+        extremes.append((times.min(), times.max()))
+        for name in StepTimeObservations.OPTIONAL:
+            known = getattr(observations, name)[group]
+            known = known[np.isfinite(known)]
+            columns[name].append(float(np.median(known)) if known.size else math.nan)
+        # The error of the middle follows from those within the runs and from how they differ.
+        middle = float(np.median(np.log(times)))
+        between = _SD_PER_DEVIATION * float(np.median(np.abs(np.log(times) - middle)))
+        within = float(np.nan_to_num(columns["relative_sd"].pop()))
+        columns["relative_sd"].append(math.hypot(within, between) / math.sqrt(len(group)))
+        columns["step_time_s"].append(math.exp(middle))
+    merged = StepTimeObservations.at(points.take([group[0] for group in groups.values()]), **columns)
+    return merged, np.array([float(len(group)) for group in groups.values()]), np.array(extremes)
