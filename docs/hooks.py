@@ -101,7 +101,7 @@ def measured(root: Path) -> str:
 RESULTS = ROOT / "experiments" / "generalization" / "results"
 PAPERS = ("linear", "LARS", "post-local SGD")
 """The baselines of Table I beside the unchanged large batch."""
-BASELINES = (*PAPERS, "linear, cut", "root")
+BASELINES = (*PAPERS, "linear, cut", "root", "Muon")
 COLUMNS = ("small batch", "LBT", *BASELINES, "AGS", "Tula default")
 NEAR = 0.5
 """Points of accuracy within which two methods count as equal."""

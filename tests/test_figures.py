@@ -97,10 +97,7 @@ OPTIMIZERS = {"transformer": "adam"}
 
 
 def test_no_rule_that_is_recommended_was_clearly_worse_than_another_in_the_experiment() -> None:
-    """Than any other rule: baselines, AGS, the unscaled rate and what was tuned by hand on validation data.
-
-    Where the large batch costs less than 2 points, it may be up to 1.5 points worse, as the documents say.
-    """
+    """Than any other rule: baselines, AGS, the unscaled rate and what was tuned by hand on validation data."""
     stored = json.loads((ROOT / "experiments" / "generalization" / "results" / "quick.json").read_text())
     for row in stored["rows"]:
         _, network, batch = row["case"].split("@")[0].split("/")
@@ -110,5 +107,4 @@ def test_no_rule_that_is_recommended_was_clearly_worse_than_another_in_the_exper
         assert times <= MOST_TIMES
         for other in row["methods"].keys() - {"small batch", "Tula default"}:
             lead, half = row["default_minus"][other]
-            gap = -row["default_minus"]["small batch"][0] + row["default_minus"]["LBT"][0]
-            assert lead > -half or (gap < 2.0 and lead > -1.5), (row["case"], other)
+            assert lead > -half, (row["case"], other)

@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds in place of the mode's")
     parser.add_argument("--only", metavar="METHODS", help="methods separated by |; no report is made")
     parser.add_argument("--workers", type=int, default=1, help="runs that train at once, on one thread each")
+    parser.add_argument(
+        "--keep-real-ranks", action="store_true", help="take the row of real ranks from the report that --out has"
+    )
     parser.add_argument("--smoke", action="store_true", help="two tiny cases, in seconds: only shows that it works")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -52,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     reports = [report_case(name, results) for name, results in by_case.items()]
     upper = [report_case(name, found) for name, found in run_mode(mode, campaign, upper=True).items()]
     values = figures(reports)
-    if mode.real_ddp is not None:
+    if arguments.keep_real_ranks:
+        before = json.loads((arguments.out / f"{mode.name}.json").read_text())
+        values |= {key: value for key, value in before.items() if key.startswith("real_ddp.")}
+    elif mode.real_ddp is not None:
         from experiments.generalization.real_ddp import compare
 
         rate = next(r.learning_rate for r in reports if r.name == mode.real_ddp.name)

@@ -114,7 +114,8 @@ def run_mode(
 ) -> dict[str, list[Result]]:
     """Results by case name, including the small batch; `only` names the methods to run (all by default).
 
-    upper: baselines and default with the upper end of the flat optimum as base rate, where that is not the best too.
+    upper: baselines and default with the upper end of the flat optimum as base rate, where that is not the best too,
+    and where the method takes a base rate at all.
     Seed by seed, so that an interrupted campaign has run all methods on the same seeds.
     """
     rates = {
@@ -134,7 +135,8 @@ def run_mode(
             found.append(Job(case.at_base(), small, seed, base.upper if upper else base.best))
             for method in methods_of(mode, case):
                 wanted = only is None or method.name in only
-                if wanted and (not upper or method.role in ("reference", "baseline", "default")):
+                repeated = method.role in ("reference", "baseline", "default") and method.published_rate is None
+                if wanted and (not upper or repeated):
                     rate = rates[case.name, method.tuned_as]
                     found.append(Job(case, method, seed, rate.upper if upper else rate.best))
     by_seed = sorted((job for found in jobs.values() for job in found), key=lambda job: job.seed)

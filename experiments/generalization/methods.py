@@ -95,8 +95,7 @@ _TULA = (
 _PARTS = (
     # What the direction adds, and what the noise adds to the direction; SGD only, since AdamW keeps its direction.
     Method("gain alone", "tula", "part", {"policy": _Alone()}),
-    Method("undamped", "tula", "ablation", {"policy": _Undamped()}),
-    Method("Muon", "muon", "ablation", published_rate=0.02),
+    Method("undamped", "tula", "part", {"policy": _Undamped()}),
 )
 _LINEAR: dict[str, Any] = {"rate_factor": "linear", "warmup_epochs": WARMUP_EPOCHS}
 METHODS = (
@@ -106,6 +105,7 @@ METHODS = (
     Method("root", "sgd", "baseline", rate_factor="root"),
     Method("LARS", "lars", "baseline", tuned_as=SMALL_LARS.name, **_LINEAR),
     Method("post-local SGD", "post_local", "baseline", **_LINEAR),
+    Method("Muon", "muon", "baseline", published_rate=0.02),
     *_TULA,
     *_PARTS,
 )
