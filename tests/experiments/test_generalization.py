@@ -117,7 +117,7 @@ def test_development_and_test_cases_are_apart_and_every_named_baseline_is_run():
     developed = {case.dataset for case in MODES["development"].cases}
     assert not developed & {case.dataset for name in ("quick", "full", "gpu") for case in MODES[name].cases}
     baselines = {method.name for method in METHODS if method.role == "baseline"}
-    assert baselines == {"linear", "linear, cut", "root", "LARS", "post-local SGD"}
+    assert baselines == {"linear", "linear, cut", "root", "LARS", "post-local SGD", "Muon"}
     assert {method.name for method in ADAM_METHODS if method.role == "baseline"} == {"linear", "linear, cut", "root"}
     assert sum(p.numel() for p in build("resnet20", num_classes=47, side=16).parameters()) >= 270_000
 
