@@ -48,7 +48,11 @@ class UsageError(TulaError):
 
 
 class LaunchError(TulaError):
-    """What stops `tula tune` or `tula run`, with the remedy."""
+    """What stops `tula tune` or `tula run`, with the remedy; `brief` where the terminal has shown the failure."""
+
+    def __init__(self, message: str, brief: str = "") -> None:
+        super().__init__(message)
+        self.brief = brief or message
 
 
 class MissingExtraError(TulaError):

@@ -175,7 +175,25 @@ def test_a_run_that_sends_nothing_is_noted_within_a_minute(tmp_path):
     bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=1300), notes)  # 65 s
     with pytest.raises(LaunchError, match="no measurement arrived"):
         tune(bench, service)
-    assert len([note for note in notes.notes if "still starting after 45 s" in note]) == 1
+    assert len([note for note in notes.notes if "still starting after 60 s" in note]) == 1
+
+
+def test_the_time_limit_counts_anew_from_the_first_measurement(tmp_path):
+    """A start-up of minutes leaves the steps their time; a command that measures nothing has as much as before."""
+    service, notes = FakeService(THREE[:1]), Notes()
+
+    class Slow(FakeProcess):
+        def poll(self):
+            if bench.now >= 80:
+                service.change("r0", num_samples=9)
+            return super().poll()
+
+    bench = Bench(tmp_path, service, lambda *_: Slow(lasts=2600), notes, time_limit_s=100)  # 130 s
+    tune(bench, service)
+    assert service.runs["r0"].state == "succeeded"
+    bench = Bench(tmp_path, FakeService(THREE[:1]), lambda *_: FakeProcess(lasts=2600), notes, time_limit_s=100)
+    with pytest.raises(LaunchError, match="did not end within its time limit of 100 s"):
+        tune(bench, bench.runner.service)
 
 
 def test_a_script_that_ignores_its_batch_stops_the_plan(tmp_path):
