@@ -73,6 +73,10 @@ class UnexpectedAnswerError(TulaError):
     """An answer that no Tula service gives; the address is probably that of another server."""
 
 
+class ForeignAnswerError(UnexpectedAnswerError):
+    """An error of another server: of a proxy while the service is away, or of whatever has the address."""
+
+
 class ProblemError(TulaError):
     """The service rejected the request; `problem` is its problem document (RFC 9457)."""
 

@@ -21,6 +21,7 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 from tula_client._client import Client
 from tula_client._errors import (
     ConflictError,
+    ForeignAnswerError,
     LaunchError,
     ServiceUnavailableError,
     ServiceUnreachableError,
@@ -64,8 +65,8 @@ its job every ten seconds."""
 RETRY_S: Final = 600.0
 """Longest wait for an unreachable service, so that a restart of the service ends no `tula tune`."""
 _RETRY_INTERVAL_S: Final = 1.0
-_UNREACHABLE: Final = (ServiceUnreachableError, ServiceUnavailableError, TooManyRequestsError)
-"""Errors after which the service is expected to answer again."""
+_UNREACHABLE: Final = (ServiceUnreachableError, ServiceUnavailableError, TooManyRequestsError, ForeignAnswerError)
+"""Errors after which the service is expected to answer again: it did when its job was read."""
 _HEARTBEAT_RETRY_S: Final = 5.0
 _DUMP_TIMEOUT_S: Final = 10.0
 _MOST_OUTPUT_BYTES: Final = 65_536

@@ -9,8 +9,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
-from tula_client import ServiceUnreachableError
+from tula_client import ServiceUnreachableError, _calls
 from tula_client._errors import LaunchError, UsageError
+from tula_client._request import Answer
 from tula_client.launch.run_loop import LEASE_S, RETRY_S
 from tula_client.launch.template import Template
 from tula_client.launch.tune import to_measure_again, work_through
@@ -250,6 +251,19 @@ def test_a_service_that_is_away_for_a_while_is_waited_for(tmp_path):
     assert [run.state for run in tuned.job.plan] == ["succeeded"] * 3
     assert notes.waits
     assert "The service is unreachable" in notes.waits[0]
+
+
+def test_a_proxy_that_answers_for_a_service_that_is_away_is_waited_for_too(tmp_path):
+    """Its 403 or 404 is no refusal: only a problem document of the service is."""
+    notes, answers = Notes(), [Answer(status, {}, b"<html>gone</html>") for status in (404, 403)]
+
+    def ask():
+        if answers:
+            raise _calls.parse_error(answers.pop())
+        return "answer"
+
+    assert Bench(tmp_path, FakeService(), lambda *_: FakeProcess(), notes).runner.retrying(ask) == "answer"
+    assert "without a problem document" in notes.waits[0]
 
 
 def test_a_service_that_stays_away_ends_it_with_every_command_stopped(tmp_path):
