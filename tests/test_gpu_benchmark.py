@@ -1,11 +1,10 @@
-"""The benchmark for GPUs, rehearsed on the CPU: complete, resumable, and packed with its sources alone."""
+"""The benchmark for GPUs, rehearsed on the CPU: complete and resumable."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,60 +14,42 @@ import torch
 
 from benchmarks import memory
 from benchmarks.gpu import estimates
-from benchmarks.gpu.__main__ import PARTS, archive
+from benchmarks.gpu.__main__ import PARTS, lacking
 from benchmarks.gpu.networks import Network
+from benchmarks.gpu.switches import predictions
 from benchmarks.gpu.tables import measure_network
 from benchmarks.support import clean_environment
 from tests.support.forked_commands import launchers
 
 ROOT = Path(__file__).parents[1]
-TORCH = (
-    "torch", "torchgen", "functorch", "numpy", "numpy.libs", "sympy", "mpmath", "networkx", "jinja2", "markupsafe",
-    "filelock", "fsspec", "typing_extensions.py", "setuptools",
-)  # fmt: skip
-"""What a wheel of torch needs: all that is on the path beside the archive."""
 SMOKE = ("--device", "cpu", "--smoke")
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of one part, from the unpacked archive in a folder with torch alone on the path."""
-    folder = tmp_path_factory.mktemp("unpacked")
-    packed, sources, site = folder / "pack.tar.gz", folder / "sources", folder / "site"
-    archive(packed)
-    assert packed.stat().st_size < 2_000_000
-    with tarfile.open(packed) as file:
-        file.extractall(sources)
-    site.mkdir()
-    found = Path(torch.__file__).parents[1]
-    for name in TORCH:
-        if (found / name).exists():
-            (site / name).symlink_to(found / name)
-    command = [sys.executable, "-S", "-m", "benchmarks.gpu", "--part", "scaling", *SMOKE, "--out", str(folder / "out")]
-    done = subprocess.run(
-        command,
-        cwd=sources,
-        env=clean_environment(PYTHONPATH=str(site)),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder / "out"
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of an earlier run, which measured one part."""
+    out = tmp_path_factory.mktemp("gpu") / "begun"
+    benchmark("--part", "overhead", *SMOKE, "--out", str(out))
+    return out
 
 
 @pytest.fixture(scope="module")
-def measured(checked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of all parts: continued from `checked` in another folder."""
+def measured(begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of all parts: continued from `begun` in another folder."""
     out = tmp_path_factory.mktemp("gpu") / "out"
-    python = str(launchers() / "python")  # forks the parts, which `checked` has started
-    command = [python, "-m", "benchmarks.gpu", *SMOKE, "--out", str(out), "--resume", str(checked)]
-    forked = clean_environment(BENCHMARK_PYTHON=python)
-    log = subprocess.run(command, cwd=ROOT, env=forked, capture_output=True, text=True, timeout=560, check=False)
-    assert log.returncode == 0, log.stdout + log.stderr + (out / "log.txt").read_text()
+    benchmark(*SMOKE, "--out", str(out), "--resume", str(begun))
     return out
+
+
+def benchmark(*arguments: str) -> None:
+    """Run the command to its end; its parts are forked from a process with all imports."""
+    python = str(launchers() / "python")
+    command = [python, "-m", "benchmarks.gpu", *arguments]
+    forked = clean_environment(BENCHMARK_PYTHON=python)
+    done = subprocess.run(command, cwd=ROOT, env=forked, capture_output=True, text=True, timeout=560, check=False)
+    logs = [path.read_text() for path in Path(arguments[arguments.index("--out") + 1]).glob("log.txt")]
+    assert done.returncode == 0, done.stdout + done.stderr + "".join(logs)
 
 
 def rows(folder: Path, part: str) -> dict[str, Any]:
@@ -76,18 +57,40 @@ def rows(folder: Path, part: str) -> dict[str, Any]:
     return found
 
 
-def test_the_archive_measures_on_a_machine_that_has_torch_alone(checked: Path) -> None:
-    """No Pydantic, no httpx, no Tula."""
-    assert rows(checked, "scaling")
-    assert not [row for row in rows(checked, "scaling").values() if "failed" in row]
-
-
-def test_a_resumed_run_keeps_what_was_measured_and_measures_all_parts(checked: Path, measured: Path) -> None:
-    assert rows(measured, "scaling") == rows(checked, "scaling")
+def test_a_resumed_run_keeps_what_was_measured_and_measures_all_parts(begun: Path, measured: Path) -> None:
+    assert rows(measured, "overhead") == rows(begun, "overhead")
     assert all(rows(measured, part) for part in PARTS)
     assert not [name for part in PARTS for name, row in rows(measured, part).items() if "failed" in row]
     assert "equal weights" in rows(measured, "ranks")["2 ranks"]["verdict"]
-    assert f"torch: {torch.__version__}" in (measured / "report.md").read_text()
+    report = (measured / "report.md").read_text()
+    assert f"torch: {torch.__version__}" in report
+    assert [line[3:] for line in report.splitlines() if line.startswith("## ")] == list(PARTS)
+
+
+def test_the_packages_that_a_part_lacks_are_named() -> None:
+    assert not any(lacking(part) for part in PARTS)
+    hidden = (
+        "import sys; sys.modules['kneed'] = None\nfrom benchmarks.gpu.__main__ import lacking\nprint(lacking('tune'))"
+    )
+    done = subprocess.run([sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['kneed']"
+
+
+def test_switches_are_predicted_from_the_base_and_single_launches() -> None:
+    def row(precision: str, checkpointing: str, seconds: float) -> dict[str, Any]:
+        words = {"precision": precision, "checkpointing": checkpointing, "compile": "off"}
+        return {"words": words, "batches": {"8": {"step_time_s": seconds}}}
+
+    measured = {
+        "gpt2 base": row("tf32", "off", 4.0),
+        "gpt2 half": row("bf16", "off", 2.0),
+        "gpt2 checkpointed": row("tf32", "on", 6.0),
+        "gpt2 both": row("bf16", "on", 3.5),
+        "resnet50 alone": row("tf32", "on", 1.0),
+    }
+    predicted = predictions(measured)
+    assert predicted["gpt2 both"]["8"] == pytest.approx(3.0)
+    assert "resnet50 alone" not in predicted  # without its base
 
 
 def test_peaks_measured_on_an_h100_are_predicted_from_the_three_smallest_batches(tmp_path: Path) -> None:

@@ -1,5 +1,15 @@
 """Everything that only a GPU can show, in one command for the minutes that one is lent: see `__main__`."""
 
-from benchmarks.gpu.standalone import prepare
+import os
+import sys
+from pathlib import Path
 
-prepare()
+ROOT = Path(__file__).parents[2]
+PACKAGES = ROOT / "build" / "gpu-packages"
+"""Where a machine without an index has what `--packages` packed; looked at last."""
+
+# The machine has this checkout, not an installed Tula; what the parts start inherits the environment.
+_SOURCES = [str(ROOT / name) for name in ("agent", "client", "service", ".")]
+sys.path[:0] = [path for path in _SOURCES if path not in sys.path]
+sys.path += [str(PACKAGES)]
+os.environ["PYTHONPATH"] = os.pathsep.join([*_SOURCES, os.environ.get("PYTHONPATH", ""), str(PACKAGES)])

@@ -2,48 +2,89 @@
 
     python -m benchmarks.gpu [--minutes 9] [--out DIR] [--resume [DIR]]
     python -m benchmarks.gpu --device cpu --smoke      rehearses it without a GPU; its figures are worth nothing
-    python -m benchmarks.gpu --archive FILE.tar.gz     packs the sources that this needs, for another machine
+    python -m benchmarks.gpu --packages 3.12           packs what a machine with that Python and no index needs
 
-Needs torch, and torchvision for all networks; `tune` needs the service, nothing needs a network. `tables` is step time
-and memory of networks up to out-of-memory, `tune` what a user does, `ranks` several ranks, `scaling` the cost of
-gradient scaling; `make test-gpu` tests what the agent relies on. DIR has a JSON file a part, written row by row,
-`report.md`, three tables and a log. `--resume` measures what an earlier run left out; from another DIR, its results are
-copied first.
+Needs this checkout, torch, and torchvision for all networks. Which other packages a machine lacks is said first, and
+the parts that need them are left out. `make test-gpu` tests what the agent relies on. DIR has a JSON file a part,
+written row by row, `report.md`, three tables and a log. `--resume` measures what an earlier run left out; from another
+DIR, its results are copied first.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu import PACKAGES, ROOT, memory
 from benchmarks.gpu.report import write_report
-from benchmarks.gpu.standalone import ROOT
 from benchmarks.gpu.store import Results, machine_of
 from benchmarks.gpu.tables import write_tables
 from benchmarks.support import PYTHON
 
-PARTS = {"tables": 0.6, "tune": 0.2, "ranks": 0.05, "scaling": 0.15}
+PARTS = {
+    "tune": 0.25, "memory": 0.15, "first_guess": 0.08, "tables": 0.12, "switches": 0.14, "overhead": 0.06,
+    "scaling": 0.08, "accuracy": 0.1, "ranks": 0.04,
+}  # fmt: skip
 """In order of value, with each one's share of the time; what one leaves is the others'."""
+AGENT = ("numpy", "pydantic", "httpx", "pynvml")
+SERVICE = (
+    "platformdirs", "rich", "typer", "fastapi", "fastapi_offline", "pydantic_settings", "uvicorn", "httptools",
+    "uvloop", "sqlalchemy", "alembic", "jinja2", "scipy", "sklearn", "kneed", "tsdownsample", "cachetools", "zstandard",
+    "prometheus_client", "psutil",
+)  # fmt: skip
+NEEDS = {"tune": (*AGENT, *SERVICE), "accuracy": (*AGENT, "sklearn", "PIL", "pytorch_optimizer")}
+"""The modules of a part, beside torch; every other part needs those of the agent."""
+DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "sklearn": "scikit-learn", "PIL": "pillow"}
+"""By module, where the name differs."""
+WITHOUT_DEPENDENCIES = {"pytorch_optimizer"}
+"""Torch is all that it needs."""
+WITH_TORCH = ("numpy", "PIL", "pillow")
+"""What machines with torch and torchvision have."""
 GRACE_S, MAX_CRASHES = 10.0, 3
-SOURCES = (
-    "LICENSE",
-    "agent/tula_agent",
-    "client/tula_wire",
-    "benchmarks/__init__.py",
-    "benchmarks/gpu",
-    *(f"benchmarks/support/{name}.py" for name in ("__init__", "cluster", "gloo", "resnet", "server")),
-)
+
+
+def lacking(part: str) -> list[str]:
+    """Return the modules that `part` needs and that this machine has not."""
+    return [name for name in NEEDS.get(part, AGENT) if importlib.util.find_spec(name) is None]
+
+
+def download_packages(python: str) -> int:
+    """Pack what the parts need for that Python on Linux into PACKAGES (tar.xz); return pip's exit status.
+
+    Left out are torch, what comes with it, and tests: the file has to be small enough to be carried along.
+    """
+    modules = {name for needs in NEEDS.values() for name in needs} - WITHOUT_DEPENDENCIES
+    names = sorted(DISTRIBUTIONS.get(name, name) for name in modules)
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", folder]
+        pip += ["--python-version", python, "--platform", "manylinux_2_28_x86_64", "--platform", "manylinux2014_x86_64"]
+        pip += ["--only-binary=:all:", "--constraint", str(ROOT / "constraints.txt")]
+        for arguments in (names, ["--no-deps", *WITHOUT_DEPENDENCIES]):
+            if status := subprocess.call([*pip, *arguments]):
+                return status
+
+        def carried(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+            parts = Path(member.name).parts
+            left_out = parts[1:2] and parts[1].partition(".")[0].partition("-")[0] in WITH_TORCH
+            return None if left_out or {"tests", "__pycache__"} & set(parts) else member
+
+        PACKAGES.parent.mkdir(exist_ok=True)
+        with tarfile.open(f"{PACKAGES}.tar.xz", "w:xz", preset=3) as packed:
+            packed.add(folder, PACKAGES.name, filter=carried)
+    return 0
 
 
 def run_part(part: str, options: argparse.Namespace, seconds: float) -> str:
@@ -71,9 +112,13 @@ def run_part(part: str, options: argparse.Namespace, seconds: float) -> str:
 def measure(options: argparse.Namespace) -> int:
     """All parts; the number that did not run to their end."""
     options.out.mkdir(parents=True, exist_ok=True)
-    failed, ends = 0, time.monotonic() + 60.0 * options.minutes
-    left = sum(PARTS.values())
-    for part, share in PARTS.items():
+    ends = time.monotonic() + 60.0 * options.minutes
+    lack = {part: missing for part in PARTS if (missing := lacking(part))}
+    for part, missing in lack.items():
+        print(f"{part} is left out: this machine has no {', '.join(missing)} (see --packages)", flush=True)
+    parts = {part: share for part, share in PARTS.items() if part not in lack}
+    failed, left = len(lack), sum(parts.values())
+    for part, share in parts.items():
         print(f"{part}: ", end="", flush=True)
         outcome = run_part(part, options, (ends - time.monotonic()) * share / left)
         left -= share
@@ -83,17 +128,6 @@ def measure(options: argparse.Namespace) -> int:
         print(outcome, flush=True)
     print((options.out / "report.md").read_text(encoding="utf-8"))
     return failed
-
-
-def archive(path: Path) -> None:
-    """Write the sources to `path` (tar.gz)."""
-
-    def sources_only(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        return None if "__pycache__" in member.name or member.name.endswith(".pyc") else member
-
-    with tarfile.open(path, "w:gz") as packed:
-        for name in SOURCES:
-            packed.add(ROOT / name, name, filter=sources_only)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -106,16 +140,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--smoke", action="store_true", help="small networks, few steps")
     parser.add_argument("--resume", nargs="?", type=Path, const=Path(), metavar="DIR", help="continue (from DIR)")
-    parser.add_argument("--archive", type=Path, metavar="FILE", help="only pack the sources (tar.gz)")
+    parser.add_argument("--packages", metavar="PYTHON", help="only pack packages for that Python")
     parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.out = options.out.absolute()
-    if options.archive is None and options.device == "cuda" and not torch.cuda.is_available():
+    if options.packages is None and options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device: give --device cpu --smoke to rehearse without one.")
-    if options.device == "cpu" and not options.smoke and options.archive is None:
+    if options.device == "cpu" and not options.smoke and options.packages is None:
         parser.error("--device cpu would exhaust this machine's memory: add --smoke.")
-    if options.part or options.archive is not None:
+    if options.part or options.packages is not None:
         return options
     if options.resume is None and any((options.out / f"{part}.json").exists() for part in PARTS):
         parser.error(f"{options.out} has results: add --resume to continue them, or give another --out.")
@@ -129,13 +163,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; answers the exit status."""
     options = parse(arguments)
-    if options.archive is not None:
-        archive(options.archive)
-        return 0
+    if options.packages is not None:
+        return download_packages(options.packages)
     if options.part:
         device = torch.device(options.device)
         options.out.mkdir(parents=True, exist_ok=True)
-        results = Results(options.out, options.part, machine_of(device))
+        # The context of this process would take from what `memory` measures.
+        alone = options.part == "memory"
+        machine = memory.in_fresh_process(machine_of, device) if alone else machine_of(device)
+        results = Results(options.out, options.part, machine)
         importlib.import_module(f"benchmarks.gpu.{options.part}").run(results, device, options.seconds, options.smoke)
         return 0
     return 1 if measure(options) else 0

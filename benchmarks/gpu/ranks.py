@@ -119,7 +119,7 @@ def judge(row: Row) -> str:
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Part 4: one row for each number of ranks, two and then all devices."""
+    """Add one row for each number of ranks, two and then all devices."""
     ends = time.monotonic() + seconds
     devices = torch.cuda.device_count() if device.type == "cuda" else 1
     sizes = sorted({2, max(2, devices)})

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.gpu.store import Results, Row
+from benchmarks.gpu.switches import predictions
 
 
 def write_report(folder: Path, parts: Iterable[str]) -> None:
@@ -27,15 +28,14 @@ def table(header: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
 
 
 def _tables(rows: dict[str, Row]) -> Iterator[str]:
-    failed = {name: row["failed"] for name, row in rows.items() if "failed" in row}
-    whole = {name: row for name, row in rows.items() if name not in failed}
+    whole = {name: row for name, row in rows.items() if "failed" not in row}
     largest = [
-        [name, _size(row["largest_measured"])]
+        [name, _size(row["largest_measured"]), str(row.get("fits_steps", 1))]
         + [_against(row[key], row["largest_measured"]) for key in ("largest_from_two", "largest_from_estimate")]
         for name, row in whole.items()
     ]
     yield from table(
-        ["network", "largest batch", "predicted from two readings", "from `estimate_memory` alone"], largest
+        ["network", "largest batch", "by steps", "predicted from two readings", "from `estimate_memory` alone"], largest
     )
     yield ""
     header = ["network", "batch", "step ms", "forward", "backward", "optimizer", "peak MiB", "reserved", "driver"]
@@ -47,7 +47,7 @@ def _tables(rows: dict[str, Row]) -> Iterator[str]:
         for size, read in row["batches"].items()
     ]
     yield from table(header, batches)
-    yield from (f"- {name}: {why}" for name, why in failed.items())
+    yield from _failures(rows)
 
 
 def _tune(rows: dict[str, Row]) -> Iterator[str]:
@@ -88,6 +88,71 @@ def _scaling(rows: dict[str, Row]) -> Iterator[str]:
     return table(["policy", "bare step ms", "added"], found)
 
 
+def _memory(rows: dict[str, Row]) -> Iterator[str]:
+    header = ["network", "segments", "batch", "three steps", "allocated MiB", "reserved", "inactive splits", "retries"]
+    read = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+    found = [
+        [
+            *(name, segments, f"{size} (promised)" if int(size) == row["promised"] else size),
+            *("run" if answer["fits"] else "do not fit", *(_mib(answer.get(key)) for key in read)),
+            str(answer.get("alloc_retries", "")),
+        ]
+        for name, row in rows.items()
+        if "failed" not in row
+        for segments, attempts in row["attempts"].items()
+        for size, answer in attempts.items()
+    ]
+    yield from table(header, found)
+    yield from _failures(rows)
+
+
+def _first_guess(rows: dict[str, Row]) -> Iterator[str]:
+    units = {"seconds": (1e6, "us"), "step_time_s": (1e3, "ms a step"), "seconds_per_example": (1e6, "us an example")}
+    found = [
+        [name, f"{factor * row[key]:.2f} {unit}"]
+        for name, row in rows.items()
+        for key, (factor, unit) in units.items()
+        if key in row
+    ]
+    yield from table(["what", "time"], found)
+    yield from _failures(rows)
+
+
+def _switches(rows: dict[str, Row]) -> Iterator[str]:
+    expected = predictions(rows)
+    found = [
+        [
+            *(name, size, f"{1e3 * read['step_time_s']:.2f}", _mib(read.get("peak_bytes"))),
+            _percent(expected[name][size] / read["step_time_s"] - 1.0) if size in expected.get(name, {}) else "",
+        ]
+        for name, row in rows.items()
+        if "failed" not in row
+        for size, read in row["batches"].items()
+    ]
+    yield from table(["network and switches", "batch", "step ms", "peak MiB", "sum of single effects"], found)
+    yield from _failures(rows)
+
+
+def _overhead(rows: dict[str, Row]) -> Iterator[str]:
+    for name, row in rows.items():
+        if "seconds" in row and "pairs" in row:
+            low, high = (1e6 * bound for bound in row["interval_s"])
+            yield f"- {name}: {1e6 * row['seconds']:+.1f} [{low:.1f}, {high:.1f}] us a step, {row['pairs']} pairs"
+        elif "counter_j" in row:
+            yield f"- {name}: {row['counter_j']:.0f} J by the counter, {row['samples_j']:.0f} J by samples of the power"
+        else:
+            yield f"- {name}: {row.get('verdict', row.get('failed'))}"
+
+
+def _accuracy(rows: dict[str, Row]) -> Iterator[str]:
+    for row in rows.values():
+        yield str(row.get("failed", f"{row.get('count')} trainings, in `generalization.jsonl`."))
+
+
+def _failures(rows: dict[str, Row]) -> Iterator[str]:
+    yield from (f"- {name}: {row['failed']}" for name, row in rows.items() if "failed" in row)
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:+.2f} %"
 
@@ -106,4 +171,7 @@ def _mib(size: int | None) -> str:
     return "" if size is None else f"{size / 2**20:.0f}"
 
 
-LAYOUTS = {"tables": _tables, "tune": _tune, "ranks": _ranks, "scaling": _scaling}
+LAYOUTS = {
+    "tune": _tune, "memory": _memory, "first_guess": _first_guess, "tables": _tables, "switches": _switches,
+    "overhead": _overhead, "scaling": _scaling, "accuracy": _accuracy, "ranks": _ranks,
+}  # fmt: skip

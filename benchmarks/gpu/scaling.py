@@ -26,12 +26,18 @@ class EveryEighth(Gain):
     measure_every = 8
 
 
+class MeasureAlone(EveryStep):
+    damping = None
+
+
 POLICIES: dict[str, Policy] = {
-    "gain, every step measured": EveryStep(),
-    "gain, every eighth step measured": EveryEighth(),
+    "gain and direction, every step measured": EveryStep(),
+    "gain and direction, every eighth step measured": EveryEighth(),
+    "gain without direction, every step measured": MeasureAlone(),
     "ags": Ags(steps_per_epoch=100),
     "none": Off(),
 }
+"""The first two are the default in its first 512 steps and in the long run."""
 
 
 def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row:
@@ -74,7 +80,7 @@ def _now(device: torch.device) -> float:
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Part 5: a row for each policy and micro-step."""
+    """Add a row for each policy and micro-step."""
     ends = time.monotonic() + seconds
     rows = {
         f"{name}, {size} examples": (name, size) for size in list(SIZES)[: 1 if smoke else None] for name in POLICIES

@@ -22,6 +22,7 @@ class Results:
     """
 
     def __init__(self, folder: Path, part: str, machine: Row | None = None) -> None:
+        self.folder = folder
         self._path = folder / f"{part}.json"
         read: Row = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
         self.machine: Row = read.get("machine") or machine or {}

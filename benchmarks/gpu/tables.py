@@ -1,4 +1,4 @@
-"""Parts 2 and 3: step time by phase and memory by batch, up to out-of-memory, and the tables that they make."""
+"""Step time by phase and memory by batch, up to out-of-memory, and the tables that they make."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from tula_agent.oom_watch import is_out_of_memory
 T = TypeVar("T")
 PRECISIONS = {"bf16": "bf16", "tf32": "tf32", "fp32": "single", "fp16": "mixed"}
 """By name, as the column `precision` of tests/data/single_device.csv has them."""
-SMOKE_PRECISIONS = ("fp32", "fp16")
+SMOKE_PRECISIONS = ("fp16",)
 KEPT_BYTES = {"bf16": 4, "fp16": 4, "tf32": 8, "fp32": 8}
 """That autograd keeps of each output of a layer: two numbers, as `KEPT_PER_OUTPUT` of the service says."""
+FITS_STEPS = 3
+"""The optimizer's state and the first batch's successor are there from the second step on."""
 FIRST_BATCH, SMOKE_BATCHES, BISECTIONS, MEASURED_S = 8, 2, 4, 0.3
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 STEP_COLUMNS = (
@@ -129,8 +131,15 @@ class Trainer:
         return None
 
     def fits(self, size: int) -> bool:
-        """True when a step with `size` examples does not run out of memory."""
-        return self.attempt(lambda size: self.step(self.network.batch(size, self.device)).seconds(), size) is not None
+        """True when FITS_STEPS steps with `size` examples do not run out of memory."""
+
+        def steps(size: int) -> bool:
+            batch = self.network.batch(size, self.device)
+            for _ in range(FITS_STEPS):
+                self.step(batch).seconds()
+            return True
+
+        return self.attempt(steps, size) is not None
 
     def measure(self, size: int, monitor: MemoryMonitor, measured_s: float) -> Row:
         """Median times of a step by phase, and the memory at its peak."""
@@ -179,6 +188,7 @@ def measure_network(network: Network, precision: str, device: torch.device, ends
         "largest_from_estimate": estimate.largest_local_batch_size(capacity),
         "largest_from_two": None,
         "largest_measured": None,
+        "fits_steps": FITS_STEPS,
         "complete": False,
         "batches": {},
     }
@@ -211,7 +221,7 @@ def _bisect(fits: Callable[[int], bool], fitted: int, failed: int, ends: float) 
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Part 2: a row for each precision and network, the most telling first."""
+    """Add a row for each precision and network, the most telling first."""
     ends = time.monotonic() + seconds
     found = networks(smoke)
     names = [f"{network} {precision}" for precision in (SMOKE_PRECISIONS if smoke else PRECISIONS) for network in found]
@@ -229,7 +239,7 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
 
 
 def write_tables(results: Results, folder: Path) -> None:
-    """Part 3: what `benchmarks.cold_start` and `benchmarks.memory` read, which need the service."""
+    """Write what `benchmarks.cold_start`, `benchmarks.memory` and `benchmarks.step_time` read."""
     gpu = str(results.machine.get("device", "")).replace(",", " ")
     steps, memory, grid = [], [], []
     for name, row in results.rows.items():

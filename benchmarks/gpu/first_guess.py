@@ -1,0 +1,91 @@
+"""What the first guess of a step time rests on: launches of kernels, memory layouts, and very large convolutions."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.networks import networks
+from benchmarks.gpu.store import Results, Row
+from benchmarks.gpu.tables import Trainer, free_memory
+
+KERNELS, REPEATS = 1000, 5
+SIZES = (16, 128)
+LARGE = 64 * 224 * 224
+"""Elements of one example's output of VGG's first convolution: 668 examples are just below 2^31."""
+EXAMPLES = (512, 640, 668, 670, 704, 768, 1024)
+
+
+def launch_s(device: torch.device) -> float:
+    """Return the seconds that one empty kernel takes when a thousand follow each other."""
+    nothing = torch.zeros(1, device=device)
+    return statistics.median(_seconds(lambda: nothing.add_(0.0), KERNELS, device) for _ in range(REPEATS))
+
+
+def layout(name: str, size: int, channels_last: bool, device: torch.device, smoke: bool) -> Row:
+    """Return the median seconds of a step of `size` examples with images and weights in that layout."""
+    network, precision = name.split()
+    trainer = Trainer(networks(smoke)[network], precision, device)
+    inputs, targets = trainer.network.batch(size, device)
+    if channels_last:
+        trainer.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        inputs = inputs.to(memory_format=torch.channels_last)
+    times = [sum(trainer.step((inputs, targets)).seconds()) for _ in range(3 if smoke else 13)]
+    return {"step_time_s": statistics.median(times[len(times) // 4 :])}
+
+
+def convolution(examples: int, device: torch.device, smoke: bool) -> Row:
+    """Return seconds of forward and backward of one convolution of 64 channels at `examples` images, in bf16."""
+    side = 8 if smoke else 224
+    layer = nn.Conv2d(64, 64, 3, padding=1).to(device, torch.bfloat16)
+    images = torch.randn(2 if smoke else examples, 64, side, side, device=device, dtype=torch.bfloat16)
+    images.requires_grad_()
+    gradient = torch.ones_like(images)
+
+    def forward_and_backward() -> None:
+        layer(images).backward(gradient)
+        images.grad = None
+
+    forward_and_backward()
+    seconds = _seconds(forward_and_backward, 3, device)
+    return {"elements": examples * LARGE, "seconds_per_example": seconds / examples}
+
+
+def _seconds(work: Callable[[], object], times: int, device: torch.device) -> float:
+    """Return the seconds of one call of `work`, from `times` that follow each other."""
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        work()
+    _wait(device)
+    return (time.perf_counter() - began) / times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
+    """Add a row for a launch, each network's layouts, and each number of images."""
+    ends = time.monotonic() + seconds
+    rows: dict[str, Callable[[], Row]] = {"launch of a kernel": lambda: {"seconds": launch_s(device)}}
+    sizes = (2,) if smoke else SIZES
+    precisions = ("fp32",) if smoke else ("bf16", "fp16", "tf32")
+    for precision in precisions:
+        for size in sizes:
+            for last in (False, True):
+                label = f"resnet50 {precision}, {size} examples, {'channels last' if last else 'channels first'}"
+                rows[label] = lambda p=precision, s=size, c=last: layout(f"resnet50 {p}", s, c, device, smoke)  # type: ignore[misc]
+    for examples in EXAMPLES[: 1 if smoke else None]:
+        rows[f"convolution of {examples} images"] = lambda n=examples: convolution(n, device, smoke)  # type: ignore[misc]
+    for name in results.missing(list(rows)):
+        if time.monotonic() > ends:
+            results.end_row(None)
+            return
+        results.add(name, rows[name]())
+        free_memory(device)

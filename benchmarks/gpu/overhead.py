@@ -1,0 +1,114 @@
+"""The agent's CPU on the training thread, to ten microseconds, and the energy counter against power samples."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.gpu.store import Results, Row
+from benchmarks.support.sink import Sink
+from tula_agent.config import read_config
+from tula_agent.run import Run
+
+STEPS, WARMUP = 600, 5
+ENOUGH_S, MIN_PAIRS, MAX_PAIRS = 10e-6, 9, 200
+"""Half the width of the interval at which the pairs are enough."""
+LOAD_S, BETWEEN_SAMPLES_S = 5.0, 0.02
+
+
+def thread_s(url: str | None, device: torch.device, steps: int) -> float:
+    """Return CPU seconds of the training thread for one small step; the agent reports to `url`, None: no agent."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    batch = torch.randn(8, 64, device=device)
+    with tempfile.TemporaryDirectory() as spool:
+        place = {"TULA_URL": url, "TULA_RUN_ID": "run-1", "TULA_SPOOL_DIR": spool} if url is not None else None
+        run = Run(read_config(place) if place is not None else None)
+        run.watch(model, optimizer)
+        began = 0.0
+        for step, data in enumerate(run.steps(itertools.repeat(batch, WARMUP + steps))):
+            if step == WARMUP:
+                began = time.thread_time()
+            optimizer.zero_grad()
+            model(data).square().mean().backward()
+            optimizer.step()
+        seconds = (time.thread_time() - began) / steps
+        run.finish()
+    return seconds
+
+
+def agent_cpu(device: torch.device, ends: float, smoke: bool) -> Row:
+    """Return the median over pairs of what the agent adds, with its interval of 95 %, in seconds a step."""
+    sink = Sink()
+    threading.Thread(target=sink.serve_forever, daemon=True).start()
+    steps = 20 if smoke else STEPS
+    random, added = np.random.default_rng(0), list[float]()
+    while len(added) < (2 if smoke else MAX_PAIRS):
+        order = (None, sink.url) if len(added) % 2 else (sink.url, None)
+        seconds = {url: thread_s(url, device, steps) for url in order}
+        added.append(seconds[sink.url] - seconds[None])
+        draws = np.median(random.choice(added, (1000, len(added))), axis=1)
+        low, high = np.quantile(draws, (0.025, 0.975))
+        if (len(added) >= MIN_PAIRS and (high - low) / 2 <= ENOUGH_S) or time.monotonic() > ends:
+            break
+    sink.shutdown()
+    sink.server_close()
+    return {
+        "seconds": statistics.median(added),
+        "interval_s": [float(low), float(high)],
+        "pairs": len(added),
+        "decided": bool((high - low) / 2 <= ENOUGH_S),
+    }
+
+
+def energy(device: torch.device) -> Row:
+    """Return joules of a few busy seconds by the counter and by the integral of power samples."""
+    if device.type != "cuda":
+        return {"verdict": "a CPU has no such counter"}
+    import pynvml
+
+    pynvml.nvmlInit()
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+    matrix = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    samples: list[tuple[float, float]] = []
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(BETWEEN_SAMPLES_S):
+            samples.append((time.perf_counter(), pynvml.nvmlDeviceGetPowerUsage(handle) * 1e-3))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    before, began = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter()
+    while time.perf_counter() - began < LOAD_S:
+        torch.mm(matrix, matrix)
+        torch.cuda.synchronize(device)
+    joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) * 1e-3
+    done.set()
+    sampler.join()
+    moments, watts = np.asarray(samples).T
+    return {"counter_j": joules, "samples_j": float(np.trapezoid(watts, moments)), "seconds": LOAD_S}
+
+
+def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
+    """Add a row for the CPU of the training thread and one for energy."""
+    ends = time.monotonic() + seconds
+    rows: dict[str, Any] = {
+        "energy": lambda: energy(device),
+        "CPU of the training thread": lambda: agent_cpu(device, ends, smoke),
+    }
+    for name in results.missing(list(rows)):
+        if time.monotonic() > ends:
+            results.end_row(None)
+            return
+        results.add(name, rows[name]())
