@@ -45,7 +45,26 @@ def loader_iterator_class() -> Any | None:
     return getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
 
 
+def has_yielded(value: object) -> bool:
+    """True for what iterates over a DataLoader and has given a batch; nothing public says that a script uses one."""
+    kind = loader_iterator_class()
+    return kind is not None and issubclass(type(value), kind) and getattr(value, "_num_yielded", 1) > 0
+
+
+def index_sampler(iterator: Any) -> Any:
+    """What gives the indices of each batch to an iterator over a DataLoader, which does not keep its loader; or None.
+
+    It is the loader's batch sampler, whose `batch_size` states the size of batches, or else its sampler.
+    """
+    return getattr(iterator, "_index_sampler", None)
+
+
 # DistributedDataParallel.
+
+
+def joins_uneven_inputs(model: Any) -> bool:
+    """True under `with model.join()`, of which DDP keeps a private record only."""
+    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 
 def ddp_models(models: Iterable[torch.nn.Module]) -> list[Any]:

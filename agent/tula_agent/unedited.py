@@ -7,140 +7,284 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tula_agent.batches import batch_size_of
 from tula_agent.config import is_launched, read_config
 from tula_agent.guard import Guard, logger
 from tula_agent.rank_channel import current_group
 from tula_agent.run import GLOO_RELEASE_S, Run, init
-from tula_agent.torch_private import loader_iterator_class
+from tula_agent.torch_private import has_yielded, index_sampler, joins_uneven_inputs, loader_iterator_class
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from tula_agent.recorder import Recorder
 
 _AHEAD = ("accelerate", "lightning", "pytorch_lightning")
 """Frameworks whose loaders fetch a batch ahead of the one that is trained on; the Trainer uses accelerate's."""
 _SAY_AFTER = 3
 """Steps after which it is known what can't be seen."""
+_MOST_STEPS_A_BATCH = 8
+"""Steps of the optimizer on one batch: a GAN's critic takes some. After more, no batch is asked for any more."""
+_LOADERS_KEPT = 8
+_FOLLOW_AFTER = 32
+"""Steps of other optimizers in a row after which the watched one's phase is over."""
 
 
 class UneditedLoop:
-    """Drives a `Run` as `Run.steps` does: a step ends where the loop asks its loader for the batch after it.
+    """Drives a `Run` as `Run.steps` does, from what a script does anyway: it asks loaders, runs backwards, and steps.
 
-    Begins after the first step of an optimizer, once the process group exists. Where no batch comes from a DataLoader,
-    a step ends where the optimizer's step does. The loader of training is the one whose batch came last before a
-    step; another one's batches (an evaluation) belong to no step. Other threads than the main one are left alone: the
-    end of a profiling run could not end the script from there.
+    Begins after the first step of an optimizer, once the process group exists. Other threads than the main one are left
+    alone: the end of a profiling run could not end the script from there.
 
-    Some frameworks (accelerate, and with it the Hugging Face Trainer) fetch a batch while the one before it is trained
-    on. Such a loader's last step comes after its end, and the first batch of its next epoch is one too many. A launch
-    that is to measure several batches cuts them as the loader hands them out, but not where such a framework is loaded.
+    A step is over with the optimizer. It ends where the script then asks for a batch, so that what a script does
+    between two steps counts; at the optimizer, where it asks for none (without a DataLoader; with `itertools.cycle`,
+    which keeps batches) or a framework asks for a batch ahead. All loaders that are asked for every step
+    belong to it; the one whose batches have the run's size says how large a step is. Batches of another loader, after
+    which those of training go on without a backward pass, and batches without gradients are an evaluation, which
+    belongs to no step.
+
+    Micro-steps are backward passes, but no more of them than batches: a GAN has several passes over one batch. And no
+    more batches than passes: the first rank of some frameworks fetches for the others. A launch that is to measure
+    several batches cuts them as a loader hands them out, but not where a framework is loaded that fetches ahead.
     """
 
     def __init__(self, run: Run, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
         self._run, self._recorder = run, recorder
-        self._optimizer = weakref.ref(optimizer)
-        self._fetched = False
-        self._last: int | None = None
-        self._training: int | None = None
-        self._steps = 0
+        self._steps = self._steps_of_others = 0
         self._left = False
+        self._size = recorder.config.local_batch_size or 1
+        # Loaders, by `_key`: the batches of each that was asked since the last step, and the size of the last of them.
+        self._counts: Counter[int] = Counter()
+        self._sizes: dict[int, int] = {}
+        self._asked_before: set[int] = set()  # for the step before
+        self._last: int | None = None
+        self._recent: deque[int] = deque(maxlen=_LOADERS_KEPT)  # those whose batch came last before a step
+        self._training: set[int] = set()
+        self._main: int | None = None  # the loader of training whose batches have the size that counts
+        # Since the last end of a step.
+        self._stepped = False
+        self._runs = False  # its clock
+        self._evaluated = False
+        self._batches = self._backwards = 0
         self._ended = False  # the loader of training, and no step has come since
-        self._ahead = False  # its framework fetches one batch ahead
-        self._withheld = False  # the next batch is that one
-        self._micro_steps = 0
-        self._batch_size = 1
-        models = _ddp_models_of(optimizer)
+        self._ahead = False  # a framework fetches one batch ahead
+        self._steps_of_batch, self._usual_steps = 0, 1  # steps since a loader was asked, and the most of them so far
+        self._replaying: str | None = None  # the run whose batches the script keeps and takes again
+        self._sees_backwards = False
+        objects = gc.get_objects()  # some tens of milliseconds, once
+        models = [one for one in objects if issubclass(type(one), torch.nn.parallel.DistributedDataParallel)]
+        self._loads = any(has_yielded(one) for one in objects)
+        del objects
         self._models = len(models)
-        run.watch(models, optimizer)
+        self._joins = any(joins_uneven_inputs(model) for model in models)
+        run.watch(models)
+        self._hook: RemovableHandle | None = None
+        self._follow(optimizer)
         run.begin_loop(cuts=True)
+        if not self._loads:
+            self._batch_comes_unseen()
         _see_batches(self, run.guard)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the steps of `optimizer` for those of training, and backwards that reach it for their micro-steps."""
+        self._optimizer = weakref.ref(optimizer)
+        self._steps_of_others = 0
+        self._run.watch(None, optimizer)
+        if self._hook is not None:
+            self._hook.remove()
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        parameters.sort(key=lambda parameter: parameter.grad is None)  # one that backwards do reach comes first
+        if parameters:
+            this = weakref.ref(self)
+
+            def accumulated(_: torch.Tensor) -> None:
+                if (loop := this()) is not None:
+                    loop.ran_backward()
+
+            # Not a hook on the gradient: `torch.autograd.grad` over parameters is no micro-step.
+            self._hook = parameters[0].register_post_accumulate_grad_hook(accumulated)
+
+    def ran_backward(self) -> None:
+        """A backward pass has reached the optimizer's parameters."""
+        self._backwards += 1
+        self._sees_backwards = True
+        if self._stepped:  # within the backward pass, or of another network: no time of the optimizer alone
+            self._recorder.timer.forget_optimizer()
+        if self._last is not None and self._last not in self._training:
+            self._evaluated = False  # its batch is trained on
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` has stepped."""
-        if not self._run.active or self._optimizer() is not optimizer:
+        if not self._run.active or not self._is_followed(optimizer):
             return
-        self._training = self._last
         self._steps += 1
         if self._steps == _SAY_AFTER and self._recorder.leads:
             self._say_what_is_not_seen()
-        if not self._fetched:
+        if self._evaluated:
+            self._begin_again()
+            return
+        self._stepped = True
+        self._steps_of_batch += 1
+        self._learn_loaders()
+        ended = self._ended
+        if not self._loads:
             self._recorder.measure_whole_batches("no batch comes from a DataLoader")
+        if not self._loads or self._ahead or ended:
+            # After its end: the last step of a loader that is a batch ahead, or of a script that steps once more.
             self._boundary()
-            self._run.batch_arrived(torch.empty(self._recorder.config.local_batch_size or 1, 0, device="cpu"))
-        elif self._ended:
-            # The last step of an epoch, of a loader that is a batch ahead or of a script that steps once more.
-            self._ended = False
-            self._ahead = self._ahead or self._micro_steps + 1 == self._recorder.timer.grad_accum_steps
-            if self._ahead:
-                self._run.batch_arrived(torch.empty(self._batch_size, 0, device="cpu"))
-            self._withheld = self._ahead
-            self._boundary()
-            self._run.end_loop()
-        self._micro_steps = 0
+            if ended:
+                self._leave_loop()
+            elif not self._loads:
+                self._batch_comes_unseen()
+        elif self._steps_of_batch > self._usual_steps:
+            if self._steps_of_batch == self._usual_steps + 1:  # these steps could not be told apart
+                self._replaying = self._recorder.sweep.run_id
+                self._size = self._recorder.local_batch_size or self._size
+                self._begin_again()
+            else:
+                self._boundary()
+            self._batch_comes_unseen()
+
+    def _batch_comes_unseen(self) -> None:
+        self._run.batch_arrived(torch.empty(self._size, 0, device="cpu"))
+
+    def _is_followed(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._optimizer() is optimizer:
+            self._steps_of_others = 0
+            return True
+        self._steps_of_others += 1
+        if self._optimizer() is None or self._steps_of_others >= _FOLLOW_AFTER:
+            self._follow(optimizer)  # another phase of the training
+        return False
+
+    def _learn_loaders(self) -> None:
+        """Find out which loaders are those of training, and which of them says how large a step is."""
+        if self._last is None or not self._sizes:
+            return
+        if self._last not in self._recent:
+            self._recent.append(self._last)
+        if self._training and self._last not in self._training:
+            self._recorder.measure_whole_batches("batches come from one loader after another")
+        known = self._main in self._training and self._main in self._sizes
+        self._training = {*self._recent, *(self._asked_before & self._sizes.keys())}
+        self._asked_before = set(self._sizes)
+        if not known:
+            wanted = self._recorder.local_configured
+            self._main = next((key for key, size in self._sizes.items() if size == wanted), self._last)
+            self._size, self._batches = self._sizes[self._main], self._counts[self._main]
+        self._sizes.clear()
+        self._counts.clear()
 
     def wants_batch(self, iterator: Any) -> None:
         """The script asks `iterator` for a batch."""
-        if self._measures():
-            self._fetched = True
-            if self._ended:
-                self._ended = self._ahead = False
-                self._run.end_loop()
+        if not self._measures():
+            return
+        if self._stepped:
             self._boundary()
-            if not self._is_training(iterator):
-                self._run.end_loop()
+        if self._is_training(iterator):
+            self._loads, self._ended, self._replaying = True, False, None
+            if self._steps_of_batch <= _MOST_STEPS_A_BATCH:
+                self._usual_steps = max(self._usual_steps, self._steps_of_batch)
+            self._steps_of_batch = 0
+            unseen = not (self._batches or self._recorder.timer.between_steps)
+            if self._evaluated or unseen or not self._runs:
+                self._begin_again()
+            self._recorder.timer.wanted()
+        else:
+            self._evaluated = True
 
     def has_batch(self, iterator: Any, batch: Any) -> Any:
         """`iterator` has delivered; returns what the script gets of `batch`."""
-        if not self._measures():
+        if not (self._measures() and torch.is_grad_enabled()):
             return batch
-        self._last = _key(iterator)
-        if not self._is_training(iterator):
+        key, sampler = _key(iterator), index_sampler(iterator)
+        trains, self._last = self._is_training(iterator), key
+        self._counts[key] += 1
+        if not trains:
+            self._sizes[key] = self._recorder.sizes.of(batch, sampler) or self._size
             return batch
-        if self._recorder.sweep.cut_to is not None:
+        if not self._ahead:
             caller = sys._getframe(2)  # of this method, of the iterator's `__next__`, of who called that
-            if str(caller.f_globals.get("__name__")).partition(".")[0] in _AHEAD:
+            self._ahead = str(caller.f_globals.get("__name__")).partition(".")[0] in _AHEAD
+            if self._ahead:
                 because = "the framework fetches a batch ahead of the one that is trained on"
                 self._recorder.measure_whole_batches(because)
-        batch = self._run.cut(batch)
-        self._batch_size = batch_size_of(batch) or self._batch_size
-        if self._withheld:
-            self._withheld = False
+        batch = self._recorder.cut(batch, sampler)
+        stated = sampler if self._recorder.sweep.cut_to is None else None
+        size = self._sizes[key] = self._recorder.sizes.of(batch, stated) or self._size
+        if key == self._main or (self._main is None and self._recorder.local_configured in (None, size)):
+            self._size = size
+            self._batches += 1
+            self._run.batch_arrived(batch, sampler)
         else:
-            self._micro_steps += 1
-            self._run.batch_arrived(batch)
+            self._recorder.timer.waited()
         return batch
 
     def ended(self, iterator: Any) -> None:
         """`iterator` has no more batches."""
-        if self._measures():
-            self._ended = self._is_training(iterator)
-            if not self._ended:
-                self._run.end_loop()
+        if self._measures() and self._is_training(iterator):
+            self._ended, self._runs = True, False
 
     def _measures(self) -> bool:
         return self._run.active and threading.current_thread() is threading.main_thread()
 
     def _is_training(self, iterator: Any) -> bool:
-        return torch.is_grad_enabled() and self._training in (None, _key(iterator))
+        return torch.is_grad_enabled() and (not self._training or _key(iterator) in self._training)
+
+    def _micro_steps(self) -> int:
+        """Of the step that ends."""
+        usual, batches, backwards = self._recorder.timer.grad_accum_steps, self._batches, self._backwards
+        replays = self._loads and self._steps_of_batch > self._usual_steps
+        if backwards == usual or replays or not (batches or backwards):
+            return usual  # of batches that were fetched ahead, fewer were seen than there are
+        return min(batches, backwards) or max(batches, backwards)
 
     def _boundary(self) -> None:
         """End the step under way. A profiling run that has enough leaves the script, all ranks after the same step."""
+        self._recorder.timer.stepped_after(self._micro_steps(), self._size)
         self._run.batch_done()
-        if self._run.stopping and not self._left:
+        self._forget_step()
+        self._runs = True
+        replayed = self._replaying not in (None, self._recorder.sweep.run_id)  # the next batch can't be cut
+        if (self._run.stopping or replayed) and not self._left:
             self._left = True
             time.sleep(GLOO_RELEASE_S)  # the script's frames destroy the model
             raise SystemExit(0)
 
+    def _leave_loop(self) -> None:
+        """What comes until the next batch of training, and the step under way, are not measured."""
+        self._run.end_loop()
+        self._forget_step()
+
+    def _begin_again(self) -> None:
+        """Drop what was measured of a step, and begin another one now."""
+        if not self._recorder.timer.between_steps:
+            self._leave_loop()
+        self._run.batch_done()
+        self._forget_step()
+        self._runs = True
+
+    def _forget_step(self) -> None:
+        self._stepped = self._runs = self._evaluated = self._ended = False
+        self._batches = self._backwards = 0
+
     def _say_what_is_not_seen(self) -> None:
-        missing = [] if self._fetched else ["the batches, which come from no DataLoader (their size is the run's)"]
+        missing = [] if self._loads else ["the batches, which come from no DataLoader (their size is the run's)"]
+        if not self._loads and not self._sees_backwards:
+            missing.append("accumulation: call tula_agent.init(grad_accum_steps=...) if the script accumulates")
         if not self._models and current_group() is not None and torch.distributed.get_world_size() > 1:
             missing.append("communication, since no DistributedDataParallel model holds the optimizer's parameters")
         if missing:
             logger.warning("the script calls no tula_agent.init(), and not seen is %s", ", and ".join(missing))
+        if self._joins:
+            logger.warning(
+                "under model.join() ranks step unequally often and can't end after the same step: loop over "
+                "run.steps(loader), see docs/embed.md"
+            )
 
 
 _config = read_config() if is_launched() else None
@@ -167,14 +311,6 @@ def _key(iterator: Any) -> int:
     return id(getattr(iterator, "_dataset", iterator))
 
 
-def _ddp_models_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The DDP models that hold the optimizer's parameters; once, some tens of milliseconds."""
-    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    wrapper = torch.nn.parallel.DistributedDataParallel
-    found = [one for one in gc.get_objects() if issubclass(type(one), wrapper)]
-    return [model for model in found if any(id(parameter) in wanted for parameter in model.parameters())]
-
-
 def _see_batches(loop: UneditedLoop, guard: Guard) -> None:
     """Let `loop` see every batch of every DataLoader, also of those that are being iterated over."""
     kind = loader_iterator_class()
@@ -188,7 +324,8 @@ def _see_batches(loop: UneditedLoop, guard: Guard) -> None:
         try:
             batch = fetch(iterator)
         except StopIteration:
-            loop.ended(iterator)
+            with guard("seeing batches"):
+                loop.ended(iterator)
             raise
         with guard("seeing batches"):
             return loop.has_batch(iterator, batch)

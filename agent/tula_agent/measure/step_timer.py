@@ -29,11 +29,11 @@ class StepTimer:
     # Runs with cold caches at every step; `__slots__` halves its cost.
     __slots__ = (
         "_clock", "_expected", "_input", "_known", "_last", "_left_at", "_optimizer_at", "_sizes", "_started",
-        "_stepped", "_wanted", "step", "watched",
+        "_stepped", "_wanted", "batches", "step", "watched",
     )  # fmt: skip
 
     def __init__(self, grad_accum_steps: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.step = 0
+        self.step = self.batches = 0
         self.watched = False
         self._clock = clock
         self._expected = grad_accum_steps
@@ -57,6 +57,11 @@ class StepTimer:
         """True from a step's end until the next one's first batch."""
         return not self._sizes
 
+    @property
+    def in_step(self) -> bool:
+        """True from a batch until the optimizer steps, unless what follows is left out."""
+        return bool(self._sizes) and not self._stepped and self._left_at is None
+
     def optimizer_stepped(self, timed: bool = False) -> None:
         """An optimizer's step is called. The step's first call is `timed`, unless it holds the gradients too.
 
@@ -69,6 +74,10 @@ class StepTimer:
         elif not timed:
             self._optimizer_at = None
         self._stepped = True
+
+    def forget_optimizer(self) -> None:
+        """What runs since the optimizer's call is more than its step: that time is not known."""
+        self._optimizer_at = None
 
     def want_batch(self) -> StepTiming | None:
         """The loop asks for a batch: the boundary. Returns the step that ended here, if one did."""
@@ -94,10 +103,26 @@ class StepTimer:
         self.step += 1
         return timing
 
+    def wanted(self) -> None:
+        """The loop asks for a batch, in the middle of a step."""
+        self._wanted = self._clock()
+
+    def waited(self) -> None:
+        """The loop has what it asked for."""
+        self._input += self._clock() - self._wanted
+
     def batch_ready(self, local_batch_size: int | None) -> None:
         """The loader has delivered a batch."""
-        self._input += self._clock() - self._wanted
+        self.waited()
         self._sizes.append(local_batch_size)
+        self.batches += 1
+
+    def stepped_after(self, micro_steps: int, local_batch_size: int) -> None:
+        """The optimizer has stepped after so many micro-steps; of those whose batch was not seen, this is the size."""
+        if self._started is not None:
+            sizes = self._sizes or [local_batch_size]
+            self._sizes = (sizes + sizes[-1:] * micro_steps)[:micro_steps]
+            self._stepped = True
 
     def more_micro_steps(self, count: int) -> None:
         """`count` further micro-steps were fetched with the last batch and have its size."""

@@ -1,0 +1,202 @@
+"""Kinds of training loop, each as scripts have it, none with a call of the agent: `kinds.py KIND`.
+
+Two ranks where the environment says so. Batches of 8; prints "complete" where a loop runs to its end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+BATCH, WIDTH, CLASSES, PASSES = 8, 16, 4, 60
+
+
+def examples(count: int, width: int = WIDTH) -> TensorDataset:
+    return TensorDataset(torch.randn(count, width), torch.randint(0, CLASSES, (count,)))
+
+
+def wrapped(*layers: nn.Module) -> Any:
+    return nn.parallel.DistributedDataParallel(nn.Sequential(*layers)) if dist.is_initialized() else layers[0]
+
+
+def classifier() -> tuple[Any, Optimizer]:
+    model = wrapped(nn.Linear(WIDTH, CLASSES))
+    return model, SGD(model.parameters(), lr=0.1)
+
+
+def step(optimizer: Optimizer, loss: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def cycle() -> None:
+    """`itertools.cycle` keeps the batches of the first pass, and asks the loader for no more."""
+    model, optimizer = classifier()
+    for x, y in itertools.islice(itertools.cycle(DataLoader(examples(32), BATCH)), 4 * PASSES):
+        step(optimizer, cross_entropy(model(x), y))
+
+
+def zip_of_two() -> None:
+    """Labelled and unlabelled batches, as in semi-supervised learning."""
+    model, optimizer = classifier()
+    labelled, unlabelled = DataLoader(examples(64), BATCH), DataLoader(examples(192), 3 * BATCH)
+    for _ in range(PASSES):
+        for (x, y), (other, _) in zip(labelled, unlabelled, strict=True):
+            step(optimizer, cross_entropy(model(x), y) + model(other).square().mean())
+
+
+def own_batches(accumulation: int = 1) -> None:
+    """No DataLoader: batches are cut out of a tensor."""
+    model, optimizer = classifier()
+    x, y = torch.randn(512, WIDTH), torch.randint(0, CLASSES, (512,))
+    for _ in range(4 * PASSES):
+        for _ in range(accumulation):
+            chosen = torch.randint(512, (BATCH,))
+            (cross_entropy(model(x[chosen]), y[chosen]) / accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def own_batches_accumulated() -> None:
+    own_batches(4)
+
+
+def loader_per_episode(batches: int = 1) -> None:
+    """Meta learning, federated learning: each episode has data of its own."""
+    model, optimizer = classifier()
+    for _ in range(4 * PASSES // batches):
+        for x, y in DataLoader(examples(batches * BATCH), BATCH):
+            step(optimizer, cross_entropy(model(x), y))
+
+
+def loader_per_episode_of_three() -> None:
+    loader_per_episode(3)
+
+
+def evaluated_with_gradients() -> None:
+    """Forgets `no_grad` around its evaluation."""
+    model, optimizer = classifier()
+    held_out = DataLoader(examples(9), 3)
+    for _ in range(PASSES):
+        for x, y in DataLoader(examples(32), BATCH):
+            step(optimizer, cross_entropy(model(x), y))
+        for x, _ in held_out:
+            model(x)
+
+
+def critic_twice() -> None:
+    """A GAN: two optimizers, and two steps of the critic over each batch; the maker's backward reaches it too."""
+    critic, maker = wrapped(nn.Linear(WIDTH, 1)), wrapped(nn.Linear(2, WIDTH))
+    of_critic, of_maker = SGD(critic.parameters(), lr=0.01), SGD(maker.parameters(), lr=0.01)
+    for _ in range(PASSES):
+        for x, _ in DataLoader(examples(64), BATCH):
+            for _ in range(2):
+                made = maker(torch.randn(len(x), 2)).detach()
+                step(of_critic, critic(torch.cat([made, x])).mean())
+            step(of_maker, critic(maker(torch.randn(len(x), 2))).mean())
+
+
+def gradient_penalty() -> None:
+    """`autograd.grad` over the parameters in each step is no micro-step."""
+    model, optimizer = classifier()
+    x, y = torch.randn(BATCH, WIDTH), torch.randint(0, CLASSES, (BATCH,))
+    for _ in range(4 * PASSES):
+        loss = cross_entropy(model(x), y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        step(optimizer, loss + 1e-4 * sum(gradient.square().sum() for gradient in gradients))
+
+
+def second_phase() -> None:
+    """Four steps of the head, then another optimizer for all."""
+    body, head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+    for parameters, passes in ((head.parameters(), 1), ([*body.parameters(), *head.parameters()], PASSES)):
+        optimizer = SGD(parameters, lr=0.1)
+        for _ in range(passes):
+            for x, y in DataLoader(examples(32), BATCH):
+                step(optimizer, cross_entropy(head(body(x)), y))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.randn(WIDTH), number % CLASSES) for number in range(4 * PASSES * BATCH))
+
+
+def dispatched() -> None:
+    """The first rank reads for all, the default of accelerate for a stream."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    net = nn.Linear(WIDTH, CLASSES)
+    model, optimizer, loader = accelerator.prepare(net, SGD(net.parameters(), lr=0.1), DataLoader(Stream(), BATCH))
+    for x, y in loader:
+        optimizer.zero_grad()
+        accelerator.backward(cross_entropy(model(x), y))
+        optimizer.step()
+    accelerator.end_training()
+
+
+def detection() -> None:
+    """Tuples of images of several sizes and of dictionaries, as torchvision's recipe collates them."""
+    model, optimizer = classifier()
+    images = [(torch.randn(3, 4 + number % 2, 4), {"label": number % CLASSES}) for number in range(64)]
+    for _ in range(PASSES):
+        for shown, targets in DataLoader(images, BATCH, collate_fn=lambda batch: tuple(zip(*batch, strict=True))):  # type: ignore[arg-type]
+            x = torch.stack([image.flatten()[:WIDTH] for image in shown])
+            step(optimizer, cross_entropy(model(x), torch.tensor([target["label"] for target in targets])))
+
+
+def time_first() -> None:
+    """Sequences of (time, batch, features)."""
+    model, optimizer = classifier()
+    data = [(torch.randn(WIDTH), number % CLASSES) for number in range(64)]
+
+    def collate(batch: list[Any]) -> Any:
+        return torch.stack([x for x, _ in batch]).expand(50, -1, -1), torch.tensor([y for _, y in batch])
+
+    for _ in range(PASSES):
+        for x, y in DataLoader(data, BATCH, collate_fn=collate):  # type: ignore[arg-type]
+            step(optimizer, cross_entropy(model(x[-1]), y))
+
+
+def reduced_every_micro_step() -> None:
+    """Accumulates two micro-steps without `no_sync`."""
+    model, optimizer = classifier()
+    for _ in range(PASSES):
+        for index, (x, y) in enumerate(DataLoader(examples(64), BATCH)):
+            (cross_entropy(model(x), y) / 2).backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def joined() -> None:
+    """Ranks with unequally many batches."""
+    model, optimizer = classifier()
+    with model.join():
+        for x, y in DataLoader(examples(40 if dist.get_rank() else 48), BATCH):
+            step(optimizer, cross_entropy(model(x), y))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+    globals()[sys.argv[1]]()
+    print("complete", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

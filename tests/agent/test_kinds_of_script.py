@@ -1,0 +1,79 @@
+"""Each kind of training loop, unedited: its batch, micro-steps and steps as they are measured, and what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from benchmarks.support.fork_server import AGENT, ForkServer
+from tests.agent.conftest import SCRIPTS, Launch
+from tests.agent.sink import Sink
+
+PROFILE = {"TULA_KIND": "profile", "TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS": "8", "TULA_LOCAL_BATCH_SIZE": "8"}
+
+
+@dataclass
+class Kind:
+    """What is to be measured of a script, and a part of what is said of it; `fewest`: steps of ten that are sampled."""
+
+    ranks: int = 0
+    micro_steps: int = 1
+    fewest: int = 10
+    said: str = ""
+
+
+KINDS = {
+    "cycle": Kind(),
+    "zip_of_two": Kind(ranks=2, fewest=8),
+    "own_batches": Kind(said="the batches, which come from no DataLoader"),
+    "own_batches_accumulated": Kind(micro_steps=4, said="the batches, which come from no DataLoader"),
+    "loader_per_episode": Kind(),
+    "loader_per_episode_of_three": Kind(),
+    "evaluated_with_gradients": Kind(),
+    "critic_twice": Kind(ranks=2, fewest=8),
+    "gradient_penalty": Kind(said="the batches, which come from no DataLoader"),
+    "second_phase": Kind(fewest=8),
+    "dispatched": Kind(ranks=2),
+    "detection": Kind(),
+    "time_first": Kind(),
+    "reduced_every_micro_step": Kind(ranks=2, micro_steps=2),
+}
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkServer]:
+    """One that has imported accelerate."""
+    made = ForkServer([*AGENT, "accelerate"])
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_profiling_run_measures_every_step_of_its_size_and_leaves(sink: Sink, launch: Launch, kind: str) -> None:
+    due = KINDS[kind]
+    done = launch("with_hook.py", str(SCRIPTS / "kinds.py"), kind, ranks=due.ranks, **PROFILE)
+    assert not sink.invalid
+    assert "complete" not in done.stdout
+    measured = [body for body in sink.samples if body["rank"] == 0]
+    assert {(body["local_batch_size"], body["grad_accum_steps"]) for body in measured} == {(8, due.micro_steps)}
+    assert len(sink.steps()) >= due.fewest
+    assert len(sink.steps()) <= 10
+    assert sink.states == ["running", "succeeded"]
+    said = [line for line in done.stderr.splitlines() if "tula:" in line]
+    assert [due.said in line for line in said] == ([True] if due.said else [])
+
+
+def test_batches_that_a_script_keeps_are_measured_in_one_launch_for_each(sink: Sink, launch: Launch) -> None:
+    """Those that were cut stay cut: the launch ends with its first batch, and is started again for the others."""
+    launch("with_hook.py", str(SCRIPTS / "kinds.py"), "cycle", **PROFILE, TULA_COLUMN="2=small,4=middle")
+    assert not sink.invalid
+    found = [(path.split("/")[3], body) for _, path, body in sink.requests if path.endswith("/samples")]
+    assert {(run, body["local_batch_size"]) for run, body in found} == {("small", 2)}
+
+
+def test_ranks_that_step_unequally_often_are_told_what_to_do(sink: Sink, launch: Launch) -> None:
+    done = launch("with_hook.py", str(SCRIPTS / "kinds.py"), "joined", ranks=2, TULA_KIND="train")
+    assert done.stderr.count("loop over run.steps(loader)") == 1
+    assert sink.states == ["running", "succeeded"]
