@@ -6,7 +6,9 @@ every rank looks in the store once a second, and ends its process EXIT_WITHIN_S 
 rank that noticed may host the store, so it keeps it open until the others have acknowledged, or two looks have passed.
 
 Noticed are an exception that ends the process, one that the script reports with `run.report_out_of_memory`, and one of
-CUDA that the script catches without reporting it (the allocator counts them).
+CUDA that the script catches without reporting it. The allocator counts those, but also the ones that torch itself
+catches while it looks for the fastest kernel. So a count ends a training only where two ranks agree that nothing goes
+on: this rank stands still in the middle of a step, and so does another, which has waited as long.
 """
 
 from __future__ import annotations
@@ -27,9 +29,14 @@ EXIT_WITHIN_S: Final = 10.0
 """Seconds from the notice to the end of every rank: enough for clean-up and for the agent's last requests."""
 LOOK_EVERY_S: Final = 1.0
 STALLED_S: Final = 60.0
+"""A rank stands still after so long without a batch in the middle of a step, and ten times its longest wait so far."""
+_TIMES_LONGEST: Final = 10.0
+_SETTLED_AFTER: Final = 3
+"""Batches before which no rank stands still: in the first ones torch compiles and chooses kernels."""
 EXIT_CODE: Final = 137
 """What a shell shows for a process that the kernel killed for its memory; launchers recognise it."""
 _KEY: Final = "out_of_memory"
+_SUSPECTED: Final = "suspected"
 
 _SIGNS: Final = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
 
@@ -45,9 +52,8 @@ class OomWatch:
     """The thread that watches on one rank.
 
     channel: answers the connection to the other ranks, waiting at most the seconds given to it, or None while there is
-    none; None itself on a single rank. report: sends message and batch to the service. stalled_s: an error of CUDA that
-    the script caught counts if no step follows for so long; 0 in a profiling run, where it counts at once, while
-    training scripts may well try a smaller batch.
+    none; None itself on a single rank. report: sends message and batch to the service. progress: the batches so far,
+    and whether a step is under way that its optimizer has not ended yet.
     """
 
     def __init__(
@@ -57,8 +63,8 @@ class OomWatch:
         rank: int,
         report: Callable[[str | None, int | None], None],
         batch_size: Callable[[], int | None],
-        steps: Callable[[], int] = lambda: 0,
-        stalled_s: float = 0.0,
+        progress: Callable[[], tuple[int, bool]] = lambda: (0, False),
+        stalled_s: float = STALLED_S,
         count: Callable[[], int] | None = None,
         end: Callable[[int], None] = os._exit,
         exit_within_s: float = EXIT_WITHIN_S,
@@ -69,21 +75,28 @@ class OomWatch:
         self._rank = rank
         self._report = report
         self._batch_size = batch_size
-        self._steps = steps
+        self._progress = progress
         self._stalled_s = stalled_s
-        self._count = count or cuda_oom_count
+        self._count = count or (lambda: cuda_oom_count(self._device))
+        self._device: int | None = None
         self._end = end
         self._exit_within_s = exit_within_s
         self._look_every_s = look_every_s
-        self._seen = self._count()
-        self._caught_at: tuple[float, int] | None = None
+        # Errors counted at the last look, and at the last one before the batch that is worked on.
+        self._counted = self._counted_before = 0
+        self._batches, self._moved_at, self._longest_s = 0, time.monotonic(), 0.0
+        self._suspicions = 0
+        self._suspects = False
         self._noticed = threading.Event()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Watch from now on, on a daemon thread."""
+        """Watch from now on, on a daemon thread; called on the thread that trains, whose device is the one to ask."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._device = torch.cuda.current_device()
+        self._counted = self._counted_before = self._count()
         self._thread = threading.Thread(target=self._look, name="tula-out-of-memory", daemon=True)
         self._thread.start()
 
@@ -132,14 +145,16 @@ class OomWatch:
     def _look(self) -> None:
         lost: Any = None  # the channel whose store has closed
         while not (self._closed.wait(self._look_every_s) or self._noticed.is_set()):
-            if self._was_caught():
-                self.notify("CUDA out of memory, caught by the script.")
-                return
+            stands_still = self._stands_still()
             ask, channel, notice = self._channel, None, None
             try:
                 channel = None if ask is None else ask(0.0)
-                if channel is not None and channel is not lost and channel.has(_KEY):
-                    notice = channel.get(_KEY)
+                if channel is not None and channel is not lost:
+                    if self._others_agree(channel, stands_still):
+                        self.notify("CUDA out of memory, caught by the script.")
+                        return
+                    if channel.has(_KEY):
+                        notice = channel.get(_KEY)
             except Exception:
                 lost = channel
             if channel is not None and notice is not None:  # another rank is out of memory: acknowledge, and end soon
@@ -150,18 +165,31 @@ class OomWatch:
                 with suppress(Exception):
                     channel.set(f"heard/{self._rank}", True)
 
-    def _was_caught(self) -> bool:
-        """True when the script caught an out-of-memory error and no step followed for `stalled_s`."""
-        count, steps, now = self._count(), self._steps(), time.monotonic()
-        if count > self._seen:
-            self._seen, self._caught_at = count, (now, steps)
-        if self._caught_at is None:
+    def _stands_still(self) -> bool:
+        """True where no batch has come for long in the middle of a step; an evaluation is none."""
+        (batches, in_step), now, counted = self._progress(), time.monotonic(), self._count()
+        if batches != self._batches or not in_step:
+            if in_step:
+                self._longest_s = max(self._longest_s, now - self._moved_at)
+            self._batches, self._moved_at = batches, now
+            self._counted_before, self._suspects = self._counted, False
+        self._counted = counted
+        waits_s = max(self._stalled_s, _TIMES_LONGEST * self._longest_s)
+        return batches >= _SETTLED_AFTER and now - self._moved_at >= waits_s
+
+    def _others_agree(self, channel: Any, stands_still: bool) -> bool:
+        """True where an error was counted here, and another rank stands still too; answers another rank's question."""
+        if not stands_still:
             return False
-        since, steps_then = self._caught_at
-        if self._stalled_s and steps > steps_then + 1:
-            self._caught_at = None
-            return False
-        return now - since >= self._stalled_s
+        if self._counted > self._counted_before:
+            if not self._suspects:
+                self._suspects, self._suspicions = True, self._suspicions + 1
+                channel.set(_SUSPECTED, [self._rank, self._suspicions])
+            return bool(channel.has(f"waits/{self._rank}/{self._suspicions}"))
+        if channel.has(_SUSPECTED):
+            rank, number = channel.get(_SUSPECTED)
+            channel.set(f"waits/{rank}/{number}", True)
+        return False
 
     def _schedule_exit(self) -> None:
         """End this process if it still runs in `exit_within_s`; a hung collective or destructor would not end.
@@ -173,11 +201,14 @@ class OomWatch:
         timer.start()
 
 
-def cuda_oom_count() -> int:
-    """Out-of-memory errors that this process's CUDA allocator has raised so far; 0 without CUDA."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+def cuda_oom_count(device: int | None) -> int:
+    """Out-of-memory errors of this process's CUDA allocator on `device` so far; 0 without CUDA.
+
+    device: an index; the current device is another one on each thread.
+    """
+    if device is None:
         return 0
-    return int(torch.cuda.memory_stats().get("num_ooms", 0))
+    return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
 
 
 def _log(text: str) -> None:

@@ -199,7 +199,7 @@ class Run:
                 self._start_oom_watch(recorder)
 
     def _start_oom_watch(self, recorder: Recorder) -> None:
-        from tula_agent.oom_watch import STALLED_S, OomWatch
+        from tula_agent.oom_watch import OomWatch
 
         def report(message: str | None, batch: int | None) -> None:
             with self.guard("reporting out of memory"):
@@ -210,8 +210,7 @@ class Run:
             rank=recorder.config.rank,
             report=report,
             batch_size=lambda: recorder.local_batch_size,
-            steps=lambda: recorder.timer.step,
-            stalled_s=0.0 if recorder.plan is not None else STALLED_S,
+            progress=lambda: (recorder.timer.batches, recorder.timer.in_step),
         )
         self.oom_watch.start()
 

@@ -43,7 +43,8 @@ class Rank:
     """A watch that records the end of its process instead of ending it."""
 
     def __init__(self, channel, rank=0, **options):
-        self.ended, self.reports, self.count, self.step = threading.Event(), [], 0, 0
+        self.ended, self.reports, self.count = threading.Event(), [], 0
+        self.batches, self.in_step = 8, True
         self.codes = []
         options.setdefault("exit_within_s", 0.1)
         options.setdefault("look_every_s", 0.01)
@@ -53,7 +54,7 @@ class Rank:
             None if channel is None else ask,
             rank=rank,
             batch_size=lambda: 64,
-            steps=lambda: self.step,
+            progress=lambda: (self.batches, self.in_step),
             count=lambda: self.count,
             end=self.end,
             **options,
@@ -112,21 +113,62 @@ def test_a_single_rank_reports_and_is_not_ended():
     assert not rank.ended.wait(0.3)
 
 
-def test_a_caught_allocator_error_ends_a_profiling_run():
-    rank = Rank(FakeStore())
-    rank.count = 1
-    assert rank.ended.wait(60)
-    assert rank.reports == [("CUDA out of memory, caught by the script.", 64)]
+def two_ranks(**options):
+    """Both in the middle of a step; the first has counted an error in it."""
+    store = FakeStore(2)
+    ranks = [Rank(store, rank, stalled_s=0.1, **options) for rank in range(2)]
+    ranks[0].count = 1
+    return ranks
 
 
-def test_a_training_that_continues_after_a_caught_error_is_not_ended():
-    rank = Rank(FakeStore(), stalled_s=0.2)
+def test_an_error_that_a_script_caught_ends_ranks_that_stand_still_in_a_step():
+    ranks = two_ranks()
+    assert all(rank.ended.wait(60) for rank in ranks)
+    assert ranks[0].reports == [("CUDA out of memory, caught by the script.", 64)]
+
+
+@pytest.mark.parametrize(
+    ("batches", "in_step"), [((8, 8), (True, False)), ((8, 8), (False, True)), ((2, 8), (True, True))]
+)
+def test_an_error_ends_nothing_while_a_rank_evaluates_or_compiles_its_first_step(batches, in_step):
+    """In turn: the others evaluate; this rank does, and the others wait for it; kernels are chosen."""
+    ranks = two_ranks()
+    for rank, count, inside in zip(ranks, batches, in_step, strict=True):
+        rank.batches, rank.in_step = count, inside
+    assert not ranks[0].ended.wait(0.5)
+    assert not ranks[1].ended.is_set()
+    assert [rank.reports for rank in ranks] == [[], []]
+
+
+def test_an_error_on_the_only_rank_ends_nothing():
+    rank = Rank(None, stalled_s=0.1)
     rank.count = 1
-    time.sleep(0.05)
-    rank.step = 2  # the script went on with a smaller batch
     assert not rank.ended.wait(0.5)
-    rank.count = 2  # and now it does not go on
-    assert rank.ended.wait(60)
+    assert rank.reports == []
+
+
+def test_a_training_whose_batches_go_on_after_an_error_is_not_ended():
+    ranks = two_ranks()
+    for _ in range(50):
+        for rank in ranks:
+            rank.batches += 1
+        assert not ranks[0].ended.wait(0.02)
+    assert ranks[0].reports == []
+    ranks[0].count = 2  # and now it does not go on
+    assert all(rank.ended.wait(60) for rank in ranks)
+
+
+def test_a_rank_stands_still_only_after_ten_times_its_longest_step():
+    ranks = two_ranks()
+    for rank in ranks:
+        rank.count = 0
+    ranks[0].ended.wait(0.3)  # a step of this length
+    for rank in ranks:
+        rank.batches += 1
+    ranks[0].ended.wait(0.05)
+    ranks[0].count = 1
+    assert not ranks[0].ended.wait(1.0)
+    assert all(rank.ended.wait(60) for rank in ranks)
 
 
 def test_a_store_that_is_gone_does_not_keep_the_rank_alive():
