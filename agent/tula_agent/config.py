@@ -23,6 +23,9 @@ _LONGEST_PROBE_S = 60.0
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")
 _OFF = ("", "0", "false", "no")
 
+MEASURED_BY = "TULA_MEASURED_BY"
+"""Set by the process that measures a run, for the processes that it starts: they belong to no run."""
+
 UNKNOWN_RUN = "unknown-run"
 """Stands for the id of a run that the agent makes by itself, in requests and keys."""
 
@@ -100,6 +103,13 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
         remedy = "start the script with `tula run`, or name its job in TULA_JOB"
         logger.warning("TULA_RUN_ID is %r: %s; nothing is measured", run_id, remedy)
         return None
+    process, _, measured = read.text(MEASURED_BY).partition(":")
+    if measured == (wanted.name if makes_run else run_id) and process != str(os.getpid()):
+        remedy = "call tula_agent.init() in the processes that train, and loop in none that starts them"
+        logger.warning(
+            "this process is left alone, since process %s, which started it, is measured: %s", process, remedy
+        )
+        return None
     job_id = read.text("TULA_JOB_ID")
     nodes, ranks_per_node = read.number(int, 1, "TULA_NUM_NODES"), read.number(int, 1, "TULA_RANKS_PER_NODE")
     return AgentConfig(
@@ -120,6 +130,14 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
         lease=read.number(int, 0, "TULA_LEASE"),
         job=wanted if makes_run else None,
     )
+
+
+def keep_children_out(config: AgentConfig) -> None:
+    """From now on a process that this one starts does not join its run: an evaluation, a training for a search.
+
+    They inherit the variables that name the run, and each would report as the rank that started it.
+    """
+    os.environ[MEASURED_BY] = f"{os.getpid()}:{config.job.name if config.job else config.run_id}"
 
 
 def is_id(value: object) -> bool:

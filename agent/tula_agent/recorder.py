@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tula_agent.batches import BatchSizes, batch_size_of, sequence_length_of, stated_batch_size
-from tula_agent.config import AgentConfig, ProfilePlan, is_launched
+from tula_agent.config import AgentConfig, ProfilePlan, is_launched, keep_children_out
 from tula_agent.guard import Guard, logger
 from tula_agent.measure.ddp import BucketTimer, CommSplit
 from tula_agent.measure.gradients import GradientReader
@@ -46,6 +46,8 @@ since hooks on every parameter slow a step, and fewer warm-up steps hide that.""
 WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP = 2, 24
 """When accumulation is known: two steps in a row of a watched optimizer show it, or the steps of any in so many."""
 REQUEST_TIMEOUT_S = 5.0
+_FEW_OPTIMIZERS = 8
+"""Where more are watched, there is one for each parameter, which steps within the backward pass."""
 _LASTING = 3
 """Steps in a row of another batch size than the usual one that are more than the end of an epoch."""
 
@@ -160,6 +162,7 @@ class Recorder:
         self._begun = False  # in the current process group
         self._last_world_size = config.world_size
         self._on_host = False  # so that the host's clock times the optimizer: elsewhere its step only launches work
+        self._times_optimizer = True  # so that it steps after the backward pass, and not within it
         self._paused = False
         self._unclocked_step: int | None = None
         self._batch_size: int | None = None
@@ -275,6 +278,7 @@ class Recorder:
                 self.timer.watched = True
             else:
                 logger.warning("%s has no step hooks: its gradient norm is not measured", type(optimizer).__name__)
+        self._times_optimizer = len(self.objects.optimizers) <= _FEW_OPTIMIZERS
         tracked = list(self.objects.models)
         self._on_host = device_of(tracked).type == "cpu"
         self.memory.before_training(tracked, first=self.timer.step == 0)
@@ -286,6 +290,7 @@ class Recorder:
         self._check_group()
         if not self._begun:
             self._begun = True
+            keep_children_out(self.config)
             self._begin_in_group()
             if self.leads and self.timer.step == 0 and not self.timer.watched:
                 counter = self._optimizer_calls = count()
@@ -360,6 +365,7 @@ class Recorder:
         try:
             # With a closure, forward and backward run inside the optimizer's step. `args` begins with the optimizer.
             alone = (args[1] if len(args) > 1 else kwargs.get("closure")) is None
+            alone = alone and self._times_optimizer
             if self._device_clock is not None and alone:
                 self._device_clock.optimizer()
             step = self.timer.step

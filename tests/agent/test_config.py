@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,3 +82,10 @@ def test_a_restart_by_tula_or_torchrun_is_recognised() -> None:
     starts = [{}, {"TULA_RESTART": "0"}, {"TULA_RESTART": "1"}, {"TORCHELASTIC_RESTART_COUNT": "2"}]
     configs = [read_config({**BASE, **variables}) for variables in starts]
     assert [config is not None and config.restarted for config in configs] == [False, False, True, True]
+
+
+def test_only_the_process_that_measures_a_run_reads_its_configuration_again() -> None:
+    mine, of_another = f"{os.getpid()}:r1", "1:r1"
+    assert read_config({**BASE, "TULA_MEASURED_BY": mine}) is not None
+    assert read_config({**BASE, "TULA_MEASURED_BY": of_another}) is None
+    assert read_config({**BASE, "TULA_RUN_ID": "r2", "TULA_MEASURED_BY": of_another}) is not None

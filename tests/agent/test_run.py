@@ -495,3 +495,13 @@ def test_the_agent_of_a_training_leaves_its_end_to_the_launcher(sink: Sink, laun
     launch("leaves.py", how, expect=0 if how == "nothing" else 3, TULA_KIND="train", TULA_SUPERVISED="1")
     assert len(sink.steps()) == 6
     assert sink.states == ["running"]
+
+
+@pytest.mark.parametrize("how", ["command", "fork"])
+def test_a_process_that_a_training_starts_does_not_join_its_run(sink: Sink, launch: Launch, how: str) -> None:
+    done = launch("starts_others.py", how, TULA_KIND="train")
+    assert sorted(done.stdout.split()) == ["False", "True"]
+    assert sink.steps() == list(range(5))
+    assert len({body["boot_id"] for body in sink.samples}) == 1
+    assert sink.states == ["running", "succeeded"]
+    assert done.stderr.count("which started it, is measured") == 1
