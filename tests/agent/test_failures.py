@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.conftest import Launch
+from tests.agent.conftest import SCRIPTS, Launch
 from tests.agent.sink import Sink, start
 from tula_agent.ship.spool import read_records
 
@@ -39,6 +41,19 @@ def test_a_service_that_misbehaves_changes_nothing_and_loses_nothing(
     assert "/v1/runs/run1/samples" in paths
     assert "/v1/runs/run1/telemetry" in paths
     assert paths[-1] == "/v1/runs/run1"  # how it ended, last
+
+
+@pytest.mark.parametrize("behaviour", ["ok", "error"])
+def test_a_training_leaves_its_process_as_it_was(
+    sink: Sink, environment: dict[str, str], tmp_path: Path, behaviour: str
+) -> None:
+    """Random states, signals, environment, files, folder, threads, settings and hooks; with all that is imported."""
+    sink.behaviour = behaviour
+    (tmp_path / "here").mkdir()
+    command = [sys.executable, str(SCRIPTS / "untouched.py"), str(tmp_path / "here")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert sink.seen, done.stderr
+    assert done.stdout.splitlines() == ["looked at 13"]
 
 
 def test_a_service_that_is_not_there_changes_nothing(launch: Launch, plain: Plain, environment: dict[str, str]) -> None:

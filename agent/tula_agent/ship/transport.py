@@ -5,19 +5,39 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, Literal
-
-import httpx
 
 from tula_agent.ship.spool import SpooledRequest
 from tula_wire.retry import retry_after_s
 from tula_wire.samples import LEASE_HEADER
 from tula_wire.text import printable
+
+
+@contextmanager
+def _without_its_command(name: str) -> Iterator[None]:
+    """Inside, the package `name` is imported as without its optional command-line client.
+
+    That of httpx imports rich, which draws from the global `random` as it is imported: a script that is measured would
+    draw other numbers than one that is not.
+    """
+    part = f"{name}._main"
+    sys.modules.setdefault(part, None)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        if sys.modules[part] is None:
+            del sys.modules[part]
+
+
+with _without_its_command("httpx"):
+    import httpx
 
 Verdict = Literal["delivered", "refused", "retry"]
 _RETRIED = {408, 425, 429}
