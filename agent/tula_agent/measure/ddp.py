@@ -58,8 +58,8 @@ class CommSplit:
         self._iteration = -1
         self._synced_step: int | None = None
         self._boundaries_to_skip = 0
-        self._iterations_per_step = 1.0
-        self._last_change: tuple[int, int] | None = None  # iteration and step of the last publication
+        self._reductions = [1] * len(timed)  # in a step, by model: without `no_sync` each micro-step has one
+        self._counted_at: tuple[list[int], int] | None = None  # iterations by model, at the first reading in a step
         for model in timed:
             set_ddp_statistics_interval(model, self._interval)
 
@@ -85,22 +85,26 @@ class CommSplit:
         """(step, communication, exposed communication in seconds) if something new was published, else None."""
         models = [model() for model in self._models]
         data = [ddp_statistics(model) for model in models if model is not None]
-        iteration = int(data[0].get("iteration", 0)) if data else 0
+        iterations = [int(statistics.get("iteration", 0)) for statistics in data]
+        iteration = iterations[0] if data else 0
         if iteration == self._iteration or iteration == 0:
             return None
         measured, self._synced_step = self._synced_step, step
         self._iteration = iteration
-        if self._last_change is not None and step > self._last_change[1]:
-            iterations, steps = iteration - self._last_change[0], step - self._last_change[1]
-            self._iterations_per_step = max(1.0, iterations / steps)
-        self._last_change = (iteration, step)
-        communication = sum(int(d.get("backward_comm_time", 0)) for d in data) * 1e-9
-        overlap = sum(int(d.get("backward_compute_comm_overlap_time", 0)) for d in data) * 1e-9
+        if self._counted_at is None or step > self._counted_at[1]:
+            if self._counted_at is not None and len(self._counted_at[0]) == len(iterations):
+                steps = step - self._counted_at[1]
+                pairs = zip(iterations, self._counted_at[0], strict=True)
+                self._reductions = [max(1, round((now - before) / steps)) for now, before in pairs]
+            self._counted_at = (iterations, step)
+        parts = list(zip(data, self._reductions, strict=False))
+        communication = sum(n * int(d.get("backward_comm_time", 0)) for d, n in parts) * 1e-9
+        overlap = sum(n * int(d.get("backward_compute_comm_overlap_time", 0)) for d, n in parts) * 1e-9
         if self._interval > 1 and iteration >= ALWAYS_SAMPLED:
             # DDP publishes next at the next multiple of the interval.
             self._boundaries_to_skip = max(0, self._interval - iteration % self._interval - 1)
             self._synced_step = None
-            measured = step - 1 if self._iterations_per_step < 1.5 else measured
+            measured = step - 1 if self._reductions[0] == 1 else measured
         if measured is None or communication < 0 or overlap < 0:
             return None
         return measured, communication, max(0.0, communication - overlap)

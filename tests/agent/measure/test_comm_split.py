@@ -6,13 +6,15 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
-from tula_agent.measure.ddp import CUDA_TRAIN_INTERVAL, sample_interval
-from tula_agent.readings import CommTiming
+from tula_agent.measure.ddp import CUDA_TRAIN_INTERVAL, CommSplit, sample_interval
+from tula_agent.readings import CommTiming, StepTiming
 from tula_agent.ship.request_builder import split_over_ranks
 
 seconds = st.floats(0.001, 1.0)
@@ -37,6 +39,39 @@ def test_ranks_that_arrive_at_the_same_time_have_no_straggler() -> None:
     split = split_over_ranks({0: CommTiming(3, 1.0, 0.1, 0.3, 0.2), 1: CommTiming(3, 1.0, 0.1, 0.3, 0.201)})
     assert split.straggler_rank is None
     assert split.compute_time_s == 1.0 - 0.1 - (0.2 + 0.201) / 2
+
+
+class Timed(torch.nn.parallel.DistributedDataParallel):
+    """Publishes, as DDP does, a number of its synchronised iterations and the times of the last one: 3 ms, 1 hidden."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.iteration = 0
+
+    def _get_ddp_logging_data(self) -> dict[str, int]:
+        times = {"backward_comm_time": 3_000_000, "backward_compute_comm_overlap_time": 1_000_000}
+        return {"iteration": self.iteration, **times}
+
+    def _set_ddp_runtime_logging_sample_rate(self, steps: int) -> None:
+        del steps
+
+
+@pytest.mark.parametrize("every_micro_step", [False, True])
+def test_every_reduction_of_a_step_counts_that_of_each_micro_step_and_each_model(every_micro_step: bool) -> None:
+    """Accumulation without `no_sync`: two reductions of one model and one of another, read once a step or oftener."""
+    models = [Timed(), Timed()]
+    split = CommSplit(list(models), profiling=True)
+    found = []
+    for step in range(6):
+        for micro_step in range(2):
+            models[0].iteration += 1
+            models[1].iteration += micro_step
+            ended = StepTiming(step, 1.0, 0.0, 2, 8, False) if micro_step else None
+            if micro_step or every_micro_step:
+                found.append(split.at_boundary(step, ended))
+    last = [timing for timing in found if timing is not None][-1]
+    assert math.isclose(last.comm_time_s, 3 * 0.003)
+    assert math.isclose(last.exposed_comm_time_s, 3 * 0.002)
 
 
 @dataclass

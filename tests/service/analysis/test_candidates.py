@@ -58,19 +58,6 @@ def test_the_largest_batch_is_accumulated_as_far_as_is_allowed():
     assert found == {(nodes, *rest) for nodes in (1, 2) for rest in ((32, 1), (64, 1), (64, 2), (64, 4), (64, 6))}
 
 
-def test_a_script_that_always_accumulates_as_often_is_stated_in_the_job():
-    job = a_job({"max_local_batch_size": 64, "grad_accum_steps": 2}, max_nodes=2)
-    found = {(c.num_nodes, c.local_batch_size, c.grad_accum_steps) for c in candidates_of(job, {})}
-    assert found == {(nodes, batch, 2) for nodes in (1, 2) for batch in (32, 64)}
-    fixed = a_job({"max_local_batch_size": 64, "grad_accum_steps": 2, "global_batch_size": 128}, max_nodes=4)
-    shapes = {(c.num_nodes, c.local_batch_size, c.grad_accum_steps) for c in candidates_of(fixed, {})}
-    assert shapes == {(1, 64, 2), (2, 32, 2), (4, 16, 2)}
-    with pytest.raises(ObservationError, match="with grad_accum_steps = 2; change one of them"):
-        candidates_of(a_job({"grad_accum_steps": 2, "global_batch_size": 33}, max_nodes=1), {})
-    with pytest.raises(ValueError, match="give one of them"):
-        a_job({"grad_accum_steps": 2, "max_grad_accum_steps": 4}, max_nodes=1)
-
-
 def test_an_empty_space_says_what_to_change():
     with pytest.raises(ObservationError, match="lower min_local_batch_size"):
         candidates_of(a_job({}, max_nodes=2), {"a": 16})
