@@ -385,9 +385,14 @@ class BatchSpec(WireModel):
     max_local_batch_size: Count | None = optional("Most examples per rank and micro-step. Default: bounded by memory.")
     global_batch_size: Count | None = optional("Examples per optimizer step, if it is fixed; null: it is chosen.")
     max_grad_accum_steps: Count = Field(1, description="Most micro-steps per optimizer step; 1 does not accumulate.")
+    grad_accum_steps: Count | None = optional(
+        "Micro-steps per optimizer step of a script that accumulates by itself; null: they are chosen."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
+        if self.grad_accum_steps is not None and self.max_grad_accum_steps > 1:
+            raise ValueError("grad_accum_steps holds the micro-steps that max_grad_accum_steps lets vary: give one")
         if self.max_local_batch_size is not None and self.min_local_batch_size > self.max_local_batch_size:
             raise ValueError("min_local_batch_size is above max_local_batch_size: swap them")
         return self

@@ -52,7 +52,10 @@ def configuration_mismatch(
         return None
     remedy = "check that the command passes the placeholders on."
     if (batch, world) == (planned.local_batch_size, planned.world_size):
-        remedy = "the script accumulates by itself: pass {grad_accum_steps} on to it, or do not accumulate there."
+        remedy = (
+            f"the script accumulates by itself: write batch.grad_accum_steps = {steps} into the job, or pass "
+            "{grad_accum_steps} on to the script."
+        )
     return (
         f"Run {run_id} was to use local batch {planned.local_batch_size}, {planned.grad_accum_steps} accumulation "
         f"step(s) and {planned.world_size} rank(s), but its process saw {batch}, {steps} and {world}: {remedy}"

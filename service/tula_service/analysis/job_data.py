@@ -199,11 +199,17 @@ def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> tuple[
     left.
     """
     found = {c for cluster in spec.cluster for c in _on(cluster, spec.batch, memory_bound.get(cluster.instance_type))}
+    held = spec.batch.grad_accum_steps
+    if not found and held is not None and spec.batch.global_batch_size is not None:
+        raise ObservationError(
+            f"batch: no local batch makes a global batch of {spec.batch.global_batch_size} with grad_accum_steps = "
+            f"{held}; change one of them, batch.max_local_batch_size or the cluster."
+        )
     if not found:
         raise ObservationError(
             "candidates: none is left; lower min_local_batch_size, raise the batch limit or use a larger instance type."
         )
-    most_steps = spec.batch.max_grad_accum_steps
+    most_steps = held or spec.batch.max_grad_accum_steps
     accumulated = {c for c in found if c.grad_accum_steps <= most_steps}
     if not accumulated:
         fewest = min(c.grad_accum_steps for c in found)
@@ -227,7 +233,7 @@ def _on(cluster: wire.ClusterSpec, batch: wire.BatchSpec, memory_bound: int | No
     batches = powers_of_two(batch.min_local_batch_size, largest)
     # Only the largest batch is accumulated: the same global batch from smaller ones takes longer.
     steps = powers_of_two(2, batch.max_grad_accum_steps) if batches else ()
-    shapes = [*((each, 1) for each in batches), *((batches[-1], number) for number in steps)]
+    shapes = [*((each, batch.grad_accum_steps or 1) for each in batches), *((batches[-1], number) for number in steps)]
     for nodes in powers_of_two(cluster.min_nodes, cluster.max_nodes):
         world = nodes * cluster.ranks_per_node
         if batch.global_batch_size is not None:
@@ -256,6 +262,8 @@ def _at_global_batch(batch: wire.BatchSpec, largest: int, per_rank: int, rest: i
     """Up to three local batches with their accumulation that make exactly `per_rank` examples, the largest first."""
     if rest or not per_rank:
         return []
+    if (held := batch.grad_accum_steps) is not None:
+        return [(per_rank // held, held)] if per_rank % held == 0 and per_rank // held <= largest else []
     small = [number for number in range(1, math.isqrt(per_rank) + 1) if per_rank % number == 0]
     locals_ = sorted({*small, *(per_rank // number for number in small)}, reverse=True)
     fitting = [local for local in locals_ if local <= largest]

@@ -63,7 +63,7 @@ def configurations_of(answer: Answer, question: WhatIf) -> tuple[Configuration, 
             continue
         candidates = [c for c in answer.evidence.candidates if c.instance_type == cluster.instance_type]
         for nodes in question.num_nodes or sorted({c.num_nodes for c in candidates}):
-            found |= _on_cluster(cluster, nodes, candidates, question)
+            found |= _on_cluster(cluster, nodes, spec.batch.grad_accum_steps, candidates, question)
             if len(found) > MOST_CONFIGURATIONS:
                 raise InvalidInput(
                     f"This asks for more than {MOST_CONFIGURATIONS} configurations: ask for fewer.", field="num_nodes"
@@ -102,13 +102,16 @@ def _check(spec: wire.JobSpec, question: WhatIf) -> None:
 
 
 def _on_cluster(
-    cluster: wire.ClusterSpec, nodes: int, candidates: Sequence[Configuration], question: WhatIf
+    cluster: wire.ClusterSpec, nodes: int, held: int | None, candidates: Sequence[Configuration], question: WhatIf
 ) -> set[Configuration]:
-    """The configurations asked about on so many nodes of one instance type: candidates, and others by their batch."""
-    world, totals = nodes * cluster.ranks_per_node, question.global_batch_size
+    """The configurations asked about on so many nodes of one instance type: candidates, and others by their batch.
+
+    held: the micro-steps of every step of the job, if its script holds them.
+    """
+    world, totals = nodes * cluster.ranks_per_node * (held or 1), question.global_batch_size
     batches = question.local_batch_size or [total // world for total in totals if total % world == 0]
     if question.num_nodes and not (totals or batches):
-        batches = [c.local_batch_size for c in candidates if c.grad_accum_steps == 1]
+        batches = [c.local_batch_size for c in candidates if c.grad_accum_steps == (held or 1)]
     asked = [c for c in candidates if c.num_nodes == nodes and not question.local_batch_size]
     found = {c for c in asked if not totals or c.global_batch_size in totals}
     return found | {
@@ -116,6 +119,7 @@ def _on_cluster(
             num_nodes=nodes,
             ranks_per_node=cluster.ranks_per_node,
             local_batch_size=batch,
+            grad_accum_steps=held or 1,
             instance_type=cluster.instance_type,
         )
         for batch in batches

@@ -52,6 +52,23 @@ def test_a_constant_global_batch_is_kept_by_accumulation_when_memory_is_short():
     assert any(c.grad_accum_steps > 1 for c in found if c.num_nodes == 1)
 
 
+def test_every_candidate_has_the_micro_steps_that_the_script_holds():
+    job = a_job({"max_local_batch_size": 64, "grad_accum_steps": 2}, max_nodes=2)
+    found = {(c.num_nodes, c.local_batch_size, c.grad_accum_steps) for c in candidates_of(job, {})}
+    assert found == {(nodes, batch, 2) for nodes in (1, 2) for batch in (32, 64)}
+    fixed = a_job({"max_local_batch_size": 64, "global_batch_size": 256, "grad_accum_steps": 2}, max_nodes=4)
+    found = {(c.num_nodes, c.local_batch_size, c.grad_accum_steps) for c in candidates_of(fixed, {})}
+    assert found == {(2, 64, 2), (4, 32, 2)}
+
+
+def test_micro_steps_that_are_held_and_varied_or_that_no_batch_fits_are_refused():
+    with pytest.raises(ValueError, match="give one"):
+        a_job({"grad_accum_steps": 2, "max_grad_accum_steps": 4}, max_nodes=2)
+    odd = a_job({"max_local_batch_size": 64, "global_batch_size": 255, "grad_accum_steps": 2}, max_nodes=1)
+    with pytest.raises(ObservationError, match="grad_accum_steps = 2"):
+        candidates_of(odd, {})
+
+
 def test_the_largest_batch_is_accumulated_as_far_as_is_allowed():
     job = a_job({"max_local_batch_size": 64, "max_grad_accum_steps": 6}, max_nodes=2)
     found = {(c.num_nodes, c.local_batch_size, c.grad_accum_steps) for c in candidates_of(job, {})}
