@@ -196,7 +196,7 @@ class Knee(WireModel):
 class Quality(WireModel):
     """Whether the chosen batch is expected to keep the accuracy of the base batch, at which the rate was tuned."""
 
-    kept: bool = Field(description="True: such trainings lost at most one point; false: the accuracy is at risk.")
+    kept: bool = Field(description="True: most such trainings lost at most one point; false: the accuracy is at risk.")
     steps: int = Field(description="Optimizer steps of the training at the chosen batch.")
     base_batch_size: int = Field(description="The script's `small_batch_size`, else the smallest candidate, examples.")
     base_steps: int = Field(description="Optimizer steps of the training at that batch.")

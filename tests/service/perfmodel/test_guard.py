@@ -104,8 +104,8 @@ def test_the_cells_of_the_study_with_turned_steps(examples, batch, noise, allowe
 def test_the_line_of_quality_names_steps_noise_and_the_rate():
     guard = Guard(30 * 6144, 64, 67.0, TURNED)
     assert guard.sentence(512, refused_larger=False, learning_rate_factor=4.1) == (
-        "360 steps (a batch of 64 would take 2,880); 0.88 times what the gradient noise supports (585); such trainings "
-        "lost at most 1 point in our experiments; train with `TulaOptimizer`, rate x 4.1."
+        "360 steps (a batch of 64 would take 2,880); 0.88 times what the gradient noise supports (585); most such "
+        "trainings lost at most 1 point in our experiments; train with `TulaOptimizer`, rate x 4.1."
     )
     assert guard.sentence(512, refused_larger=False).endswith("; train with `TulaOptimizer`.")
 

@@ -1,0 +1,236 @@
+"""Does a training at the batch that `balanced` recommends keep the accuracy of the base batch?
+
+    python -m experiments.generalization.guarded --json results/guarded.json --runs results/quick-runs.jsonl
+
+For each network and data set of `--quick`, and each number of `--epochs`:
+
+1. a profile: the first 128 steps of the default at four times the base batch, whose noise scale and reports are read as
+   the service reads them;
+2. a choice: the service's own `balanced` with the guard that these reports decide, among 1 to 64 times the base batch.
+   Time falls as 1 / B and the cost is the same for all, so it takes the largest batch that the guard allows: no
+   training can ask more of the guard;
+3. trainings with the default at that batch, one rank for each base batch up to four, against the base batch with the
+   same seeds, base rate and epochs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import tula_wire as wire
+from benchmarks.support.report import provenance
+from experiments.generalization.campaign import Campaign, Job
+from experiments.generalization.cases import MODES, Case, Mode
+from experiments.generalization.data import ImageSet, load
+from experiments.generalization.methods import ADAM_METHODS, METHODS, Method, prepare, small_methods
+from experiments.generalization.networks import build
+from experiments.generalization.report import CaseReport, Interval, report_case
+from tula_agent.scaling import TulaOptimizer
+from tula_service.analysis.job_data import JobData, base_batch_size, goal_of
+from tula_service.perfmodel.choice import choose
+from tula_service.perfmodel.guard import Guard
+from tula_service.perfmodel.intervals import Interval as Range
+from tula_service.perfmodel.pricing import Estimate, Training
+
+PROFILE_STEPS, PROFILE_RATIO = 128, 4
+MOST_DOUBLINGS, MOST_RANKS = 6, 4
+DEFAULT = {adam: next(m for m in (ADAM_METHODS if adam else METHODS) if m.role == "default") for adam in (False, True)}
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What a profile reports: the columns of a `TulaOptimizer`, as the agent sends them."""
+
+    noise: tuple[float, ...]
+    small_batch_size: float
+    directions: bool
+
+
+def profile(case: Case, mode: Mode, *, learning_rate: float) -> Reports:
+    """Train the first steps at PROFILE_RATIO times the base batch and return what the optimizer reports."""
+    data = _data(case, mode)
+    at_batch = replace(case, batch_size=PROFILE_RATIO * case.base_batch_size, world_size=PROFILE_RATIO)
+    torch.manual_seed(1_000_000)  # of no training
+    network = build(case.network, num_classes=data.num_classes, side=data.side)
+    method = DEFAULT[case.adam]
+    optimizer = prepare(method, at_batch, network, learning_rate=learning_rate, steps_per_epoch=1).optimizer
+    assert isinstance(optimizer, TulaOptimizer)
+    noise: list[float] = []
+    while len(noise) < PROFILE_STEPS:
+        for batch in torch.randperm(len(data.train)).split(at_batch.batch_size):
+            if len(batch) < at_batch.batch_size or len(noise) == PROFILE_STEPS:
+                continue
+            optimizer.zero_grad()
+            for shard in batch.chunk(PROFILE_RATIO):
+                loss = F.cross_entropy(network(data.train.images[shard]), data.train.labels[shard])
+                (loss / PROFILE_RATIO).backward()
+            optimizer.step()
+            noise.append(optimizer.telemetry().get("gradient_noise_scale", math.nan))
+    reported = optimizer.telemetry()
+    return Reports(tuple(noise), reported["small_batch_size"], reported["directions"] == 1.0)
+
+
+def choose_batch(case: Case, mode: Mode, reports: Reports) -> tuple[int, Guard]:
+    """The global batch that `balanced` takes where a larger one is faster at the same cost, and the guard it obeyed."""
+    examples, base = len(_data(case, mode).train), case.base_batch_size
+    spec = wire.JobSpec.model_validate(
+        {
+            "name": "guarded",
+            "model": {"name": case.network, "optimizer": "adam" if case.adam else "momentum"},
+            "dataset": {"size": examples},
+            "epochs": mode.epochs,
+            "cluster": {"max_nodes": 2**MOST_DOUBLINGS, "price": {"usd_per_node_hour": 1.0}},
+            "batch": {"min_local_batch_size": base, "max_local_batch_size": base},
+        }
+    )
+    candidates = [
+        wire.Configuration(num_nodes=2**doublings, local_batch_size=base) for doublings in range(MOST_DOUBLINGS + 1)
+    ]
+    data = JobData(
+        spec,
+        "balanced",
+        data_version=0,
+        profiled_noise=[np.array(reports.noise)],
+        small_batch_size=reports.small_batch_size,
+        directions=reports.directions,
+    )
+    goal = goal_of(data, spec, "balanced", base_batch_size=base_batch_size(data, candidates))
+    chosen = choose(goal, [_perfectly_scaling(c, goal.training) for c in candidates]).chosen
+    assert chosen is not None
+    assert goal.guard is not None
+    return chosen.configuration.global_batch_size, goal.guard
+
+
+def _data(case: Case, mode: Mode) -> ImageSet:
+    return load(case.dataset, num_train=min(case.num_train or mode.num_train, mode.num_train))
+
+
+def _perfectly_scaling(configuration: wire.Configuration, training: Training) -> Estimate:
+    """A second a step at any number of nodes, each of which costs the same."""
+    epoch = training.dataset_size / configuration.global_batch_size
+    total = epoch * training.epochs
+    step, time, cost = (Range(x, x, x) for x in (1.0, total, total * configuration.num_nodes))
+    return Estimate(configuration, step, time, cost, Range(epoch, epoch, epoch), None)
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """One row: what was chosen, and what it lost against the base batch, points of test accuracy."""
+
+    case: Case
+    epochs: int
+    guard: Guard
+    batch_size: int
+    report: CaseReport
+
+    @property
+    def name(self) -> str:
+        """For tables and files."""
+        return f"{self.case.at_base().name}, {self.epochs} epochs"
+
+    @property
+    def method(self) -> Method:
+        """The default or, where the base batch is recommended, the base batch's own."""
+        larger = self.batch_size > self.case.base_batch_size
+        return DEFAULT[self.case.adam] if larger else small_methods(self.case)[0]
+
+    @property
+    def lost(self) -> Interval:
+        """The base batch minus the recommended one, paired by seed."""
+        return self.report.paired(small_methods(self.case)[0].name, self.method.name)
+
+    def row(self) -> dict[str, object]:
+        """For a file."""
+        return {
+            "batch": self.batch_size,
+            "steps": self.guard.steps(self.batch_size),
+            "noise_scale": self.guard.noise_scale,
+            "base": self.report.test(small_methods(self.case)[0].name),
+            "test": self.report.test(self.method.name),
+            "lost": self.lost.mean,
+            "lost.half": None if math.isnan(self.lost.half) else self.lost.half,
+            "learning_rate": self.report.learning_rate,
+        }
+
+
+def guarded(case: Case, mode: Mode, campaign: Campaign, *, learning_rate: float, seeds: int) -> Guarded:
+    """Profile, choose and train one case, and the base batch beside it."""
+    batch, guard = choose_batch(case, mode, profile(case, mode, learning_rate=learning_rate))
+    at_batch = replace(case, batch_size=batch, world_size=min(MOST_RANKS, batch // case.base_batch_size))
+    jobs = [Job(case.at_base(), small_methods(case)[0], seed, learning_rate) for seed in range(seeds)]
+    if batch > case.base_batch_size:
+        jobs += [Job(at_batch, DEFAULT[case.adam], seed, learning_rate) for seed in range(seeds)]
+    return Guarded(case, mode.epochs, guard, batch, report_case(at_batch.name, campaign.run(jobs, mode)))
+
+
+def table(rows: Sequence[Guarded]) -> str:
+    """One line a row, and how many lost more than a point."""
+    lines = [
+        "| case | noise scale | batch | steps | base batch | recommended | lost |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        values = row.row()
+        noise = "unknown" if row.guard.noise_scale is None else f"{row.guard.noise_scale:.0f}"
+        lost = f"{row.lost.mean:+.1f} ± {row.lost.half:.1f}"
+        lines.append(
+            f"| {row.name} | {noise} | {row.batch_size} | {row.guard.steps(row.batch_size)} | {values['base']:.1f} | "
+            f"{values['test']:.1f} | {lost} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run all rows and print them; `argv` is the command line by default."""
+    parser = argparse.ArgumentParser(prog="experiments.generalization.guarded", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        metavar="FILE",
+        help="keep single runs here, and skip those that it has, as those of --quick; of other epochs beside it",
+    )
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, nargs="+", default=[30])
+    parser.add_argument("--smoke", action="store_true", help="two tiny cases, in seconds: only shows that it works")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    quick = MODES["quick"].smoke() if arguments.smoke else MODES["quick"]
+    stored = json.loads((Path(__file__).parent / "results" / "quick.json").read_text())
+    rates = {row["case"]: row["learning_rate"] for row in stored["rows"]}
+    rows: list[Guarded] = []
+    for epochs in arguments.epochs:
+        mode, path = replace(quick, epochs=epochs), arguments.runs
+        if path is not None and epochs != quick.epochs:
+            path = path.with_stem(f"{path.stem}-{epochs}-epochs")
+        campaign = Campaign(path)
+        for case in mode.cases:
+            rate = rates.get(case.name, 0.05)
+            rows.append(guarded(case, mode, campaign, learning_rate=rate, seeds=arguments.seeds))
+            print(table(rows[-1:]).splitlines()[-1], flush=True)
+    losses = [row.lost.mean for row in rows if row.batch_size > row.case.base_batch_size]
+    figures: dict[str, object] = {
+        "lost.worst": max(losses, default=None),
+        "lost.mean": statistics.fmean(losses) if losses else None,
+        "cells": len(rows),
+        "cells.larger_batch": len(losses),
+        "cells.over_a_point": sum(loss > 1.0 for loss in losses),
+    }
+    print(table(rows) + json.dumps(figures))
+    if arguments.json:
+        document = figures | {"rows": {row.name: row.row() for row in rows}, "seeds": arguments.seeds} | provenance()
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
