@@ -95,6 +95,7 @@ class Profiling:
         self.pending = False  # True: `agree` has something to do
         self._agreement = StopAgreement(None, guard)
         self._times: list[float] = []
+        self._began_s, self._start_up_s = time.monotonic(), 0.0
         self._stop_requested: str | None = None
 
     @property
@@ -138,6 +139,7 @@ class Profiling:
         """Measure another batch, warm-up first."""
         self.stopping = False
         self._times = []
+        self._began_s = time.monotonic()
 
     def agree(self) -> None:
         """Agree with the other ranks on whether and how to profile: as the first rank's environment says."""
@@ -164,11 +166,13 @@ class Profiling:
         if self.plan is None:
             return False
         if step_time_s is not None:
+            if not self._times:
+                self._start_up_s = time.monotonic() - self._began_s - step_time_s
             self._times.append(step_time_s)
         measured = step + 1 - self._sweep.first_step - self.warmup_steps
         if not self._agreement.agreed or measured < 1:
             return False
-        precise = self.plan.precision > 0 and relative_error(self._times) <= self.plan.precision
+        precise = self.plan.precision > 0 and relative_error(self._times, self._start_up_s) <= self.plan.precision
         enough = precise or self._stop_requested == run_id
         if measured >= self.plan.measure_steps or self._agreement.decide(measured, enough, self._sweep.first_step):
             self.stopping = True

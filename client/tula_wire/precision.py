@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import fmean, stdev
 from typing import Final
 
 FEWEST_STEPS: Final = 8
 """A loader of so many processes may stall once in as many steps."""
-_MEAN_OFF_MEDIAN: Final = 0.1
+_LEAST_S: Final = 1.0
+_OF_START_UP: Final = 0.1
+_NORMAL: Final = 1.96
 
 
-def relative_error(step_times_s: Sequence[float]) -> float:
-    """Half-width of a 95 % interval of the median step time over that median; infinite below eight steps.
+def relative_error(step_times_s: Sequence[float], start_up_s: float = 0.0) -> float:
+    """Half-width of a 95 % interval of the mean step time over that mean.
 
-    Infinite too while mean and median differ by more than 10 %: some steps are slow, and eight may not hold their share
-    of them.
+    Infinite below eight steps, and until they have taken a tenth of `start_up_s`, the seconds before the first of them,
+    or one second where that is more: measuring costs little beside a start, and slow steps may come seldom.
     """
-    if len(step_times_s) < FEWEST_STEPS:
+    count, total_s = len(step_times_s), math.fsum(step_times_s)
+    if count < FEWEST_STEPS or total_s < max(_LEAST_S, _OF_START_UP * start_up_s):
         return math.inf
-    centre = median(step_times_s)
-    if centre <= 0 or abs(fmean(step_times_s) - centre) > _MEAN_OFF_MEDIAN * centre:
-        return math.inf
-    spread = 1.4826 * median(abs(value - centre) for value in step_times_s)
-    return float(1.96 * 1.2533 * spread / math.sqrt(len(step_times_s)) / centre)
+    error_s = stdev(step_times_s) / math.sqrt(count)
+    return _student(count - 1) * error_s / fmean(step_times_s)
+
+
+def _student(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t, by the first terms of its series in 1 / freedom (Abramowitz 26.7.5)."""
+    z = _NORMAL
+    first = (z**3 + z) / 4.0
+    second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0
+    return z + first / freedom + second / freedom**2
