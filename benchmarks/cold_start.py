@@ -94,7 +94,7 @@ def log_step_s(guess: StepTimePrior) -> float:
     """log step time at the reference batch size on one device."""
     batch = float(guess.reference_batch_size or 1.0)
     point = Points(num_nodes=[1.0], world_size=[1.0], local_batch_size=[batch])
-    return float(log_terms(guess.mean, point, batch).compute[0])
+    return float(log_terms(guess.without_accumulation().mean, point, batch).compute[0])
 
 
 def mixed(timings: Sequence[Timing]) -> dict[str, float]:

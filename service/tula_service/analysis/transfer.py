@@ -160,7 +160,6 @@ def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:
             "mean": prior.mean.tolist(),
             "sd": prior.sd.tolist(),
             "reference_batch_size": prior.reference_batch_size or 1.0,
-            "optimizer_s": model.optimizer_s.get(name, 0.0),
         }
         for name, prior in learned.items()
     }
@@ -181,7 +180,6 @@ def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:
         absolute=True,
         reference_batch_size=float(learned["reference_batch_size"]),
         in_seconds=COLLECTIVES,
-        optimizer_s=float(learned["optimizer_s"]),
     )
 
 

@@ -35,12 +35,12 @@ _OUTLIER_SDS = 3.0
 _POINTS_FOR_A_CASE = 10  # of fewer, replays get worse: an outlier cannot be distinguished from a job that strays
 _PRIOR_DOF = 6.0
 _IN_SECONDS = to_seconds(COLLECTIVES)
-_COMPUTE_NOISE = 0.07  # of log compute time: how far the timed phases of a step are from its compute
+_COMPUTE_NOISE = 0.07  # of log compute time and of log optimizer time: how far the timed phases of a step are from them
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the fit has to meet: log step times, and log compute times (NaN where unknown).
+    """What the fit has to meet: log step times, log compute times, and logs of what comes once a step (NaN: unknown).
 
     `noise_variance` is the run-to-run variance of a row over its repeats, plus the squared error within the runs.
     """
@@ -49,6 +49,7 @@ class Targets:
     log_step: FloatArray
     noise_variance: FloatArray
     log_compute: FloatArray
+    log_once: FloatArray
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Posterior:
             mean=mean,
             sd=np.sqrt(variance + noise_variance),
             dof=self.dof,
-            compute=terms.compute + np.log(points.grad_accum_steps) + correction,
+            compute=terms.compute + correction,
             communication=terms.communication + correction,
         )
 
@@ -165,11 +166,14 @@ def targets_of(observations: StepTimeObservations, repeats: FloatArray, scales: 
         observations.step_time_s - observations.exposed_comm_time_s,
     )
     usable = (compute > 0.0) & (compute <= observations.step_time_s * 1.02)
+    # An optimizer that waits for other ranks reports more than its compute.
+    once, most = observations.optimizer_time_s, np.where(usable, compute, observations.step_time_s)
     return Targets(
         points=observations.points,
         log_step=np.log(observations.step_time_s),
         noise_variance=scales.noise**2 / repeats + np.nan_to_num(observations.relative_sd) ** 2,
-        log_compute=np.log(np.where(usable, compute / observations.points.grad_accum_steps, np.nan)),
+        log_compute=np.log(np.where(usable, compute, np.nan)),
+        log_once=np.log(np.where((once > 0.0) & (once < most), once, np.nan)),
     )
 
 
@@ -274,11 +278,14 @@ def _levenberg_marquardt(
     whitener: FloatArray,
     reference: float,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """theta at the maximum, and there the whitened log residuals of steps, compute readings and the prior, and their
-    slopes in theta."""
+    """theta at the maximum, and there the whitened log residuals of steps, readings of compute and of what comes once,
+    and the prior, and their slopes in theta."""
     from scipy.optimize import leastsq  # imported on use: it slows the start of the service
 
     known, root = np.isfinite(targets.log_compute), cholesky(prior.precision)
+    timed = np.isfinite(targets.log_once)
+    of_once = np.zeros((int(timed.sum()), theta.size))
+    of_once[:, [AT.compute, AT.once]] = 1.0 / _COMPUTE_NOISE
 
     @lru_cache(maxsize=1)  # MINPACK asks for the slopes where it has just asked for the residuals
     def terms_at(at: tuple[float, ...]) -> Terms:
@@ -287,11 +294,13 @@ def _levenberg_marquardt(
     def residuals(at: FloatArray) -> FloatArray:
         terms = terms_at(tuple(at.tolist()))
         compute = (terms.compute - targets.log_compute)[known] / _COMPUTE_NOISE
-        return np.concatenate([whitener @ (terms.step - targets.log_step), compute, root @ (at - prior.mean)])
+        once = (terms.once - targets.log_once)[timed] / _COMPUTE_NOISE
+        return np.concatenate([whitener @ (terms.step - targets.log_step), compute, once, root @ (at - prior.mean)])
 
     def slopes(at: FloatArray) -> FloatArray:
         terms = terms_at(tuple(at.tolist()))
-        return np.concatenate([whitener @ terms.step_slopes, terms.compute_slopes[known] / _COMPUTE_NOISE, root])
+        compute = terms.compute_slopes[known] / _COMPUTE_NOISE
+        return np.concatenate([whitener @ terms.step_slopes, compute, of_once, root])
 
     found = leastsq(residuals, theta, Dfun=slopes, full_output=True, ftol=_TOLERANCE, xtol=_TOLERANCE)
     return found[0], found[2]["fvec"], slopes(found[0])

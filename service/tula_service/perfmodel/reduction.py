@@ -1,7 +1,7 @@
 """From measured step times to what the forms of the step time fit.
 
-The forms describe a step that waits for no data and repeats all of its compute with each micro-step: the waits and the
-optimizer's step are taken out and kept apart. Repeats of one configuration are merged.
+The forms describe a step that waits for no data: the waits are taken out and kept apart. Repeats of one configuration
+are merged.
 """
 
 from __future__ import annotations
@@ -59,28 +59,24 @@ class ReducedObservations:
 
     `merged` has one row for each configuration, and `extremes` are the least and the largest step time of its runs, s,
     shape (n, 2). By instance type, the one with most rows first, are its rows with the number of runs that each is made
-    of, shape (rows,), and how a step waits for data; `optimizer_s`, the seconds of an optimizer's step, has the type
-    first of which most runs report it.
+    of, shape (rows,), and how a step waits for data.
     """
 
     merged: StepTimeObservations
     extremes: FloatArray
     by_type: Mapping[str, tuple[StepTimeObservations, FloatArray]]
-    optimizer_s: Mapping[str, float]
     input_waits: Mapping[str, InputWait]
 
 
 def reduce_observations(observations: StepTimeObservations) -> ReducedObservations:
-    """Take waits and optimizer out of measured steps, then merge repeats."""
+    """Take waits out of measured steps, then merge repeats."""
     measured = observations.by_type()
-    optimizer_s = _optimizer_s(measured)
-    counted = _as_counted(observations, optimizer_s)
     waits = {name: fit_input_wait(rows) for name, rows in measured.items()}
-    merged, repeats, extremes = merge_repeats(counted)
+    merged, repeats, extremes = merge_repeats(_without_waits(observations))
     rows_of = {name: merged.points.rows_of(name) for name in measured}
     by_count = sorted(rows_of, key=lambda name: -rows_of[name].size)
     by_type = {name: (merged.take(rows_of[name]), repeats[rows_of[name]]) for name in by_count}
-    return ReducedObservations(merged, extremes, by_type, optimizer_s, {name: waits[name] for name in by_count})
+    return ReducedObservations(merged, extremes, by_type, {name: waits[name] for name in by_count})
 
 
 def fit_input_wait(observations: StepTimeObservations) -> InputWait:
@@ -110,37 +106,17 @@ def fit_input_wait(observations: StepTimeObservations) -> InputWait:
     return InputWait(float(found[0]), float(found[1]), float(np.sqrt(variance)), measured)
 
 
-def _optimizer_s(measured: Mapping[str, StepTimeObservations]) -> dict[str, float]:
-    """Seconds of an optimizer's step by measured type: the median over the runs that report it, of most runs first.
-
-    A type that reports none takes that of most runs, as an unmeasured one does; 0 where no run reports it.
-    """
-    reported = {name: rows.optimizer_time_s[np.isfinite(rows.optimizer_time_s)] for name, rows in measured.items()}
-    by_count = sorted(reported, key=lambda name: -reported[name].size)
-    medians = {name: float(np.median(reported[name])) for name in by_count if reported[name].size}
-    return {name: of_type(medians, name, 0.0) for name in by_count}
-
-
 def of_type(by_type: Mapping[str, V], name: str, otherwise: V) -> V:
     """What is known of a type; of one of which nothing is, what is known of the first: of the one measured most."""
     return by_type.get(name, next(iter(by_type.values()), otherwise))
 
 
-def _as_counted(observations: StepTimeObservations, optimizer_s: Mapping[str, float]) -> StepTimeObservations:
-    """The runs as the forms count them: no step waits for data, and the optimizer steps with each micro-step.
-
-    What is known less surely than the whole step was measured says so.
-    """
-    each_s = np.array([optimizer_s[name] for name in observations.points.instance_type])
-    added_s = (observations.points.grad_accum_steps - 1.0) * each_s
+def _without_waits(observations: StepTimeObservations) -> StepTimeObservations:
+    """The runs as the forms count them, without waits for data; what is less than was measured is known less surely."""
     rest_s = observations.step_time_s - np.nan_to_num(observations.input_time_s)
-    step_s = np.maximum(rest_s, _LEAST_REST * observations.step_time_s) + added_s
-    return replace(
-        observations,
-        step_time_s=step_s,
-        relative_sd=observations.relative_sd * observations.step_time_s / step_s,
-        compute_time_s=observations.compute_time_s + added_s,
-    )
+    step_s = np.maximum(rest_s, _LEAST_REST * observations.step_time_s)
+    relative_sd = observations.relative_sd * observations.step_time_s / step_s
+    return replace(observations, step_time_s=step_s, relative_sd=relative_sd)
 
 
 def merge_repeats(observations: StepTimeObservations) -> tuple[StepTimeObservations, FloatArray, FloatArray]:

@@ -1,12 +1,13 @@
 """The step-time form `overlap`: saturating compute, two levels of network, overlap, accumulation; in logarithms.
 
-    t        = (m - 1) * T_g + (T_g^g + T_s^g)^(1/g)          m micro-steps, only the last one waits for gradients
+    t        = (m - 1) * T_g + (T_g^g + T_s^g)^(1/g) + T_o    m micro-steps, only the last one waits for gradients
     T_g      = c * (a^h + x^h)^(1/h),  x = (b / b_ref)^q      compute of a micro-step: a floor, then growth with b
     T_s      = c * (s_intra * phi(r)^k_intra  [r > 1]         r ranks in a node
                   + s_inter * phi(n)^k_inter * r^k_share [n > 1])   n nodes; the ranks of a node share its link
     phi(x)   = x / 2                                          so that s is the cost of two participants
+    T_o      = c * o                                          once a step: the optimizer; no communication hides it
 
-theta holds the ten parameters in this order (`AT` has their places); everything but c has no unit, so one Gaussian
+theta holds the eleven parameters in this order (`AT` has their places); everything but c has no unit, so one Gaussian
 prior fits both a phone-sized network and a language model.
 
     compute       log c        c in seconds: compute of one micro-step at b_ref, were there no floor
@@ -19,6 +20,7 @@ prior fits both a phone-sized network and a language model.
     inter_growth  k_inter      its growth with the nodes
     shared_link   k_share      its growth with the ranks that share a node's link
     overlap       log(g - 1)   overlap (g = 1: none; large: communication hides behind compute)
+    once          log o        what comes once a step, over c; only where steps accumulate can it be told from T_g
 
 What the form leaves is a Gaussian process on log t over batch, cluster, and their product (`ResidualScales`).
 """
@@ -49,19 +51,21 @@ class Parameters(NamedTuple):
     inter_growth: int
     shared_link: int
     overlap: int
+    once: int
 
 
-AT: Final = Parameters(*range(10))
+AT: Final = Parameters(*range(11))
 NUM_PARAMETERS: Final = len(AT)
 COLLECTIVES: Final = (AT.intra, AT.inter)
 """The entries of theta that times of collectives are proportional to: s_intra and s_inter."""
 
-_ABSENT = -60.0
+ABSENT: Final = -60.0
+"""The logarithm of a part that a step does not have."""
 _LOG_2 = math.log(2.0)
 
 
 def to_seconds(entries: Sequence[int]) -> FloatArray:
-    """The matrix, shape (10, 10), that turns these entries of theta, which are relative to c, into logs of seconds."""
+    """The matrix, shape (11, 11), that turns these entries of theta, which are relative to c, into logs of seconds."""
     matrix = np.eye(NUM_PARAMETERS)
     matrix[list(entries), AT.compute] = 1.0
     return matrix
@@ -69,12 +73,13 @@ def to_seconds(entries: Sequence[int]) -> FloatArray:
 
 @dataclass(frozen=True)
 class Terms:
-    """Natural logarithms of the parts, in seconds, shape (n,): whole step, one micro-step's compute, collective; and
-    the slopes of the first two in theta, shape (n, 10)."""
+    """Natural logarithms of the parts, in seconds, shape (n,): whole step, its compute, collective, and what comes once
+    a step; and the slopes of the first two in theta, shape (n, 11)."""
 
     step: FloatArray
     compute: FloatArray
     communication: FloatArray
+    once: FloatArray
     step_slopes: FloatArray
     compute_slopes: FloatArray
 
@@ -94,40 +99,45 @@ class LogStepTimes:
 
 
 def log_terms(theta: FloatArray, points: Points, reference_batch_size: float) -> Terms:
-    """The form at `theta` of shape (10,), for n points; `communication` is -60 where there is one rank only."""
-    c, a, log_q, log_bend, s_intra, k_intra, s_inter, k_inter, k_share, log_overlap = theta.tolist()
-    batch, ranks, nodes, earlier = points.logarithms
+    """The form at `theta` of shape (11,), for n points; `communication` is -60 where there is one rank only."""
+    c, a, log_q, log_bend, s_intra, k_intra, s_inter, k_inter, k_share, log_overlap, log_once = theta.tolist()
+    batch, ranks, nodes, micro_steps, earlier = points.logarithms
     several = points.world_size > 1.0
     bend, overlap = 1.0 + math.exp(log_bend), 1.0 + math.exp(log_overlap)
     growth = math.exp(log_q) * (batch - math.log(reference_batch_size))
     bent = np.logaddexp(bend * a, bend * growth)
-    compute = c + bent / bend
-    within = np.where(ranks > 0.0, s_intra + k_intra * (ranks - _LOG_2), _ABSENT)
-    between = np.where(nodes > 0.0, s_inter + k_inter * (nodes - _LOG_2) + k_share * ranks, _ABSENT)
+    micro_step = c + bent / bend
+    within = np.where(ranks > 0.0, s_intra + k_intra * (ranks - _LOG_2), ABSENT)
+    between = np.where(nodes > 0.0, s_inter + k_inter * (nodes - _LOG_2) + k_share * ranks, ABSENT)
     collective = np.logaddexp(within, between)
-    communication = np.where(several, c + collective, _ABSENT)
-    overlapped = np.logaddexp(overlap * compute, overlap * communication)
-    last = overlapped / overlap
-    step = np.logaddexp(last, compute + earlier)
+    communication = np.where(several, c + collective, ABSENT)
+    overlapped = np.logaddexp(overlap * micro_step, overlap * communication)
+    last, once = overlapped / overlap, np.full(len(points), c + log_once)
+    repeated = np.logaddexp(last, micro_step + earlier)
+    step, compute = np.logaddexp(repeated, once), np.logaddexp(micro_step + micro_steps, once)
     # In a sum of logarithms log(e^x + e^y), the slope in x is the share of e^x.
     floor, inner = np.exp(bend * a - bent), np.exp(within - collective) * several
-    hidden, waits = np.exp(overlap * compute - overlapped), np.exp(last - step)
+    hidden, waits = np.exp(overlap * micro_step - overlapped), np.exp(last - repeated)
     outer = several - inner
-    of_compute, of_collective = np.zeros((len(points), theta.size)), np.zeros((len(points), theta.size))
-    of_compute[:, AT.compute] = 1.0
-    of_compute[:, AT.floor] = floor
-    of_compute[:, AT.growth] = (1.0 - floor) * growth
-    of_compute[:, AT.bend] = math.exp(log_bend) / bend * (floor * a + (1.0 - floor) * growth - bent / bend)
+    of_micro_step, of_collective, of_once = (np.zeros((len(points), theta.size)) for _ in range(3))
+    of_micro_step[:, AT.compute] = 1.0
+    of_micro_step[:, AT.floor] = floor
+    of_micro_step[:, AT.growth] = (1.0 - floor) * growth
+    of_micro_step[:, AT.bend] = math.exp(log_bend) / bend * (floor * a + (1.0 - floor) * growth - bent / bend)
     of_collective[:, AT.compute] = several
     of_collective[:, AT.intra] = inner
     of_collective[:, AT.intra_growth] = inner * (ranks - _LOG_2)
     of_collective[:, AT.inter] = outer
     of_collective[:, AT.inter_growth] = outer * (nodes - _LOG_2)
     of_collective[:, AT.shared_link] = outer * ranks
-    of_last = of_collective + hidden[:, None] * (of_compute - of_collective)
-    mean = communication + hidden * (compute - communication)
+    of_once[:, [AT.compute, AT.once]] = 1.0
+    of_last = of_collective + hidden[:, None] * (of_micro_step - of_collective)
+    mean = communication + hidden * (micro_step - communication)
     of_last[:, AT.overlap] = math.exp(log_overlap) / overlap * (mean - overlapped / overlap)
-    return Terms(step, compute, communication, of_compute + waits[:, None] * (of_last - of_compute), of_compute)
+    of_repeated = of_micro_step + waits[:, None] * (of_last - of_micro_step)
+    of_step = of_repeated + np.exp(once - step)[:, None] * (of_once - of_repeated)
+    of_compute = of_micro_step + np.exp(once - compute)[:, None] * (of_once - of_micro_step)
+    return Terms(step, compute, communication, once, of_step, of_compute)
 
 
 @dataclass(frozen=True)

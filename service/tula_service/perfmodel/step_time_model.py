@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +54,7 @@ class StepTimeModel:
     of them at `reference_batch_size`, unless a prior says another. `paper_fits` holds the paper's form where the job
     asked for it and enough was measured; every other prediction is that of the form `overlap`. All of these are of the
     step without its waits for data, which `input_waits` adds: by instance type, an unmeasured one as that which was
-    measured most. The fits repeat the whole compute of a step with each micro-step, so predictions are less by the
-    `optimizer_s` that are not repeated, by type like the waits.
+    measured most. `accumulates`: some candidate or run has several micro-steps, so that what comes once a step counts.
     """
 
     form: StepTimeForm
@@ -68,7 +67,7 @@ class StepTimeModel:
     paper_fits: Mapping[str, PaperFit | None] = field(default_factory=dict, repr=False)
     interval_scale: float = 1.0
     input_waits: Mapping[str, InputWait] = field(default_factory=dict, repr=False)
-    optimizer_s: Mapping[str, float] = field(default_factory=dict, repr=False)
+    accumulates: bool = False
 
     def predict(self, configurations: Points | Sequence[Configuration]) -> StepTimePredictions:
         """Predicted step times of n configurations with their 90 % intervals."""
@@ -79,15 +78,12 @@ class StepTimeModel:
             at = points.rows_of(name)
             rows = points.take(at)
             step = (self.paper_fits.get(name) or self.posterior_for(name)).predict_step(rows)
-            whole_s, computing_s, micro_steps = np.exp(step.mean), np.exp(step.compute), rows.grad_accum_steps
-            once_s = np.minimum(of_type(self.optimizer_s, name, 0.0), computing_s / micro_steps)
-            repeated_s = (micro_steps - 1.0) * once_s
-            wait = of_type(self.input_waits, name, NO_WAIT)
-            input_s[at] = wait.predict(rows, whole_s - repeated_s)
-            mean_s[at] = whole_s - repeated_s + input_s[at]
+            whole_s, wait = np.exp(step.mean), of_type(self.input_waits, name, NO_WAIT)
+            input_s[at] = wait.predict(rows, whole_s)
+            mean_s[at] = whole_s + input_s[at]
             sd_s = np.hypot(step.sd * self.interval_scale * whole_s, wait.relative_sd * input_s[at])
             low_s[at], high_s[at] = log_interval(mean_s[at], sd_s / mean_s[at], step.dof)
-            compute_s[at], comm_s[at] = computing_s - repeated_s, np.exp(step.communication)
+            compute_s[at], comm_s[at] = np.exp(step.compute), np.exp(step.communication)
         compute_s = np.minimum(compute_s, mean_s - input_s)
         seen = set() if self.observations is None else set(self.observations.points.rows())
         return StepTimePredictions(
@@ -111,7 +107,9 @@ class StepTimeModel:
             return measured
         if (prior := _believed(instance_type, self.posteriors, self.priors)) is None:
             raise ObservationError(f"instance type {instance_type!r} has no measurement and no prior; profile it.")
-        return prior_posterior(prior, prior.reference_batch_size or self.reference_batch_size)
+        return prior_posterior(
+            _of_steps(prior, self.accumulates), prior.reference_batch_size or self.reference_batch_size
+        )
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
         """Outside the box of what was measured on that instance type, or across nodes when nothing was."""
@@ -148,11 +146,14 @@ def fit_step_time(
             raise ObservationError("no step time was measured; profile one configuration or give hardware figures.")
         return unmeasured_model(prior, candidates, form=form, interval_scale=interval_scale)
     largest = max(_largest_batch(candidates), _largest_batch(observations.points))
+    accumulates = _accumulates(candidates) or _accumulates(observations.points)
+    if not accumulates:
+        observations = replace(observations, optimizer_time_s=np.full(len(observations), np.nan))
     reduced = reduce_observations(observations)
     posteriors: dict[str, Posterior] = {}
     paper_fits: dict[str, PaperFit | None] = {}
     for name, (rows, repeats) in reduced.by_type.items():
-        start = _believed(name, posteriors, prior) or generic_prior()
+        start = _of_steps(_believed(name, posteriors, prior) or generic_prior(), accumulates)
         targets = targets_of(rows, repeats, start.scales)
         posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest)
         if form != "overlap":
@@ -170,7 +171,7 @@ def fit_step_time(
         paper_fits=paper_fits,
         interval_scale=interval_scale,
         input_waits=reduced.input_waits,
-        optimizer_s=reduced.optimizer_s,
+        accumulates=accumulates,
     )
 
 
@@ -191,7 +192,7 @@ def unmeasured_model(
         posteriors={},
         reference_batch_size=_largest_batch(candidates),
         interval_scale=interval_scale,
-        optimizer_s={name: each.optimizer_s for name, each in prior.believed.items()},
+        accumulates=_accumulates(candidates),
     )
 
 
@@ -204,6 +205,15 @@ def _believed(name: str, posteriors: Mapping[str, Posterior], priors: Priors) ->
     hardware = (priors.hardware.get(each, Hardware()) for each in (most, name))
     carried = prior_from_other_type(measured.as_prior(), *hardware)
     return own if own is not None and own.absolute and own.sd[AT.compute] < carried.sd[AT.compute] else carried
+
+
+def _of_steps(prior: StepTimePrior, accumulates: bool) -> StepTimePrior:
+    return prior if accumulates else prior.without_accumulation()
+
+
+def _accumulates(configurations: Points | Sequence[Configuration] | None) -> bool:
+    """True where some configuration has several micro-steps."""
+    return float(Points.of(configurations or []).grad_accum_steps.max(initial=1.0)) > 1.0
 
 
 def _largest_batch(configurations: Points | Sequence[Configuration] | None) -> float:

@@ -52,6 +52,7 @@ def members() -> tuple[Member, ...]:
         log_step=log_terms(prior.mean, SEEN, 256.0).step + wiggle,
         noise_variance=np.full(len(SEEN), prior.scales.noise**2),
         log_compute=np.full(len(SEEN), np.nan),
+        log_once=np.full(len(SEEN), np.nan),
     )
     return fit_posterior(targets, prior, 256.0).members
 
