@@ -147,9 +147,12 @@ def profile(
         step = plan("adaptive", workload.candidates, model, goal=goal, budget=budget)
         if step.stop_reason is not None or not step.runs:
             return done
-        done += [run.configuration for run in step.runs]  # type: ignore[misc]
+        asked = [run.configuration for run in step.runs]
+        if by_column:  # one launch at a time, as `tula tune` works through a plan
+            asked = [c for c in asked if column_of(c) == column_of(asked[0])]
+        done += asked  # type: ignore[arg-type]
         if launches is not None:
-            launches += columns_of(run.configuration for run in step.runs)
+            launches += columns_of(asked)
         model = fit_step_time(workload.measure(done), candidates=workload.candidates)
 
 

@@ -14,12 +14,15 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.support.report import parser_of
-from tula_service.perfmodel.points import StepTimeObservations
+from tula_service.perfmodel.points import Points, StepTimeObservations
+from tula_service.perfmodel.priors import generic_prior
+from tula_service.perfmodel.step_time_form import AT, hypotheses, log_terms, residual_covariance
 from tula_wire import Configuration
 
 Found = TypeVar("Found")
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
+_DRAWN_SEED, _TIMED_SD = 27, 0.07
 STEP_TIME_TABLE, MEMORY_TABLE = DATA / "grids" / "step_time.csv", DATA / "grids" / "memory.csv"
 
 
@@ -170,6 +173,49 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
+def drawn_workloads(count: int) -> list[Workload]:
+    """Workloads drawn from the model's own prior: a design is judged on them without a table of measurements.
+
+    Up to 8 ranks in a node and 16 nodes, five batches; one in three accumulates up to 8 micro-steps. Each has the split
+    of its steps, as far off as the timed phases of a step are. `hard` are those that stray from the form.
+    """
+    prior, workloads = generic_prior(), []
+    beliefs = hypotheses(prior.scales)
+    for number in range(count):
+        dice = np.random.default_rng([_DRAWN_SEED, number])
+        in_node, most_nodes = int(dice.choice([1, 4, 8])), int(dice.choice([4, 8, 16]))
+        within = [(1, ranks) for ranks in (1, 2, 4, 8) if ranks <= in_node]
+        clusters = [*within, *((nodes, nodes * in_node) for nodes in (2, 4, 8, 16) if nodes <= most_nodes)]
+        accumulates = dice.random() < 1 / 3
+        shapes = [(32 << doublings, 1) for doublings in range(5)]
+        shapes += [(512, steps) for steps in (2, 4, 8)] if accumulates else []
+        candidates = sorted(
+            Placement(num_nodes=n, ranks_per_node=in_node, local_batch_size=b, grad_accum_steps=m, ranks=ranks)
+            for n, ranks in clusters
+            for b, m in shapes
+        )
+        of_steps = prior if accumulates else prior.without_accumulation()
+        theta = dice.normal(of_steps.mean, of_steps.sd)
+        theta[AT.compute] = 0.0
+        strays = dice.random() < beliefs[1][1]
+        scales, points = beliefs[strays][0], Points.of(candidates)
+        terms = log_terms(theta, points, 512.0)
+        covariance = residual_covariance(points, points, scales) + scales.own**2 * np.eye(len(points))
+        residual = dice.multivariate_normal(np.zeros(len(points)), covariance)
+        step_s, compute_s = np.exp(terms.step + residual), np.exp(terms.compute + residual)
+        exposed_s = np.maximum(step_s - compute_s * dice.lognormal(0.0, _TIMED_SD, len(points)), 0.0)
+        workloads.append(
+            Workload(
+                f"drawn-{number:03}",
+                "accumulates" if accumulates else "plain",
+                "hard" if strays else "regular",
+                dict(zip(candidates, step_s.tolist(), strict=True)),
+                sync_time_s=dict(zip(candidates, exposed_s.tolist(), strict=True)),
+            )
+        )
+    return workloads
+
+
 def smallest_of_each_grid(workloads: Sequence[Workload]) -> list[Workload]:
     """The workload with the fewest configurations of each kind of grid: what a smoke run measures."""
     ordered = sorted(workloads, key=lambda workload: (len(workload.candidates), workload.name))
@@ -186,6 +232,7 @@ def grids_parser(name: str, description: str | None, table: Path) -> argparse.Ar
 def workloads_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """The options of `over_workloads`."""
     parser = grids_parser(name, description, STEP_TIME_TABLE)
+    parser.add_argument("--drawn", type=int, metavar="N", help="N workloads drawn from the model's prior, not --grids")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument(
         "--sync",
@@ -215,7 +262,7 @@ def over_workloads(
     sync = options.sync or sorted((options.grids.resolve().parents[1] / "steptime").glob("*.csv"))
     workloads = [
         w
-        for w in read_step_time(options.grids, sync)
+        for w in (drawn_workloads(options.drawn) if options.drawn else read_step_time(options.grids, sync))
         if w.source not in options.without and (not options.only or w.source in options.only)
     ]
     for table in options.sync:

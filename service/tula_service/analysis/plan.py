@@ -114,8 +114,9 @@ def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunReco
     """The waiting runs that stay, and what to add.
 
     Failed runs that are repeated, waiting or to be added, stay in any case. Other waiting runs stay while a plan
-    without them would ask for at least as many: the design that chose them still holds. If it asks for fewer, enough
-    has been measured meanwhile, and only the waiting runs that it asks for stay. A run that lost its lease half-way is
+    without them would ask for at least as many: the design that chose them still holds. If it asks for fewer, or for no
+    launch of a column that waits, enough has been measured meanwhile, and only the waiting runs that it asks for stay.
+    A run that lost its lease half-way is
     among neither: it stays, to be completed.
     """
     again = [run.configuration for run in _to_repeat(answer, ())]
@@ -123,8 +124,9 @@ def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunReco
     fixed = {run.configuration for run in waiting} & {*answer.evidence.measured, *again}
     if waiting:
         fresh = _plan(answer, in_use)
-        if len(fresh.runs) < len(waiting) - len(fixed):
-            asked = {planned.configuration for planned in fresh.runs} | fixed
+        asked = {planned.configuration for planned in fresh.runs} | fixed
+        unasked = columns_of(run.configuration for run in waiting) - columns_of(asked)
+        if len(fresh.runs) < len(waiting) - len(fixed) or (unasked and answer.spec.profiling.columns):
             kept = [run for run in waiting if run.configuration in asked]
             present = {run.configuration for run in kept}
             new = tuple(planned for planned in fresh.runs if planned.configuration not in present)

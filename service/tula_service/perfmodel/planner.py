@@ -106,9 +106,9 @@ def plan(
 
     `full`: every candidate. `partial`: smallest and largest batch on smallest and largest cluster. `paper`: two of
     these corners, smallest batch on smallest cluster and largest on largest. `adaptive`: first the four most
-    informative runs (largest cluster first), then `_refine_choice`. With `budget.by_column`, the first runs are the
-    largest and the smallest cluster, where the links between nodes were probed the smallest alone, and a launch
-    measures up to three batches of its cluster.
+    informative runs (largest cluster first), then `_refine_choice`. With `budget.by_column`, a launch measures up to
+    three batches of its cluster; the first is the largest cluster, then comes the smallest, unless the first told how a
+    step splits into compute and communication. Where the links between nodes were probed, the smallest comes alone.
 
     `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
     measured, `recommendation` is the answer that the user gets for `goal`; by default that of the same arguments.
@@ -192,6 +192,15 @@ class _State:
         wanted = [*asked, *batches[:1], *batches[-1:], *batches[len(batches) // 2 :][:1]]
         return sorted([*dict.fromkeys(wanted)][: self.batches])
 
+    def tells_split(self, column: Column) -> bool:
+        """True where a run of this column measured how a step splits into compute and exposed communication."""
+        seen = None if self.model is None else self.model.observations
+        if seen is None:
+            return False
+        split = np.isfinite(seen.compute_time_s) | np.isfinite(seen.exposed_comm_time_s)
+        rows = compress(seen.points.rows(), split)
+        return column in {Column(name, int(n), int(ranks), int(steps)) for name, n, ranks, _, steps in rows}
+
     def _launch_of(self, c: Configuration) -> object:
         return column_of(c) if self.budget.by_column else c
 
@@ -246,9 +255,12 @@ def first_columns(candidates: Sequence[Configuration], *, probed: Collection[str
 
 
 def _first_columns(state: _State) -> list[PlannedRun]:
-    """The rest of the columns that every search begins with."""
+    """The rest of the columns that every search begins with; of a type whose first one told the split, no further."""
     begun = columns_of(state.used)
-    first = sorted(first_columns(state.candidates, probed=state.priors.probed), key=lambda column: column not in begun)
+    told = {column.instance_type for column in begun if state.tells_split(column)}
+    design = first_columns(state.candidates, probed=state.priors.probed)
+    wanted = [column for column in design if column in begun or column.instance_type not in told]
+    first = sorted(wanted, key=lambda column: column not in begun)
     missing = [column for column in first if column not in begun]
     sizes, among = [c.world_size for c in state.candidates], (*state.used, *state.affordable)
     runs = []
@@ -298,9 +310,10 @@ def design(
     allowed: Collection[Configuration] | None = None,
     used: Collection[Configuration] = (),
 ) -> list[Configuration]:
-    """The most informative candidates; the largest cluster of a type comes before anything else of it.
+    """The most informative candidates; of a type the largest cluster comes first, then the smallest: what lies beyond a
+    cluster that was never measured is predicted worst.
 
-    With a goal, that cluster runs its would-be best batch, and what matters is the variance of
+    With a goal, the largest cluster runs its would-be best batch, and what matters is the variance of
     candidates that may be chosen: one that is expected to be twice as dear as the best counts a quarter of it.
     `allowed` are those to choose from (all); `used` configurations have been measured or will be.
     """
@@ -313,12 +326,15 @@ def design(
         value = log_value(model, candidates, goal)
         weights = np.exp((value.min() - value) / _DEARER) + _LEAST_WEIGHT
     rows = [row for row, c in enumerate(candidates) if allowed is None or c in allowed]
+    names = sorted({c.instance_type for c in candidates})
     first = []
-    for name in sorted({c.instance_type for c in candidates}):
-        largest = max(c.world_size for c in candidates if c.instance_type == name)
-        if not any((c.instance_type, c.world_size) == (name, largest) for c in used):
-            at = [row for row in rows if (candidates[row].instance_type, candidates[row].world_size) == (name, largest)]
-            first.append(at if value is None else sorted(at, key=value.__getitem__)[:1])
+    for end in (max, min):
+        for name in names:
+            size = end(c.world_size for c in candidates if c.instance_type == name)
+            if any((c.instance_type, c.world_size) == (name, size) for c in used):
+                continue
+            at = [row for row in rows if (candidates[row].instance_type, candidates[row].world_size) == (name, size)]
+            first.append(at if value is None or end is min else sorted(at, key=value.__getitem__)[:1])
     known = [row for row, c in enumerate(candidates) if c in used]
     return [candidates[row] for row in greedy_design(model, candidates, wanted, rows, known, first, weights)]
 
@@ -366,7 +382,7 @@ def greedy_design(
         if due:
             row = due.pop()
         else:
-            pool = np.array(opening.pop(0) if opening else left)
+            pool = np.array([row for row in opening.pop(0) if row in left] or left if opening else left)
             gain = weights[judged] @ covariance[:, pool] ** 2 / (variance[pool] + noise)
             row = int(pool[int(np.argmax(np.round(gain / max(float(gain.max()), 1e-300), 9)))])
             chosen.append(row)
