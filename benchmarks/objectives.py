@@ -3,11 +3,13 @@
     python -m benchmarks.objectives [--grids FILE] [--noise 0.03] [--json OUT] [--jobs N] [--smoke]
 
 For each workload and objective the planner spends at most six runs, which see the table's step times with `--noise`
-(standard deviation of their logarithm); what it then recommends is judged by the table. A rank-hour has one price.
+(standard deviation of their logarithm); what it then recommends is judged by the table. A rank-hour has one price. The
+training has `--examples` in all (1.28e8: a hundred epochs of ImageNet), of which the guard of `balanced` allows the
+batches that keep the accuracy of the smallest, as for a job of unknown noise and optimizer; the least is over all.
 Figures are over five draws of that noise, since an answer at the edge of a rule turns on a few percent. Keys, for
-`balanced`, `time`, `cost`, `knee` and `kneedle`: `<objective>.time_over_least.mean` and `.p90`, `.cost_over_least.mean`
-and `.p90`, `.dominated` (share of answers with a candidate that is both faster and cheaper by more than the noise),
-`.place` (mean place of the batch in the range: 0 smallest, 1 largest, in log). `kneedle` is the rule of Kneedle
+`balanced`, `time`, `cost`, `knee` and `kneedle`: `<objective>.time_over_least.mean`, `.geometric` and `.p90`, the same
+of `.cost_over_least`, `.dominated` (share of answers with a candidate that is both faster and cheaper by more than the
+noise), `.place` (mean place of the batch in the range: 0 smallest, 1 largest, in log). `kneedle` is the rule of Kneedle
 (Satopaa 2011) on log time over log batch, given the same fit as `knee`; without a knee it is the least time. `known` is
 the rule of `balanced` where every step time is known without noise, `measured` where each was measured with it: what
 `balanced` would take if six runs were as good as all.
@@ -34,8 +36,9 @@ import numpy as np
 
 from benchmarks.step_time import recommended
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
-from benchmarks.support.report import mean, percentile, print_table, write_json
+from benchmarks.support.report import geometric_mean, mean, percentile, print_table, write_json
 from tula_service.perfmodel.choice import choose
+from tula_service.perfmodel.guard import Guard
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.points import FloatArray, Points
@@ -46,7 +49,7 @@ from tula_wire.enums import Objective
 OBJECTIVES: Final[tuple[Objective | Literal["kneedle"], ...]] = ("balanced", "time", "cost", "knee", "kneedle")
 ALSO = ("known", "measured")
 SENSITIVE = ("balanced", "time", "balanced.known", "balanced.product", "balanced.least")
-_EXAMPLES = 1e6
+_EXAMPLES = 1.28e8
 _DRAWS = 5
 _LEAST_CANDIDATES = 4
 _CURVE_POINTS = 129
@@ -63,9 +66,10 @@ class Judged:
     moved: list[tuple[bool, dict[str, tuple[float, bool]]]] = field(default_factory=list)
 
 
-def goal_for(objective: Objective) -> Goal:
-    """Training at one price for each rank-hour."""
-    return Goal(objective, Training(_EXAMPLES), {"default": Offer(usd_per_rank_hour=3600.0)})
+def goal_for(objective: Objective, workload: Workload, examples: float) -> Goal:
+    """Training at one price for each rank-hour, of batches that keep the accuracy of the workload's smallest."""
+    guard = Guard(examples, min(c.global_batch_size for c in workload.candidates))
+    return Goal(objective, Training(examples), {"default": Offer(usd_per_rank_hour=3600.0)}, guard=guard)
 
 
 def noisy(workload: Workload, noise: float, draw: int) -> Workload:
@@ -76,9 +80,9 @@ def noisy(workload: Workload, noise: float, draw: int) -> Workload:
     return replace(workload, step_time_s=seen)
 
 
-def answer(seen: Workload, name: Objective | Literal["kneedle"]) -> Placement:
+def answer(seen: Workload, name: Objective | Literal["kneedle"], examples: float) -> Placement:
     """What is recommended after at most six runs."""
-    runs, choice = recommended(seen, goal_for("knee" if name == "kneedle" else name))
+    runs, choice = recommended(seen, goal_for("knee" if name == "kneedle" else name, seen, examples))
     if name == "kneedle":
         return kneedle(seen, runs)
     assert choice.chosen is not None  # there are no limits
@@ -116,16 +120,16 @@ def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[
     return batches[known], times[known]
 
 
-def judge(workload: Workload, noise: float) -> Judged:
+def judge(workload: Workload, noise: float, examples: float) -> Judged:
     """Every objective on one workload, and how far the default's answer moves with the range of candidates."""
-    time = {c: workload.step_time_s[c] * _EXAMPLES / c.global_batch_size for c in workload.candidates}
+    time = {c: workload.step_time_s[c] * examples / c.global_batch_size for c in workload.candidates}
     cost = {c: time[c] * c.world_size for c in workload.candidates}
     batches = [c.global_batch_size for c in workload.candidates]
     span = np.log(max(batches) / min(batches)) or 1.0
     draws, found = [noisy(workload, noise, draw) for draw in range(_DRAWS)], Judged()
     for seen in draws:
-        chosen: dict[str, Placement] = {name: answer(seen, name) for name in OBJECTIVES}
-        chosen |= {"known": known(workload), "measured": known(seen)}
+        chosen: dict[str, Placement] = {name: answer(seen, name, examples) for name in OBJECTIVES}
+        chosen |= {"known": known(workload, examples), "measured": known(seen, examples)}
         for name, c in chosen.items():
             beaten = any(max(time[o] / time[c], cost[o] / cost[c]) < 1.0 - noise for o in workload.candidates)
             place = float(np.log(c.global_batch_size / min(batches)) / span)
@@ -133,9 +137,9 @@ def judge(workload: Workload, noise: float) -> Judged:
             found.answers[name].append((*ratios, float(beaten), place))
     product = {c: time[c] * cost[c] for c in workload.candidates}
     rules: dict[str, Callable[[list[Placement]], Placement]] = {
-        "balanced": lambda rows: answer(only(draws[0], rows), "balanced"),
-        "time": lambda rows: answer(only(draws[0], rows), "time"),
-        "balanced.known": lambda rows: known(only(workload, rows)),
+        "balanced": lambda rows: answer(only(draws[0], rows), "balanced", examples),
+        "time": lambda rows: answer(only(draws[0], rows), "time", examples),
+        "balanced.known": lambda rows: known(only(workload, rows), examples),
         "balanced.product": lambda rows: min(rows, key=lambda c: product[c]),
         "balanced.least": lambda rows: min(rows, key=lambda c: time[c]),
     }
@@ -154,9 +158,9 @@ def _change(old: Placement, new: Placement, *measures: dict[Placement, float]) -
     return max(max(measure[new] / measure[old], measure[old] / measure[new]) for measure in measures)
 
 
-def known(workload: Workload) -> Placement:
+def known(workload: Workload, examples: float) -> Placement:
     """What the rule of `balanced` recommends where every step time of the table is known."""
-    goal = goal_for("balanced")
+    goal = goal_for("balanced", workload, examples)
     exact = [(c, Interval(t, t, t)) for c, t in sorted(workload.step_time_s.items())]
     choice = choose(goal, [price(c, t, goal.training, goal.offers["default"]) for c, t in exact])
     assert choice.chosen is not None  # there are no limits
@@ -207,8 +211,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
     parser = workloads_parser("objectives", __doc__)
     parser.add_argument("--noise", type=float, default=0.03, help="of profiled step times (0.03)")
-    noise = parser.parse_known_args(arguments)[0].noise
-    options, pairs = over_workloads(parser, partial(judge, noise=noise), arguments)
+    parser.add_argument("--examples", type=float, default=_EXAMPLES, help=f"of a training ({_EXAMPLES:g})")
+    known_options = parser.parse_known_args(arguments)[0]
+    measure = partial(judge, noise=known_options.noise, examples=known_options.examples)
+    options, pairs = over_workloads(parser, measure, arguments)
     results = [found for _, found in pairs]
     figures: dict[str, float] = {}
     rows = []
@@ -216,10 +222,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         times, costs, dominated, places = zip(*(each for found in results for each in found.answers[name]), strict=True)
         for key, values in (("time", times), ("cost", costs)):
             figures[f"{name}.{key}_over_least.mean"] = mean(values)
+            figures[f"{name}.{key}_over_least.geometric"] = geometric_mean(values)
             figures[f"{name}.{key}_over_least.p90"] = percentile(values, 0.9)
         figures[f"{name}.dominated"], figures[f"{name}.place"] = mean(dominated), mean(places)
         rows.append([name, *(f"{value:.2f}" for key, value in figures.items() if key.split(".")[0] == name)])
-    header = ["objective", "time: mean", "p90", "cost: mean", "p90", "dominated", "place"]
+    header = ["objective", "time: mean", "geometric", "p90", "cost: mean", "geometric", "p90", "dominated", "place"]
     print_table(f"over {len(results)} workloads, times the least", header, rows)
     print(f"the least-time answers are dominated as often by noise alone: {figures['time.dominated']:.3f}")
     for key, factors in sensitivity([move for found in results for move in found.moved]).items():

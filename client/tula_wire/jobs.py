@@ -193,6 +193,20 @@ class Knee(WireModel):
     reason: str = Field(description="Where the knee is, or why there is none, in one sentence.")
 
 
+class MenuPoint(WireModel):
+    """A point of the frontier of time and cost, and what it costs over the next slower one."""
+
+    configuration: Configuration = Field(description="The configuration.")
+    spot: bool = Field(False, description="True: cost and time are those of pre-emptible capacity.")
+    global_batch_size: int = Field(description="Examples per optimizer step.")
+    total_time_s: Estimate = Field(description="Seconds of the whole training.")
+    cost_usd: Estimate | None = optional("US dollars of the whole training; null without a price.")
+    usd_per_hour_saved: float | None = optional(
+        "What each hour less than at the next slower point costs; null at the slowest, and without a price."
+    )
+    recommended: bool = Field(False, description="True: it is the recommended one.")
+
+
 class Quality(WireModel):
     """Whether the chosen batch is expected to keep the accuracy of the base batch, at which the rate was tuned."""
 
@@ -240,6 +254,11 @@ class Recommendation(WireModel):
     )
     candidates: list[Candidate] = Field(description="All candidates, those excluded by a limit too.")
     frontier: list[Configuration] = Field(description="Not dominated in time and cost.")
+    menu: list[MenuPoint] = Field(
+        [],
+        description="Up to five points to choose among, the fastest first: of the frontier of what the objective may "
+        "choose, the ends, the recommended one, and what lies farthest from these.",
+    )
     max_local_batch_size: dict[str, int] = Field(
         {}, description="Examples per micro-step by instance type, of the memory model."
     )

@@ -7,11 +7,13 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+import typer
 from rich.console import Console
 
 import tula_wire as wire
 from tests.service.dashboard import models
-from tula_client.cli import jobs, output
+from tula_client.cli import jobs, launch, output
+from tula_client.launch.tune import Tuned
 
 
 def test_a_run_takes_one_line_of_a_hundred_columns() -> None:
@@ -113,3 +115,63 @@ def test_a_list_of_runs_keeps_ids_and_times_whole_at_eighty_columns() -> None:
     for run in runs:
         line = next(line for line in out.getvalue().splitlines() if run.id in line)
         assert all(text in line for text in (run.id, run.state, "2, 128 (64)", "210 ms"))
+
+
+def test_a_recommendation_begins_with_the_points_to_choose_among() -> None:
+    answer = models.recommendation()
+    assert answer.chosen is not None
+    menu = [
+        wire.MenuPoint(
+            configuration=one.configuration,
+            global_batch_size=one.global_batch_size,
+            total_time_s=one.total_time_s,
+            cost_usd=one.cost_usd,
+            usd_per_hour_saved=saved,
+            recommended=one == answer.chosen,
+        )
+        for one, saved in ((answer.chosen, 12.5), (answer.candidates[-1], None))
+    ]
+    out = StringIO()
+    Console(file=out, width=160).print(jobs.recommendation_view(answer.model_copy(update={"menu": menu})))
+    lines = out.getvalue().splitlines()
+    assert lines[0].split("  ")[0] == "to choose among"
+    assert lines[1].startswith("* ")
+    assert "$12.5" in lines[1]
+    assert not lines[2].startswith("* ")
+    assert any(line.startswith("Recommended: ") for line in lines[3:])
+
+
+@pytest.mark.parametrize(("typed", "usd"), [("", None), ("  ", None), ("25", 25.0), ("$7.50", 7.5)])
+def test_an_hour_of_waiting_is_an_amount_or_nothing(typed: str, usd: float | None) -> None:
+    assert launch.usd_typed(typed) == usd
+
+
+@pytest.mark.parametrize("typed", ["much", "-3", "0", "inf", "nan"])
+def test_what_is_no_amount_is_asked_again(typed: str) -> None:
+    with pytest.raises(typer.BadParameter, match="no amount above 0"):
+        launch.usd_typed(typed)
+
+
+def test_tune_asks_only_where_the_answer_may_change_the_recommendation() -> None:
+    answer = models.recommendation().model_copy(update={"objective": "balanced"})
+    points = [
+        wire.MenuPoint(
+            configuration=one.configuration,
+            global_batch_size=one.global_batch_size,
+            total_time_s=one.total_time_s,
+            cost_usd=wire.Estimate(value=1, low=1, high=1),
+        )
+        for one in answer.candidates[:2]
+    ]
+    job = models.job()
+    told = job.model_copy(update={"spec": job.spec.model_copy(update={"usd_per_hour_of_waiting": 5.0})})
+    unpriced = [point.model_copy(update={"cost_usd": None}) for point in points]
+    several = answer.model_copy(update={"menu": points})
+    assert launch.may_ask(Tuned(job, several, ()))
+    for other, changed in (
+        (told, several),
+        (job, answer.model_copy(update={"menu": points[:1]})),
+        (job, answer.model_copy(update={"menu": unpriced})),
+        (job, several.model_copy(update={"objective": "time"})),
+    ):
+        assert not launch.may_ask(Tuned(other, changed, ()))

@@ -35,7 +35,6 @@ from tula_client.launch.spec import load_spec
 from tula_wire import (
     JOBS_COUNTED,
     Candidate,
-    Configuration,
     Event,
     Job,
     JobPage,
@@ -347,6 +346,8 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
     lines: list[RenderableType] = []
     if candidates:
         lines += [candidates_table(answer), Text()]
+    if len(answer.menu) > 1:
+        lines += [menu_table(answer), Text()]
     if answer.chosen is None:
         lines.append(Text("No configuration can be recommended.", style="bold"))
     else:
@@ -360,23 +361,6 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
             lines += [Text(quality.sentence, style="bold yellow"), title]
         lines.append(Padding(_predictions(answer.chosen), (0, 0, 0, 2), expand=False))
     lines.append(Text(answer.why))
-    others = [("least time", answer.least_time), ("least cost", answer.least_cost), ("runner-up", answer.runner_up)]
-    recommended = answer.chosen.configuration if answer.chosen else None
-    named: dict[tuple[Configuration, bool], tuple[list[str], Candidate]] = {}
-    for name, one in others:
-        if one is not None and one.configuration != recommended:
-            named.setdefault((one.configuration, one.spot), ([], one))[0].append(name)
-    rows = [
-        [
-            ", ".join(names),
-            configuration(one.configuration) + (", spot" if one.spot else ""),
-            duration(one.total_time_s.value),
-            _cost(one),
-        ]
-        for names, one in named.values()
-    ]
-    if rows:
-        lines += [Text(), table(["", "instead", ">time", ">cost"], rows)]
     knee = answer.knee
     reason = knee.reason[:1].upper() + knee.reason[1:]
     where = f"Knee: {configuration(knee.configuration)}. " if knee.found and knee.configuration else ""
@@ -394,6 +378,20 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
         checked = f", cross-validated error {percent(error)}" if error is not None else ""
         evidence = f" ({answer.model.num_runs} runs, {answer.model.num_samples} samples{checked})"
     return Group(*lines, *_basis(answer, evidence))
+
+
+def menu_table(answer: Recommendation) -> RenderableType:
+    """The points to choose among, the fastest first, with what an hour saved costs; `*` marks the recommended one."""
+    rows = [
+        [
+            ("* " if point.recommended else "") + configuration(point.configuration) + (", spot" if point.spot else ""),
+            duration(point.total_time_s.value),
+            money(point.cost_usd.value if point.cost_usd else None),
+            money(point.usd_per_hour_saved),
+        ]
+        for point in answer.menu
+    ]
+    return table(["to choose among", ">time", ">cost", ">an hour less costs"], rows)
 
 
 def _basis(answer: Recommendation | Predictions, evidence: str = "") -> list[Text]:

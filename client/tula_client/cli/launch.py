@@ -6,8 +6,9 @@ import dataclasses
 import glob
 import shlex
 import signal
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -18,7 +19,7 @@ from rich.text import Text
 
 from tula_client import Client, RetryPolicy
 from tula_client._errors import ExitCode, UsageError
-from tula_client.cli.jobs import recommendation_view
+from tula_client.cli.jobs import menu_table, recommendation_view
 from tula_client.cli.output import JobName, Json, emit, lasting_console
 from tula_client.launch.judge import Outcome
 from tula_client.launch.registration import register
@@ -29,7 +30,7 @@ from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_
 from tula_client.launch.train import train
 from tula_client.launch.tune import Tuned, named_configuration, to_measure_again, work_through
 from tula_client.launch.workdir import WorkDir
-from tula_wire import Configuration, Job, Run
+from tula_wire import Configuration, Job, JobPatch, Run
 from tula_wire.format import configuration as in_words
 from tula_wire.text import printable
 
@@ -99,6 +100,8 @@ def tune(
                 wanted = to_measure_again(again, handle.runs(), candidates)
             limits = {"max_parallel": max_parallel, "max_failures": max_failures}
             tuned = work_through(runner, job, template, node_budget=nodes, again=wanted, **limits)
+            if not as_json and sys.stdin.isatty() and sys.stdout.isatty() and may_ask(tuned):
+                tuned = _with_waiting(client, tuned)
             trained = None
             if then_run and tuned.job.state == "finished":
                 reporter.note("This job is trained already: use `tula run` to train it again.")
@@ -108,6 +111,39 @@ def tune(
                 trained = train(runner, job, template)
     emit(_tuned_plain(tuned, trained), _tuned_view(tuned, trained), as_json)
     return ExitCode.OK if tuned.recommendation.chosen is not None else ExitCode.FAILED
+
+
+def may_ask(tuned: Tuned) -> bool:
+    """True where the answer to "what does an hour of waiting cost you?" could change the recommendation."""
+    priced = [point for point in tuned.recommendation.menu if point.cost_usd is not None]
+    open_ = tuned.job.spec.usd_per_hour_of_waiting is None and tuned.recommendation.objective == "balanced"
+    return open_ and len(priced) > 1
+
+
+def _with_waiting(client: Client, tuned: Tuned) -> Tuned:
+    """Show what there is to choose among, and ask the one question; an empty answer changes nothing."""
+    lasting_console().print(menu_table(tuned.recommendation))
+    text = "What does an hour of waiting cost you, in US dollars? (Enter: leave it open)"
+    usd = None
+    with suppress(typer.Abort):
+        usd = typer.prompt(text, default="", show_default=False, value_proc=usd_typed)
+    if usd is None:
+        return tuned
+    job = client.patch_job(tuned.job.id, JobPatch(usd_per_hour_of_waiting=usd))
+    return dataclasses.replace(tuned, job=job, recommendation=client.recommendation(job.id))
+
+
+def usd_typed(text: str) -> float | None:
+    """The amount that was typed, None for nothing; raises `typer.BadParameter` for what is none, to be asked again."""
+    if not text.strip():
+        return None
+    try:
+        usd = float(text.strip().removeprefix("$"))
+    except ValueError:
+        usd = -1.0
+    if not 0.0 < usd < float("inf"):
+        raise typer.BadParameter(f"{text!r} is no amount above 0: give a number such as 25, or press Enter")
+    return usd
 
 
 def run(

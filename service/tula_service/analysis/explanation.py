@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 from statistics import fmean
 
 from scipy import special
@@ -17,7 +18,7 @@ from tula_service.perfmodel.choice import Choice, Exclusion
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import OBJECTIVES
 from tula_service.perfmodel.points import PointKey
-from tula_service.perfmodel.pricing import SECONDS_PER_HOUR, Estimate, Limits
+from tula_service.perfmodel.pricing import SECONDS_PER_HOUR, Estimate, Limits, usd_per_hour_saved
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire import Configuration
 from tula_wire.format import cluster_name, percent
@@ -66,6 +67,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
         "scaling_rule": rule,
         "candidates": candidates,
         "frontier": [estimate.configuration for estimate in choice.frontier],
+        "menu": _menu(answer),
         "max_local_batch_size": dict(evidence.memory.max_local_batch_size),
         "max_sensible_batch_size": None if answer.efficiency is None else answer.efficiency.max_sensible_batch_size,
         "model": model_report(answer, cross_validated_error),
@@ -84,6 +86,24 @@ def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
         "frontier": [],
         "model": wire.ModelReport(form="none", version=MODEL_VERSION, num_runs=0, num_samples=0, warnings=[reason]),
     }
+
+
+def _menu(answer: Answer) -> list[wire.MenuPoint]:
+    """The points to choose among, each with what an hour saved costs over the next slower one."""
+    menu, priced = answer.choice.menu, job_data.has_prices(answer.spec)
+    chosen = answer.choice.chosen
+    return [
+        wire.MenuPoint(
+            configuration=point.configuration,
+            spot=point.spot,
+            global_batch_size=point.configuration.global_batch_size,
+            total_time_s=estimate_of(point.time_s),
+            cost_usd=estimate_of(point.cost_usd) if priced else None,
+            usd_per_hour_saved=usd_per_hour_saved(point, after) if priced and after is not None else None,
+            recommended=chosen is not None and point.key == chosen.key,
+        )
+        for point, after in zip_longest(menu, menu[1:])
+    ]
 
 
 def candidates_of(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Candidate]:

@@ -10,7 +10,7 @@ from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.memory_model import MemoryModel, predict_peaks
 from tula_service.perfmodel.objectives import OBJECTIVES, Goal, KneeFinding, knee_of
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.pricing import Estimate, Limits, pareto_frontier, price, tie_break
+from tula_service.perfmodel.pricing import Estimate, Limits, menu_of, pareto_frontier, price, tie_break
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire.configurations import Configuration
 
@@ -38,7 +38,8 @@ class Choice:
     `excluded` has every limit that every candidate breaks, of one candidate the decisive one first.
     `within_limits_is_likely` is False when every candidate might break a limit and the one least likely to was taken.
     `best_is_excluded`: deadline or budget exclude what would have been chosen without them. `merit`: what the
-    chosen candidate is the best in, as the end of a sentence.
+    chosen candidate is the best in, as the end of a sentence. `menu` are up to five points of the frontier of what the
+    objective may choose, the chosen one among them, the fastest first.
     """
 
     estimates: tuple[Estimate, ...]
@@ -54,6 +55,7 @@ class Choice:
     least_cost: Estimate | None = None
     balanced: Estimate | None = None
     frontier: tuple[Estimate, ...] = ()
+    menu: tuple[Estimate, ...] = ()
     ineligible: frozenset[Configuration] = frozenset()
 
     @property
@@ -142,6 +144,7 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
     if not allowed:
         return Choice(tuple(estimates), goal, excluded)
     ranked, hard = objective.rank(goal, allowed), _hard(excluded)
+    choosable = [estimate for estimate in allowed if goal.may_choose(estimate.configuration)]
     free = objective.rank(goal, [estimate for estimate in estimates if estimate.key not in hard])
     frontier = pareto_frontier(allowed)
     return Choice(
@@ -158,6 +161,7 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
         least_cost=OBJECTIVES["cost"].rank(goal, allowed)[0],
         balanced=OBJECTIVES["balanced"].rank(goal, allowed)[0],
         frontier=frontier,
+        menu=menu_of(pareto_frontier(choosable), ranked[0]),
     )
 
 

@@ -13,6 +13,7 @@ from tula_wire.configurations import Configuration
 SECONDS_PER_HOUR = 3600.0
 _BYTES_PER_GB = 1e9
 _HOPELESS_EXPONENT = 50.0
+_MENU = 5  # points: more are no menu
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,24 @@ def pareto_frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
         if not frontier or each.cost_usd.mean < frontier[-1].cost_usd.mean:
             frontier.append(each)
     return tuple(frontier)
+
+
+def menu_of(frontier: Sequence[Estimate], chosen: Estimate) -> tuple[Estimate, ...]:
+    """Up to five points to choose among, the fastest first: the ends of the frontier, the chosen one, and then always
+    the point that lies farthest, in the logarithm of time, from those taken."""
+    points = sorted({e.key: e for e in (*frontier, chosen)}.values(), key=lambda e: (e.time_s.mean, tie_break(e)))
+    times = [math.log(max(e.time_s.mean, 1e-300)) for e in points]
+    taken = {0, len(points) - 1, next(row for row, e in enumerate(points) if e.key == chosen.key)}
+    while len(taken) < min(_MENU, len(points)):
+        left = [row for row in range(len(points)) if row not in taken]
+        taken.add(max(left, key=lambda row: (min(abs(times[row] - times[other]) for other in taken), -row)))
+    return tuple(points[row] for row in sorted(taken))
+
+
+def usd_per_hour_saved(faster: Estimate, slower: Estimate) -> float | None:
+    """What each hour that one takes less than the other costs; None where it saves no time, or is no dearer."""
+    saved_s, more = slower.time_s.mean - faster.time_s.mean, faster.cost_usd.mean - slower.cost_usd.mean
+    return more / saved_s * SECONDS_PER_HOUR if saved_s > 0.0 and more > 0.0 else None
 
 
 def tie_break(estimate: Estimate) -> tuple[int, int, str, int, int]:

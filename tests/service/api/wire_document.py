@@ -22,6 +22,7 @@ _EXCHANGE = re.compile(r"```http\n(?P<request>.*?)```(?:\n\n```(?P<kind>json|tex
 _LEFT_OUT = {
     "candidates": "… as chosen",
     "frontier": "… configurations",
+    "menu": "… points of the frontier",
     "plan": "… as run of runs:claim",
     "runs": "… as run of runs:claim",
     "runner_up": "… as chosen",

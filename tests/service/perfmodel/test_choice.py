@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,11 @@ from tula_service.perfmodel.pricing import (
     Offer,
     Spot,
     Training,
+    menu_of,
     pareto_frontier,
     price,
     spot_slowdown,
+    usd_per_hour_saved,
 )
 from tula_wire.enums import Objective
 
@@ -184,6 +187,25 @@ def test_the_frontier_is_exactly_what_nothing_dominates(points):
         assert any(x <= a and y <= b for x, y in kept)
     for i, (a, b) in enumerate(kept):
         assert not any(x <= a and y <= b for j, (x, y) in enumerate(kept) if j != i)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=20), st.data())
+def test_a_menu_has_up_to_five_points_of_the_frontier_its_ends_and_the_chosen_one(points, data):
+    rows = estimates([(1, 25 + row, 0.5) for row in range(len(points))])
+    found = [
+        replace(one, time_s=Interval(a, a, a), cost_usd=Interval(b, b, b))
+        for one, (a, b) in zip(rows, points, strict=True)
+    ]
+    frontier = pareto_frontier(found)
+    chosen = data.draw(st.sampled_from(frontier))
+    menu = menu_of(frontier, chosen)
+    assert len(menu) == min(5, len(frontier))
+    assert {frontier[0].key, frontier[-1].key, chosen.key} <= {e.key for e in menu} <= {e.key for e in frontier}
+    assert [e.time_s.mean for e in menu] == sorted(e.time_s.mean for e in menu)
+    for faster, slower in pairwise(menu):
+        paid = usd_per_hour_saved(faster, slower) * (slower.time_s.mean - faster.time_s.mean) / 3600
+        assert paid == pytest.approx(faster.cost_usd.mean - slower.cost_usd.mean)
 
 
 def test_each_objective_takes_its_best_and_names_the_runner_up():

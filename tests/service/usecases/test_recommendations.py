@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -93,6 +95,25 @@ def test_the_frontier_is_what_no_candidate_beats_in_both(profiled: tuple[Cluster
         )
         assert c.dominated is beaten
         assert (c.configuration in answer.frontier) is not c.dominated
+
+
+@pytest.mark.parametrize("objective", ["balanced", "time", "cost", "knee"])
+def test_the_menu_names_the_recommended_point_and_what_an_hour_saved_costs(
+    profiled: tuple[Cluster, str], objective: str
+) -> None:
+    cluster, job_id = profiled
+    answer = cluster.recommendation(job_id, objective)
+    assert answer.chosen is not None
+    assert [point.configuration for point in answer.menu if point.recommended] == [answer.chosen.configuration]
+    assert 2 <= len(answer.menu) <= 5
+    for faster, slower in pairwise(answer.menu):
+        assert faster.cost_usd is not None
+        assert slower.cost_usd is not None
+        assert faster.usd_per_hour_saved is not None
+        saved_h = (slower.total_time_s.value - faster.total_time_s.value) / 3600
+        more = faster.cost_usd.value - slower.cost_usd.value
+        assert faster.usd_per_hour_saved == pytest.approx(more / saved_h)
+    assert answer.menu[-1].usd_per_hour_saved is None
 
 
 @pytest.mark.parametrize("objective", ["balanced", "time", "cost", "knee"])
