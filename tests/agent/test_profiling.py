@@ -39,7 +39,7 @@ def test_all_ranks_take_the_first_ranks_plan_and_end_at_the_same_step() -> None:
         thread.join(20)
         assert not thread.is_alive()
     assert [rank.plan for rank in ranks] == [PLAN, PLAN]
-    ends = [next(step for step in range(6, 100) if rank.ends(step, 0.1 + 0.001 * (step % 2))) for rank in ranks]
+    ends = [next(step for step in range(6, 100) if rank.ends(step, 0.2 + 0.002 * (step % 2))) for rank in ranks]
     assert ends == [16, 16]  # at the first common step after the first rank has enough
 
 

@@ -92,7 +92,7 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
     evidence = evidence_of(data)
     figures = figures_of(data)
     earlier = earlier_evidence(data, figures)
-    prior = prior_of(earlier, figures, data.spec, evidence.candidates, measured=evidence.observed is not None)
+    prior = prior_of(earlier, figures, data.spec, evidence.candidates, observed=evidence.observed)
     model = fit_step_time(
         evidence.observed,
         form=data.spec.step_time_model,

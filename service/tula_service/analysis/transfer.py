@@ -14,6 +14,7 @@ from tula_service.analysis.job_data import JobData
 from tula_service.domain import RunSummary
 from tula_service.perfmodel.fabric import Buckets, with_fabric
 from tula_service.perfmodel.intervals import LEVEL
+from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.priors import (
     Hardware,
     Lesson,
@@ -111,11 +112,12 @@ def prior_of(
     spec: wire.JobSpec,
     candidates: Sequence[Configuration],
     *,
-    measured: bool,
+    observed: StepTimeObservations | None,
 ) -> Priors:
     """The priors of a job's fit, one for each instance type.
 
-    `measured`: the job has runs. Then a type starts from the generic prior unless earlier jobs ran on its hardware.
+    `observed` are the job's own runs. With some, a type starts from the generic prior unless earlier jobs ran on its
+    hardware, and lessons of other networks count until three of its cluster sizes were measured.
     A probe of the links of a type replaces what is known less well of its collectives; it needs buckets that a run
     timed, or `model.parameters`.
     """
@@ -127,13 +129,15 @@ def prior_of(
     for cluster in spec.cluster:
         name = cluster.instance_type
         batches = [c.local_batch_size for c in candidates if c.instance_type == name]
+        own = None if observed is None else observed.points.take(observed.points.rows_of(name))
         prior = prior_of_type(
             name,
             figures.facts,
             figures.hardware,
             earlier.lessons,
             reference_batch_size=float(max(batches or [c.local_batch_size for c in candidates])),
-            measured=measured,
+            measured=observed is not None,
+            measured_clusters=0 if own is None else len(set(own.world_size.tolist())),
         )
         fabric, buckets = figures.fabrics.get(name), earlier.buckets.get(name) or counted
         if fabric is not None and buckets is not None:

@@ -31,6 +31,7 @@ _LOG_BEND_OF_A_SUM = -3.0
 _UNKNOWN_TFLOPS, _UNKNOWN_GB_PER_S, _UNKNOWN_DEVICE_SD = 20.0, 900.0, 1.0
 _UNKNOWN_GBPS = 10.0
 _BETWEEN_JOBS_SD = 0.25
+_TAUGHT_CLUSTERS = 2
 _LEAST_TAUGHT = 0.05  # of what the generic prior knows: below it, a difference of two roundings would be an estimate
 _WORTH_OF_BETWEEN_SD = 2.0  # that usual spread weighs as much as so many jobs
 _BETWEEN_TYPES_SD, _UNKNOWN_TYPE_SD = 0.5, 1.0
@@ -256,15 +257,17 @@ def prior_of_type(
     *,
     reference_batch_size: float,
     measured: bool,
+    measured_clusters: int = 0,
 ) -> StepTimePrior | None:
     """The prior of a network on the instance type `name`; `hardware` is of every type of the job.
 
     `measured`: the job has runs, which tell its scale better than the scales of other jobs do. Then it is None, so
-    generic, unless earlier jobs ran on this hardware.
+    generic, unless earlier jobs ran on this hardware. `measured_clusters`: how many cluster sizes of this type have
+    runs; beyond two of them the job's own collectives say more than those of other networks, which then do harm.
     """
     if name in lessons.same_network:
         return prior_from_jobs(lessons.same_network[name])
-    related = lessons.other_networks.get(name)
+    related = lessons.other_networks.get(name) if measured_clusters <= _TAUGHT_CLUSTERS else None
     if related is None and measured:
         return None
     guess = prior_from_hardware(facts, hardware[name], reference_batch_size=reference_batch_size)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.configurations import make_configuration
 from tula_service.perfmodel.choice import recommend
 from tula_service.perfmodel.objectives import Goal
-from tula_service.perfmodel.planner import PlanBudget, log_value, plan
+from tula_service.perfmodel.planner import PlanBudget, design, log_value, plan
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.pricing import Limits, Offer, Training
 from tula_service.perfmodel.priors import Priors, generic_prior
@@ -226,6 +226,37 @@ def test_planned_columns_are_three_batches_of_each_cluster_within_the_budget_of_
         assert {32, 256} < {c.local_batch_size for c in done if c.num_nodes == nodes}
     assert len(done) <= 3 * 3
     assert reason
+
+
+def test_a_first_launch_that_told_the_split_fixes_no_other_before_its_result():
+    budget = PlanBudget(max_runs=8, by_column=True)
+    done = [make_configuration(8, 4, batch) for batch in (32, 128, 256)]
+    times = [step_time(c) for c in done]
+    plain = fit_step_time(StepTimeObservations.at(done, times), candidates=GRID)
+    told = fit_step_time(
+        StepTimeObservations.at(done, times, exposed_comm_time_s=[0.1 * t for t in times]), candidates=GRID
+    )
+    goal = replace(GOAL, objective="time")
+    without = plan("adaptive", GRID, plain, goal=goal, budget=budget)
+    assert {run.configuration.num_nodes for run in without.runs} == {1}
+    assert without.runs[0].purpose.startswith("Design")
+    following = plan("adaptive", GRID, told, goal=goal, budget=budget)
+    assert not any(run.purpose.startswith("Design") for run in following.runs)
+
+
+def test_single_runs_include_the_smallest_cluster_after_the_largest():
+    """What lies beyond a cluster that was never measured is predicted worst."""
+    for goal in (GOAL, replace(GOAL, objective="time"), KNEE):
+        nodes = [run.configuration.num_nodes for run in plan("adaptive", GRID, goal=goal).runs]
+        assert nodes[0] == 8
+        assert 1 in nodes
+
+
+def test_a_design_varies_the_micro_steps_of_a_job_that_accumulates():
+    """What comes once a step is told from the rest by several accumulations alone."""
+    candidates = [make_configuration(nodes, 4, 32, steps) for nodes in (1, 2, 4, 8) for steps in (1, 2, 4, 8)]
+    chosen = design(candidates, Priors(), 4)
+    assert len({c.grad_accum_steps for c in chosen}) >= 2
 
 
 def test_a_second_launch_of_a_cluster_counts_as_one():

@@ -17,6 +17,7 @@ from tula_service.perfmodel.points import Points, StepTimeObservations
 from tula_service.perfmodel.priors import (
     UNKNOWN_PRECISION_SD,
     Hardware,
+    Lessons,
     ModelFacts,
     Priors,
     ScaleError,
@@ -25,6 +26,7 @@ from tula_service.perfmodel.priors import (
     prior_from_hardware,
     prior_from_jobs,
     prior_from_other_type,
+    prior_of_type,
     scale_from_jobs,
 )
 from tula_service.perfmodel.step_time_form import log_terms
@@ -291,3 +293,25 @@ def test_jobs_that_inherit_a_network_and_stay_on_one_gpu_do_not_make_the_next_su
     assert first.sd[S_INTER] < 0.6 * a_guess().sd[S_INTER], "the job that measured it taught it"
     assert after.mean[0] + after.mean[S_INTER] == pytest.approx(first.mean[0] + first.mean[S_INTER], abs=0.1)
     assert after.sd[FLOOR] < first.sd[FLOOR], "what they did measure they teach"
+
+
+def test_lessons_of_other_networks_count_until_three_cluster_sizes_were_measured():
+    """Then the job's own collectives say more, and those of other networks do harm."""
+    lessons = Lessons(other_networks={"default": ((learned(S_INTER, -1.0), 1.0),)})
+    facts = ModelFacts(25e6, 4e9, 1e8, 1e8)
+    hardware = {"default": Hardware(peak_tflops=15.0, inter_node_gbps=10.0, memory_gb_per_s=900.0)}
+
+    def prior(measured_clusters):
+        return prior_of_type(
+            "default",
+            facts,
+            hardware,
+            lessons,
+            reference_batch_size=64.0,
+            measured=True,
+            measured_clusters=measured_clusters,
+        )
+
+    assert prior(1) is not None
+    assert prior(2) is not None
+    assert prior(3) is None

@@ -94,7 +94,7 @@ def first_guess(wanted: wire.JobSpec, *earlier: tuple[dict[str, Any], StepTimePr
     known = transfer.EarlierEvidence(Lessons(scales=scales))
     figures = figures_of(JobData(spec=wanted, objective=wanted.objective, data_version=1))
     candidates = [make_configuration(1, 2, 256, 1, "node")]
-    return transfer.prior_of(known, figures, wanted, candidates, measured=False).believed["node"]
+    return transfer.prior_of(known, figures, wanted, candidates, observed=None).believed["node"]
 
 
 def test_an_earlier_job_of_which_less_is_known_corrects_less() -> None:
