@@ -165,6 +165,7 @@ class Candidate(WireModel):
     usd_per_million_tokens: Estimate | None = optional("US dollars per million tokens; null without a price.")
     memory_bytes: Estimate | None = optional("Peak bytes of one rank; null before anything is known of memory.")
     memory_fits: float | None = optional("Probability that it fits in memory.")
+    unproved: bool = Field(False, description="True: no run has taken three steps of its local batch or a larger one.")
     terms: Terms | None = optional("Parts of the step time.")
     spot: bool = Field(False, description="True: cost and time are those of pre-emptible capacity.")
     profiled: bool = Field(False, description="True: it was measured.")

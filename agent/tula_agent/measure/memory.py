@@ -124,6 +124,18 @@ def _open(device: torch.device) -> tuple[Any, Any]:
     return pynvml, pynvml.nvmlDeviceGetHandleByUUID(name if name.startswith("GPU-") else f"GPU-{name}")
 
 
+def allocator_reading(statistics: Mapping[str, Any], retries_before: int = 0) -> dict[str, int]:
+    """Return the peaks and the retries that `torch.cuda.memory_stats` holds, by their names in a `MemoryBreakdown`.
+
+    The retries are those since the first `retries_before`. Each one was a request that found the device full.
+    """
+    return {
+        "peak_bytes": int(statistics.get("allocated_bytes.all.peak", 0)),
+        "reserved_bytes": int(statistics.get("reserved_bytes.all.peak", 0)),
+        "alloc_retries": int(statistics.get("num_alloc_retries", 0)) - retries_before,
+    }
+
+
 class MemoryMonitor:
     """Counts the components at the few moments when each can be distinguished, and predicts the largest local batch.
 
@@ -143,6 +155,8 @@ class MemoryMonitor:
         self._static = 0.0
         self._capacity = 0
         self._logged = False
+        self._retries_before = 0
+        self._retries_reported = False
 
     def before_training(self, models: list[torch.nn.Module], *, first: bool = True) -> None:
         """Count the parameters and, before the first forward pass of the process (`first`), what is resident."""
@@ -176,13 +190,27 @@ class MemoryMonitor:
         memory = self._components(self.device)
         if self.largest_seen:
             self.observe(memory, self.largest_seen, self._buckets)
+        self.report_retries(memory)
         return memory
+
+    def report_retries(self, memory: Mapping[str, Any]) -> None:
+        """Warn once where a batch runs only since the allocator gave cached memory back; `memory` as of `read`."""
+        retries = memory.get("alloc_retries") or 0
+        if retries and not self._retries_reported:
+            self._retries_reported = True
+            logger.warning(
+                "the device was full %d times at a local batch of %d, and the step had to wait until cached memory was "
+                "given back: take a smaller batch, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                retries,
+                self.largest_seen,
+            )
 
     def reset_peak(self) -> None:
         """Forget the peak so far, and give cached memory back: a larger batch follows."""
         if self.device is not None and self.device.type == "cuda":
             torch.cuda.empty_cache()  # noqa: TID251 (a run that only measures, between two of its batches)
             torch.cuda.reset_peak_memory_stats(self.device)
+            self._retries_before = allocator_reading(torch.cuda.memory_stats(self.device))["alloc_retries"]
         else:
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to what is resident now
@@ -195,8 +223,7 @@ class MemoryMonitor:
         }
         outside: int | None = 0
         if device.type == "cuda":
-            found["peak_bytes"] = int(torch.cuda.max_memory_allocated(device))
-            found["reserved_bytes"] = int(torch.cuda.max_memory_reserved(device))
+            found |= allocator_reading(torch.cuda.memory_stats(device), self._retries_before)
             found["context_bytes"] = context_bytes(device)
         else:
             found["method"], found["peak_bytes"] = "peak_rss", resident_bytes(peak=True)

@@ -27,6 +27,8 @@ _MAX_LINE_BYTES = 65_536
 _OF_ANOTHER_RANK = re.compile(r"\[(?:default|rank)0*[1-9]\d*\]:")
 """How torchrun and torch begin a line of a rank other than the first."""
 _TORCHRUN: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
+_ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""What configures PyTorch's caching allocator, the second name from torch 2.9 on."""
 
 
 def of_first_rank(lines: Iterable[str]) -> list[str]:
@@ -180,6 +182,9 @@ def command_environment(
         # torchrun sets this itself, but only if it starts more than one rank on a node. A run of one rank would use
         # every core, and its measurement could not be compared with that of other runs.
         defaults["OMP_NUM_THREADS"] = "1"
+    if not any(name in inherited for name in _ALLOCATOR):
+        # Segments that grow do not fragment, so the largest batch is bounded by what is allocated alone.
+        defaults[_ALLOCATOR[0]] = "expandable_segments:True"
     if "TULA_DISABLED" in inherited:
         defaults["TULA_DISABLED"] = inherited["TULA_DISABLED"]
     return {**defaults, **kept, **variables}

@@ -37,6 +37,7 @@ _SHARD = "data parallelism keeps a whole copy on every rank, so shard the optimi
 _SHARD_ALL = "shard parameters and optimizer state"
 _MORE_SHARDS = "raise cluster.min_nodes, so that more ranks share them, or take a larger device"
 _LEAST_LEFT = 0.1  # of a reading, where what its rank shares is counted too high
+_PROVING_STEPS = 3  # the allocator's blocks are those of every later step from the third on
 _CONTEXT_SD = 0.7  # relative, of the assumed one
 _MOST_RESERVED = 1.2  # over the peak: beyond it, blocks are cached that the allocator gives back where memory is short
 
@@ -205,7 +206,8 @@ class MemoryEvidence:
     """What is known of a rank's memory, by instance type; a type that nothing is known of has no entry.
 
     `models` predict the peak, `max_local_batch_size` is the largest batch that fits, `capacity_bytes` is of one rank.
-    `out_of_memory` are the failed runs that rule out their batch and all above it.
+    `out_of_memory` are the failed runs that rule out their batch and all above it. `held` are the configurations that
+    took three steps or more, each with how often its allocator found the device full. `sharded`: the ranks share state.
     """
 
     models: Mapping[str, MemoryModel]
@@ -213,6 +215,25 @@ class MemoryEvidence:
     capacity_bytes: Mapping[str, float]
     out_of_memory: tuple[RunSummary, ...] = ()
     warnings: tuple[str, ...] = ()
+    held: tuple[tuple[Configuration, int], ...] = ()
+    sharded: bool = False
+
+    def is_proved(self, c: Configuration) -> bool:
+        """True where three steps of this local batch or of a larger one ran on this instance type.
+
+        Where ranks share state (`sharded`), only a run on no more ranks tells.
+        """
+        return any(
+            ran.instance_type == c.instance_type
+            and ran.local_batch_size >= c.local_batch_size
+            and (ran.world_size <= c.world_size or not self.sharded)
+            for ran, _ in self.held
+        )
+
+    def retries(self, c: Configuration) -> int:
+        """How often the device was full when this local batch ran on this instance type."""
+        alike = (c.instance_type, c.local_batch_size)
+        return max((n for ran, n in self.held if (ran.instance_type, ran.local_batch_size) == alike), default=0)
 
     def fit_probability(self, c: Configuration) -> float | None:
         """Probability that a rank's peak fits into its memory; None without a model or a capacity."""
@@ -233,8 +254,8 @@ class MemoryEvidence:
     def why_nothing_fits(self, spec: wire.JobSpec) -> str:
         """That memory leaves no candidate, the reason on each instance type, and the remedy, in a sentence."""
         smallest = spec.batch.min_local_batch_size
-        shared = spec.model.sharding != "none"
-        reasons, remedy = [], f"use a larger instance type, or {'raise cluster.min_nodes' if shared else _SHARD_ALL}"
+        remedy = f"use a larger instance type, or {'raise cluster.min_nodes' if _shares(spec) else _SHARD_ALL}"
+        reasons = []
         needed = {each.instance_type: _counted_bytes(spec.model, _fewest_ranks(each)) for each in spec.cluster}
         if any(needed[name] <= self.capacity_bytes.get(name, math.inf) for name in needed):
             remedy = f"lower min_local_batch_size, {remedy}"
@@ -327,7 +348,8 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
             largest.append(max([fits, *(c.local_batch_size for c, _ in rows)]))  # what ran fits
         if largest:
             bounds[name] = min(largest)
-    return MemoryEvidence(models, bounds, capacities, tuple(failures), tuple(warnings))
+    held = [(c, (s.memory and s.memory.alloc_retries) or 0) for c, s in measured if s.num_samples >= _PROVING_STEPS]
+    return MemoryEvidence(models, bounds, capacities, tuple(failures), tuple(warnings), tuple(held), _shares(spec))
 
 
 def state_beyond_memory(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> str | None:
@@ -350,6 +372,10 @@ def required_fit_probability(spec: wire.JobSpec) -> float:
 def failed_batch(failed: RunSummary) -> int:
     """The local batch that did not fit."""
     return failed.failed_local_batch_size or failed.configuration.local_batch_size
+
+
+def _shares(spec: wire.JobSpec) -> bool:
+    return spec.model.sharding != "none"
 
 
 def _fewest_ranks(cluster: wire.ClusterSpec) -> int:

@@ -123,7 +123,7 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
     evidence, model = answer.evidence, answer.model
     memory = [note for name in sorted(evidence.memory.models) for note in evidence.memory.models[name].notes]
     warnings = [*_warnings(answer.data.spec, evidence), *_unequal_lengths(answer.data.seen_tokens)]
-    warnings += _waits_for_data(answer)
+    warnings += [*_waits_for_data(answer), *_memory_of_chosen(answer)]
     if model.basis == "prior":
         warnings += hardware.guesses_of(answer.data.spec)
     return wire.ModelReport(
@@ -298,6 +298,7 @@ def _candidate(
         usd_per_million_tokens=estimate_of(estimate.cost_usd, millions) if priced and millions else None,
         memory_bytes=None if estimate.peak_bytes is None else estimate_of(estimate.peak_bytes),
         memory_fits=evidence.memory.fit_probability(c),
+        unproved=not evidence.memory.is_proved(c),
         terms=wire.Terms(
             compute_time_s=estimate.terms["compute_s"],
             exposed_comm_time_s=max(0.0, estimate.terms["exposed_comm_s"]),
@@ -423,6 +424,22 @@ def _waits_for_data(answer: Answer) -> list[str]:
         f"{_named(chosen)} waits for data {percent(share, digits=0)} of the time, which no batch size helps: more or "
         f"faster workers of the data loader would save up to {saved}."
     ]
+
+
+def _memory_of_chosen(answer: Answer) -> list[str]:
+    """Say that the chosen local batch has not run, or that it ran on a full device."""
+    chosen, memory = answer.choice.chosen, answer.evidence.memory
+    if chosen is None or not answer.evidence.rows:
+        return []
+    c = chosen.configuration
+    if not memory.is_proved(c):
+        return [f"Unproved: no run has taken three steps of {_named(chosen)} or of a larger local batch; measure it."]
+    if retries := memory.retries(c):
+        return [
+            f"The device was full {retries} times when {_named(chosen)} ran, and its steps waited for memory: take a "
+            "smaller local batch (batch.max_local_batch_size), or run with expandable segments."
+        ]
+    return []
 
 
 def _smaller_batch(choice: Choice, chosen: Estimate) -> str:

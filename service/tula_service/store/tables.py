@@ -192,7 +192,7 @@ memory_readings = sa.Table(
     sa.Column("method", sa.Text, nullable=False),
     sa.Column("peak_bytes", sa.BigInteger, nullable=False),
     *_optional(sa.BigInteger, "parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes"),
-    *_optional(sa.BigInteger, "batch_bytes", "reserved_bytes", "context_bytes", "capacity_bytes"),
+    *_optional(sa.BigInteger, "batch_bytes", "reserved_bytes", "context_bytes", "capacity_bytes", "alloc_retries"),
 )
 
 telemetry_chunks = sa.Table(

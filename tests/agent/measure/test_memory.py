@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tula_agent.measure.estimate import estimate_memory, state_ratios
-from tula_agent.measure.memory import MemoryMonitor, capacity_bytes, resident_bytes
+from tula_agent.measure.memory import MemoryMonitor, allocator_reading, capacity_bytes, resident_bytes
 from tula_wire.memory import assumed_context_bytes, usable_bytes
 
 
@@ -178,3 +178,16 @@ def test_a_depthwise_network_costs_what_its_groups_do_and_recomputes_nothing() -
     first, depthwise, upward = 2 * 16 * 3 * 9 * 64, 2 * 16 * 9 * 64, 2 * 16 * 2 * 4 * 64
     assert estimate.flops_per_sample == 2 * first + 3 * depthwise + 3 * upward, "the input needs no gradient"
     assert not estimate.activation_checkpointing
+
+
+def test_peaks_and_retries_of_the_allocator_are_read_and_a_full_device_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    statistics = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 3}
+    assert allocator_reading(statistics, 1) == {"peak_bytes": 5, "reserved_bytes": 7, "alloc_retries": 2}
+    assert allocator_reading({}) == {"peak_bytes": 0, "reserved_bytes": 0, "alloc_retries": 0}
+    monitor = MemoryMonitor(1)
+    for memory in ({"alloc_retries": 0}, allocator_reading(statistics), allocator_reading(statistics)):
+        monitor.report_retries(memory)
+    (record,) = caplog.records
+    assert "the device was full 3 times" in record.getMessage()

@@ -71,6 +71,20 @@ def test_a_run_of_one_rank_under_torchrun_has_as_many_threads_a_rank_as_the_othe
     assert [environment.get("OMP_NUM_THREADS") for _, environment, _ in bench.started] == [threads, threads]
 
 
+@pytest.mark.parametrize(
+    ("inherited", "configured"),
+    [({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "x"), ({"PYTORCH_ALLOC_CONF": "x"}, None)],
+)
+def test_the_allocator_of_a_launched_command_has_segments_that_grow_unless_the_user_configured_it(
+    tmp_path, inherited, configured
+):
+    service, notes = FakeService([configuration(1, 32)]), Notes()
+    bench = Bench(tmp_path, service, measured(service), notes)
+    bench.runner.inherited.update(inherited)
+    work_through(bench.runner, service.job("job-1"), Template(("train.py",)))
+    assert [environment.get("PYTORCH_CUDA_ALLOC_CONF") for _, environment, _ in bench.started] == [configured]
+
+
 def test_a_command_gets_a_token_for_its_job_that_expires_and_never_the_users(tmp_path):
     """F15: every rank, and whatever it runs, had the token of the user or the administrator."""
     service, notes = FakeService([configuration(1, 32), configuration(2, 32)]), Notes()

@@ -269,3 +269,28 @@ def test_waiting_for_data_is_a_term_and_what_it_costs_is_said() -> None:
     assert "workers of the data loader would save up to" in said
     assert "USD" in said
     assert not any("waits for data" in each for each in explanation.model_report(answer_of(job())).warnings)
+
+
+def test_a_chosen_batch_that_took_no_three_steps_is_unproved_and_one_on_a_full_device_is_named() -> None:
+    cluster = {"min_nodes": 1, "max_nodes": 1, "ranks_per_node": 1}
+    only = job(objective="time", cluster=cluster, batch={"min_local_batch_size": 32, "max_local_batch_size": 32})
+    c = wire.Configuration(num_nodes=1, local_batch_size=32)
+    reading = MemoryReading("cuda_allocator", 10**9, capacity_bytes=8 * 10**9, alloc_retries=3)
+    short, full = (measured(only, c, num_samples=steps, memory=reading) for steps in (2, 20))
+    for data, unproved, said in ((short, True, "Unproved: no run has taken three"), (full, False, "was full 3 times")):
+        fields = explanation.recommendation_fields(answer_of(data), None)
+        chosen, report = fields["chosen"], fields["model"]
+        assert isinstance(chosen, wire.Candidate)
+        assert isinstance(report, wire.ModelReport)
+        assert chosen.unproved is unproved
+        assert any(said in warning for warning in report.warnings)
+
+
+def test_a_larger_batch_proves_a_smaller_one_and_shards_of_more_ranks_do_not_prove_those_of_fewer() -> None:
+    for sharding, proved in (("none", True), ("zero3", False)):
+        data = job(objective="time", model={"name": "net", "sharding": sharding}, cluster={"max_nodes": 4})
+        data = measured(data, wire.Configuration(num_nodes=4, local_batch_size=128))
+        memory = answer_of(data).evidence.memory
+        assert memory.is_proved(wire.Configuration(num_nodes=4, local_batch_size=64))
+        assert not memory.is_proved(wire.Configuration(num_nodes=4, local_batch_size=256))
+        assert memory.is_proved(wire.Configuration(num_nodes=1, local_batch_size=128)) is proved

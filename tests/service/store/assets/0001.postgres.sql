@@ -166,7 +166,8 @@ CREATE TABLE public.memory_readings (
     batch_bytes bigint,
     reserved_bytes bigint,
     context_bytes bigint,
-    capacity_bytes bigint
+    capacity_bytes bigint,
+    alloc_retries bigint
 );
 -- next
 CREATE TABLE public.projects (

@@ -143,6 +143,7 @@ CREATE TABLE memory_readings (
 	reserved_bytes BIGINT, 
 	context_bytes BIGINT, 
 	capacity_bytes BIGINT, 
+	alloc_retries BIGINT, 
 	CONSTRAINT pk_memory_readings PRIMARY KEY (source_key), 
 	CONSTRAINT fk_memory_readings_source_key FOREIGN KEY(source_key) REFERENCES sample_sources ("key") ON DELETE CASCADE
 );
