@@ -264,19 +264,22 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._steps.append((self._last_key, len(self._events)))
         self.step_flops = 0
 
-    def events_with_step_repeated(self) -> list[Allocation]:
-        """Return the events and, once more, those of the last step, which releases what the step before it left.
+    def events_with_step_repeated(self, times: int) -> list[Allocation]:
+        """Return the events and, `times` more, those of the last step, which releases what the step before it left.
 
         A step leaves its gradients to the next one, in the order of the step before.
         """
         (before, _), (began, place) = self._steps[-2:]
         earlier, later = began - before, self._last_key - began
+        step = [event for event in self._events[place:] if event.key not in self._fused]
 
-        def moved(key: int) -> int:
-            return key + (later if key > began else earlier if key > before else 0)
+        def moved(key: int, repeat: int) -> int:
+            if key > began:
+                return key + repeat * later
+            return key + earlier + (repeat - 1) * later if key > before else key
 
-        again = [event for event in self._events[place:] if event.key not in self._fused]
-        return [*self.events(), *(Allocation(moved(key), size) for key, size in again)]
+        again = (Allocation(moved(key, repeat), size) for repeat in range(1, times + 1) for key, size in step)
+        return [*self.events(), *again]
 
     def allocate(self, num_bytes: int) -> int:
         """Record an allocation that no operation makes; returns the key to release it by."""

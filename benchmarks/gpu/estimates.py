@@ -1,11 +1,16 @@
-"""What `estimate_memory` says, without a device, of the peaks that a device's report has.
+"""How well the largest batch of a device is known, from readings and without a run, against a device's report.
 
     python -m benchmarks.gpu.estimates [benchmarks/results/gpu/DEVICE] [--only NAME] [--json FILE]
 
-`ceiling.median` and `ceiling.worst` are the errors of the largest batch, `ceiling.used` the least share of the largest
-that it promises, `ceiling.unsafe` the share of rows whose promise exceeds the largest that ran by more than a
-sixteenth, the step of the search on the device. There one step ran after smaller batches, here three run in a fresh
-process.
+`ceiling.*` are from readings: of a batch and its fourfold, the larger one as near to a quarter of the memory as was
+measured, with what `estimate_memory` counts of parameters, gradients and optimizer, and what it replays of the
+allocator. `ceiling.counted.*` are those of `estimate_memory` alone. `median` and `worst` are the errors of the largest
+batch that is expected to fit; `unsafe` is the share of rows where the one that is promised (with a probability of 95 %,
+or `safe_local_batch_size`) is no smaller than the smallest batch that failed; `used` is the median of promised over
+largest, and `least_used` the least.
+
+The largest batch of the report is known to a sixteenth, the step of its search, and by one step after smaller batches;
+what is expected here is for ten steps of a fresh process.
 
 Each network is counted again by this checkout, at the largest batch that was measured and for the largest that fits;
 the report keeps what was counted when it was measured. Networks of torchvision are left out where it is missing.
@@ -16,22 +21,72 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.networks import networks
-from benchmarks.gpu.store import Results
-from benchmarks.gpu.tables import Trainer
+from benchmarks.gpu.store import Results, Row
+from benchmarks.gpu.tables import BISECTIONS, Trainer
 from benchmarks.support.report import median, print_table, write_json
-from tula_agent import estimate_memory
+from tula_agent import MemoryEstimate, estimate_memory
+from tula_service.perfmodel.memory_model import Beside, MemoryObservations, fit_memory
 
 STORED = Path(__file__).parents[1] / "results" / "gpu" / "nvidia-h100-80gb-hbm3"
-_SEARCH_STEP = 1.0 / 16.0
+_QUARTER, _APART = 0.26, 4
+_RESERVED_SD = 0.1
+_AS_LIKELY_AS_NOT, _SAFETY = 0.5, 0.95
 
 
-def errors(folder: Path, only: str = "") -> dict[str, tuple[float, float]]:
-    """By network and precision: how far the peak at its largest batch, and the largest batch, are off (shares)."""
+@dataclass(frozen=True)
+class Ceiling:
+    """Two batches over the largest that ran: the one that is expected to be the largest, and the one promised.
+
+    `failed` is the smallest batch that failed over the largest that ran.
+    """
+
+    expected: float
+    promised: float
+    failed: float
+
+
+def counted(row: Row, estimate: MemoryEstimate) -> Ceiling:
+    """What `estimate_memory` says without a run."""
+    capacity = row["capacity_bytes"]
+    return _ceiling(row, estimate.largest_local_batch_size(capacity), estimate.safe_local_batch_size(capacity))
+
+
+def read(row: Row, estimate: MemoryEstimate) -> Ceiling:
+    """What the service says once two batches were read."""
+    capacity = row["capacity_bytes"]
+    batches = batches_to_read(row)
+    at = [row["batches"][str(batch)] for batch in batches]
+    static = estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes
+    observed = MemoryObservations(batches, [float(each["peak_bytes"]) for each in at], static_bytes=float(static))
+    context = max(each["context_bytes"] for each in at)
+    model = fit_memory(observed, beside=Beside(context, 0.0, estimate.reserved_ratio(capacity), _RESERVED_SD))
+    return _ceiling(
+        row, *(model.max_local_batch_size(capacity, safety_probability=p) for p in (_AS_LIKELY_AS_NOT, _SAFETY))
+    )
+
+
+def batches_to_read(row: Row) -> list[int]:
+    """A batch and its fourfold, the larger with a peak of at most about a quarter of the memory; else the first two."""
+    batches = sorted(map(int, row["batches"]))
+    small = [b for b in batches if row["batches"][str(b)]["peak_bytes"] <= _QUARTER * row["capacity_bytes"]]
+    larger = max(small[1:], default=batches[1])
+    return [max((b for b in batches if _APART * b <= larger), default=batches[0]), larger]
+
+
+def _ceiling(row: Row, expected: int, promised: int) -> Ceiling:
+    largest = row["largest_measured"]
+    step = max(1, max(map(int, row["batches"])) >> BISECTIONS)
+    return Ceiling(expected / largest, promised / largest, (largest + step) / largest)
+
+
+def errors(folder: Path, only: str = "") -> dict[str, tuple[float, Ceiling, Ceiling]]:
+    """By network and precision: how far the peak at its largest batch is off, and both ceilings."""
     found = {}
     known, cpu = networks(smoke=False), torch.device("cpu")
     for name, row in Results(folder, "tables").rows.items():
@@ -43,9 +98,20 @@ def errors(folder: Path, only: str = "") -> dict[str, tuple[float, float]]:
             estimate = estimate_memory(trainer.model, known[network].batch(2, cpu), trainer.optimizer)
         largest = max(map(int, row["batches"]))
         peak = row["batches"][str(largest)]["peak_bytes"]
-        fits = estimate.largest_local_batch_size(row["capacity_bytes"])
-        found[name] = (estimate.total_bytes(largest) / peak - 1.0, fits / row["largest_measured"] - 1.0)
+        found[name] = (estimate.total_bytes(largest) / peak - 1.0, read(row, estimate), counted(row, estimate))
     return found
+
+
+def figures_of(prefix: str, ceilings: Sequence[Ceiling]) -> dict[str, float]:
+    """The figures that the module's text names, over all rows."""
+    offs, used = [abs(each.expected - 1.0) for each in ceilings], [each.promised for each in ceilings]
+    return {
+        f"{prefix}.median": median(offs),
+        f"{prefix}.worst": max(offs),
+        f"{prefix}.unsafe": sum(each.promised >= each.failed for each in ceilings) / len(ceilings),
+        f"{prefix}.used": median(used),
+        f"{prefix}.least_used": min(used),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,21 +124,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = errors(options.folder, options.only)
     if not found:
         parser.error(f"{options.folder} has no row whose network is known here and that --only names.")
-    offs = [largest for _, largest in found.values()]
-    figures = {
-        "ceiling.median": median(list(map(abs, offs))),
-        "ceiling.worst": max(map(abs, offs)),
-        "ceiling.unsafe": sum(off > _SEARCH_STEP for off in offs) / len(offs),
-        "ceiling.used": 1.0 + min(offs),
-    }
-    rows = [[name, f"{100 * peak:+.1f} %", f"{100 * largest:+.1f} %"] for name, (peak, largest) in found.items()]
-    for label, place in (("median", 0), ("largest", -1)):
-        values = [sorted(abs(each[which]) for each in found.values()) for which in (0, 1)]
-        rows.append([label, *(f"{100 * (median(v) if place == 0 else v[-1]):.1f} %" for v in values)])
-    print_table("estimate_memory against the device", ["network", "peak", "largest batch"], rows)
+    peaks, from_readings, alone = zip(*found.values(), strict=True)
+    off = sorted(map(abs, peaks))
+    figures = {"peak.median": median(off), "peak.worst": off[-1]}
+    figures |= figures_of("ceiling", from_readings) | figures_of("ceiling.counted", alone)
+    rows = [
+        [name, f"{100 * peak:+.1f} %", *(f"{100 * (part - 1.0):+.1f} %" for part in _parts(*both))]
+        for name, (peak, *both) in found.items()
+    ]
+    header = ["network", "peak", "readings: expected", "promised", "no run: expected", "promised"]
+    print_table("against the device", header, rows)
     print("; ".join(f"{name} {value:.3f}" for name, value in figures.items()))
     write_json(options.json, figures)
     return 0
+
+
+def _parts(*ceilings: Ceiling) -> list[float]:
+    return [part for each in ceilings for part in (each.expected, each.promised)]
 
 
 if __name__ == "__main__":

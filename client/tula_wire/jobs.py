@@ -321,6 +321,9 @@ class ModelSpec(WireModel):
     activation_bytes_per_sample: Bytes | None = optional(
         "Bytes of activations that one more example holds at the peak of a step; the service refuses 0."
     )
+    reserved_ratio: Annotated[float, Field(ge=1, le=10)] | None = optional(
+        "What the caching allocator takes from a full device over what is allocated there, as `estimate_memory` says."
+    )
     tokens_per_example: Annotated[float, Field(ge=1, le=1e12)] | None = optional(
         "Tokens of an example, the mean where lengths differ; null: the length that the agent sees."
     )

@@ -52,7 +52,9 @@ def estimate(
     except Exception as error:  # the user's model raises what it likes
         raise typer.BadParameter(f"the model cannot be run on what {factory} returned ({_first_line(error)})") from None
     largest = {f"{device} {size} GiB": found.largest_local_batch_size(size * _GIB) for size in sizes}
-    described = found.model_spec(factory.rpartition(":")[2], _name(optimizer))
+    safe = {f"{device} {size} GiB": found.safe_local_batch_size(size * _GIB) for size in sizes}
+    capacity = float(min(sizes)) * _GIB if sizes else None
+    described = found.model_spec(factory.rpartition(":")[2], _name(optimizer), capacity)
     known = {name: _toml(value) for name, value in described.items() if value is not None}
     if write is not None and before is not None:
         part = write.with_name(f".{write.name}.part")  # the file as a whole, or as it was
@@ -62,6 +64,7 @@ def estimate(
     if as_json:
         facts = {name: value for name, value in vars(found).items() if name != "allocations"}
         plain = {**facts, "total_bytes": found.total_bytes(batch), "largest_local_batch_size": largest}
+        plain["safe_local_batch_size"] = safe
         typer.echo(json.dumps({**plain, "model": described}))
         return
     static, total = format_size(found.total_bytes(0)), format_size(found.total_bytes(batch))

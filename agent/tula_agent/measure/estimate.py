@@ -15,11 +15,13 @@ from torch import nn
 from tula_agent.allocations import Allocation, AllocationModel
 from tula_agent.batches import map_tensors, tensors_in
 from tula_agent.torch_private import AllocationTrace, autocast_dtype, storage_key, tensors_without_data
-from tula_wire.memory import assumed_context_bytes, usable_bytes
+from tula_wire.memory import SURE, room_bytes
 
 _RECOMPUTED = 4.0 / 3.0
 _EXAMPLES = 128
 """With few, the peak lies where the weights are largest, with many where the activations are."""
+_STEPS = 10
+"""Replayed for the largest batch: by then the allocator's blocks have settled, and later steps find the same ones."""
 _NORMALIZES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -31,7 +33,7 @@ class MemoryEstimate:
     keeps, gradients of activations and, with `activation_checkpointing` (some of the forward pass is recomputed), what
     is computed again. `fixed_activation_bytes` is the part that does not grow with the batch. Scratch space of kernels
     is not included: calibrate against one measured run where it matters. The FLOPs include the recomputation.
-    `allocations` is what a process allocates in its first three steps, in order; None where that order depends on the
+    `allocations` is what a process allocates in its first ten steps, in order; None where that order depends on the
     batch.
     `precision` is as in a job specification: that of autocast where it was on, else that of most parameters.
     """
@@ -55,12 +57,24 @@ class MemoryEstimate:
         return static + local_batch_size * (self.activation_bytes_per_sample + self.batch_bytes_per_sample)
 
     def largest_local_batch_size(self, capacity_bytes: float) -> int:
-        """Return the largest batch of which three steps fit into a device; 0 when not even one example does.
+        """Return the largest batch of which ten steps are expected to fit; 0 when not even one example does.
 
         By a replay of PyTorch's caching allocator, which takes more from the device than is allocated, in what is left
         beside the context; where the model allocates in another order at another batch, by the bytes alone.
         """
-        room = usable_bytes(capacity_bytes) - assumed_context_bytes(capacity_bytes)
+        return self._largest_within(room_bytes(capacity_bytes))
+
+    def safe_local_batch_size(self, capacity_bytes: float) -> int:
+        """Return a batch that fits even where kernels need work space, which no count sees; 0 where none does."""
+        return self._largest_within(SURE * room_bytes(capacity_bytes))
+
+    def reserved_ratio(self, capacity_bytes: float) -> float:
+        """Return the bytes that the allocator takes from a full device over those that are allocated, at least 1."""
+        room = room_bytes(capacity_bytes)
+        largest = self.largest_local_batch_size(capacity_bytes)
+        return max(1.0, room / self.total_bytes(largest)) if largest else 1.0
+
+    def _largest_within(self, room: float) -> int:
         per_sample, allocations = self.activation_bytes_per_sample + self.batch_bytes_per_sample, self.allocations
         if not per_sample:
             return 0
@@ -69,8 +83,10 @@ class MemoryEstimate:
         batches = range(1, math.floor(room / per_sample) + 2)
         return bisect_left(batches, True, key=lambda batch: not allocations.fits(batch, room))
 
-    def model_spec(self, name: str, optimizer: str = "momentum") -> dict[str, Any]:
-        """The `model` of a job specification (`POST /v1/jobs`) for a cold start."""
+    def model_spec(
+        self, name: str, optimizer: str = "momentum", capacity_bytes: float | None = None
+    ) -> dict[str, Any]:
+        """The `model` of a job specification (`POST /v1/jobs`) for a cold start, on devices of this capacity."""
         return {
             "name": name,
             "parameters": self.parameters,
@@ -78,6 +94,7 @@ class MemoryEstimate:
             "flops_per_sample": self.flops_per_sample / (_RECOMPUTED if self.activation_checkpointing else 1.0),
             "precision": self.precision,
             "activation_bytes_per_sample": self.activation_bytes_per_sample or None,
+            "reserved_ratio": None if capacity_bytes is None else round(self.reserved_ratio(capacity_bytes), 3),
             "activation_checkpointing": self.activation_checkpointing,
             "optimizer": optimizer,
             "batch_normalization": self.batch_normalization,
@@ -196,7 +213,7 @@ class _DryRun:
 
 
 def _dry_run(model: torch.nn.Module, sample: Any, times: int, state_ratios: Sequence[float]) -> _DryRun:
-    """Run two steps at `times` the sample's batch, the second of which counts twice; the first makes optimizer state.
+    """Run two steps at `times` the sample's batch, the second of which is repeated; the first makes optimizer state.
 
     `state_ratios`: see the function of that name.
     """
@@ -228,7 +245,7 @@ def _dry_run(model: torch.nn.Module, sample: Any, times: int, state_ratios: Sequ
             inputs,
             state_ratios,
         )
-        return _DryRun(trace.peak(), trace.step_flops, bool(step.recomputed), trace.events_with_step_repeated())
+        return _DryRun(trace.peak(), trace.step_flops, bool(step.recomputed), trace.events_with_step_repeated(_STEPS - 2))
 
 
 def _take_steps(

@@ -1,8 +1,10 @@
 """Peak memory of a rank by component (equation 3), and the largest local batch that is safe to run.
 
-    M(b) = M_static + k b        M_static: parameters, gradients, optimizer state; k: activations and batch
+    M(b) = max(M_static + k b, M_2 + k_2 b)
 
-A weighted line through what was read and what was counted. `tula_wire.memory` has the formula that the agent evaluates.
+M_static: parameters, gradients, optimizer state; k: activations and batch. A peak is the largest of several moments of
+a step, each with a line of its own: the first is a weighted line through what was read and what was counted, the
+second that through the two largest readings, where these rise faster. `tula_wire.memory` has the formula that the agent evaluates.
 """
 
 from __future__ import annotations
@@ -76,17 +78,22 @@ class Beside:
     """What the device holds beside the peak that was read: readings and the line are without it, predictions with it.
 
     `context_bytes` are the context and communicators, with their standard deviation. `reserved` is what the allocator
-    takes from the device over what is allocated: it counts where a batch must fit, and in no prediction.
+    takes from a full device over what is allocated, with the standard deviation of its logarithm: it counts where a
+    batch must fit, and in no prediction.
     """
 
     context_bytes: float = 0.0
     context_sd_bytes: float = 0.0
     reserved: float = 1.0
+    reserved_sd: float = 0.0
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """A fitted line of bytes; `notes` name what the data leave open. `covariance` is that of (static, per example)."""
+    """Fitted lines of bytes; `notes` name what the data leave open.
+
+    `covariance` is that of (static, per example); `upper` is the second line, (bytes, bytes per example).
+    """
 
     notes: tuple[str, ...]
     failed_from: float
@@ -95,6 +102,7 @@ class MemoryModel:
     covariance: FloatArray = field(repr=False)
     shards: Shards = Shards()
     beside: Beside = Beside()
+    upper: tuple[float, float] = (0.0, 0.0)
 
     def predict(self, local_batch_size: float) -> Interval:
         """Peak bytes on the device at a local batch, what is beside the allocator included."""
@@ -109,7 +117,8 @@ class MemoryModel:
             return 0.0
         allocated, sd = self._allocated(local_batch_size)
         needed = allocated * self.beside.reserved + self.beside.context_bytes
-        return float(special.ndtr(needed / sd * math.log(usable_bytes(capacity_bytes) / needed)))
+        log_sd = math.hypot(sd / needed, self.beside.reserved_sd)
+        return float(special.ndtr(math.log(usable_bytes(capacity_bytes) / needed) / log_sd))
 
     def max_local_batch_size(self, capacity_bytes: float, *, safety_probability: float = 0.95) -> int:
         """Largest local batch that fits with at least this probability, 0 when not even one example does.
@@ -120,9 +129,10 @@ class MemoryModel:
         return bisect_left(batches, True, key=lambda b: self.fits(b, capacity_bytes) < safety_probability)
 
     def _allocated(self, local_batch_size: float) -> tuple[float, float]:
-        """Bytes by the line, and the standard deviation of the peak, the context's included."""
+        """Bytes by the higher line, and the standard deviation of the peak, the context's included."""
         row = np.array([1.0, local_batch_size])
-        allocated = max(self.static_bytes + self.bytes_per_sample * local_batch_size, 1.0)
+        lines = (self.static_bytes, self.bytes_per_sample), self.upper
+        allocated = max(1.0, *(static + each * local_batch_size for static, each in lines))
         variance = row @ self.covariance @ row + (_PREDICTION_SD * allocated) ** 2
         return allocated, math.sqrt(variance + self.beside.context_sd_bytes**2)
 
@@ -164,6 +174,7 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
         room = max((usable_bytes(observed.capacity_bytes) - beside.context_bytes) / beside.reserved, 1.0)
         if line @ (1.0, failed_from) < room:
             line, covariance = _weighted_line([*rows, (1.0, failed_from, room, _READING_SD * room)])
+    upper = _upper_line(batches, peaks)
     ascending = peaks[np.lexsort((peaks, batches))]
     if bool((np.diff(ascending) < -_FALL * ascending[:-1]).any()):
         notes.append("Memory fell while the batch grew: a reading may stem from a run that ran out of memory.")
@@ -174,7 +185,22 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
         )
     if batches.size and np.unique(batches).size == 1 and counted is None and static is None:
         notes.append("Memory was read at one batch only: how it grows with the batch rests on the prior.")
-    return MemoryModel(tuple(notes), float(failed_from), float(line[0]), float(line[1]), covariance, shards, beside)
+    return MemoryModel(tuple(notes), float(failed_from), float(line[0]), float(line[1]), covariance, shards, beside, upper)
+
+
+def _upper_line(batches: FloatArray, peaks: FloatArray) -> tuple[float, float]:
+    """(bytes, bytes per example) through the largest batch and the next one of at most half its size.
+
+    (0, 0) unless a third batch, smaller still, shows that the peak bends upwards.
+    """
+    read = {batch: float(np.median(peaks[batches == batch])) for batch in np.unique(batches).tolist()}
+    halves = [batch for batch in read if 2.0 * batch <= max(read)]
+    if len(halves) < 2:
+        return 0.0, 0.0
+    largest, middle, smallest = max(read), max(halves), min(halves)
+    slope = (read[largest] - read[middle]) / (largest - middle)
+    before = (read[middle] - read[smallest]) / (middle - smallest)
+    return (read[largest] - slope * largest, slope) if slope > before else (0.0, 0.0)
 
 
 def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[FloatArray, FloatArray]:
