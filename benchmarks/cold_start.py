@@ -9,6 +9,8 @@ prior, with and without histories drawn at random (the same in every run) from o
 `cold.<precision>.<here>.<elsewhere>.median` and `.p90` of the factor by which the guess is off, less 1 (0.5: half as
 long again, or by a third too short), and `.coverage` of its 90 % intervals. `.without` is the median factor of the same
 targets from hardware figures alone. A history that no row has is left out.
+`cold.all.median` and `.p90` are of every batch in FILE, without history, `cold.small.*` of batches up to 32; all other
+figures are of the largest batch of each network.
 `cold.mixed.0.0.median` and `.p90` are of the mixed-precision rows of FILE without history; without FILE, of timm's 765
 on one RTX 3090, which the product's numbers were fitted to.
 """
@@ -45,6 +47,7 @@ MIXED = ("mixed", "fp16", "bf16")
 SEED = 7
 HISTORIES = ((0, 0), (0, 1), (0, 5), (1, 0), (2, 0), (3, 0), (3, 5))  # jobs on the same GPU, on others
 _NORMAL_90 = 1.645
+_SMALL_BATCH = 32.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Timing:
     gpu: str
     network: str
     precision: str
+    batch: float
     guess: StepTimePrior
     log_ratio: float
 
@@ -83,11 +87,36 @@ def read(path: Path) -> list[Timing]:
             flops_per_sample=3.0 * float(row["flops_per_sample"]),
             precision=precision,
             activation_bytes_per_sample=kept or None,
+            operations_per_step=int(row.get("operations_per_step") or 0) or None,
+            activation_checkpointing=row.get("activation_checkpointing") == "1",
         )
-        guess = prior_from_hardware(facts_of(model), hardware, reference_batch_size=float(row["local_batch_size"]))
+        batch = float(row["local_batch_size"])
+        guess = prior_from_hardware(facts_of(model), hardware, reference_batch_size=batch)
         log_ratio = math.log(float(row["step_time_s"])) - log_step_s(guess)
-        found.append(Timing(row["source"], row["gpu"], row["network"], row["precision"], guess, log_ratio))
+        found.append(Timing(row["source"], row["gpu"], row["network"], row["precision"], batch, guess, log_ratio))
     return found
+
+
+def of_largest_batch(timings: Sequence[Timing]) -> list[Timing]:
+    """The row of the largest batch of each network and precision on a device, in order."""
+    largest: dict[tuple[str, ...], float] = {}
+    for each in timings:
+        largest[_of(each)] = max(each.batch, largest.get(_of(each), 0.0))
+    return [each for each in timings if each.batch == largest[_of(each)]]
+
+
+def _of(timing: Timing) -> tuple[str, ...]:
+    return timing.source, timing.gpu, timing.network, timing.precision
+
+
+def every_batch(timings: Sequence[Timing]) -> dict[str, float]:
+    """Errors without history over all batches, and over the small ones."""
+    figures: dict[str, float] = {}
+    for name, most in (("all", math.inf), ("small", _SMALL_BATCH)):
+        factors = [math.exp(abs(each.log_ratio)) - 1.0 for each in timings if each.batch <= most]
+        if factors:
+            figures |= {f"cold.{name}.median": median(factors), f"cold.{name}.p90": percentile(factors, 0.9)}
+    return figures
 
 
 def log_step_s(guess: StepTimePrior) -> float:
@@ -166,7 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     timings = [each for each in timings if not options.only or each.source in options.only]
     if not timings:
         parser.error("no row is left; check --steps and --only.")
-    figures = mixed(families)
+    figures = mixed(of_largest_batch(families)) | every_batch(timings)
+    timings = of_largest_batch(timings)
     rows = []
     for same in (True, False):
         for num_same_gpu, num_other_gpu in HISTORIES:
@@ -188,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     header = ["precision", "jobs here", "elsewhere", "cases", "median", "p90", "without", "coverage"]
     print_table("first guess of a step time: off by a factor of", header, rows)
-    for key in (key for key in figures if key.startswith("cold.mixed.0.0.")):
+    for key in (key for key in figures if key.startswith(("cold.mixed.0.0.", "cold.all.", "cold.small."))):
         print(f"{key}: x {1.0 + figures[key]:.2f}")
     write_json(options.json, figures)
     return 0

@@ -217,9 +217,10 @@ def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
 class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, records what operations allocate and release, tensors without data included, as a CUDA device would.
 
-    `own`: tensors that exist already, which are not recorded. `step_flops`: of the operations since `begin_step`, by
-    torch's own formulas or those of `formulas`; `FlopCounterMode` would keep the tensors. torch's own trackers
-    (`torch.distributed._tools`) are private.
+    `own`: tensors that exist already, which are not recorded. `step_operations`: how many operations since `begin_step`
+    start a kernel, since they make a tensor or write to one. `step_flops`: of these, by torch's own formulas or those
+    of `formulas`; `FlopCounterMode` would keep the tensors. `largest_convolution`: the most elements of a tensor that a
+    convolution reads or makes. torch's own trackers (`torch.distributed._tools`) are private.
 
     On a CPU, autocast copies half-precision logits to float32 for `log_softmax`, and its gradient back; CUDA's kernels
     read and write half precision themselves, so those copies are not recorded.
@@ -227,7 +228,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, own: Iterable[torch.Tensor], formulas: Mapping[Any, Callable[..., int]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.step_flops = 0
+        self.step_flops = self.step_operations = self.largest_convolution = 0
         self._formulas = {**flop_registry, **formulas}
         self._events: list[Allocation] = []
         self._steps: list[tuple[int, int]] = []  # (last key, number of events) as each step began
@@ -262,7 +263,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin_step(self) -> None:
         """Mark that a training step begins."""
         self._steps.append((self._last_key, len(self._events)))
-        self.step_flops = 0
+        self.step_flops = self.step_operations = 0
 
     def events_with_step_repeated(self, times: int) -> list[Allocation]:
         """Return the events and, `times` more, those of the last step, which releases what the step before it left.
@@ -305,12 +306,17 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._fuse(last, made)
         if (formula := self._formulas.get(func.overloadpacket)) is not None:
             self.step_flops += formula(*args, **(kwargs or {}), out_val=made)
+        if func.overloadpacket in _CONVOLUTIONS:
+            sizes = (each.numel() for each in tree_leaves((args, made)) if isinstance(each, torch.Tensor))
+            self.largest_convolution = max(self.largest_convolution, *sizes)
+        before = self._last_key
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor) and (memory := storage_key(tensor)) not in self._keys:
                 self._keys[memory] = self._allocate(tensor.untyped_storage().nbytes())
                 weakref.finalize(tensor.untyped_storage(), self._free, memory)
                 if _may_be_fused(func, args, tensor):
                     self._last_made = tensor
+        self.step_operations += self._last_key > before or func._schema.is_mutable
         return made
 
     def _fuse(self, last: torch.Tensor, made: torch.Tensor) -> None:
@@ -334,6 +340,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.release(self._keys.pop(memory))
 
 
+_CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 _READS_HALVES = (torch.ops.aten._log_softmax.default, torch.ops.aten._to_copy.default)
 
 

@@ -34,9 +34,9 @@ FIRST_BATCH, SMOKE_BATCHES, BISECTIONS, MEASURED_S = 8, 2, 4, 0.3
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 STEP_COLUMNS = (
     "source", "gpu", "network", "precision", "local_batch_size", "step_time_s", "parameters", "flops_per_sample",
-    "activation_elements_per_sample",
+    "activation_elements_per_sample", "operations_per_step", "activation_checkpointing",
 )  # fmt: skip
-"""Those of tests/data/single_device.csv, for `python -m benchmarks.cold_start --steps FILE`."""
+"""Those of tests/data/single_device.csv and two more, for `python -m benchmarks.cold_start --steps FILE`."""
 MEMORY_COLUMNS = (
     "workload", "source", "gpu", "model", "precision", "local_batch_size", "memory_bytes", "analytic_bytes",
 )  # fmt: skip
@@ -184,6 +184,8 @@ def measure_network(network: Network, precision: str, device: torch.device, ends
     row: Row = {
         "parameters": estimate.parameters,
         "flops_per_sample": estimate.flops_per_sample / 3.0,  # of one forward pass, as the table has them
+        "operations_per_step": estimate.operations_per_step,
+        "activation_checkpointing": estimate.activation_checkpointing,
         "capacity_bytes": capacity,
         "largest_from_estimate": estimate.largest_local_batch_size(capacity),
         "largest_from_two": None,
@@ -197,7 +199,9 @@ def measure_network(network: Network, precision: str, device: torch.device, ends
     while time.monotonic() < ends:
         read = trainer.attempt(measure, size)
         if read is None:
-            row["largest_measured"] = _bisect(trainer.fits, size // 2 if row["batches"] else 0, size, ends)
+            del trainer, monitor, measure  # their blocks would be in the way of a fresh start
+            fits = partial(fits_afresh, network, precision, device)
+            row["largest_measured"] = _bisect(fits, size // 2 if row["batches"] else 0, size, ends)
             row["complete"] = True
             break
         row["batches"][str(size)] = read | {"estimated_bytes": estimate.total_bytes(size)}
@@ -208,6 +212,12 @@ def measure_network(network: Network, precision: str, device: torch.device, ends
             break
         size *= 2
     return row
+
+
+def fits_afresh(network: Network, precision: str, device: torch.device, size: int) -> bool:
+    """True when a training that begins with an empty allocator takes three steps with `size` examples."""
+    free_memory(device)
+    return Trainer(network, precision, device).fits(size)
 
 
 def _bisect(fits: Callable[[int], bool], fitted: int, failed: int, ends: float) -> int:
@@ -247,19 +257,19 @@ def write_tables(results: Results, folder: Path) -> None:
             continue
         network, precision = name.split()
         about = {"source": "tula", "gpu": gpu, "precision": PRECISIONS[precision]}
-        largest = max(row["batches"], key=int)
-        step = {"network": network, "local_batch_size": largest, "step_time_s": row["batches"][largest]["step_time_s"]}
-        step |= {key: row[key] for key in ("parameters", "flops_per_sample")}
+        facts = ("parameters", "flops_per_sample", "operations_per_step")
+        step = {"network": network} | {key: row.get(key) for key in facts}
+        step["activation_checkpointing"] = int(row.get("activation_checkpointing", False))
         if len(row["batches"]) > 1:
             smallest, second = sorted(row["batches"], key=int)[:2]
             grows = row["batches"][second]["estimated_bytes"] - row["batches"][smallest]["estimated_bytes"]
             outputs = grows / (int(second) - int(smallest)) / KEPT_BYTES[precision]
             step["activation_elements_per_sample"] = round(outputs)
-        steps.append(about | step)
         for size, read in row["batches"].items():
             bytes_read = {"memory_bytes": read["peak_bytes"], "analytic_bytes": read["estimated_bytes"]}
             at = about | {"workload": name.replace(" ", "-"), "model": network, "local_batch_size": size}
             memory.append(at | bytes_read)
+            steps.append(about | step | {"local_batch_size": size, "step_time_s": read["step_time_s"]})
             del at["precision"]
             grid.append(at | ONE_DEVICE | {"global_batch_size": size, "step_time_s": read["step_time_s"]})
     _write_csv(folder / "gpu_steps.csv", STEP_COLUMNS, steps)

@@ -321,6 +321,12 @@ class ModelSpec(WireModel):
     activation_bytes_per_sample: Bytes | None = optional(
         "Bytes of activations that one more example holds at the peak of a step; the service refuses 0."
     )
+    operations_per_step: Annotated[int, Field(ge=1, le=2**31)] | None = optional(
+        "Operations of a forward and backward pass that start a kernel, for the step time of small batches."
+    )
+    convolution_elements_per_sample: Annotated[int, Field(ge=1, le=2**50)] | None = optional(
+        "Most elements of an example in the input or output of a convolution; null: without one, or unknown."
+    )
     reserved_ratio: Annotated[float, Field(ge=1, le=10)] | None = optional(
         "What the caching allocator takes from a full device over what is allocated there, as `estimate_memory` says."
     )

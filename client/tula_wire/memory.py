@@ -79,15 +79,18 @@ def bytes_per_sample(growing_bytes: Mapping[int, float]) -> float | None:
     return slope if slope > 0.0 else None
 
 
-def largest_local_batch_size(capacity_bytes: float, static: float, growing_bytes: Mapping[int, float]) -> int | None:
-    """The largest batch of which the allocator's blocks fit into the usable capacity, at least the largest that ran.
+def largest_local_batch_size(
+    capacity_bytes: float, static: float, growing_bytes: Mapping[int, float], reserved_ratio: float = 1.0
+) -> int | None:
+    """The largest batch with M(b) times `reserved_ratio` within the usable capacity, at least the largest that ran.
 
-    `static` is M_static with the context; `growing_bytes` are measured peaks without it, by local batch size. None
-    where `bytes_per_sample` is None.
+    `static` is M_static with the context; `growing_bytes` are measured peaks without it, by local batch size;
+    `reserved_ratio` is what an allocator takes from a full device over what is allocated. None where `bytes_per_sample`
+    is None.
     """
     slope = bytes_per_sample(growing_bytes)
     if slope is None:
         return None
     measured = max(growing_bytes)
-    room = usable_bytes(capacity_bytes) / RESERVED_RATIO - static - growing_bytes[measured]
+    room = usable_bytes(capacity_bytes) / reserved_ratio - static - growing_bytes[measured]
     return max(measured, measured + math.floor(room / slope))

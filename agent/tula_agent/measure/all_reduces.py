@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tula_agent.measure.launches import launch_time_s
+
 _SMALLEST_BYTES, _GROWTH = 2**10, 4
 _LARGEST_BYTES = {"nccl": 2**28, "gloo": 2**26}
 _LEAST_REPEATS, _MOST_REPEATS, _WARM_UP = 3, 20, 2
@@ -46,6 +48,7 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
             "backend": _backend(every, device),
             "num_nodes": len(ranks),
             "ranks_per_node": per_node,
+            "launch_time_s": _mean(every, device, [launch_time_s(device)])[0],
             "all_ranks": _readings(every, device, budget_s),
         }
         if apart:

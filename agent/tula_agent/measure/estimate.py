@@ -35,6 +35,9 @@ class MemoryEstimate:
     is not included: calibrate against one measured run where it matters. The FLOPs include the recomputation.
     `allocations` is what a process allocates in its first ten steps, in order; None where that order depends on the
     batch.
+    `operations_per_step` is how many operations of forward and backward pass start a kernel, and
+    `convolution_elements_per_sample` the most elements of an example in a convolution's input or output, None without
+    one.
     `precision` is as in a job specification: that of autocast where it was on, else that of most parameters.
     """
 
@@ -49,6 +52,8 @@ class MemoryEstimate:
     activation_checkpointing: bool = False
     precision: str = "fp32"
     batch_normalization: bool = False
+    operations_per_step: int | None = None
+    convolution_elements_per_sample: int | None = None
     allocations: AllocationModel | None = field(default=None, repr=False, compare=False)
 
     def total_bytes(self, local_batch_size: int) -> int:
@@ -83,9 +88,7 @@ class MemoryEstimate:
         batches = range(1, math.floor(room / per_sample) + 2)
         return bisect_left(batches, True, key=lambda batch: not allocations.fits(batch, room))
 
-    def model_spec(
-        self, name: str, optimizer: str = "momentum", capacity_bytes: float | None = None
-    ) -> dict[str, Any]:
+    def model_spec(self, name: str, optimizer: str = "momentum", capacity_bytes: float | None = None) -> dict[str, Any]:
         """The `model` of a job specification (`POST /v1/jobs`) for a cold start, on devices of this capacity."""
         return {
             "name": name,
@@ -96,6 +99,8 @@ class MemoryEstimate:
             "activation_bytes_per_sample": self.activation_bytes_per_sample or None,
             "reserved_ratio": None if capacity_bytes is None else round(self.reserved_ratio(capacity_bytes), 3),
             "activation_checkpointing": self.activation_checkpointing,
+            "operations_per_step": self.operations_per_step,
+            "convolution_elements_per_sample": self.convolution_elements_per_sample,
             "optimizer": optimizer,
             "batch_normalization": self.batch_normalization,
         }
@@ -134,6 +139,9 @@ def estimate_memory(
         activation_checkpointing=twice.recomputes,
         precision=_precision_of(model),
         batch_normalization=any(isinstance(each, _NORMALIZES_BATCHES) for each in model.modules()),
+        operations_per_step=twice.operations,
+        convolution_elements_per_sample=(twice.convolution_elements - once.convolution_elements) // (times * size)
+        or None,
         allocations=_allocation_model(times * size, once, twice),
     )
 
@@ -203,11 +211,14 @@ class _Step(nn.Module):
 class _DryRun:
     """What some steps would take: `peak_bytes` without parameters, buffers, inputs and gradients of parameters.
 
-    `flops` of one forward and backward pass. `recomputes`: modules ran again within the backward pass.
+    `flops` and `operations` of one forward and backward pass; `convolution_elements`: the most in a convolution's input
+    or output. `recomputes`: modules ran again within the backward pass.
     """
 
     peak_bytes: int
     flops: int
+    operations: int
+    convolution_elements: int
     recomputes: bool
     allocations: list[Allocation]
 
@@ -245,7 +256,14 @@ def _dry_run(model: torch.nn.Module, sample: Any, times: int, state_ratios: Sequ
             inputs,
             state_ratios,
         )
-        return _DryRun(trace.peak(), trace.step_flops, bool(step.recomputed), trace.events_with_step_repeated(_STEPS - 2))
+        return _DryRun(
+            peak_bytes=trace.peak(),
+            flops=trace.step_flops,
+            operations=trace.step_operations,
+            convolution_elements=trace.largest_convolution,
+            recomputes=bool(step.recomputed),
+            allocations=trace.events_with_step_repeated(_STEPS - 2),
+        )
 
 
 def _take_steps(

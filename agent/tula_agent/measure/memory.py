@@ -17,7 +17,7 @@ import torch
 from tula_agent.batches import batch_bytes
 from tula_agent.guard import logger
 from tula_agent.torch_private import ddp_models, local_part, nvml_device_index
-from tula_wire.memory import largest_local_batch_size, static_bytes
+from tula_wire.memory import RESERVED_RATIO, largest_local_batch_size, static_bytes
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -154,6 +154,7 @@ class MemoryMonitor:
         self._growing: dict[int, float] = {}  # by local batch size, bytes beyond everything that is counted
         self._static = 0.0
         self._capacity = 0
+        self._reserved_ratio = 1.0
         self._logged = False
         self._retries_before = 0
         self._retries_reported = False
@@ -242,6 +243,7 @@ class MemoryMonitor:
         if not {"activation_bytes", "gradient_bytes", "capacity_bytes"} <= memory.keys():
             return
         self._capacity = memory["capacity_bytes"]
+        self._reserved_ratio = RESERVED_RATIO if "reserved_bytes" in memory else 1.0
         self._static = static_bytes(
             *(memory.get(f"{part}_bytes") for part in ("parameter", "gradient", "optimizer")),
             context_bytes=memory.get("context_bytes"),
@@ -252,7 +254,7 @@ class MemoryMonitor:
 
     def largest_local_batch_size(self) -> int | None:
         """The largest batch that should fit, at least the largest that did; None while too little is known."""
-        answer = largest_local_batch_size(self._capacity, self._static, self._growing)
+        answer = largest_local_batch_size(self._capacity, self._static, self._growing, self._reserved_ratio)
         if answer is not None and not self._logged:
             self._logged = True
             logger.info("batches of up to %d examples per rank should fit into memory", answer)

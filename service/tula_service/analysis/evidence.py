@@ -37,6 +37,7 @@ _SHARD = "data parallelism keeps a whole copy on every rank, so shard the optimi
 _SHARD_ALL = "shard parameters and optimizer state"
 _MORE_SHARDS = "raise cluster.min_nodes, so that more ranks share them, or take a larger device"
 _LEAST_LEFT = 0.1  # of a reading, where what its rank shares is counted too high
+_TELLING_SHARE = 0.125  # of the device: readings below it say little of a batch that fills it
 _PROVING_STEPS = 3  # the allocator's blocks are those of every later step from the third on
 _CONTEXT_SD = 0.7  # relative, of the assumed one
 _RESERVED_SD = 0.1  # of the log of what the allocator takes over its peak, by 13 rows on an H100
@@ -348,8 +349,25 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
             largest.append(max([fits, *(c.local_batch_size for c, _ in rows)]))  # what ran fits
         if largest:
             bounds[name] = min(largest)
+        warnings += _unsure(name, usable, capacity, bounds.get(name))
     held = [(c, (s.memory and s.memory.alloc_retries) or 0) for c, s in measured if s.num_samples >= _PROVING_STEPS]
     return MemoryEvidence(models, bounds, capacities, tuple(failures), tuple(warnings), tuple(held), _shares(spec))
+
+
+def _unsure(
+    name: str, usable: Sequence[tuple[Configuration, MemoryReading]], capacity: float | None, bound: int | None
+) -> list[str]:
+    """Say that no reading is near enough to the largest batch to show how memory grows there."""
+    if capacity is None or bound is None or not usable:
+        return []
+    c, reading = max(usable, key=lambda each: each[0].local_batch_size)
+    if reading.peak_bytes >= _TELLING_SHARE * capacity or bound < c.local_batch_size / _TELLING_SHARE:
+        return []
+    return [
+        f"Memory of {name} is unsure: {c.local_batch_size} examples, the most that ran, took "
+        f"{100.0 * reading.peak_bytes / capacity:.0f} % of the device, and larger batches may take more an example: "
+        "measure one that takes about a quarter."
+    ]
 
 
 def state_beyond_memory(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> str | None:

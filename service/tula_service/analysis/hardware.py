@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import tula_wire as wire
@@ -55,11 +55,14 @@ class Figures:
 def figures_of(data: JobData) -> Figures:
     """The figures of a job and of the earlier jobs that it may learn from."""
     spec = data.spec
-    fabrics = {cluster.instance_type: fabric_of(data.probes, cluster) for cluster in spec.cluster}
+    probed = {cluster.instance_type: fabric_of(data.probes, cluster) for cluster in spec.cluster}
+    fabrics = {name: fabric for name, fabric in probed.items() if fabric is not None}
+    hardware = {cluster.instance_type: hardware_of(cluster, spec.model.precision) for cluster in spec.cluster}
+    hardware |= {name: replace(hardware[name], launch_s=fabric.launch_s) for name, fabric in fabrics.items()}
     return Figures(
         facts=facts_of(spec.model),
-        hardware={cluster.instance_type: hardware_of(cluster, spec.model.precision) for cluster in spec.cluster},
-        fabrics={name: fabric for name, fabric in fabrics.items() if fabric is not None},
+        hardware=hardware,
+        fabrics=fabrics,
         earlier=tuple(
             EarlierFigures(
                 job,
@@ -127,6 +130,7 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
         rule_sd=UNKNOWN_PRECISION_SD if model.precision is None else ROOFLINE_SD,
         volumes=3.0 if model.sharding == "zero3" else 2.0,
         idle_samples=float((model.pipeline_stages - 1) * (model.micro_batch_size or 1)),
+        operations=None if model.operations_per_step is None else float(model.operations_per_step),
     )
 
 
@@ -196,7 +200,7 @@ def fabric_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> 
         return None
     probe = max(mine, key=lambda each: each.num_nodes * each.ranks_per_node)
     in_node = None if probe.in_node is None else cost_of(probe.in_node)
-    return Fabric(probe.num_nodes, probe.ranks_per_node, cost_of(probe.all_ranks), in_node)
+    return Fabric(probe.num_nodes, probe.ranks_per_node, cost_of(probe.all_ranks), in_node, probe.launch_time_s)
 
 
 def probes_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> list[wire.FabricProbe]:
@@ -229,6 +233,7 @@ def probe_of_run(
         accelerator=cluster.accelerator,
         network_gbps=cluster.network_gbps,
         backend=measured.backend,
+        launch_time_s=measured.launch_time_s,
         num_nodes=c.num_nodes,
         ranks_per_node=c.ranks_per_node,
         all_ranks=measured.all_ranks,

@@ -73,12 +73,16 @@ class AllReduceCost:
 
 @dataclass(frozen=True)
 class Fabric:
-    """What a probe measured over all ranks of so many nodes, and over the ranks of one node where that was apart."""
+    """What a probe measured over all ranks of so many nodes, and over the ranks of one node where that was apart.
+
+    `launch_s`: seconds that one kernel takes to launch; None where no device was probed.
+    """
 
     num_nodes: int
     ranks_per_node: int
     all_ranks: AllReduceCost
     in_node: AllReduceCost | None = None
+    launch_s: float | None = None
 
     def within(self, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float] | None:
         """Seconds of a node's collectives and the sd of their log; None where a node was not measured apart."""

@@ -4,7 +4,8 @@
 
 M_static: parameters, gradients, optimizer state; k: activations and batch. A peak is the largest of several moments of
 a step, each with a line of its own: the first is a weighted line through what was read and what was counted, the
-second that through the two largest readings, where these rise faster. `tula_wire.memory` has the formula that the agent evaluates.
+second that through the two largest readings, where these rise faster. `tula_wire.memory` has the formula that the agent
+evaluates.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tula_service.perfmodel.points import FloatArray, ObservationError, column
 from tula_wire.configurations import Configuration
 from tula_wire.memory import usable_bytes
 
-_READING_SD = 0.08  # of a small batch: its work space is that of another kernel than a large one's
+_READING_SD = 0.04
+_WORK_SPACE_SD = 0.07  # of the smallest reading: the work space of a small batch is that of another kernel
 _PREDICTION_SD = 0.05  # what a reading at any batch differs from the line
 _ANALYSIS_SD = 0.15  # of bytes per sample
 _OVER_ANALYSIS = 1.1  # rounding, fragmentation and work space add to the bytes that can be counted
@@ -160,7 +162,8 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
     static, counted = observed.static_bytes, observed.bytes_per_sample
     if batches.size == 0 and counted is None:
         raise ObservationError("no memory was measured; profile one configuration or give bytes per sample.")
-    rows = [(1.0, batch, peak, _READING_SD * peak) for batch, peak in zip(batches, peaks, strict=True)]
+    read = zip(batches.tolist(), peaks.tolist(), _reading_sds(peaks).tolist(), strict=True)
+    rows: list[tuple[float, float, float, float]] = [(1.0, *each) for each in read]
     if counted is not None:
         rows.append((0.0, 1.0, _OVER_ANALYSIS * counted, _ANALYSIS_SD * _OVER_ANALYSIS * counted))
     if static is not None:
@@ -174,7 +177,7 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
         room = max((usable_bytes(observed.capacity_bytes) - beside.context_bytes) / beside.reserved, 1.0)
         if line @ (1.0, failed_from) < room:
             line, covariance = _weighted_line([*rows, (1.0, failed_from, room, _READING_SD * room)])
-    upper = _upper_line(batches, peaks)
+    upper = _upper_line(batches, peaks, float(line[1]))
     ascending = peaks[np.lexsort((peaks, batches))]
     if bool((np.diff(ascending) < -_FALL * ascending[:-1]).any()):
         notes.append("Memory fell while the batch grew: a reading may stem from a run that ran out of memory.")
@@ -185,22 +188,29 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
         )
     if batches.size and np.unique(batches).size == 1 and counted is None and static is None:
         notes.append("Memory was read at one batch only: how it grows with the batch rests on the prior.")
-    return MemoryModel(tuple(notes), float(failed_from), float(line[0]), float(line[1]), covariance, shards, beside, upper)
+    return MemoryModel(
+        tuple(notes), float(failed_from), float(line[0]), float(line[1]), covariance, shards, beside, upper
+    )
 
 
-def _upper_line(batches: FloatArray, peaks: FloatArray) -> tuple[float, float]:
+def _reading_sds(peaks: FloatArray) -> FloatArray:
+    """Standard deviation of each reading: a share of it, and the work space of kernels, a share of the smallest."""
+    return np.hypot(_READING_SD * peaks, _WORK_SPACE_SD * peaks.min()) if peaks.size else peaks
+
+
+def _upper_line(batches: FloatArray, peaks: FloatArray, slope_of_all: float) -> tuple[float, float]:
     """(bytes, bytes per example) through the largest batch and the next one of at most half its size.
 
-    (0, 0) unless a third batch, smaller still, shows that the peak bends upwards.
+    (0, 0) unless a third batch, smaller still, was read and the line rises clearly faster than that through all.
     """
     read = {batch: float(np.median(peaks[batches == batch])) for batch in np.unique(batches).tolist()}
     halves = [batch for batch in read if 2.0 * batch <= max(read)]
     if len(halves) < 2:
         return 0.0, 0.0
-    largest, middle, smallest = max(read), max(halves), min(halves)
+    largest, middle = max(read), max(halves)
     slope = (read[largest] - read[middle]) / (largest - middle)
-    before = (read[middle] - read[smallest]) / (middle - smallest)
-    return (read[largest] - slope * largest, slope) if slope > before else (0.0, 0.0)
+    sd = float(np.hypot(*_reading_sds(np.array([read[largest], read[middle]])))) / (largest - middle)
+    return (read[largest] - slope * largest, slope) if slope - sd > slope_of_all else (0.0, 0.0)
 
 
 def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[FloatArray, FloatArray]:

@@ -42,8 +42,14 @@ _OF_ARITHMETIC, _OF_ACTIVATIONS, _OF_PARAMETERS = 0.634, 18.5, 30.7
 """From timm's table (Apache-2.0: 765 rows, one RTX 3090 with AMP) and the rows of Lambda's, TensorFlow's, DLPerf's and
 mxnet-finetuner's (BSD-3-Clause, Apache-2.0: eleven devices), each network or device left out in turn when scored."""
 FLOOR_S: Final = 0.03
-"""Launches and the optimizer, for all accelerators: batch sweeps on one device in Pollux's and DLPerf's tables
-(Apache-2.0) have floors of 7 to 215 ms, around 30. No table has small batches on another class of devices."""
+"""Launches and the optimizer where operations were not counted, for all accelerators: batch sweeps on one device in
+Pollux's and DLPerf's tables (Apache-2.0) have floors of 7 to 215 ms, around 30. No table has small batches on another
+class of devices."""
+LAUNCH_S: Final = 30e-6
+"""Of one operation on the host of an accelerator that no probe timed, PyTorch without compilation: steps of 8 examples
+over their counted operations took 23 to 50 us on an H100."""
+_LOG_BEND_OF_A_QUEUE: Final = math.log(3.0)
+"""h = 4: the host queues operations while the device computes, so of the two the longer one counts."""
 KEPT_PER_OUTPUT: Final = 2.0
 """Numbers that autograd keeps for each output of a layer: a convolution's and its activation's."""
 
@@ -93,7 +99,8 @@ class ModelFacts:
     roofline is from it otherwise, which is more without a precision. `volumes` is how often the parameters' bytes pass
     a link in a step: 2 for an all-reduce, or a reduce-scatter and one gathering; 3 where the backward pass gathers
     parameters again. `idle_samples`: a device of a pipeline waits for as long as so many examples take: with m
-    micro-batches and p stages a step takes m + p - 1 of them.
+    micro-batches and p stages a step takes m + p - 1 of them. `operations` of a micro-step start a kernel; None where
+    they were not counted.
     """
 
     parameter_count: float
@@ -104,6 +111,7 @@ class ModelFacts:
     rule_sd: float = ROOFLINE_SD
     volumes: float = _ALL_REDUCE_VOLUMES
     idle_samples: float = 0.0
+    operations: float | None = None
 
     def __post_init__(self) -> None:
         """Raise ObservationError unless the counts are positive and finite: a third of a tiny number may be 0."""
@@ -117,7 +125,7 @@ class Hardware:
 
     Network bandwidths in gigabits per second; peak in teraflop per second and memory bandwidth in gigabytes per second,
     both of one rank's device. `figures_sd` is how uncertain the logarithms of those two are: 0 from a data sheet.
-    `device` is equal for equal devices.
+    `device` is equal for equal devices. `launch_s` is what the host takes to start an operation, where a probe timed it.
     """
 
     peak_tflops: float | None = None
@@ -125,6 +133,7 @@ class Hardware:
     memory_gb_per_s: float | None = None
     figures_sd: float = 0.0
     device: str = ""
+    launch_s: float | None = None
 
     @property
     def device_sd(self) -> float:
@@ -168,6 +177,9 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
 
         t(b) = b (arithmetic 3 F / peak + activations A / W) + parameters P / W + floor
 
+    where the operations of a step were counted, (g^4 + l^4)^(1/4) with g the terms in b and l the parameters' and
+    `operations` launches;
+
     with F the FLOPs of one forward pass per sample, A the bytes that one sample leaves for the backward pass, P the
     bytes of parameters, W the memory bandwidth. Between nodes,
     s_inter = volumes * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). Unknown figures of the
@@ -185,7 +197,10 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(_BYTES_PER_PARAMETER)
     mean, sd = base.mean.copy(), base.sd.copy()
     mean[AT.compute], sd[AT.compute] = log_compute, math.hypot(facts.rule_sd, facts.flops_sd, hardware.device_sd)
-    mean[AT.floor], mean[AT.bend] = np.logaddexp(math.log(FLOOR_S), per_step) - log_compute, _LOG_BEND_OF_A_SUM
+    launches, bend = math.log(FLOOR_S), _LOG_BEND_OF_A_SUM
+    if facts.operations is not None:
+        launches, bend = math.log(facts.operations * (hardware.launch_s or LAUNCH_S)), _LOG_BEND_OF_A_QUEUE
+    mean[AT.floor], mean[AT.bend] = np.logaddexp(launches, per_step) - log_compute, bend
     if facts.idle_samples:
         mean[AT.floor] = np.logaddexp(mean[AT.floor], math.log(facts.idle_samples / b_ref))
     more = math.log(facts.volumes / _ALL_REDUCE_VOLUMES)

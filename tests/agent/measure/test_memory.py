@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tula_agent.measure.estimate import estimate_memory, state_ratios
+from tula_agent.measure.launches import launch_time_s
 from tula_agent.measure.memory import MemoryMonitor, allocator_reading, capacity_bytes, resident_bytes
 from tula_wire.memory import assumed_context_bytes, usable_bytes
 
@@ -191,3 +192,23 @@ def test_peaks_and_retries_of_the_allocator_are_read_and_a_full_device_is_said_o
         monitor.report_retries(memory)
     (record,) = caplog.records
     assert "the device was full 3 times" in record.getMessage()
+
+
+def test_operations_that_start_a_kernel_are_counted_whatever_the_batch_and_views_are_not() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(inplace=True))
+    small, large = (estimate_memory(model, torch.randn(size, 8)).operations_per_step for size in (2, 300))
+    assert small == large
+    assert small is not None
+    assert 4 <= small <= 14  # forward: product, ReLU, sum; backward: what undoes these
+
+
+def test_the_largest_tensor_of_a_convolution_is_counted_by_example() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 4, 3))
+    assert estimate_memory(network, torch.randn(2, 3, 10, 10)).convolution_elements_per_sample == 16 * 100
+    assert estimate_memory(nn.Linear(4, 4), torch.randn(2, 4)).convolution_elements_per_sample is None
+
+
+def test_a_launch_takes_some_microseconds_and_its_measurement_draws_no_random_number() -> None:
+    before = torch.random.get_rng_state()
+    assert 1e-7 < launch_time_s(torch.device("cpu")) < 1e-2
+    assert torch.equal(before, torch.random.get_rng_state())

@@ -125,7 +125,7 @@ def test_memory_of_a_sharded_job_is_predicted_for_each_number_of_ranks(counted: 
         part = round(shared / 4 / c.world_size)
         parts = {"parameter_bytes": part, "gradient_bytes": part, "optimizer_bytes": 2 * part} if counted else {}
         peak = round(4 * part + fixed + per_example * c.local_batch_size)
-        return MemoryReading("cuda_allocator", peak, context_bytes=0, capacity_bytes=24 * 10**9, **parts)
+        return MemoryReading("cuda_allocator", peak, context_bytes=0, capacity_bytes=28 * 10**9, **parts)
 
     cluster = {"max_nodes": 8, "ranks_per_node": 2, "price": {"usd_per_node_hour": 3.0}}
     model = {"name": "net", "parameters": 2 * 10**9, "optimizer": "adam", "sharding": "zero3"}
@@ -294,3 +294,32 @@ def test_a_larger_batch_proves_a_smaller_one_and_shards_of_more_ranks_do_not_pro
         assert memory.is_proved(wire.Configuration(num_nodes=4, local_batch_size=64))
         assert not memory.is_proved(wire.Configuration(num_nodes=4, local_batch_size=256))
         assert memory.is_proved(wire.Configuration(num_nodes=1, local_batch_size=128)) is proved
+
+
+def test_batches_whose_convolutions_have_two_to_the_31_elements_are_named() -> None:
+    batch = {"min_local_batch_size": 512, "max_local_batch_size": 2048}
+    for elements, named in ((64 * 224 * 224, True), (64 * 32 * 32, False)):
+        data = job(model={"name": "net", "convolution_elements_per_sample": elements}, batch=batch)
+        warnings = explanation.model_report(answer_of(data)).warnings
+        assert any("From a local batch of 669 on" in warning for warning in warnings) is named
+
+
+def test_the_first_guess_of_a_small_batch_is_its_operations_times_a_launch() -> None:
+    """A host that a probe timed starts operations at its own pace, any other at 30 us."""
+    batch = {"min_local_batch_size": 1, "max_local_batch_size": 1}
+    cluster = {"max_nodes": 1, "ranks_per_node": 2, "accelerator": "H100", "price": {"usd_per_node_hour": 3.0}}
+    model = {
+        "name": "net",
+        "parameters": 10**5,
+        "flops_per_sample": 1e6,
+        "precision": "bf16",
+        "operations_per_step": 1000,
+    }
+    data = job(model=model, cluster=cluster, batch=batch)
+    readings = [wire.AllReduceReading(size_bytes=size, time_s=1e-6) for size in (1024, 4096, 16384)]
+    probe = wire.FabricProbe(
+        backend="nccl", num_nodes=1, ranks_per_node=2, all_ranks=readings, accelerator="H100", launch_time_s=8e-6
+    )
+    for probes, step_s in (([], 0.03), ([probe], 0.008)):
+        compute = answer_of(replace(data, probes=probes)).estimates[0].terms["compute_s"]
+        assert compute == pytest.approx(step_s, rel=0.1)

@@ -117,7 +117,8 @@ def test_memory_measured_at_two_batches_rules_out_what_was_never_tried(sqlite_st
     cluster.execute(runs.create(sqlite_store, ANONYMOUS, job_id, request))
     answer = cluster.recommendation(job_id)
     assert 192 <= answer.max_local_batch_size["default"] <= 375
-    assert {c.configuration.local_batch_size for c in answer.candidates if c.excluded_by is None} == {32, 64, 128, 256}
+    # Of 256 examples, the allocator may take more than the device has left beside what is allocated.
+    assert {c.configuration.local_batch_size for c in answer.candidates if c.excluded_by is None} == {32, 64, 128}
 
 
 def test_a_script_that_ignores_its_batch_is_said_so_and_does_not_loop_forever(cluster: Cluster) -> None:
