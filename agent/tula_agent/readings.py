@@ -148,14 +148,15 @@ class Readings:
     `deque.append` and `popleft` are atomic, so the training thread takes no lock. Over `limit` entries a new one is
     dropped and counted. `steps`: timing, warm-up, sampled; `comm`: DDP's times of earlier steps, of which the oldest
     are dropped, since the steps are kept; `device`: steps that the device times, added before they end; `memory`: the
-    newest breakdown by local batch; `timelines`: what `measure/ddp.py` found for it; `all_reduces`: what a probe found;
-    `epochs_before`: the epochs that earlier processes of this training completed (None: unknown); `expects_comm`: every
-    rank reports `CommTiming`s.
+    newest breakdown by local batch; `energy_per_step_j`: the newest joules of a step, by local batch; `timelines`: what
+    `measure/ddp.py` found for it; `all_reduces`: what a probe found; `epochs_before`: the epochs that earlier processes
+    of this training completed (None: unknown); `expects_comm`: every rank reports `CommTiming`s.
     """
 
     def __init__(self, limit: int) -> None:
         self.dropped = 0
         self.memory: dict[int | None, dict[str, Any]] = {}
+        self.energy_per_step_j: dict[int | None, float] = {}
         self.timelines: dict[int | None, dict[str, list[float]]] = {}
         self.all_reduces: dict[str, Any] | None = None
         self.epochs_before: float | None = None

@@ -18,6 +18,7 @@ from tula_agent.batches import BatchSizes, batch_size_of, sequence_length_of, st
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched, keep_children_out
 from tula_agent.guard import Guard, logger
 from tula_agent.measure.ddp import BucketTimer, CommSplit
+from tula_agent.measure.energy import EnergyMeter
 from tula_agent.measure.gradients import GradientReader
 from tula_agent.measure.memory import MemoryMonitor, device_of, device_use
 from tula_agent.measure.step_timer import DeviceClock, StepTimer, clock_for
@@ -139,6 +140,7 @@ class Recorder:
         self.objects = TrackedObjects()
         self.timer = StepTimer(grad_accum_steps or config.grad_accum_steps)
         self.memory = MemoryMonitor(config.ranks_per_node)
+        self.energy = EnergyMeter()
         self.gradients = GradientReader()
         self.requests = RequestBuilder(
             self.readings,
@@ -582,6 +584,8 @@ class Recorder:
         took_long = since == max(2, profiling.warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
         if took_long:
             self._read_memory()
+        if since == max(2, profiling.warmup_steps):
+            self.energy.begin(self.timer.step, self.memory.device)
         if step in (WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP):
             self._check_accumulation(step)
         if not warmup:
@@ -684,6 +688,9 @@ class Recorder:
         with self.guard("memory"):
             memory = self.memory.read(list(self.objects.models), list(self.objects.optimizers))
             self.readings.memory[self._batch_size] = memory
+            joules = self.energy.joules_per_step(self.timer.step, self.memory.device)
+            if joules is not None:
+                self.readings.energy_per_step_j[self._batch_size] = joules
             largest = self.memory.largest_local_batch_size()
             if largest is not None:
                 step = max(0, self.timer.step - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, TypeAlias
 
-Objective: TypeAlias = Literal["balanced", "time", "cost", "knee", "time_to_quality"]
+Objective: TypeAlias = Literal["balanced", "time", "cost", "knee", "time_to_quality", "energy"]
 """What a recommendation optimizes."""
 
 Search: TypeAlias = Literal["full", "partial", "adaptive", "paper"]

@@ -163,6 +163,12 @@ class Candidate(WireModel):
     tokens_per_step: float | None = optional("Tokens per optimizer step; null where tokens are unknown.")
     tokens_per_s: Estimate | None = optional("Tokens per second of all ranks, at the step time.")
     usd_per_million_tokens: Estimate | None = optional("US dollars per million tokens; null without a price.")
+    energy_kwh: Estimate | None = optional(
+        "Kilowatt-hours of the accelerators for the whole training; null: no run has reported energy."
+    )
+    joules_per_example: Estimate | None = optional("Joules of the accelerators for an example.")
+    energy_usd: Estimate | None = optional("US dollars of that energy; null without `usd_per_kwh`.")
+    energy_gco2: Estimate | None = optional("Grams of CO2 of that energy; null without `gco2_per_kwh`.")
     memory_bytes: Estimate | None = optional("Peak bytes of one rank; null before anything is known of memory.")
     memory_fits: float | None = optional("Probability that it fits in memory.")
     unproved: bool = Field(False, description="True: no run has taken three steps of its local batch or a larger one.")
@@ -481,6 +487,10 @@ class JobSpec(WireModel):
     usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = optional(
         "US dollars per hour that the training's duration costs you; `balanced` then minimizes both."
     )
+    usd_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = optional(
+        "US dollars of a kilowatt-hour, where you pay for energy apart from the nodes."
+    )
+    gco2_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = optional("Grams of CO2 of a kilowatt-hour.")
     search: Search = Field(
         "adaptive",
         description="What is profiled: `full` every candidate, `partial` the corners, `adaptive` the most informative, "

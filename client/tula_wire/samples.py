@@ -146,6 +146,9 @@ class SampleBatch(WireModel):
     grad_accum_steps: Count | None = optional("Micro-steps per optimizer step, as the process saw them.")
     timing_method: TimingMethod = Field("wall", description="How step times were split.")
     memory: MemoryBreakdown | None = optional("Memory of this rank.")
+    energy_per_step_j: Annotated[float, Field(gt=0, le=1e12)] | None = optional(
+        "Joules that its device took for a step, the mean of its measured steps so far."
+    )
     timeline: BucketTimeline | None = optional("When its gradients were ready to be reduced.")
     all_reduces: AllReduces | None = optional(
         "What a probe within the run measured; stored as a fabric of its cluster."

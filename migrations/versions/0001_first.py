@@ -151,6 +151,7 @@ def upgrade() -> None:
         *optional(sa.Double, "input_time_s", "optimizer_time_s", "skew_s"),
         *optional(sa.Integer, "straggler_rank", "world_size", "local_batch_size", "grad_accum_steps"),
         *optional(sa.Text, "timing_method"),
+        *optional(sa.Double, "energy_per_step_j"),
     )
     op.create_table(
         "sample_sources",
@@ -160,6 +161,7 @@ def upgrade() -> None:
         *required(sa.Text, "boot_id", "timing_method"),
         *optional(sa.Integer, "world_size", "local_batch_size", "grad_accum_steps"),
         *optional(JSON, "timeline"),
+        *optional(sa.Double, "energy_per_step_j"),
         sa.UniqueConstraint("run_key", "rank", "boot_id"),
     )
     op.create_table(

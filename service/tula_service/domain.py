@@ -157,6 +157,7 @@ class RunSummary:
     failed_local_batch_size: int | None
     input_time_s: float | None = None
     optimizer_time_s: float | None = None
+    energy_per_step_j: float | None = None
     timeline: BucketTimeline | None = None
 
 

@@ -76,7 +76,7 @@ def estimate(
     typer.echo(f"activations of an example: {format_size(found.activation_bytes_per_sample)}")
     typer.echo(f"memory at batch {batch}: {total}, of it {static} {state}")
     for name, most in largest.items():
-        typer.echo(f"largest batch on {name}: {most}")
+        typer.echo(f"largest batch on {name}: {safe[name]} (safe), {most} (expected)")
     if write is not None:
         typer.echo(f"\nwritten into the [model] of {write}")
         return

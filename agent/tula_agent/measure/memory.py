@@ -110,6 +110,20 @@ def device_use(device: torch.device | None) -> dict[str, float]:
         return {}
 
 
+def total_energy_j(device: torch.device | None) -> float | None:
+    """Joules that a CUDA device has taken since its driver was loaded; None for another device or without NVML.
+
+    All processes on the device count.
+    """
+    if device is None or device.type != "cuda":
+        return None
+    try:
+        nvml, handle = _open(device)
+        return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) * 1e-3
+    except Exception:  # devices before Volta have no such counter
+        return None
+
+
 @cache
 def _open(device: torch.device) -> tuple[Any, Any]:
     """The library and its handle of `device`: by UUID, since NVML numbers all devices of the machine and torch those in

@@ -276,6 +276,7 @@ class RequestBuilder:
             further = {
                 "epochs_before": readings.epochs_before,
                 "memory": memory_of[size],
+                "energy_per_step_j": readings.energy_per_step_j.pop(size, None),
                 "timeline": readings.timelines.pop(size, None),
                 "all_reduces": readings.all_reduces,
             }

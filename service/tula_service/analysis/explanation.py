@@ -18,7 +18,7 @@ from tula_service.perfmodel.choice import Choice, Exclusion
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import OBJECTIVES
 from tula_service.perfmodel.points import PointKey
-from tula_service.perfmodel.pricing import SECONDS_PER_HOUR, Estimate, Limits, usd_per_hour_saved
+from tula_service.perfmodel.pricing import JOULES_PER_KWH, SECONDS_PER_HOUR, Estimate, Limits, usd_per_hour_saved
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire import Configuration
 from tula_wire.format import cluster_name, percent
@@ -126,6 +126,9 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
     warnings = [*_warnings(answer.data.spec, evidence), *_unequal_lengths(answer.data.seen_tokens)]
     warnings += [*_waits_for_data(answer), *_memory_of_chosen(answer)]
     warnings += _large_convolutions(answer.data.spec, evidence)
+    priced = (answer.data.spec.usd_per_kwh, answer.data.spec.gco2_per_kwh) != (None, None)
+    if priced and evidence.rows and not answer.choice.goal.power_w:
+        warnings.append("No run has reported energy, so none is predicted: NVML counts it on NVIDIA devices.")
     if model.basis == "prior":
         warnings += hardware.guesses_of(answer.data.spec)
     return wire.ModelReport(
@@ -298,6 +301,7 @@ def _candidate(
         tokens_per_step=per_step,
         tokens_per_s=None if per_step is None else _ratio(per_step, estimate.step_time_s),
         usd_per_million_tokens=estimate_of(estimate.cost_usd, millions) if priced and millions else None,
+        **_energy(answer, estimate),
         memory_bytes=None if estimate.peak_bytes is None else estimate_of(estimate.peak_bytes),
         memory_fits=evidence.memory.fit_probability(c),
         unproved=not evidence.memory.is_proved(c),
@@ -315,6 +319,20 @@ def _candidate(
         learning_rate_factor=scaling.learning_rate_factor(answer.spec.model, *_times_base(answer, c)),
         measured_step_time_s=evidence.measured.get(c),
     )
+
+
+def _energy(answer: Answer, estimate: Estimate) -> dict[str, wire.Estimate]:
+    """The fields of `wire.Candidate` on energy; none where no run has reported any."""
+    kwh, spec = estimate.energy_kwh, answer.data.spec
+    if kwh is None:
+        return {}
+    examples = spec.dataset.size * spec.epochs
+    found = {"energy_kwh": kwh, "joules_per_example": kwh.scaled(JOULES_PER_KWH / examples)}
+    if spec.usd_per_kwh is not None:
+        found["energy_usd"] = kwh.scaled(spec.usd_per_kwh)
+    if spec.gco2_per_kwh is not None:
+        found["energy_gco2"] = kwh.scaled(spec.gco2_per_kwh)
+    return {name: estimate_of(value) for name, value in found.items()}
 
 
 def _excluded_by(answer: Answer, c: Configuration) -> str | None:

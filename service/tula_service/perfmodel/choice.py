@@ -114,6 +114,7 @@ def price_candidates(
                 offers[c.instance_type],
                 peak_bytes=peaks[row] or assumed_peak,
                 steps_factor=goal.steps_factor.get(c, 1.0),
+                power_w=goal.power_w.get(c.instance_type),
             ),
             extrapolated=bool(predicted.extrapolated[row]),
             measured=bool(predicted.measured[row]),

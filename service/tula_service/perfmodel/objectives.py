@@ -45,6 +45,7 @@ class Goal:
     quality, 1 where it is not given. `priced`: costs are money; else they are node-hours. `usd_per_hour_of_waiting` is
     what an hour of the training's duration costs its owner. `guard` says which batches keep the accuracy, None: all.
     `batch_normalization`: the network has such layers, which lose accuracy where they normalize over many examples.
+    `power_w` is that of a rank's device by instance type, of every type or of none.
     """
 
     objective: Name
@@ -57,6 +58,7 @@ class Goal:
     usd_per_hour_of_waiting: float | None = None
     guard: Guard | None = None
     batch_normalization: bool = False
+    power_w: Mapping[str, Interval] = field(default_factory=dict)
 
     def normalized_too_widely(self, local_batch_size: int) -> int:
         """Examples of a rank and micro-step beyond what batch normalization bears, twice the base batch."""
@@ -233,12 +235,28 @@ class _Knee(_Compromise):
         return f"{super().merit(goal, allowed)[:-1]}; {knee.reason}"
 
 
+class _Energy(Objective):
+    """The least energy of the accelerators; the least time before a run has reported power."""
+
+    def value(self, goal: Goal, estimate: Estimate) -> Interval:
+        return estimate.energy_kwh or estimate.time_s
+
+    def rank(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
+        return sorted(allowed, key=lambda e: (self.value(goal, e).expected, e.time_s.expected, tie_break(e)))
+
+    def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
+        if goal.power_w:
+            return "it is expected to take the least energy of the candidates within the limits."
+        return f"no run has reported energy (NVML counts it on NVIDIA devices), so {super().merit(goal, allowed)}"
+
+
 OBJECTIVES: Final[Mapping[Name, Objective]] = {
     "balanced": _Balanced(),
     "time": Objective(),
     "cost": _Cost(),
     "knee": _Knee(),
     "time_to_quality": _TimeToQuality(),
+    "energy": _Energy(),
 }
 
 

@@ -12,6 +12,7 @@ from tula_wire.configurations import Configuration
 
 SECONDS_PER_HOUR = 3600.0
 _BYTES_PER_GB = 1e9
+JOULES_PER_KWH = 3.6e6
 _HOPELESS_EXPONENT = 50.0
 _MENU = 5  # points: more are no menu
 
@@ -53,7 +54,8 @@ class Training:
 class Estimate:
     """One candidate with everything that a choice looks at; `terms` splits the mean step time, in seconds.
 
-    A candidate has one estimate on demand and one on interruptible capacity (`spot`), where both have a price.
+    `energy_kwh` is of the accelerators, None where no power was read. A candidate has one estimate on demand and one on
+    interruptible capacity (`spot`), where both have a price.
     """
 
     configuration: Configuration
@@ -66,6 +68,7 @@ class Estimate:
     measured: bool = False
     terms: Mapping[str, float] = field(default_factory=dict)
     spot: bool = False
+    energy_kwh: Interval | None = None
 
     @property
     def key(self) -> tuple[Configuration, bool]:
@@ -120,12 +123,14 @@ def price(
     *,
     peak_bytes: Interval | None = None,
     steps_factor: float = 1.0,
+    power_w: Interval | None = None,
 ) -> Estimate:
     """Time (4a) and cost (4b) of one candidate.
 
     T = E * D / B * t_step * spot slowdown * steps factor; C = T * (n * usd_per_node_hour
     + world_size * (usd_per_rank_hour + peak_GB * usd_per_gb_hour)). `steps_factor` is how many more steps it needs for
-    the same quality. Raises ObservationError when a price needs a peak that is not known.
+    the same quality; `power_w` is that of a rank's device while it trains. Raises ObservationError when a price needs a
+    peak that is not known.
     """
     slowdown = spot_slowdown(offer.spot, configuration.num_nodes)
     epoch_steps = training.dataset_size / configuration.global_batch_size * steps_factor
@@ -145,6 +150,7 @@ def price(
         epoch_time_s=epoch,
         peak_bytes=peak_bytes,
         spot=offer.spot is not None,
+        energy_kwh=power_w and time_s.times(power_w).scaled(configuration.world_size / JOULES_PER_KWH),
     )
 
 

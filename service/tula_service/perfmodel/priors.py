@@ -125,7 +125,7 @@ class Hardware:
 
     Network bandwidths in gigabits per second; peak in teraflop per second and memory bandwidth in gigabytes per second,
     both of one rank's device. `figures_sd` is how uncertain the logarithms of those two are: 0 from a data sheet.
-    `device` is equal for equal devices. `launch_s` is what the host takes to start an operation, where a probe timed it.
+    `device` is equal for equal devices. `launch_s`: what the host takes to start an operation, where a probe timed it.
     """
 
     peak_tflops: float | None = None

@@ -32,8 +32,8 @@ _POSTGRES = (
     + "%s::int[]) AS row ON CONFLICT (source_key, sequence) DO NOTHING"
 )
 _MEMORY = [memory_readings.c[field.name] for field in fields(MemoryReading)]
-_SEEN = ("world_size", "local_batch_size", "grad_accum_steps", "timing_method")
-"""What a process reports of its configuration."""
+_SEEN = ("world_size", "local_batch_size", "grad_accum_steps", "timing_method", "energy_per_step_j")
+"""What a process reports of its configuration, and the energy of its steps."""
 _FIGURES = [field.name for field in fields(RunSummary) if field.name in run_summaries.c]
 
 

@@ -153,6 +153,7 @@ run_summaries = sa.Table(
     *_optional(sa.Double, "input_time_s", "optimizer_time_s", "skew_s"),
     *_optional(sa.Integer, "straggler_rank", "world_size", "local_batch_size", "grad_accum_steps"),
     sa.Column("timing_method", sa.Text),
+    sa.Column("energy_per_step_j", sa.Double),
 )
 
 sample_sources = sa.Table(
@@ -164,6 +165,7 @@ sample_sources = sa.Table(
     *_required(sa.Text, "boot_id", "timing_method"),
     *_optional(sa.Integer, "world_size", "local_batch_size", "grad_accum_steps"),
     sa.Column("timeline", JSON),
+    sa.Column("energy_per_step_j", sa.Double),
     sa.UniqueConstraint("run_key", "rank", "boot_id"),
 )
 

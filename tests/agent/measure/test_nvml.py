@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tula_agent.guard import Guard
-from tula_agent.measure.memory import context_bytes, device_use
+from tula_agent.measure.energy import EnergyMeter
+from tula_agent.measure.memory import context_bytes, device_use, total_energy_j
 from tula_agent.readings import Readings, StepTiming
 from tula_agent.ship.request_builder import Identity, RequestBuilder
 from tula_agent.sweep import Sweep
@@ -28,6 +29,7 @@ def library(failing: bool = False) -> SimpleNamespace:
         nvmlDeviceGetHandleByUUID=handle,
         nvmlDeviceGetUtilizationRates=lambda _handle: SimpleNamespace(gpu=87, memory=31),
         nvmlDeviceGetMemoryInfo=lambda _handle: SimpleNamespace(total=16 * 2**30, free=6 * 2**30, used=10 * 2**30),
+        nvmlDeviceGetTotalEnergyConsumption=lambda _handle: 5_000,  # millijoules
         nvmlDeviceGetComputeRunningProcesses=lambda _handle: [SimpleNamespace(pid=-1, usedGpuMemory=3 * 2**30)],
     )
 
@@ -43,6 +45,7 @@ def test_a_device_says_how_busy_it_is_and_what_all_processes_hold(monkeypatch: p
     monkeypatch.setitem(sys.modules, "pynvml", library())
     device = torch.device("cuda", 98)  # the handle of each device is kept
     assert device_use(device) == {"gpu_utilization": 0.87, "gpu_memory_bytes": 10 * 2**30}
+    assert total_energy_j(device) == 5.0
     assert context_bytes(device) == 2**30, "a single process on the device is taken for this one"
 
 
@@ -51,6 +54,7 @@ def test_nothing_is_said_without_a_gpu_or_its_driver(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "pynvml", library(failing=True))
     device = torch.device("cuda", 99)
     assert device_use(device) == {}
+    assert total_energy_j(device) is None
     assert context_bytes(device) is None
     assert device_use(torch.device("cpu")) == {}
     assert device_use(None) == {}
@@ -70,3 +74,20 @@ def test_each_delivery_reports_the_devices_use_at_its_newest_step() -> None:
         bodies = [json.loads(each.body) for each in builder.collect() if each.path.endswith("/telemetry")]
         found += [(body["steps"], body["columns"]["gpu_utilization"]) for body in bodies]
     assert found == [([0, 1, 2], [None, None, 0.5]), ([3], [0.9])]
+
+
+def test_the_energy_of_a_step_is_the_counters_difference_over_the_steps_between() -> None:
+    clock, joules = iter([0.0, 0.5, 2.0, 4.0]), iter([100.0, 400.0, 700.0])
+    meter = EnergyMeter(lambda _: next(joules), lambda: next(clock))
+    device = torch.device("cpu")
+    assert meter.joules_per_step(7, device) is None, "it has not begun"
+    meter.begin(5, device)
+    assert meter.joules_per_step(10, device) is None, "within a second the counter may not have moved"
+    assert meter.joules_per_step(15, device) == 30.0
+    assert meter.joules_per_step(25, device) == 30.0
+
+
+def test_no_energy_is_reported_where_nothing_counts_it() -> None:
+    meter = EnergyMeter(lambda _: None, lambda: 0.0)
+    meter.begin(5, None)
+    assert meter.joules_per_step(10, None) is None

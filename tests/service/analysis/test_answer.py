@@ -72,7 +72,7 @@ def profiled(data: JobData) -> tuple[JobData, PlanDecision]:
     raise AssertionError("the plan did not end")
 
 
-@pytest.mark.parametrize("objective", ["balanced", "time", "cost", "knee", "time_to_quality"])
+@pytest.mark.parametrize("objective", ["balanced", "time", "cost", "knee", "time_to_quality", "energy"])
 @pytest.mark.parametrize("price", [{"usd_per_node_hour": 3.0}, SPOT])
 def test_the_plan_ends_with_the_very_candidate_measured_that_is_recommended(
     objective: str, price: dict[str, Any]
@@ -323,3 +323,25 @@ def test_the_first_guess_of_a_small_batch_is_its_operations_times_a_launch() -> 
     for probes, step_s in (([], 0.03), ([probe], 0.008)):
         compute = answer_of(replace(data, probes=probes)).estimates[0].terms["compute_s"]
         assert compute == pytest.approx(step_s, rel=0.1)
+
+
+def test_energy_is_predicted_from_the_power_that_runs_read_and_the_least_of_it_chosen() -> None:
+    """Twice the ranks take less than twice the speed, so one node takes the least energy, but the longest."""
+    data, _ = profiled(job(cluster={"max_nodes": 4, "ranks_per_node": 2, "price": {"usd_per_node_hour": 3.0}}))
+    data = replace(data, spec=data.spec.model_copy(update={"usd_per_kwh": 0.3, "gco2_per_kwh": 400.0}))
+    absent = explanation.recommendation_fields(answer_of(data, "energy"), None)
+    assert "no run has reported energy" in str(absent["why"])
+    watts = [replace(s, energy_per_step_j=400.0 * s.step_time_s) for s in data.summaries if s.step_time_s is not None]
+    fields = explanation.recommendation_fields(answer_of(replace(data, summaries=watts), "energy"), None)
+    chosen, candidates = fields["chosen"], fields["candidates"]
+    assert isinstance(chosen, wire.Candidate)
+    assert isinstance(candidates, list)
+    assert chosen.configuration.num_nodes == 1
+    for each in candidates:
+        hours = each.total_time_s.value / 3600.0
+        assert each.energy_kwh.value == pytest.approx(0.4 * each.configuration.world_size * hours)
+        assert each.energy_kwh.low < each.energy_kwh.value < each.energy_kwh.high
+        assert each.energy_usd.value == pytest.approx(0.3 * each.energy_kwh.value)
+        assert each.energy_gco2.value == pytest.approx(400.0 * each.energy_kwh.value)
+        joules = each.joules_per_example.value * data.spec.dataset.size * data.spec.epochs
+        assert joules == pytest.approx(3.6e6 * each.energy_kwh.value)

@@ -48,7 +48,7 @@ specs = st.fixed_dictionaries(
     optional={
         "epochs": st.sampled_from([1e-9, 0.5, 1e6]),
         "batch": st.fixed_dictionaries({}, optional={"min_local_batch_size": count, "global_batch_size": count}),
-        "objective": st.sampled_from(["balanced", "time", "cost", "knee", "time_to_quality"]),
+        "objective": st.sampled_from(["balanced", "time", "cost", "knee", "time_to_quality", "energy"]),
         "limits": st.fixed_dictionaries({}, optional={"deadline_s": positive, "max_global_batch_size": count}),
     },
 )

@@ -198,7 +198,8 @@ CREATE TABLE public.run_summaries (
     world_size integer,
     local_batch_size integer,
     grad_accum_steps integer,
-    timing_method text
+    timing_method text,
+    energy_per_step_j double precision
 );
 -- next
 CREATE TABLE public.runs (
@@ -257,7 +258,8 @@ CREATE TABLE public.sample_sources (
     world_size integer,
     local_batch_size integer,
     grad_accum_steps integer,
-    timeline jsonb
+    timeline jsonb,
+    energy_per_step_j double precision
 );
 -- next
 CREATE SEQUENCE public.sample_sources_key_seq
@@ -412,11 +414,11 @@ INSERT INTO public.ledger VALUES (1, 'rec-5eeac2efde225b50', 'job-00cb38b6c69c49
 -- next
 INSERT INTO public.projects VALUES ('default', 'default', '2026-11-27 03:05:34.227127+00');
 -- next
-INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.013383049173057965, 0.25, NULL, NULL, NULL, 0.05000000000000001, NULL, 1, NULL, NULL, NULL, 'wall');
+INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.013383049173057965, 0.25, NULL, NULL, NULL, 0.05000000000000001, NULL, 1, NULL, NULL, NULL, 'wall', NULL);
 -- next
 INSERT INTO public.runs VALUES (202611000000001, 'run-ee0cbcfe5b8ceb93', 'job-00cb38b6c69c49ca', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 20, 0, 0, NULL, NULL, false);
 -- next
-INSERT INTO public.sample_sources VALUES (1, 202611000000001, 0, 'boot', 'wall', NULL, NULL, NULL, NULL);
+INSERT INTO public.sample_sources VALUES (1, 202611000000001, 0, 'boot', 'wall', NULL, NULL, NULL, NULL, NULL);
 -- next
 INSERT INTO public.step_samples VALUES (1, 0, 202611000000001, 0, 0, false, 0.5, NULL, NULL, NULL, NULL, NULL, 0.05, NULL);
 -- next

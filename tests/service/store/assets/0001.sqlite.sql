@@ -183,11 +183,12 @@ CREATE TABLE run_summaries (
 	local_batch_size INTEGER, 
 	grad_accum_steps INTEGER, 
 	timing_method TEXT, 
+	energy_per_step_j DOUBLE, 
 	CONSTRAINT pk_run_summaries PRIMARY KEY (run_key), 
 	CONSTRAINT fk_run_summaries_run_key FOREIGN KEY(run_key) REFERENCES runs ("key") ON DELETE CASCADE
 );
 -- next
-INSERT INTO "run_summaries" VALUES(1,20,20,20,0.55,1.33830491730579648201e-02,0.25,NULL,NULL,NULL,5.00000000000000097144e-02,NULL,1,NULL,NULL,NULL,'wall');
+INSERT INTO "run_summaries" VALUES(1,20,20,20,0.55,1.33830491730579648201e-02,0.25,NULL,NULL,NULL,5.00000000000000097144e-02,NULL,1,NULL,NULL,NULL,'wall',NULL);
 -- next
 CREATE TABLE runs (
 	"key" INTEGER NOT NULL, 
@@ -242,12 +243,13 @@ CREATE TABLE sample_sources (
 	local_batch_size INTEGER, 
 	grad_accum_steps INTEGER, 
 	timeline JSON, 
+	energy_per_step_j DOUBLE, 
 	CONSTRAINT pk_sample_sources PRIMARY KEY ("key"), 
 	CONSTRAINT uq_sample_sources_run_key_rank_boot_id UNIQUE (run_key, rank, boot_id), 
 	CONSTRAINT fk_sample_sources_run_key FOREIGN KEY(run_key) REFERENCES runs ("key") ON DELETE CASCADE
 );
 -- next
-INSERT INTO "sample_sources" VALUES(1,1,0,'boot','wall',NULL,NULL,NULL,NULL);
+INSERT INTO "sample_sources" VALUES(1,1,0,'boot','wall',NULL,NULL,NULL,NULL,NULL);
 -- next
 CREATE TABLE scaling_numbers (
 	job_id TEXT NOT NULL, 
