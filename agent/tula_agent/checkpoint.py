@@ -99,9 +99,7 @@ def save(
         if ranks.rank == 0:
             parts = {"scheduler": scheduler, "scaler": scaler}
             rest: dict[str, Any] = {k: None if part is None else part.state_dict() for k, part in parts.items()}
-            state["rest"] = _packed(
-                {**rest, "groups": _groups(optimizer), "around": _around(optimizer), "extra": extra or {}}
-            )
+            state["rest"] = _packed({**rest, "optimizer": _facts_of(optimizer), "extra": extra or {}})
         return state
 
     try:
@@ -152,9 +150,9 @@ def resume(
     def prepare() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         state = _weights(model, optimizer)
         _refuse_other_weights(state, folder)
-        rest, groups = _unpacked(blobs["rest"]), _groups(optimizer)
-        if groups is not None and rest["groups"] != groups:
-            raise ValueError(f"its optimizer has groups of {rest['groups']} weights, and the script's {groups}")
+        rest, facts = _unpacked(blobs["rest"]), _facts_of(optimizer)
+        if facts is not None and rest["optimizer"] != facts:
+            raise ValueError(f"its optimizer is {rest['optimizer']}, and the script's {facts}")
         return state, rest, _unpacked(blobs[mine])
 
     state, rest, own = ranks.on_each(prepare)
@@ -165,12 +163,10 @@ def resume(
 
         set_state_dict(
             model,
-            () if optimizer is None else _inner(optimizer),
+            () if optimizer is None else optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state.get("optimizer", {}),
         )
-        if rest["around"] and _inner(optimizer) is not optimizer:
-            _load_around(optimizer, rest["around"])
         for part, kept in ((scheduler, rest["scheduler"]), (scaler, rest["scaler"])):
             if part is not None and kept is not None:
                 part.load_state_dict(kept)
@@ -193,39 +189,16 @@ def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 
     if optimizer is None:
         return {"model": get_model_state_dict(model)}
-    weights, state = get_state_dict(model, _inner(optimizer))
+    weights, state = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": state}
 
 
-def _inner(optimizer: Any) -> Any:
-    """The optimizer inside a `TulaOptimizer`, whose own state differs in length from run to run."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
-def _around(optimizer: Any) -> dict[str, Any]:
-    """What the state of a wrapper holds beyond the optimizer inside: by group, and by weight."""
-    if optimizer is None or _inner(optimizer) is optimizer:
-        return {}
-    whole, inner = optimizer.state_dict(), _inner(optimizer).state_dict()
-    pairs = zip(whole["param_groups"], inner["param_groups"], strict=True)
-    return {
-        "param_groups": [{k: v for k, v in group.items() if k not in own} for group, own in pairs],
-        "state": {
-            key: {k: v for k, v in value.items() if k not in inner["state"].get(key, {})}
-            for key, value in whole["state"].items()
-        },
-    }
-
-
-def _load_around(optimizer: Any, around: dict[str, Any]) -> None:
-    state = _inner(optimizer).state_dict()
-    groups = zip(state["param_groups"], around["param_groups"], strict=True)
-    weights = {key: state["state"].get(key, {}) | value for key, value in around["state"].items()}
-    optimizer.load_state_dict({"state": state["state"] | weights, "param_groups": [a | b for a, b in groups]})
-
-
-def _groups(optimizer: Any) -> list[int] | None:
-    return None if optimizer is None else [len(group["params"]) for group in optimizer.param_groups]
+def _facts_of(optimizer: Any) -> str | None:
+    """What must be equal where the state is read: torch would leave out what fits nowhere, learning rates included."""
+    if optimizer is None:
+        return None
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} with groups of {sizes} weights"
 
 
 def _refuse_other_weights(state: dict[str, Any], folder: Path) -> None:

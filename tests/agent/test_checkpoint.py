@@ -342,14 +342,20 @@ def layers(*widths):
 @pytest.mark.parametrize(
     ("then", "now", "why"),
     [
-        ((2, 2, 1), (2, 2, 1), "ValueError: its optimizer has groups of \\[4\\] weights, and the script's \\[2, 2\\]"),
+        (
+            (2, 2, 1),
+            (2, 2, 1),
+            "ValueError: its optimizer is TulaOptimizer with groups of \\[4\\] weights, and the script's TulaOptimizer "
+            "with groups of \\[2, 2\\] weights",
+        ),
         ((2, 2, 1), (2, 2, 3), "ValueError: .*mismatch .*\\[1, 2\\].*\\[3, 2\\]\\) for model.1.weight"),
         ((2, 2, 1), (2, 2, 1, 1), "ValueError: it lacks model.2.bias, model.2.weight"),
         ((2, 2, 1, 1), (2, 2, 1), "ValueError: it has beyond the model model.2.bias, model.2.weight"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, then, now, why):
-    init().checkpoint(*layers(*then), directory=tmp_path)
+    model, inner = layers(*then)
+    init().checkpoint(model, TulaOptimizer(inner), directory=tmp_path)
     model, inner = layers(*now)
     if then == now:
         inner = torch.optim.SGD([{"params": part.parameters()} for part in model], lr=0.1, momentum=0.9)
@@ -361,6 +367,13 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, then, now, why
         run.resume(model, optimizer, directory=tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(state["momentum_buffer"].any() for state in inner.state.values())
+
+
+def test_a_checkpoint_of_a_plain_optimizer_is_refused_with_gradient_scaling(tmp_path):
+    model, optimizer = layers(2, 1)
+    init().checkpoint(model, optimizer, directory=tmp_path)
+    with pytest.raises(CheckpointError, match=r"its optimizer is SGD .*, and the script's TulaOptimizer"):
+        init().resume(model, TulaOptimizer(optimizer), directory=tmp_path)
 
 
 def test_a_directory_that_is_no_path_is_refused_in_one_sentence():
