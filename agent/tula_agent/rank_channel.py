@@ -36,9 +36,6 @@ RING = 64
 """Messages of one sender in the store; an older one is overwritten."""
 CONNECT_WITHIN_S = 5.0
 _ADDRESS, _OPEN = "address", "open"
-_NO_JSON = "?"
-"""No message is equal to this. Stores of torch 2.2 have no `check`; a comparison of a missing key with this answers it
-and sets nothing."""
 
 
 class Channel:
@@ -62,10 +59,7 @@ class Channel:
 
     def has(self, *keys: str) -> bool:
         """True when all of `keys` have been published; never waits."""
-        names = [self._prefix + key for key in keys]
-        if hasattr(self._store, "check"):
-            return bool(self._store.check(names))
-        return all(self._store.compare_set(name, _NO_JSON, _NO_JSON) != _NO_JSON.encode() for name in names)
+        return bool(self._store.check([self._prefix + key for key in keys]))
 
     def wait(self, key: str, within_s: float) -> Any:
         """The value of `key`, or None when it is not published `within_s` seconds."""

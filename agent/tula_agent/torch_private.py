@@ -1,6 +1,6 @@
 """Every private part of PyTorch that the agent uses, in one place: torch may change these without notice.
 
-Each function says why the public interface does not suffice. Its private names worked with torch 2.2.2, the oldest
+Each function says why the public interface does not suffice. Its private names worked with torch 2.4.1, of the oldest
 version that the agent supports, and with 2.13.0, unless it says otherwise. Where a name that may be missing is missing,
 a function answers None or False, and the agent measures less.
 """
@@ -130,7 +130,7 @@ def is_sharded(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.Mod
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor that this rank holds, any other tensor as it is. Starts no collective.
 
-    `to_local` is public, the type is not everywhere: `torch.distributed._tensor` until 2.4, `.tensor` since.
+    `to_local` is public, the type's module is not in 2.4: `torch.distributed._tensor`, and `.tensor` since.
     """
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
@@ -192,8 +192,6 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 def autocast_dtype() -> torch.dtype | None:
     """The type that autocast computes in here, on a GPU before a processor; None where it is off."""
-    if not hasattr(torch, "get_autocast_dtype"):  # before torch 2.4 each device had its function
-        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
     return next((torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
 
 
@@ -356,8 +354,3 @@ def _may_be_fused(func: Any, args: Any, made: torch.Tensor) -> bool:
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, also where they have no data: `data_ptr()` raises for those."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def nvml_device_index(device: torch.device) -> int:
-    """The index that NVML gives to `device`; only needed before torch 2.4, whose properties have no UUID."""
-    return int(torch.cuda._get_nvml_device_index(device))

@@ -64,7 +64,7 @@ def _torch() -> Iterator[Finding]:
         yield Finding("torch", "wrong", f"cannot be imported ({error})", "pip install 'tula[agent]'")
         return
     major, minor = (int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    yield _check("torch", (major, minor) >= (2, 2), torch.__version__, "use torch 2.2 or newer")
+    yield _check("torch", (major, minor) >= (2, 4), torch.__version__, "use torch 2.4 or newer")
     dist = torch.distributed
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available", lambda: False)()]
     found = ", ".join(backends) or "no backend"

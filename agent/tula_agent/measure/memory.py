@@ -16,7 +16,7 @@ import torch
 
 from tula_agent.batches import batch_bytes
 from tula_agent.guard import logger
-from tula_agent.torch_private import ddp_models, local_part, nvml_device_index
+from tula_agent.torch_private import ddp_models, local_part
 from tula_wire.memory import RESERVED_RATIO, largest_local_batch_size, static_bytes
 
 
@@ -131,10 +131,7 @@ def _open(device: torch.device) -> tuple[Any, Any]:
     import pynvml
 
     pynvml.nvmlInit()
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if uuid is None:  # torch before 2.4
-        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(nvml_device_index(device))
-    name = str(uuid)
+    name = str(torch.cuda.get_device_properties(device).uuid)
     return pynvml, pynvml.nvmlDeviceGetHandleByUUID(name if name.startswith("GPU-") else f"GPU-{name}")
 
 

@@ -56,7 +56,6 @@ def test_variability_is_equation_5_of_two_steps_in_a_row() -> None:
     assert second == [("grad_norm", 10.0), ("gradient_variability", 3.0)]
 
 
-@pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="torch 2.2 has neither on a CPU")
 def test_a_fused_optimizer_that_unscales_by_itself_has_its_true_norm() -> None:
     """A GradScaler leaves scaled gradients to such an optimizer, and the scale in its `grad_scale` during the step."""
     read: dict[str, float] = {}

@@ -202,8 +202,7 @@ def main() -> None:
     forward = torch.compile(model, backend="eager", dynamic=False) if arguments.compile else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = make_loader(arguments)
-    scaler = torch.amp.GradScaler("cpu", enabled=arguments.amp) if hasattr(torch.amp, "GradScaler") else None
-    used_scaler = scaler if arguments.amp else None
+    used_scaler = torch.amp.GradScaler("cpu") if arguments.amp else None
 
     run = tula_agent.init(dataset_size=len(loader.dataset), grad_accum_steps=None)
     run.watch(model, optimizer)
