@@ -1,19 +1,28 @@
-"""`tula probe` between the namespaces of `benchmarks.support.cluster`: one rank on each of so many nodes."""
+"""Prints a probe between the namespaces of `benchmarks.support.cluster`, as JSON: one rank on each of so many nodes."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import sys
+
+import torch
+import torch.distributed as dist
 
 from benchmarks.support.gloo import fork_ranks
-from tula_agent.commands import probe
+from tula_agent.measure.all_reduces import time_all_reduces
+
+SECONDS = "TULA_BENCHMARK_PROBE_S"
 
 
 def rank_main() -> None:
     """A namespace has the name of its host: say that each rank is on a separate node, as torchrun does."""
     os.environ["GROUP_RANK"] = os.environ["RANK"]
-    probe.main()
+    dist.init_process_group("gloo")
+    measured = time_all_reduces(torch.device("cpu"), float(os.environ[SECONDS]))
+    if dist.get_rank() == 0:
+        print(json.dumps(measured), flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -24,7 +33,7 @@ if __name__ == "__main__":
     parser.add_argument("--master", required=True)
     parser.add_argument("--interface", required=True)
     options = parser.parse_args()
-    sys.argv = [sys.argv[0], str(options.seconds)]
+    os.environ[SECONDS] = str(options.seconds)
     fork_ranks(
         rank_main,
         options.nodes,

@@ -3,7 +3,7 @@
     python -m benchmarks.fabric [--smoke] [--json OUT]        (root, iproute2)
 
 For each of three bandwidths and two sizes of network, in a project by itself: a profiling run on one node, whose agent
-times when each bucket of gradients is ready; `tula probe` between two nodes; the service's prediction for eight; a
+times when each bucket of gradients is ready; a probe between two nodes; the service's prediction for eight; a
 probe of all eight, and its prediction again; then the truth, a run on eight nodes. Compute is a wait
 (`benchmarks._cluster_job`) and ranks run before other programs, so that eight of them on the cores of one machine take
 the time that each would take on a whole node.
@@ -32,7 +32,7 @@ from tula_client import Client
 from tula_service.analysis.hardware import cost_of
 from tula_wire import Configuration, Estimate, ProjectCreate, RunCreate, TokenCreate
 from tula_wire.jobs import JobSpec
-from tula_wire.samples import PROBE_MARK, FabricProbe
+from tula_wire.samples import FabricProbe
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCAL_BATCH = 64
@@ -164,8 +164,8 @@ class Bench:
         """Probe so many nodes, and give the service what they measured."""
         words = [f"--nodes={nodes}", f"--seconds={self.size.probe_s:g}"]
         printed = self.run("benchmarks._cluster_probe", words, self.environment)
-        (line,) = [line for line in printed.splitlines() if line.startswith(PROBE_MARK)]
-        measured = FabricProbe.model_validate_json(line.removeprefix(PROBE_MARK))
+        (line,) = [line for line in printed.splitlines() if line.startswith("{")]
+        measured = FabricProbe.model_validate_json(line)
         probe = measured.model_copy(update={"network_gbps": rate / 1e3})
         self.client.send_probe(probe)
         return probe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Final, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -14,8 +14,6 @@ from tula_wire.jobs import Estimate, Gbps
 from tula_wire.memory_breakdown import MemoryBreakdown
 
 Backend = Literal["gloo", "nccl"]
-PROBE_MARK: Final = "TULA_PROBE "
-"""What precedes the `FabricProbe` that the first rank of a probe prints."""
 
 
 class AllReduceReading(WireModel):
@@ -51,7 +49,7 @@ class AllReduces(WireModel):
     @model_validator(mode="after")
     def _several(self) -> Self:
         if self.num_nodes * self.ranks_per_node < 2:
-            raise ValueError("one rank reduces nothing: probe with two ranks or more")
+            raise ValueError("one rank reduces nothing: two ranks or more make a probe")
         if self.in_node is not None and 1 in (self.num_nodes, self.ranks_per_node):
             raise ValueError("in_node needs several nodes of several ranks: leave it out")
         return self

@@ -8,8 +8,8 @@ import sqlite3
 from pathlib import Path
 
 from benchmarks.support.forked import Server
-from benchmarks.support.gloo import free_port
 from tests.e2e.command import BATCH, TORCHRUN, Tula, wait_until
+from tula_wire import FabricProbe
 
 STEPS = 10  # of warm-up and measuring
 
@@ -100,11 +100,10 @@ def test_after_a_probe_one_launch_on_one_node_recommends_over_all_cluster_sizes_
     tula = Tula(server, tmp_path, forked=True)
     spec = Path(tula.spec("probed", least_nodes=1, nodes=4, least_batch=2, search="adaptive"))
     spec.write_text(spec.read_text().replace("{ min_nodes", "{ network_gbps = 10, min_nodes"))  # no other job's links
-    place = f"export WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
-    ranks = " & ".join(f'RANK={rank} GROUP_RANK={rank} python "$@"' for rank in (0, 1))
-    launcher = ["sh", "-c", f"{place}; {ranks} & wait", "sh"]
-    stored, _ = tula("probe", f"--spec={spec}", "--seconds=1", "--", *launcher)
-    assert (stored["probe"]["num_nodes"], stored["probe"]["ranks_per_node"]) == (2, 1)
+    readings = [{"size_bytes": size, "time_s": 2e-4 + 1e-9 * size, "repeats": 9} for size in (2**10, 2**18, 2**26)]
+    measured = {"backend": "gloo", "num_nodes": 2, "ranks_per_node": 1, "all_ranks": readings, "network_gbps": 10}
+    with tula.client() as client:
+        client.send_probe(FabricProbe.model_validate(measured))
 
     _, said = tula("tune", str(spec), "--nodes=1", *TORCHRUN, *BATCH, fails=True)
     assert "the pending runs need at least" in said

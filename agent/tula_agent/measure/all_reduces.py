@@ -1,4 +1,4 @@
-"""Times all-reduces over the ranks there are, for `tula probe` and at the start of a profiling run."""
+"""Times all-reduces over the ranks there are, after the warm-up of a profiling run: a probe of their links."""
 
 from __future__ import annotations
 

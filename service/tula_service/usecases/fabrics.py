@@ -14,6 +14,7 @@ from tula_service.usecases.access import Principal
 from tula_service.usecases.job_data import cluster_of, stored_probes
 
 _MOST_LISTED = 200
+_PROBE_S = 1.0
 
 
 def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fabric:
@@ -35,6 +36,13 @@ def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
         probe = None if cluster is None else probe_of_run(measured, run.configuration, cluster)
         if probe is not None and not known(tx, job, run.configuration):
             tx.fabrics.add(job.project_id, probe.instance_type, probe.model_dump(mode="json"), job_id=job.id)
+
+
+def to_launch(tx: Transaction, job: JobRecord, run: wire.Run) -> wire.Run:
+    """The run for its launcher: its ranks are to measure their links where no probe of as many is stored."""
+    if run.instruction is None or run.configuration.world_size < 2 or known(tx, job, run.configuration):
+        return run
+    return run.model_copy(update={"instruction": run.instruction.model_copy(update={"probe_s": _PROBE_S})})
 
 
 def known(tx: Transaction, job: JobRecord, configuration: wire.Configuration) -> bool:

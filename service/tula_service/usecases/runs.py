@@ -31,7 +31,6 @@ T = TypeVar("T")
 
 _OPEN: Final[Collection[RunState]] = ("pending", "claimed", "running")
 _RETRY_AFTER_S = 2.0
-_PROBE_S = 1.0
 _MEMORY_REPLAN = "A run has just run out of memory: the plan is being computed again."
 _MESSAGES = {
     "vanished": "No report or sample of this training arrived before its lease expired.",
@@ -77,7 +76,7 @@ def _claimed(
                 data = {"state": each.state, "holder": request.holder}
                 tx.events.append(job_id, "run", run_id=each.id, data=data)
             *smaller, largest = sorted(leased, key=lambda each: each.configuration.local_batch_size)
-            first = _to_launch(tx, job, largest)
+            first = fabrics.to_launch(tx, job, view(largest))
             return wire.RunClaimed(run=first, smaller=[view(each) for each in smaller], reason=largest.purpose)
         active = tx.runs.list(job_id, kind="profile", states=_OPEN)
         if not active and not replanned and job.plan_state != "current":
@@ -189,15 +188,7 @@ def _created(tx: Transaction, job: JobRecord, request: wire.RunCreate, expected:
     if not profile:
         monitoring.start(tx, job, run, expected, before)
     tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state, "kind": request.kind})
-    return _to_launch(tx, job, tx.runs.get(run.id))
-
-
-def _to_launch(tx: Transaction, job: JobRecord, record: RunRecord) -> wire.Run:
-    """The run for its launcher: its ranks are to measure their links where no probe of as many is stored."""
-    run = view(record)
-    if run.instruction is None or run.configuration.world_size < 2 or fabrics.known(tx, job, run.configuration):
-        return run
-    return run.model_copy(update={"instruction": run.instruction.model_copy(update={"probe_s": _PROBE_S})})
+    return fabrics.to_launch(tx, job, view(tx.runs.get(run.id)))
 
 
 def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:
