@@ -15,7 +15,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ValidationError
 
 import tula_wire as wire
-from tula_client._errors import TulaError, UnexpectedAnswerError, from_problem
+from tula_client._errors import ForeignAnswerError, TulaError, UnexpectedAnswerError, from_problem
 from tula_client._request import Answer, Call, Method, Question, Request, Unsent
 from tula_wire import read, routes
 
@@ -148,7 +148,7 @@ def parse_error(answer: Answer) -> TulaError:
         return from_problem(
             wire.Problem(type=wire.ProblemType.UNAVAILABLE, title="Unavailable", status=answer.status, detail=detail)
         )
-    return UnexpectedAnswerError(
+    return ForeignAnswerError(
         f"answered {answer.status} without a problem document: is TULA_URL the address of a Tula service?"
     )
 

@@ -48,7 +48,11 @@ class UsageError(TulaError):
 
 
 class LaunchError(TulaError):
-    """What stops `tula tune` or `tula run`, with the remedy."""
+    """What stops `tula tune` or `tula run`, with the remedy; `brief` where the terminal has shown the failure."""
+
+    def __init__(self, message: str, brief: str = "") -> None:
+        super().__init__(message)
+        self.brief = brief or message
 
 
 class MissingExtraError(TulaError):
@@ -67,6 +71,10 @@ class ServiceUnreachableError(TulaError):
 
 class UnexpectedAnswerError(TulaError):
     """An answer that no Tula service gives; the address is probably that of another server."""
+
+
+class ForeignAnswerError(UnexpectedAnswerError):
+    """An error of another server: of a proxy while the service is away, or of whatever has the address."""
 
 
 class ProblemError(TulaError):

@@ -11,6 +11,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    Strict,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
 )
@@ -24,7 +25,8 @@ Bytes = Annotated[int, Field(ge=0, le=2**60)]
 Positive = Annotated[float, Field(gt=0, le=1e24)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S)]
-UsdPerHour = Annotated[float, Field(ge=0, le=MAX_USD_PER_HOUR)]
+UsdPerHour = Annotated[float, Strict(), Field(ge=0, le=MAX_USD_PER_HOUR)]
+"""A number, and no text that holds one: a price in quotes is a mistake."""
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^{UNPRINTABLE}]+$")]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/@+-]{1,200}$")]
 """A name that may fill a placeholder of a command: to a shell it is one word, and nothing but a word."""

@@ -57,6 +57,7 @@ _REMEDIES: Final = {
     "dataclass_type": _NO_TABLE,
     "int_parsing": "must be a whole number; give one.",
     "float_parsing": "must be a number; give one.",
+    "float_type": "must be a number; give one without quotes.",
     "bool_parsing": "must be 1 or 0; give one of them.",
     "finite_number": "is NaN or infinite; give a finite number, or null where nothing was measured.",
     "greater_than_equal": "must be at least {ge}; give a larger value.",

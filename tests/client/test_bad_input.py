@@ -61,7 +61,7 @@ def test_a_wrong_specification_names_its_field(tula: Tula, tmp_path: Path, field
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("import sys; print('no such file'); sys.exit(7)", "7"),
+        ("import sys; print('no such file'); sys.exit(7)", "exit code 7"),
         ("pass", "tula_agent.init()"),
     ],
 )
@@ -70,9 +70,10 @@ def test_a_failing_command_is_reported_and_measurements_stay(
 ) -> None:
     path, name = spec_file(tmp_path, tmp_path.name), tmp_path.name
     command = [sys.executable, "-c", program, "{local_batch_size}", "{num_nodes}"]
-    code, _, err = tula("tune", path, "--work-dir", str(tmp_path / "w"), "--", *command)
+    code, out, err = tula("tune", path, "--work-dir", str(tmp_path / "w"), "--", *command)
     assert code == 1
-    assert said in err
+    assert said in " ".join(out.split())
+    assert "finished measurements are kept" in err
     assert "Traceback" not in err
     with Client(address, token="") as client:
         job = client.handle(name)

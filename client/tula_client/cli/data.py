@@ -19,6 +19,7 @@ from tula_client._errors import TulaError, UsageError
 from tula_client._flows import Row, Table, kind_of, needs_extra, write_file
 from tula_client.cli.output import JobName, Json, emit
 from tula_wire import Run
+from tula_wire.text import printable_lines
 
 _STATUS = {
     "claimed": "RUNNING",
@@ -73,7 +74,7 @@ def export(
     else:
         content = (_csv(rows) if kind == "csv" else json.dumps(rows, indent=2, allow_nan=False) + "\n").encode()
     if output is None:
-        sys.stdout.write(content.decode())
+        sys.stdout.write(printable_lines(content.decode()))
         return
     write_file(output, content)
     text = f"Wrote {len(rows)} row{'s' if len(rows) != 1 else ''} to {output}."

@@ -18,7 +18,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from tula_client import Client, RetryPolicy
-from tula_client._errors import ExitCode, UsageError
+from tula_client._errors import ExitCode, LaunchError, UsageError
 from tula_client.cli.jobs import menu_table, recommendation_view
 from tula_client.cli.output import JobName, Json, emit, lasting_console
 from tula_client.launch.judge import Outcome
@@ -56,7 +56,12 @@ StopCommand = Annotated[
 ]
 Folder = Annotated[Path, typer.Option(help="Folder for logs, spools and checkpoints.")]
 TimeLimit = Annotated[
-    float | None, typer.Option(min=1, help="Seconds after which each rank prints its stack and the run is ended.")
+    float | None,
+    typer.Option(
+        min=1,
+        help="Seconds without a first measurement, and seconds from it on, after which each rank prints its stack and "
+        "the run is ended.",
+    ),
 ]
 
 
@@ -254,6 +259,8 @@ def _runner(client: Client, job: Job, work_dir: Path, reporter: Reporter, **opti
         try:
             with Runner(client, work, holder, reporter, **options) as runner:
                 yield runner
+        except LaunchError as error:
+            raise LaunchError(str(error) if reporter.is_quiet else error.brief) from None
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -46,6 +46,11 @@ class Reporter:
         self._job_known_at = 0.0
         self._last_reason = ""
 
+    @property
+    def is_quiet(self) -> bool:
+        """True if nothing at all is printed."""
+        return self._console.quiet
+
     def __enter__(self) -> Self:
         self._progress.start()
         return self

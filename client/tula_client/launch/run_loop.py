@@ -21,6 +21,7 @@ from typing import Any, Final, ParamSpec, Self, TypeVar
 from tula_client._client import Client
 from tula_client._errors import (
     ConflictError,
+    ForeignAnswerError,
     LaunchError,
     ServiceUnavailableError,
     ServiceUnreachableError,
@@ -64,8 +65,8 @@ its job every ten seconds."""
 RETRY_S: Final = 600.0
 """Longest wait for an unreachable service, so that a restart of the service ends no `tula tune`."""
 _RETRY_INTERVAL_S: Final = 1.0
-_UNREACHABLE: Final = (ServiceUnreachableError, ServiceUnavailableError, TooManyRequestsError)
-"""Errors after which the service is expected to answer again."""
+_UNREACHABLE: Final = (ServiceUnreachableError, ServiceUnavailableError, TooManyRequestsError, ForeignAnswerError)
+"""Errors after which the service is expected to answer again: it did when its job was read."""
 _HEARTBEAT_RETRY_S: Final = 5.0
 _DUMP_TIMEOUT_S: Final = 10.0
 _MOST_OUTPUT_BYTES: Final = 65_536
@@ -78,7 +79,8 @@ _SUBMITTED: Final = "submitted-"
 class ActiveRun:
     """A run whose command was started; times are of the runner's clock, in seconds.
 
-    smaller: the runs of smaller batches that the same command measures first.
+    smaller: the runs of smaller batches that the same command measures first. limit_from: when the time limit began to
+    count: at the start, and again at the first measurement.
     """
 
     run: Run
@@ -87,12 +89,14 @@ class ActiveRun:
     log: Path
     output: LogLines
     started_at: float
+    limit_from: float
     next_heartbeat_at: float
     stacks_dumped_at: float | None = None
     limit_reached: bool = False
     has_ended: bool = False
     sent_output: str = ""
-    silence_checked: bool = False
+    has_measured: bool = False
+    silence_reported: bool = False
     smaller: tuple[Run, ...] = ()
 
 
@@ -105,8 +109,9 @@ class Runner:
     fails is not repeated: most often its job is gone because the supervisor cancelled it. On exit, stops the commands
     that still run, and gives their runs back.
 
-    time_limit_s: longest duration of a run. grace_s: seconds between SIGTERM and SIGKILL. stop_template: the command
-    that cancels a cluster job. inherited: environment variables of the commands. active: what runs now.
+    time_limit_s: longest duration of a run's start-up, and of what follows. grace_s: seconds between SIGTERM and
+    SIGKILL. stop_template: the command that cancels a cluster job. inherited: environment variables of the commands.
+    active: what runs now.
     """
 
     service: Client
@@ -236,7 +241,7 @@ class Runner:
             self.release(run, *smaller)
             raise
         now = self.clock()
-        active = ActiveRun(run, launch_id, process, log, LogLines(log), now, next_heartbeat_at=now)
+        active = ActiveRun(run, launch_id, process, log, LogLines(log), now, now, next_heartbeat_at=now)
         active.smaller = tuple(smaller)
         self.active.append(active)
         self.reporter.started(run, log)
@@ -257,7 +262,7 @@ class Runner:
             return status
         now = self.clock()
         limit = self.time_limit_s
-        if limit is not None and active.stacks_dumped_at is None and now - active.started_at > limit:
+        if limit is not None and active.stacks_dumped_at is None and now - active.limit_from > limit:
             active.stacks_dumped_at = now
             active.process.request_stop(stacks=True)
         elif now - (active.stacks_dumped_at or now) > self.grace_s + _DUMP_TIMEOUT_S:
@@ -265,12 +270,10 @@ class Runner:
         if not active.limit_reached and now - active.started_at > (active.run.time_limit_s or math.inf):
             active.limit_reached = True
             active.process.request_stop()
-        if not active.silence_checked and now - active.started_at >= SILENT_S:
-            active.silence_checked = True
-            self._report_silence(active)
         if now >= active.next_heartbeat_at:
             active.next_heartbeat_at = now + LEASE_S / 3
             self._renew_lease(active)
+            self._look_for_measurements(active)
             self._send_output(active, active.run, "running")
         return None
 
@@ -389,13 +392,18 @@ class Runner:
             return False
         return done.returncode == 0
 
-    def _report_silence(self, active: ActiveRun) -> None:
-        """Say that a profiling run has sent nothing yet."""
-        first = (*active.smaller, active.run)[0]
+    def _look_for_measurements(self, active: ActiveRun) -> None:
+        """Let the time limit count from the first measurement, and say once that a profiling run has sent none yet."""
+        first, now = (*active.smaller, active.run)[0], self.clock()
+        if active.has_measured:
+            return
         with suppress(TulaError):
-            if first.kind == "profile" and self.service.run(first.id).num_samples == 0:
+            if self.service.run(first.id).num_samples:
+                active.has_measured, active.limit_from = True, now
+            elif first.kind == "profile" and not active.silence_reported and now - active.started_at >= SILENT_S:
+                active.silence_reported = True
                 steps = f"If its steps have begun (see {active.log}), {EMBED}"
-                self.reporter.note(f"Run {first.id}: still starting after {SILENT_S:g} s. {steps}")
+                self.reporter.note(f"Run {first.id}: still starting after {now - active.started_at:.0f} s. {steps}")
 
     def _send_output(self, active: ActiveRun, run: Run, state: RunState) -> None:
         """Send the end of what rank 0 has written, if it is new and the user agrees; a failure leaves it in the log."""

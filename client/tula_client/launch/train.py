@@ -91,7 +91,8 @@ def train(
         elif outcome.state == "failed" and (_preempted(active, status) or _newest_file(checkpoints) != before):
             runner.reporter.note(f"{outcome.message} Restarting from the last checkpoint in {checkpoints}.")
         else:
-            raise LaunchError(f"run {run.id}: {outcome.message} Log: {active.log}{outcome.listed}")
+            text = f"run {run.id}: {outcome.message} Log: {active.log}{outcome.listed}"
+            raise LaunchError(text, f"run {run.id} {outcome.state}: correct the command and repeat `tula run`")
         _save(runner, state)
 
 

@@ -163,7 +163,9 @@ class _PlanLoop:
         if run.configuration_mismatch is not None:  # every further run would measure the same one
             raise LaunchError(
                 f"{run.configuration_mismatch} The measurement is kept for the configuration that ran; once the "
-                f"command is corrected, repeat `tula tune` to measure the planned one. Log: {active.log}"
+                f"command is corrected, repeat `tula tune` to measure the planned one. Log: {active.log}",
+                f"run {run.id} used another configuration: once the command is corrected, repeat `tula tune` to "
+                "measure the planned one",
             )
         any_success = any(one.state == "succeeded" for one in self.job.plan)
         self.failures = self.failures + 1 if outcome.state == "failed" else 0
@@ -171,7 +173,9 @@ class _PlanLoop:
             repeated = f" {self.failures} runs in a row have failed." if self.failures > 1 else ""
             raise LaunchError(
                 f"run {run.id} failed: {outcome.message}{repeated} Correct the command and repeat `tula tune`: "
-                f"finished measurements are kept. Log: {active.log}{outcome.listed}"
+                f"finished measurements are kept. Log: {active.log}{outcome.listed}",
+                f"run {run.id} failed.{repeated} Correct the command and repeat `tula tune`: finished measurements are "
+                "kept",
             )
 
     def _measure_single_batches(self) -> None:

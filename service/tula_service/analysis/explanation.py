@@ -363,6 +363,14 @@ def _warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
         for name in (cluster.instance_type for cluster in spec.cluster)
         if spec.batch.max_local_batch_size is None and name not in evidence.memory.max_local_batch_size
     ]
+    if (total := spec.batch.global_batch_size) is not None:
+        for cluster in spec.cluster:
+            tried = job_data.powers_of_two(cluster.min_nodes, cluster.max_nodes)
+            if uneven := [str(nodes) for nodes in tried if total % (nodes * cluster.ranks_per_node)]:
+                found.append(
+                    f"{', '.join(uneven)} nodes of {cluster.instance_type} are left out: batch.global_batch_size = "
+                    f"{total} is no multiple of the number of their ranks."
+                )
     if not job_data.has_prices(spec):
         found.append("No price is known, so costs are ranked in node-hours: give cluster.price.")
     elif job_data.payable(spec, evidence.memory.models) is not spec:

@@ -174,7 +174,8 @@ def _budget(data: JobData) -> PlanBudget:
 def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) -> ProfilingCost:
     """What the plan's runs have taken by `now_s`, in seconds since 1970, and what those that have not ended will take.
 
-    A launch takes its start-up, the median of those that ended or, before the first, 30 s, and its steps as predicted.
+    A launch takes its start-up, the median of those that measured something to its end or, before the first, 30 s, and
+    its steps as predicted.
     One whose leases have expired ended with them, and is to come again; once its runs are leased again it is forgotten.
     """
     launches = _launches(plan, spec, now_s)
@@ -184,7 +185,7 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) 
         if any(run.state not in FINAL_STATES for run, _, _ in spans):
             if any(ended_s >= now_s for _, _, ended_s in spans):
                 under_way.add(_launch(spans[0][0], spec))
-        elif in_steps_s := _in_steps_s(spans):
+        elif any(run.state == "succeeded" for run, _, _ in spans) and (in_steps_s := _in_steps_s(spans)):
             start_ups_s.append(max(0.0, _taken(spans)[1] - in_steps_s))
     start_up_s = median(start_ups_s) if start_ups_s else _START_UP_S
     waiting: dict[object, list[RunRecord]] = {}

@@ -72,9 +72,11 @@ def configurations_of(answer: Answer, question: WhatIf) -> tuple[Configuration, 
     if not found:
         ranks = {cluster.ranks_per_node for cluster in spec.cluster}
         worlds = sorted({nodes * each for nodes in question.num_nodes or (1,) for each in ranks})
+        most = max(cluster.max_nodes for cluster in spec.cluster)
+        beyond = f" The job goes up to {most} nodes." if max(question.num_nodes, default=0) > most else ""
         raise InvalidInput(
             "No configuration has this global batch: it must be a multiple of the number of ranks "
-            f"({', '.join(map(str, worlds))}).",
+            f"({', '.join(map(str, worlds))}).{beyond}",
             field="global_batch_size",
         )
     if not fitting or (fitting != found and question.num_nodes and question.local_batch_size):

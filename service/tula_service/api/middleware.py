@@ -53,7 +53,8 @@ class RequestMiddleware:
 
     The sender is known before a body is read, and a request takes room once its body has arrived. A body on its way
     takes no room of others: it holds memory, which counts against its sender alone. After that, requests of agents and
-    all others are counted separately. A sender beyond its limits waits for that answer, and takes no room meanwhile.
+    all others are counted separately; what needs no token takes no room, and counts by address. A sender beyond its
+    limits waits for that answer, and takes no room meanwhile.
     """
 
     def __init__(self, app: ASGIApp, *, services: Services) -> None:
@@ -116,6 +117,9 @@ class RequestMiddleware:
             if scope["method"] in _WITH_BODY and not isinstance(refusal, Unauthenticated):
                 response.headers["Connection"] = "close"
             await response(scope, receive, send)
+            return
+        if is_open(scope["method"], scope["path"]):  # takes no ordinary thread, and counts by address
+            await self._app(scope, receive, send)
             return
         room = self._agents if is_for_agents(scope["method"], scope["path"]) else self._others
         if room.locked():

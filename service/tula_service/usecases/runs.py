@@ -148,6 +148,10 @@ def _of_known_type(spec: wire.JobSpec, configuration: wire.Configuration) -> wir
     themselves know no names.
     """
     known = [cluster.instance_type for cluster in spec.cluster]
+    if len(known) == 1 and spec.cluster[0].ranks_per_node == 1 and configuration.num_nodes == 1:
+        # A rank stands for a node in a job of one machine, of which an agent that makes a run sees all ranks.
+        ranks = configuration.ranks_per_node
+        configuration = replace(configuration, num_nodes=ranks, ranks_per_node=1)
     if configuration.instance_type in known:
         return configuration
     named = configuration.instance_type != DEFAULT_INSTANCE_TYPE

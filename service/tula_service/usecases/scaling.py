@@ -8,6 +8,7 @@ import tula_wire as wire
 from tula_service.errors import InvalidInput
 from tula_service.store import Store, Transaction
 from tula_service.usecases.access import Principal, visible_job
+from tula_service.usecases.job_data import spec_of
 
 GATED_POLICIES = ("ags", "static")
 """Policies that scale only below the sensitivity threshold `delta`; `gain` needs none."""
@@ -27,7 +28,8 @@ def change(
     """Set numbers of one policy, and return what agents get from now on.
 
     Numbers that the training script passes stay in force there, and an agent leaves out a bound that crosses a bound of
-    its script. Raises InvalidInput if the bounds would cross, or for `delta` of a policy without one.
+    its script. Raises InvalidInput if the bounds would cross, for `delta` of a policy without one, and for a fixed
+    factor that no batch of the job asks for.
     """
     if patch.delta is not None and policy not in GATED_POLICIES:
         raise InvalidInput(
@@ -36,11 +38,12 @@ def change(
             field="delta",
         )
     with store.transaction() as tx:
-        visible_job(tx, principal, job_id)
+        job = visible_job(tx, principal, job_id)
         tx.jobs.lock(job_id)
         before = _read(tx, job_id, policy)
         after = before.model_copy(update=patch.model_dump(exclude_unset=True))
         _refuse_crossed(after)
+        _refuse_beyond_batches(spec_of(job), after)
         changed = [f"{name} {_said(value)}" for name, value in after if value != getattr(before, name)]
         if not changed:
             return before
@@ -62,6 +65,22 @@ def _refuse_crossed(numbers: wire.ScalingThresholds) -> None:
     if s_max < s_min:
         text = f"s_max = {s_max:g} would be below s_min = {s_min:g}: give s_max >= s_min."
         raise InvalidInput(text, field="s_max")
+
+
+def _refuse_beyond_batches(spec: wire.JobSpec, numbers: wire.ScalingThresholds) -> None:
+    """More than the largest batch over the smallest ruins a training; agents clamp what they get by their own batch."""
+    batch = spec.batch
+    smallest = numbers.small_batch_size or batch.min_local_batch_size
+    ranks = max(cluster.max_nodes * cluster.ranks_per_node for cluster in spec.cluster)
+    per_rank = None if batch.max_local_batch_size is None else batch.max_local_batch_size * batch.max_grad_accum_steps
+    largest = batch.global_batch_size or (spec.dataset.size if per_rank is None else ranks * per_rank)
+    most = max(1.0, min(largest, spec.dataset.size) / smallest)
+    if (numbers.static_scale or 0.0) > most:
+        raise InvalidInput(
+            f"static_scale = {numbers.static_scale:g} is more than {most:.4g}, the job's largest batch over the "
+            f"smallest ({smallest} examples): give at most that.",
+            field="static_scale",
+        )
 
 
 def _said(value: float | None) -> str:

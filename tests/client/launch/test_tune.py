@@ -9,8 +9,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
-from tula_client import ServiceUnreachableError
+from tula_client import ServiceUnreachableError, _calls
 from tula_client._errors import LaunchError, UsageError
+from tula_client._request import Answer
 from tula_client.launch.run_loop import LEASE_S, RETRY_S
 from tula_client.launch.template import Template
 from tula_client.launch.tune import to_measure_again, work_through
@@ -189,7 +190,25 @@ def test_a_run_that_sends_nothing_is_noted_within_a_minute(tmp_path):
     bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=1300), notes)  # 65 s
     with pytest.raises(LaunchError, match="no measurement arrived"):
         tune(bench, service)
-    assert len([note for note in notes.notes if "still starting after 45 s" in note]) == 1
+    assert len([note for note in notes.notes if "still starting after 60 s" in note]) == 1
+
+
+def test_the_time_limit_counts_anew_from_the_first_measurement(tmp_path):
+    """A start-up of minutes leaves the steps their time; a command that measures nothing has as much as before."""
+    service, notes = FakeService(THREE[:1]), Notes()
+
+    class Slow(FakeProcess):
+        def poll(self):
+            if bench.now >= 80:
+                service.change("r0", num_samples=9)
+            return super().poll()
+
+    bench = Bench(tmp_path, service, lambda *_: Slow(lasts=2600), notes, time_limit_s=100)  # 130 s
+    tune(bench, service)
+    assert service.runs["r0"].state == "succeeded"
+    bench = Bench(tmp_path, FakeService(THREE[:1]), lambda *_: FakeProcess(lasts=2600), notes, time_limit_s=100)
+    with pytest.raises(LaunchError, match="did not end within its time limit of 100 s"):
+        tune(bench, bench.runner.service)
 
 
 def test_a_script_that_ignores_its_batch_stops_the_plan(tmp_path):
@@ -246,6 +265,19 @@ def test_a_service_that_is_away_for_a_while_is_waited_for(tmp_path):
     assert [run.state for run in tuned.job.plan] == ["succeeded"] * 3
     assert notes.waits
     assert "The service is unreachable" in notes.waits[0]
+
+
+def test_a_proxy_that_answers_for_a_service_that_is_away_is_waited_for_too(tmp_path):
+    """Its 403 or 404 is no refusal: only a problem document of the service is."""
+    notes, answers = Notes(), [Answer(status, {}, b"<html>gone</html>") for status in (404, 403)]
+
+    def ask():
+        if answers:
+            raise _calls.parse_error(answers.pop())
+        return "answer"
+
+    assert Bench(tmp_path, FakeService(), lambda *_: FakeProcess(), notes).runner.retrying(ask) == "answer"
+    assert "without a problem document" in notes.waits[0]
 
 
 def test_a_service_that_stays_away_ends_it_with_every_command_stopped(tmp_path):

@@ -102,6 +102,17 @@ def test_a_runner_up_that_costs_the_same_is_not_said_to_cost_more() -> None:
     assert "takes as long and costs as much, at twice the batch" in why
 
 
+def test_nodes_whose_ranks_cannot_share_the_global_batch_are_named() -> None:
+    nodes = {"max_nodes": 4, "ranks_per_node": 1}
+    fields = explanation.recommendation_fields(answer_of(job(cluster=nodes, batch={"global_batch_size": 7})), None)
+    model = fields["model"]
+    assert isinstance(model, wire.ModelReport)
+    said = (
+        "2, 4 nodes of default are left out: batch.global_batch_size = 7 is no multiple of the number of their ranks."
+    )
+    assert said in model.warnings
+
+
 def test_the_learning_rate_of_the_candidates_is_that_of_the_reason() -> None:
     data = replace(job(model={"name": "net", "batch_normalization": True}), trained_noise=[np.full(20, 500.0)])
     fields = explanation.recommendation_fields(answer_of(data, "time"), None)

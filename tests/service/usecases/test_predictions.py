@@ -76,6 +76,12 @@ def test_a_question_without_an_answer_is_refused_by_field(
     assert field == (error.field if isinstance(error, InvalidInput) else error.errors()[0]["loc"][0])
 
 
+def test_more_nodes_than_the_job_has_are_said_to_be_so_where_no_batch_fits(profiled: tuple[Cluster, str]) -> None:
+    cluster, job_id = profiled
+    with pytest.raises(InvalidInput, match=r"\(198\)\. The job goes up to \d+ nodes\."):
+        ask(cluster, job_id, num_nodes=[99], global_batch_size=[64])
+
+
 def test_no_answer_has_less_than_a_step_an_epoch(profiled: tuple[Cluster, str]) -> None:
     cluster, job_id = profiled
     for question in ({"num_nodes": [1000]}, {"local_batch_size": [20_000]}):

@@ -135,6 +135,11 @@ def test_a_registered_job_says_what_its_plan_costs_from_what_is_known_of_the_har
     assert (after.launches_left, after.left_s, after.left_usd) == (0, 0.0, 0.0)
 
 
+def test_a_launch_that_ended_without_a_measurement_tells_no_start_up() -> None:
+    quick = [run(64, "cancelled", at, 3, num_samples=1, step_time_s=1e-3) for at in (0, 10, 20)]
+    assert cost([*quick, run(64, "pending", nodes=2, predicted_step_time_s=1.0)]).left_s == pytest.approx(30 + 6)
+
+
 def test_the_time_between_an_interrupted_launch_and_the_next_is_not_paid_for(
     sqlite_store: Store, clock: ManualClock
 ) -> None:

@@ -95,6 +95,16 @@ def test_agents_of_a_lease_that_is_over_are_told_so_and_change_nothing(cluster: 
     assert runs.get(cluster.store, ANONYMOUS, run.id).num_samples == 1
 
 
+def test_ranks_on_one_machine_are_the_nodes_of_a_job_of_one_rank_a_node(cluster: Cluster) -> None:
+    """As an agent registers itself under `TULA_JOB`; the job was tuned with a node for each rank."""
+    job_id = cluster.register(spec(cluster={"instance_type": "a", "max_nodes": 4})).job.id
+    seen = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=64)
+    made = runs.create(cluster.store, ANONYMOUS, job_id, wire.RunCreate(kind="train", configuration=seen))
+    assert made.configuration == wire.Configuration(
+        num_nodes=2, ranks_per_node=1, local_batch_size=64, instance_type="a"
+    )
+
+
 def test_an_expired_lease_without_a_new_holder_must_be_claimed_again(cluster: Cluster, clock: ManualClock) -> None:
     run = claimed(cluster, lease_s=60.0)
     clock.advance(61.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tula_wire as wire
-from tests.service.usecases.cluster import Cluster
+from tests.service.usecases.cluster import Cluster, spec
 from tula_service.errors import InvalidInput
 from tula_service.usecases import scaling
 from tula_service.usecases.access import ANONYMOUS
@@ -52,6 +52,20 @@ def test_a_delta_of_a_policy_that_has_none_is_refused(cluster: Cluster, job_id: 
         change(cluster, job_id, delta=0.3)
     assert refused.value.field == "delta"
     assert change(cluster, job_id, delta=None).version == 1
+
+
+def test_a_fixed_factor_that_no_batch_of_the_job_asks_for_is_refused(cluster: Cluster) -> None:
+    nodes = {"instance_type": "a", "max_nodes": 4, "ranks_per_node": 1}
+    job_id = cluster.register(
+        spec(cluster=nodes, batch={"min_local_batch_size": 32, "max_local_batch_size": 64})
+    ).job.id
+    assert change(cluster, job_id, "static", static_scale=8.0).static_scale == 8.0
+    with pytest.raises(InvalidInput, match=r"static_scale = 9 is more than 8, the job's largest batch over") as refused:
+        change(cluster, job_id, "static", static_scale=9.0)
+    assert refused.value.field == "static_scale"
+    assert change(cluster, job_id, "static", static_scale=16.0, small_batch_size=16).static_scale == 16.0
+    with pytest.raises(InvalidInput, match="static_scale = 16 is more than 8"):
+        change(cluster, job_id, "static", small_batch_size=None)
 
 
 def test_bounds_that_cross_are_refused_by_name(cluster: Cluster, job_id: str) -> None:
