@@ -11,9 +11,8 @@ from typing import TypeAlias
 
 import tula_wire as wire
 from tula_service.analysis import job_data
-from tula_service.analysis.energy import power_of
 from tula_service.analysis.evidence import Evidence, evidence_of
-from tula_service.analysis.hardware import figures_of
+from tula_service.analysis.hardware import figures_of, power_of
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.scaling import StatisticalEfficiency
 from tula_service.analysis.transfer import earlier_evidence, prior_of

@@ -1,4 +1,4 @@
-"""What a specification, data sheets and probes say of a job's network, devices and links."""
+"""What a specification, data sheets, probes and readings of power say of a job's network, devices and links."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+
 import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.job_data import EarlierJob, JobData
+from tula_service.domain import RunSummary
 from tula_service.perfmodel.fabric import BUCKET_BYTES, AllReduceCost, Fabric, fit_all_reduce
+from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.priors import ROOFLINE_SD, UNKNOWN_PRECISION_SD, Hardware, ModelFacts
 from tula_wire.devices import DEVICES, PROCESSOR, capacities_gib, known_device
 from tula_wire.jobs import Precision
@@ -26,6 +30,9 @@ _GUESS: Final = (4.15, 1.02, -0.61)
 """log(bytes kept / bytes per number) = g0 + g1 log F + g2 log parameters, over the networks of the tables that
 `perfmodel.priors` names."""
 _GUESSED_ACTIVATIONS_SD: Final = 0.3
+_LEAST_POWER_SD: Final = 0.1  # of its logarithm, from one configuration to another
+_OTHER_TYPE_POWER_SD: Final = 0.5
+_SDS_TO_THE_END: Final = 1.645
 _LOG_BYTES: Final = (0.0, 60.0 * math.log(2.0))
 
 
@@ -239,3 +246,26 @@ def probe_of_run(
         all_ranks=measured.all_ranks,
         in_node=measured.in_node if same else None,
     )
+
+
+def power_of(spec: wire.JobSpec, summaries: Sequence[RunSummary]) -> Mapping[str, Interval]:
+    """Watts of a rank's device by instance type, with 90 % intervals; empty where no run has reported energy.
+
+    The geometric mean over runs of joules over seconds of a step. A type without any has that of all others.
+    """
+    read: dict[str, list[float]] = {}
+    for summary in summaries:
+        if summary.energy_per_step_j and summary.step_time_s:
+            log_w = math.log(summary.energy_per_step_j / summary.step_time_s)
+            read.setdefault(summary.configuration.instance_type, []).append(log_w)
+    if not read:
+        return {}
+    everywhere = [log_w for logs in read.values() for log_w in logs]
+    found = {}
+    for cluster in spec.cluster:
+        name = cluster.instance_type
+        logs = read.get(name, everywhere)
+        sd = math.hypot(_LEAST_POWER_SD, float(np.std(logs)), 0.0 if name in read else _OTHER_TYPE_POWER_SD)
+        mean, width = math.exp(float(np.mean(logs))), math.exp(_SDS_TO_THE_END * sd)
+        found[name] = Interval(mean, mean / width, mean * width)
+    return found
