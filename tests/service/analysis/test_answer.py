@@ -95,11 +95,11 @@ def test_a_plan_that_no_run_can_bring_within_the_limits_ends_with_what_they_woul
 
 
 def test_a_runner_up_that_costs_the_same_is_not_said_to_cost_more() -> None:
-    """Without communication, accumulated micro-steps take as long for each example as single ones."""
-    one_rank = {"min_nodes": 1, "max_nodes": 1, "ranks_per_node": 1, "price": {"usd_per_node_hour": 3.0}}
-    batch = {"min_local_batch_size": 128, "max_local_batch_size": 128, "max_grad_accum_steps": 2}
-    why = explanation.recommendation_fields(answer_of(job(cluster=one_rank, batch=batch), "cost"), None)["why"]
-    assert "takes as long and costs as much, at twice the batch" in why
+    node = {"min_nodes": 1, "max_nodes": 1, "ranks_per_node": 1, "price": {"usd_per_node_hour": 3.0}}
+    alike = [node | {"instance_type": "left"}, node | {"instance_type": "right"}]
+    batch = {"min_local_batch_size": 128, "max_local_batch_size": 128}
+    why = explanation.recommendation_fields(answer_of(job(cluster=alike, batch=batch), "cost"), None)["why"]
+    assert "The runner-up, 1 node of right at a global batch of 128, takes as long and costs as much." in why
 
 
 def test_nodes_whose_ranks_cannot_share_the_global_batch_are_named() -> None:
