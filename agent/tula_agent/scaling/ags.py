@@ -51,7 +51,7 @@ class GatedFactors:
     gate: torch.Tensor
 
 
-class AgsPolicy:
+class AgsRule:
     """Factors of the last refresh for `ags`, one number for `static`, and the gate.
 
     The gate reads the current reduced gradient on the device, so nothing waits for the host.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tula_agent.scaling.ags import AgsPolicy, GatedFactors
+from tula_agent.scaling.ags import AgsRule, GatedFactors
 from tula_agent.scaling.policies import (
     SERVED_SLOTS,
     Ags,
@@ -25,7 +25,7 @@ from tula_agent.scaling.policies import (
     policy_named,
 )
 from tula_agent.scaling.ranks import Ranks
-from tula_agent.scaling.rule import STATE_SIZE, GainPolicy, is_plain
+from tula_agent.scaling.rule import STATE_SIZE, GainRule, is_plain
 from tula_agent.scaling.statistics import GradientStatistics
 from tula_agent.torch_private import is_sharded
 
@@ -196,7 +196,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         if isinstance(factors, float):
             if scaled_step(self._inner, factors):
                 self._statistics.warn(OWN_RATE)
-            if isinstance(self._rule, GainPolicy) and not self._closed:
+            if isinstance(self._rule, GainRule) and not self._closed:
                 self._rule.turn(factors)
             return
         pairs = zip(self._statistics.parameters(), factors.by_parameter, strict=True)
@@ -242,12 +242,12 @@ class TulaOptimizer(torch.optim.Optimizer):
         there, and as long under every policy, since they load in place; factors of `ags` are in the state of their
         parameters.
         """
-        kind = -1.0 if self._rule is None else float(isinstance(self._rule, AgsPolicy))
+        kind = -1.0 if self._rule is None else float(isinstance(self._rule, AgsRule))
         rule = [] if self._rule is None else self._rule.state()
         served = self._statistics.served.to_vector()
         unused = [math.nan] * (STATE_SIZE + len(self._statistics.parameters()) - len(rule))
         numbers = [float(self._steps), self._progress, float(self.epoch), kind, *served, *rule, *unused]
-        factors = self._rule.saved_factors() if isinstance(self._rule, AgsPolicy) else []
+        factors = self._rule.saved_factors() if isinstance(self._rule, AgsRule) else []
         saved = self._inner.state_dict()
         state = {key: dict(value) for key, value in saved["state"].items()}
         for place, factor in enumerate(factors):
@@ -283,10 +283,10 @@ class TulaOptimizer(torch.optim.Optimizer):
         steps, self._progress, epoch, kind, *numbers = saved
         self._steps, self.epoch = int(steps), int(epoch)
         self._statistics.served = Served.from_vector(numbers[:SERVED_SLOTS])
-        if self._rule is None or kind != float(isinstance(self._rule, AgsPolicy)):
+        if self._rule is None or kind != float(isinstance(self._rule, AgsRule)):
             return
         self._rule.load(numbers[SERVED_SLOTS:])
-        if isinstance(self._rule, AgsPolicy):
+        if isinstance(self._rule, AgsRule):
             self._rule.load_factors(factors, self.numbers)
 
     def close(self) -> None:
@@ -322,10 +322,10 @@ class TulaOptimizer(torch.optim.Optimizer):
         tap.arm(mode)
 
 
-def _rule(statistics: GradientStatistics, policy: Policy) -> GainPolicy | AgsPolicy | None:
+def _rule(statistics: GradientStatistics, policy: Policy) -> GainRule | AgsRule | None:
     if isinstance(policy, Gain):
-        return GainPolicy(statistics, policy)
-    return AgsPolicy(statistics, policy) if isinstance(policy, (Ags, Static)) else None
+        return GainRule(statistics, policy)
+    return AgsRule(statistics, policy) if isinstance(policy, (Ags, Static)) else None
 
 
 def _refuse_unusable(optimizer: Any) -> None:

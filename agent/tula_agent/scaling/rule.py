@@ -22,7 +22,7 @@ from tula_agent.scaling.statistics import DISTURBED, NO_SMALL_BATCH, GradientSta
 from tula_agent.scaling.taps import TapMode
 from tula_agent.torch_private import foreach_mul_, norm_squared, wide_dtype
 
-STATE_SIZE = 13  # numbers of `GainPolicy.state`, before one a parameter
+STATE_SIZE = 13  # numbers of `GainRule.state`, before one a parameter
 DENSE_STEPS = 512  # every one of the first steps is measured, then one in eight
 MEASURE_DENSE_STEPS = 128  # of the policy `measure`: a launch of three batches has at most 105 steps
 SPARSE_EVERY = 8
@@ -67,7 +67,7 @@ class GainState:
     variability: float = math.nan
 
 
-class GainPolicy:
+class GainRule:
     """A factor from past steps only: independent of the batch that it scales, and never waited for.
 
     `matrix_noise`: V by matrix, the average (0.9 a measurement) of the noise of its gradient in the optimizer's unit.

@@ -104,8 +104,9 @@ def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
     wanted = int(run.instruction["measuring_steps"])
     if recent.step.size >= wanted:
         return True, f"All {wanted} measuring steps are in."
-    precision = float(run.instruction["precision"])
-    if precision > 0 and relative_error(recent.step_time_s.tolist()) <= precision:
+    precision, times = float(run.instruction["precision"]), recent.step_time_s.tolist()
+    elapsed_s = 0.0 if run.started_at is None else (tx.now() - run.started_at).total_seconds()
+    if precision > 0 and relative_error(times, start_up_s=elapsed_s - sum(times)) <= precision:
         return True, f"The step time is known to within {percent(precision)} after {recent.step.size} steps."
     return False, None
 

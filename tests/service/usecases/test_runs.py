@@ -186,6 +186,18 @@ def test_a_profiling_run_may_end_once_its_step_time_is_known(cluster: Cluster) -
     assert accepted.reason
 
 
+def test_a_profiling_run_that_was_slow_to_start_measures_for_longer(cluster: Cluster, clock: ManualClock) -> None:
+    """A tenth of a start of 100 s: eight alike steps of a second are too few, ten more are enough."""
+    run = claimed(cluster)
+    cluster.patch(run.id, "running")
+    clock.advance(109)
+    assert not cluster.send(run, [1.0] * 9).stop
+    clock.advance(9)
+    accepted = cluster.send(run, [1.0] * 9)
+    assert accepted.stop
+    assert "known to within" in str(accepted.reason)
+
+
 def test_a_run_of_the_users_own_choice_is_checked_against_the_cluster(cluster: Cluster) -> None:
     job_id = cluster.register().job.id
     configuration = wire.Configuration(num_nodes=1, local_batch_size=32, instance_type="p4d")
