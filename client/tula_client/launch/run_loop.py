@@ -463,6 +463,7 @@ def check_configuration(configuration: Configuration, job: Job) -> Configuration
         and configuration.local_batch_size <= (batch.max_local_batch_size or configuration.local_batch_size)
         and (fixed or configuration.local_batch_size >= batch.min_local_batch_size)
         and (fixed or configuration.grad_accum_steps <= (batch.grad_accum_steps or batch.max_grad_accum_steps))
+        and configuration.grad_accum_steps == (batch.grad_accum_steps or configuration.grad_accum_steps)
         and configuration.global_batch_size == (batch.global_batch_size or configuration.global_batch_size)
     )
     if not allowed:

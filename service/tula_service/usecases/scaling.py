@@ -72,7 +72,8 @@ def _refuse_beyond_batches(spec: wire.JobSpec, numbers: wire.ScalingThresholds) 
     batch = spec.batch
     smallest = numbers.small_batch_size or batch.min_local_batch_size
     ranks = max(cluster.max_nodes * cluster.ranks_per_node for cluster in spec.cluster)
-    per_rank = None if batch.max_local_batch_size is None else batch.max_local_batch_size * batch.max_grad_accum_steps
+    steps = batch.grad_accum_steps or batch.max_grad_accum_steps
+    per_rank = None if batch.max_local_batch_size is None else batch.max_local_batch_size * steps
     largest = batch.global_batch_size or (spec.dataset.size if per_rank is None else ranks * per_rank)
     most = max(1.0, min(largest, spec.dataset.size) / smallest)
     if (numbers.static_scale or 0.0) > most:

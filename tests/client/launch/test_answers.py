@@ -9,9 +9,10 @@ from pydantic import ValidationError
 
 from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
 from tula_client._errors import LaunchError
+from tula_client.launch.run_loop import check_configuration
 from tula_client.launch.train import train
 from tula_client.launch.tune import work_through
-from tula_wire import Configuration, Instruction, Run, RunClaimed
+from tula_wire import BatchSpec, Configuration, Instruction, Run, RunClaimed
 
 ANOTHER = configuration(1, 4)
 TOO_MANY_NODES = configuration(1_000, 32)
@@ -69,6 +70,16 @@ def test_a_recommendation_outside_the_specification_is_not_trained_with(tmp_path
     with pytest.raises(LaunchError, match="the job's specification rules out"):
         train(bench.runner, service.job("job-1"), TEMPLATE)
     assert not bench.started
+
+
+@pytest.mark.parametrize("number", [1, 2, 8])
+def test_a_script_that_accumulates_by_itself_is_started_with_no_other_number_of_micro_steps(number):
+    job = FakeService().job("job-1")
+    batch = BatchSpec(min_local_batch_size=8, grad_accum_steps=4)
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"batch": batch})})
+    assert check_configuration(configuration(1, 32, 4), job) == configuration(1, 32, 4)
+    with pytest.raises(LaunchError, match="the job's specification rules out"):
+        check_configuration(configuration(1, 32, number), job)
 
 
 @pytest.mark.parametrize(

@@ -88,3 +88,12 @@ def test_the_noise_scale_that_a_training_reported_says_what_a_batch_is_worth(clu
     with cluster.store.reading() as tx:
         data = load_job_data(tx, tx.jobs.get(job_id))
     assert data.trained_noise_scale == pytest.approx(500.0, rel=0.1)
+
+
+def test_the_largest_batch_of_a_script_that_accumulates_by_itself_counts_its_micro_steps(cluster: Cluster) -> None:
+    nodes = {"instance_type": "a", "max_nodes": 4, "ranks_per_node": 1}
+    batch = {"min_local_batch_size": 32, "max_local_batch_size": 64, "grad_accum_steps": 4}
+    job_id = cluster.register(spec(cluster=nodes, batch=batch)).job.id
+    assert change(cluster, job_id, "static", static_scale=32.0).static_scale == 32.0
+    with pytest.raises(InvalidInput, match="static_scale = 33 is more than 32"):
+        change(cluster, job_id, "static", static_scale=33.0)
