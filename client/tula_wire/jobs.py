@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
 from tula_wire._base import (
     Bytes,
@@ -466,6 +466,9 @@ class ProfilingSpec(WireModel):
     memory_safety: Share = Field(0.95, description="Required probability that a recommended batch fits in memory.")
 
 
+_PerKwh = Annotated[float, Strict(), Field(ge=0, le=1e6)]
+
+
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, (dict, ClusterSpec)) else value
 
@@ -487,10 +490,10 @@ class JobSpec(WireModel):
     usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = optional(
         "US dollars per hour that the training's duration costs you; `balanced` then minimizes both."
     )
-    usd_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = optional(
+    usd_per_kwh: _PerKwh | None = optional(
         "US dollars of a kilowatt-hour, where you pay for energy apart from the nodes."
     )
-    gco2_per_kwh: Annotated[float, Field(ge=0, le=1e6)] | None = optional("Grams of CO2 of a kilowatt-hour.")
+    gco2_per_kwh: _PerKwh | None = optional("Grams of CO2 of a kilowatt-hour.")
     search: Search = Field(
         "adaptive",
         description="What is profiled: `full` every candidate, `partial` the corners, `adaptive` the most informative, "
@@ -524,6 +527,8 @@ class JobPatch(WireModel):
     usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = optional(
         "US dollars per hour, from now on; null takes it out."
     )
+    usd_per_kwh: _PerKwh | None = optional("US dollars of a kilowatt-hour, from now on; null takes it out.")
+    gco2_per_kwh: _PerKwh | None = optional("Grams of CO2 of a kilowatt-hour, from now on; null takes it out.")
     limits: Limits | None = optional("Limits from now on; replaces all of them.")
     prices: Annotated[dict[str, Price], Field(title="Prices")] | None = optional("By instance type.")
     columns: bool | None = optional("`profiling.columns` from now on.")

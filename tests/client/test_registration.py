@@ -45,6 +45,7 @@ def test_a_changeable_difference_changes_the_job_and_keeps_its_measurements(clie
     measured = profile(client, first.job.id)
     dearer = [TWO_TYPES[1] | {"price": {"usd_per_node_hour": 5.0}}, TWO_TYPES[0]]
     wanted = changed(spec, cluster=dearer, objective="cost", limits={"deadline_s": 86400}, usd_per_hour_of_waiting=20)
+    wanted = changed(wanted, usd_per_kwh=0.3, gco2_per_kwh=400)
     again = register(client, wanted)
     assert again.job.id == first.job.id
     assert again.job.runs_done == measured
@@ -58,6 +59,8 @@ def test_a_changeable_difference_changes_the_job_and_keeps_its_measurements(clie
         "objective balanced -> cost",
         "limits.deadline_s none -> 86400",
         "usd_per_hour_of_waiting none -> 20",
+        "usd_per_kwh none -> 0.3",
+        "gco2_per_kwh none -> 400",
         "cluster[large].price.usd_per_node_hour 3 -> 5",
     ):
         assert change in said
@@ -103,6 +106,20 @@ def test_columns_that_were_turned_off_stay_off_unless_the_file_asks_for_them(cli
     assert (asked.job.id, asked.job.spec.profiling.columns) == (job.id, True)
 
 
+def test_a_price_of_waiting_that_was_answered_stays_unless_the_file_gives_another(
+    client: Client, spec: JobSpec
+) -> None:
+    given = spec.model_dump(mode="json", exclude={"usd_per_hour_of_waiting"})
+    open_ = JobSpec.model_validate(given | {"cluster": TWO_TYPES})
+    job = register(client, open_).job
+    client.patch_job(job.id, JobPatch(usd_per_hour_of_waiting=25))
+    again = register(client, open_)
+    assert (again.job.id, again.notes, again.job.spec.usd_per_hour_of_waiting) == (job.id, (), 25)
+    slower = JobSpec.model_validate(given | {"cluster": TWO_TYPES, "limits": {"deadline_s": 86400}})
+    assert register(client, slower).job.spec.usd_per_hour_of_waiting == 25
+    assert register(client, changed(open_, usd_per_hour_of_waiting=7)).job.spec.usd_per_hour_of_waiting == 7
+
+
 def test_an_archived_job_stays_as_it_is(client: Client, spec: JobSpec) -> None:
     first = register(client, spec).job
     client.archive_job(first.id)
@@ -135,6 +152,8 @@ def test_registration_handles_every_field_of_a_patch() -> None:
     assert set(JobPatch.model_fields) == {
         "objective",
         "usd_per_hour_of_waiting",
+        "usd_per_kwh",
+        "gco2_per_kwh",
         "limits",
         "prices",
         "columns",

@@ -167,11 +167,12 @@ def test_tune_asks_only_where_the_answer_may_change_the_recommendation() -> None
     told = job.model_copy(update={"spec": job.spec.model_copy(update={"usd_per_hour_of_waiting": 5.0})})
     unpriced = [point.model_copy(update={"cost_usd": None}) for point in points]
     several = answer.model_copy(update={"menu": points})
-    assert launch.may_ask(Tuned(job, several, ()))
+    assert launch.may_ask(Tuned(job, several, ()), then_run=False)
+    assert not launch.may_ask(Tuned(job, several, ()), then_run=True)  # nobody may be there, and the training waits
     for other, changed in (
         (told, several),
         (job, answer.model_copy(update={"menu": points[:1]})),
         (job, answer.model_copy(update={"menu": unpriced})),
         (job, several.model_copy(update={"objective": "time"})),
     ):
-        assert not launch.may_ask(Tuned(other, changed, ()))
+        assert not launch.may_ask(Tuned(other, changed, ()), then_run=False)

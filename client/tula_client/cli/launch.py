@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -105,7 +105,7 @@ def tune(
                 wanted = to_measure_again(again, handle.runs(), candidates)
             limits = {"max_parallel": max_parallel, "max_failures": max_failures}
             tuned = work_through(runner, job, template, node_budget=nodes, again=wanted, **limits)
-            if not as_json and sys.stdin.isatty() and sys.stdout.isatty() and may_ask(tuned):
+            if not as_json and sys.stdin.isatty() and sys.stdout.isatty() and may_ask(tuned, then_run=then_run):
                 tuned = _with_waiting(client, tuned)
             trained = None
             if then_run and tuned.job.state == "finished":
@@ -118,20 +118,26 @@ def tune(
     return ExitCode.OK if tuned.recommendation.chosen is not None else ExitCode.FAILED
 
 
-def may_ask(tuned: Tuned) -> bool:
-    """True where the answer to "what does an hour of waiting cost you?" could change the recommendation."""
+def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
+    """True where the answer to "what does an hour of waiting cost you?" could change the recommendation.
+
+    False with `then_run`: nobody may be there to answer, and the training would wait for it.
+    """
     priced = [point for point in tuned.recommendation.menu if point.cost_usd is not None]
     open_ = tuned.job.spec.usd_per_hour_of_waiting is None and tuned.recommendation.objective == "balanced"
-    return open_ and len(priced) > 1
+    return open_ and len(priced) > 1 and not then_run
 
 
 def _with_waiting(client: Client, tuned: Tuned) -> Tuned:
     """Show what there is to choose among, and ask the one question; an empty answer changes nothing."""
     lasting_console().print(menu_table(tuned.recommendation))
     text = "What does an hour of waiting cost you, in US dollars? (Enter: leave it open)"
-    usd = None
-    with suppress(typer.Abort):
+    try:
         usd = typer.prompt(text, default="", show_default=False, value_proc=usd_typed)
+    except typer.Abort as abort:
+        if not isinstance(abort.__context__, EOFError):  # Ctrl-C or SIGTERM
+            raise KeyboardInterrupt from None
+        usd = None
     if usd is None:
         return tuned
     job = client.patch_job(tuned.job.id, JobPatch(usd_per_hour_of_waiting=usd))

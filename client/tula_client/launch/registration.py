@@ -9,15 +9,17 @@ from typing import Any, Final
 
 from tula_client import _flows
 from tula_client._client import Client
-from tula_wire import Job, JobPatch, JobSpec
+from tula_wire import Job, JobPatch, JobSpec, Price
 
 _MAX_JOBS: Final = 20
 """How many of the newest jobs of one name are compared."""
 
 _CHANGEABLE: Final = re.compile(
-    r"objective|usd_per_hour_of_waiting|profiling\.columns|limits\.\w+|cluster.*\.price\.(spot\.)?\w+", re.DOTALL
+    r"objective|usd_per_hour_of_waiting|usd_per_kwh|gco2_per_kwh|profiling\.columns|limits\.\w+"
+    r"|cluster.*\.price\.(spot\.)?\w+",
+    re.DOTALL,
 )
-"""Paths that `JobPatch` can change: objective, price of waiting, columns, limits and prices."""
+"""Paths that `JobPatch` can change: objective, price of waiting, those of energy, columns, limits and prices."""
 
 Differences = dict[str, tuple[Any, Any]]
 """By dotted path: the value of a registered job and that of the specification."""
@@ -48,9 +50,12 @@ def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Re
             notes.append(_explain_new_job(spec.name, job, known))
     retried = retry_failed and any(run.state in ("failed", "out_of_memory") for run in job.plan)
     if changes or retried:
+        spec = _completed(spec, job.spec)
         wanted: dict[str, Any] = {
             "objective": spec.objective,
             "usd_per_hour_of_waiting": spec.usd_per_hour_of_waiting,
+            "usd_per_kwh": spec.usd_per_kwh,
+            "gco2_per_kwh": spec.gco2_per_kwh,
             "limits": spec.limits,
             "prices": {cluster.instance_type: cluster.price for cluster in spec.cluster},
             "columns": spec.profiling.columns,
@@ -71,9 +76,7 @@ def _jobs_named(client: Client, name: str) -> list[Job]:
 
 
 def _differences(job: Job, spec: JobSpec) -> Differences:
-    before, after = _values_by_path(job.spec), _values_by_path(spec)
-    if "columns" not in spec.profiling.model_fields_set:  # off where the script's batches can't be cut
-        after["profiling.columns"] = job.spec.profiling.columns
+    before, after = _values_by_path(job.spec), _values_by_path(_completed(spec, job.spec))
     same_types = before["cluster.instance_type"] == after["cluster.instance_type"]
     return {
         path: (before.get(path), after.get(path))
@@ -81,6 +84,22 @@ def _differences(job: Job, spec: JobSpec) -> Differences:
         if before.get(path) != after.get(path)
         and (same_types or path == "cluster.instance_type" or not path.startswith("cluster"))
     }
+
+
+def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
+    """`spec` with what its file leaves out and the registered job was told later.
+
+    That is the price of waiting, which `tula tune` asks for and which needs prices, and `profiling.columns`, which is
+    off where the script's batches can't be cut.
+    """
+    later: dict[str, Any] = {}
+    if "usd_per_hour_of_waiting" not in spec.model_fields_set and any(
+        cluster.price != Price() for cluster in spec.cluster
+    ):
+        later["usd_per_hour_of_waiting"] = registered.usd_per_hour_of_waiting
+    if "columns" not in spec.profiling.model_fields_set:
+        later["profiling"] = spec.profiling.model_copy(update={"columns": registered.profiling.columns})
+    return spec.model_copy(update=later)
 
 
 def _fixed(differences: Differences) -> list[str]:

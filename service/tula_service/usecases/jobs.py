@@ -129,7 +129,7 @@ def list_jobs(
 
 
 def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch) -> wire.Job:
-    """Change objective, price of waiting, limits, prices or columns, or archive; then plan and recommend again.
+    """Change objective, prices, limits or columns, or archive; then plan and recommend again.
 
     On request, configurations whose runs failed may be planned again.
 
@@ -158,8 +158,9 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
 
 def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
     changed: dict[str, Any] = {"objective": patch.objective or spec.objective, "limits": patch.limits or spec.limits}
-    if "usd_per_hour_of_waiting" in patch.model_fields_set:
-        changed["usd_per_hour_of_waiting"] = patch.usd_per_hour_of_waiting
+    for name in ("usd_per_hour_of_waiting", "usd_per_kwh", "gco2_per_kwh"):  # null takes it out
+        if name in patch.model_fields_set:
+            changed[name] = getattr(patch, name)
     if patch.columns is not None:
         changed["profiling"] = spec.profiling.model_copy(update={"columns": patch.columns})
     if patch.prices is not None:
