@@ -82,7 +82,7 @@ def measure(*, depth: int, batch: int, side: int, steps: int) -> dict[str, float
         for part, values in rows.items():
             found[f"{name}.{part}"] = values[1:] or values
     directions = Directions(inner, Ranks())
-    noise = dict.fromkeys(directions.places, 1e-3)
+    noise = dict.fromkeys(directions.plan(None), 1e-3)
     seconds = []
     for _ in range(steps):
         began = _now(device)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tula_agent.guard import logger
 from tula_agent.scaling.ranks import Ranks, owners
 
 DAMPING = 0.25
@@ -41,6 +42,11 @@ MOST_OPERATIONS = 0.05
 """Of the operations of the forward and backward passes, by count; the largest matrices are left out above it."""
 POSITIONS = 64
 """At which a convolution's weight is assumed to be used for each example: 8 x 8; a dense layer's is used at one."""
+
+FROZEN = (
+    "gradient scaling: gc.freeze() hides the model's modules, so embeddings are not recognised: give their weights a "
+    "parameter group with direction=False, or call gc.freeze() after the first optimizer step"
+)
 
 _LEAST = 1e-6  # nu / |U|^2
 _NOISY = 1e4  # nu / |U|^2 from which D differs from U by less than 1e-4 of its length
@@ -157,14 +163,20 @@ class Shape:
         return 6 * self.rows * self.columns * self.positions
 
 
-def embeddings(parameters: Iterable[torch.Tensor]) -> frozenset[int]:
-    """The ids of those of `parameters` that are the table of an embedding in any living module.
+def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Return for each of `parameters` whether it is the table of an embedding in a module that this process keeps.
 
-    An optimizer sees tensors only, so it asks the garbage collector for modules: once, some tens of milliseconds.
+    An optimizer sees tensors only, so it asks the garbage collector for modules: once, some tens of milliseconds. The
+    collector does not show what `gc.freeze` hid: a warning says so where a parameter is hidden. No module's code runs.
     """
+    objects = gc.get_objects()
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    tables = {id(module.weight) for module in gc.get_objects() if issubclass(type(module), kinds)}
-    return frozenset(tables & {id(parameter) for parameter in parameters})
+    # Not `module.weight`: a parametrized module would compute it, which may change its buffers and may raise.
+    modules = [item for item in objects if issubclass(type(item), kinds)]
+    tables = {id(vars(module).get("_parameters", {}).get("weight")) for module in modules}
+    if gc.get_freeze_count() and not {id(parameter) for parameter in parameters} <= {id(item) for item in objects}:
+        logger.warning(FROZEN)
+    return [id(parameter) in tables for parameter in parameters]
 
 
 def matrix_shape(parameter: torch.Tensor) -> Shape | None:
@@ -267,18 +279,24 @@ class Directions:
     def _turns(self) -> bool:
         return type(self._inner) is torch.optim.SGD
 
-    @property
-    def places(self) -> tuple[int, ...]:
-        """The places, among all parameters, of the matrices whose noise must be known."""
-        return tuple(matrix.index for matrix in self._matrices())
+    def plan(self, batch_size: float | None) -> tuple[int, ...]:
+        """Find which matrices are turned at this global batch; all ranks call it within a step.
 
-    def turn(self, factor: float, noise: Mapping[int, float], batch_size: float | None) -> None:
-        """Turn the step just taken at `factor` times the learning rates. `noise`: V by place, as far as it is known."""
+        Returns the places, among all parameters, of the matrices whose noise must be known: also of those left out.
+        """
         matrices = self._matrices()
+        self._choose(matrices, batch_size)
+        return tuple(matrix.index for matrix in matrices)
+
+    def _choose(self, matrices: Sequence[_Matrix], batch_size: float | None) -> list[_Matrix]:
         host = all(matrix.parameter.is_cpu for matrix in matrices)
         chosen = affordable(tuple(matrix.shape for matrix in matrices), batch_size, host=host)
         self.left_out = len(matrices) - sum(chosen)
-        matrices = [matrix for matrix, use in zip(matrices, chosen, strict=True) if use]
+        return [matrix for matrix, use in zip(matrices, chosen, strict=True) if use]
+
+    def turn(self, factor: float, noise: Mapping[int, float], batch_size: float | None) -> None:
+        """Turn the step just taken at `factor` times the learning rates. `noise`: V by place, as far as it is known."""
+        matrices = self._choose(self._matrices(), batch_size)
         if not matrices:
             return
         costs = tuple(matrix.shape.operations(host=matrix.parameter.is_cpu) for matrix in matrices)
@@ -299,13 +317,21 @@ class Directions:
             return []
         places = [(group, parameter) for group in self._inner.param_groups for parameter in group["params"]]
         if len(places) != self._searched:
-            self._tables, self._searched = embeddings(parameter for _, parameter in places), len(places)
+            self._tables, self._searched = self._find_tables([parameter for _, parameter in places]), len(places)
         return [
             _Matrix(index, parameter, group, shape)
             for index, (group, parameter) in enumerate(places)
-            if parameter.requires_grad and group.get("direction", True) and id(parameter) not in self._tables
+            if parameter.requires_grad and group.get("direction", True) and index not in self._tables
             if (shape := matrix_shape(parameter)) is not None
         ]
+
+    def _find_tables(self, parameters: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Return the places of embeddings' tables: those that any rank finds, since ranks may keep other modules.
+
+        A sum over ranks, so all of them reach this at the same step.
+        """
+        flags = torch.tensor(embeddings(parameters), dtype=torch.float32, device="cpu").to(parameters[0].device)
+        return frozenset(place for place, ranks in enumerate(self._ranks.sum_(flags).tolist()) if ranks)
 
     def _correct(
         self, matrices: Sequence[_Matrix], factor: float, noise: Mapping[int, float]

@@ -163,7 +163,7 @@ class GainRule:
         if statistics.tap.mode is None:
             return None
         if statistics.ranks.size > 1 or statistics.tap.parts >= 2:
-            places = () if self._directions is None else self._directions.places
+            places = () if self._directions is None else self._directions.plan(statistics.batch_size)
             if places != statistics.matrices:  # no measurement is on its way here, so none has other matrices
                 statistics.matrices, self.matrix_noise = places, []
             return statistics.measure()
@@ -203,11 +203,11 @@ class GainRule:
         before, sent_at, usual = (next(numbers) for _ in range(3))
         average = NoiseAverage(signal, noise, slow, fast, int(count))
         self._state = GainState(average, factor, samples, norm, int(measured_at), variability)
-        if self._directions is not None:
-            self._statistics.matrices = self._directions.places
-        by_parameter = list(numbers)
-        noises = [by_parameter[place] for place in self._statistics.matrices]
-        self.matrix_noise = [] if any(map(math.isnan, noises)) else noises
+        by_place = {place: noise for place, noise in enumerate(numbers) if not math.isnan(noise)}
+        if self._directions is None:
+            by_place = {}
+        # Equal on all ranks without asking the others: one rank may load alone, as a copy does.
+        self._statistics.matrices, self.matrix_noise = tuple(by_place), list(by_place.values())
         self._reduction, self._sent_at = None, int(sent_at)
         statistics = self._statistics
         now = statistics.batch_size

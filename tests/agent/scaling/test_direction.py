@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -252,6 +253,43 @@ def test_the_tables_of_embeddings_are_recognised_and_keep_their_steps():
     assert torch.equal(turned[0].weight, plain[0].weight)
 
 
+def stepped_with_embedding(table: nn.Embedding) -> None:
+    """Take one measured step of a model with this table."""
+    net = nn.Sequential(table, nn.Flatten(), nn.Linear(18, 6))
+    optimizer = TulaOptimizer(torch.optim.SGD(net.parameters(), lr=0.01), global_batch_size=8, small_batch_size=4)
+    for _ in range(2):
+        net(torch.randint(12, (4, 3))).square().mean().backward()
+    optimizer.step()
+
+
+def test_the_search_for_embeddings_runs_no_code_of_a_parametrized_module():
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return weight
+
+    counting = Counting()
+    table = nn.Embedding(12, 6)
+    nn.utils.parametrize.register_parametrization(table, "weight", counting)
+    before = counting.calls
+    stepped_with_embedding(table)
+    assert counting.calls == before + 2, "once in each forward pass"
+
+
+def test_a_model_that_is_hidden_from_the_garbage_collector_is_warned_of(caplog):
+    stepped_with_embedding(nn.Embedding(12, 6))
+    assert "gc.freeze" not in caplog.text
+    table = nn.Embedding(12, 6)
+    gc.freeze()
+    try:
+        stepped_with_embedding(table)
+    finally:
+        gc.unfreeze()
+    assert "give their weights a parameter group with direction=False" in caplog.text
+
+
 def test_a_grad_scaler_changes_no_bit_of_turned_steps_and_a_skipped_step_leaves_no_trace():
     def after(scaled: bool) -> tuple[nn.Sequential, list[float]]:
         net = network()
@@ -368,10 +406,10 @@ def test_matrices_that_cost_too_much_are_left_with_one_warning(caplog):
         for _ in range(2):
             (net(torch.randn(8, 6)).square().mean() / 2).backward()
         optimizer.step()
+        assert optimizer.telemetry()["directions"] == 0.0, "from the first step on"
     assert not any(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     (record,) = [record for record in caplog.records if "largest matrices" in record.message]
     assert "twentieth" in record.message
-    assert optimizer.telemetry()["directions"] == 0.0, "not every matrix is turned"
 
 
 @pytest.mark.parametrize(
