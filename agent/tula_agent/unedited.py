@@ -31,7 +31,7 @@ _MOST_STEPS_A_BATCH = 8
 """Steps of the optimizer on one batch: a GAN's critic takes some. After more, no batch is asked for any more."""
 _LOADERS_KEPT = 8
 _FOLLOW_AFTER = 32
-"""Steps of other optimizers in a row after which the watched one's phase is over."""
+"""Steps of another optimizer, without one of the watched optimizer between them, after which its phase is over."""
 
 
 class UneditedLoop:
@@ -54,7 +54,8 @@ class UneditedLoop:
 
     def __init__(self, run: Run, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
         self._run, self._recorder = run, recorder
-        self._steps = self._steps_of_others = 0
+        self._steps = 0
+        self._steps_of_others: Counter[int] = Counter()  # by identity, since the last step of the watched one
         self._left = False
         self._size = recorder.config.local_batch_size or 1
         # Loaders, by `_key`: the batches of each that was asked since the last step, and the size of the last of them.
@@ -92,7 +93,7 @@ class UneditedLoop:
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the steps of `optimizer` for those of training, and backwards that reach it for their micro-steps."""
         self._optimizer = weakref.ref(optimizer)
-        self._steps_of_others = 0
+        self._steps_of_others.clear()
         self._run.watch(None, optimizer)
         if self._hook is not None:
             self._hook.remove()
@@ -154,10 +155,12 @@ class UneditedLoop:
 
     def _is_followed(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._optimizer() is optimizer:
-            self._steps_of_others = 0
+            if self._steps_of_others:
+                self._steps_of_others.clear()
             return True
-        self._steps_of_others += 1
-        if self._optimizer() is None or self._steps_of_others >= _FOLLOW_AFTER:
+        # By optimizer: a script may have one for each layer, which all step between two steps of the watched one.
+        self._steps_of_others[id(optimizer)] += 1
+        if self._optimizer() is None or self._steps_of_others[id(optimizer)] >= _FOLLOW_AFTER:
             self._follow(optimizer)  # another phase of the training
         return False
 

@@ -35,6 +35,7 @@ KINDS = {
     "critic_twice": Kind(ranks=2, fewest=8),
     "gradient_penalty": Kind(said="the batches, which come from no DataLoader"),
     "second_phase": Kind(fewest=8),
+    "optimizer_per_layer": Kind(),
     "dispatched": Kind(ranks=2),
     "detection": Kind(),
     "time_first": Kind(),

@@ -127,6 +127,18 @@ def second_phase() -> None:
                 step(optimizer, cross_entropy(head(body(x)), y))
 
 
+def optimizer_per_layer() -> None:
+    """Forty optimizers, which all step after each backward pass."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(39)] + [nn.Linear(WIDTH, CLASSES)]
+    optimizers = [SGD(layer.parameters(), lr=0.1) for layer in layers]
+    for _ in range(PASSES):
+        for x, y in DataLoader(examples(32), BATCH):
+            cross_entropy(nn.Sequential(*layers)(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return ((torch.randn(WIDTH), number % CLASSES) for number in range(4 * PASSES * BATCH))
