@@ -93,7 +93,12 @@ class OomWatch:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Watch from now on, on a daemon thread; called on the thread that trains, whose device is the one to ask."""
+        """Watch from now on, on a daemon thread; called on the thread that trains, whose device is the one to ask.
+
+        A single rank leaves nobody waiting: it has no thread.
+        """
+        if self._channel is None:
+            return
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._device = torch.cuda.current_device()
         self._counted = self._counted_before = self._count()
@@ -181,14 +186,15 @@ class OomWatch:
         """True where an error was counted here, and another rank stands still too; answers another rank's question."""
         if not stands_still:
             return False
+        if channel.has(_SUSPECTED):  # also where an error was counted here too: both wait for an answer
+            rank, number = channel.get(_SUSPECTED)
+            if rank != self._rank:
+                channel.set(f"waits/{rank}/{number}", True)
         if self._counted > self._counted_before:
             if not self._suspects:
                 self._suspects, self._suspicions = True, self._suspicions + 1
                 channel.set(_SUSPECTED, [self._rank, self._suspicions])
             return bool(channel.has(f"waits/{self._rank}/{self._suspicions}"))
-        if channel.has(_SUSPECTED):
-            rank, number = channel.get(_SUSPECTED)
-            channel.set(f"waits/{rank}/{number}", True)
         return False
 
     def _schedule_exit(self) -> None:

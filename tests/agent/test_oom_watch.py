@@ -127,6 +127,16 @@ def test_an_error_that_a_script_caught_ends_ranks_that_stand_still_in_a_step():
     assert ranks[0].reports == [("CUDA out of memory, caught by the script.", 64)]
 
 
+def test_ranks_that_each_counted_an_error_in_the_same_step_end_too():
+    store = FakeStore(2)
+    ranks = [Rank(store, rank, stalled_s=0.5) for rank in range(2)]
+    for rank in ranks:
+        rank.count = 1
+    assert all(rank.ended.wait(60) for rank in ranks)
+    reports = ranks[0].reports + ranks[1].reports
+    assert set(reports) == {("CUDA out of memory, caught by the script.", 64)}
+
+
 @pytest.mark.parametrize(
     ("batches", "in_step"), [((8, 8), (True, False)), ((8, 8), (False, True)), ((2, 8), (True, True))]
 )
@@ -140,10 +150,11 @@ def test_an_error_ends_nothing_while_a_rank_evaluates_or_compiles_its_first_step
     assert [rank.reports for rank in ranks] == [[], []]
 
 
-def test_an_error_on_the_only_rank_ends_nothing():
+def test_a_single_rank_needs_no_thread():
+    before = set(threading.enumerate())
     rank = Rank(None, stalled_s=0.1)
-    rank.count = 1
-    assert not rank.ended.wait(0.5)
+    assert set(threading.enumerate()) <= before
+    rank.watch.close(5)
     assert rank.reports == []
 
 
