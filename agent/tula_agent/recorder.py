@@ -115,8 +115,8 @@ class Recorder:
     # What a step reads, at most of them with cold caches: in a dictionary of all attributes it costs a tenth more.
     __slots__ = (
         "__dict__", "__weakref__", "_batch_size", "_bucket_timer", "_comm_split", "_device_clock", "_last_step_s",
-        "_other_sizes", "_quiet_until", "_sizes_vary", "_unclocked_step", "config", "finished", "gradients", "guard",
-        "leads", "memory", "objects", "profiling", "readings", "sizes", "sweep", "timer",
+        "_other_sizes", "_quiet_until", "_sizes_vary", "_unclocked_step", "config", "energy", "finished", "gradients",
+        "guard", "leads", "memory", "objects", "profiling", "readings", "sizes", "sweep", "timer",
     )  # fmt: skip
 
     def __init__(
@@ -541,6 +541,8 @@ class Recorder:
         as_planned = (timing.local_batch_size, timing.micro_steps) == (self._batch_size, self.timer.grad_accum_steps)
         usual = as_planned and not timing.uneven and step != self._unclocked_step
         sampled = usual and self._is_sampled(step)
+        if usual:
+            self.energy.add_step(timing.step_time_s)
         if interval is not None:
             self.readings.device.append((step, interval)) if sampled else interval.release()
         self.readings.add_step(timing if usual else timing._replace(uneven=True), warmup, sampled)
@@ -585,7 +587,7 @@ class Recorder:
         if took_long:
             self._read_memory()
         if since == max(2, profiling.warmup_steps):
-            self.energy.begin(self.timer.step, self.memory.device)
+            self.energy.begin(self._batch_size, self.memory.device)
         if step in (WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP):
             self._check_accumulation(step)
         if not warmup:
@@ -688,7 +690,7 @@ class Recorder:
         with self.guard("memory"):
             memory = self.memory.read(list(self.objects.models), list(self.objects.optimizers))
             self.readings.memory[self._batch_size] = memory
-            joules = self.energy.joules_per_step(self.timer.step, self.memory.device)
+            joules = self.energy.joules_per_step(self._batch_size, self.memory.device)
             if joules is not None:
                 self.readings.energy_per_step_j[self._batch_size] = joules
             largest = self.memory.largest_local_batch_size()

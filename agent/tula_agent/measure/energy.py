@@ -13,10 +13,11 @@ _LEAST_S = 1.0  # the counter moves some ten times a second
 
 
 class EnergyMeter:
-    """Joules that this rank's device takes for a step, between the first measured step of a batch and a reading.
+    """Joules that this rank's device takes for a step: its mean power since `begin`, times the mean time of a step.
 
-    `read_j` returns the joules that a device has taken so far, None where nothing counts them. Both ends are read
-    without waiting for the device, so steps that are queued there count at the end that they run in.
+    What a script does between steps, such as an evaluation, counts in the power and in no step's time. `read_j` returns
+    the joules that a device has taken so far, None where nothing counts them. Both ends are read without waiting for
+    the device, so steps that are queued there count at the end that they run in.
     """
 
     def __init__(
@@ -25,19 +26,32 @@ class EnergyMeter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._read_j, self._clock = read_j, clock
-        self._begin: tuple[int, float, float] | None = None
+        self._begin: tuple[int | None, float, float] | None = None
+        self._steps, self._in_steps_s = 0, 0.0
 
-    def begin(self, step: int, device: torch.device | None) -> None:
-        """The measured steps of a batch begin with `step`."""
+    def begin(self, local_batch_size: int | None, device: torch.device | None) -> None:
+        """The measured steps of a batch begin now."""
         joules = self._read_j(device)
-        self._begin = None if joules is None else (step, self._clock(), joules)
+        self._begin = None if joules is None else (local_batch_size, self._clock(), joules)
+        self._steps, self._in_steps_s = 0, 0.0
 
-    def joules_per_step(self, step: int, device: torch.device | None) -> float | None:
-        """Return the mean of the steps before `step`; None without a counter, and within the first second."""
-        if self._begin is None:
+    def add_step(self, step_time_s: float) -> None:
+        """Count a step that took so many seconds."""
+        self._steps += 1
+        self._in_steps_s += step_time_s
+
+    def joules_per_step(self, local_batch_size: int | None, device: torch.device | None) -> float | None:
+        """Return the mean of the steps since `begin`.
+
+        None without a counter, within the first second, and for another batch than the one that has begun.
+        """
+        if self._begin is None or not self._steps:
             return None
-        first, began_s, before = self._begin
-        if step <= first or self._clock() - began_s < _LEAST_S:
+        batch, began_s, before = self._begin
+        elapsed_s = self._clock() - began_s
+        if batch != local_batch_size or elapsed_s < _LEAST_S:
             return None
         joules = self._read_j(device)
-        return None if joules is None or joules <= before else (joules - before) / (step - first)
+        if joules is None or joules <= before:
+            return None
+        return (joules - before) / elapsed_s * self._in_steps_s / self._steps

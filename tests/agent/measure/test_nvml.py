@@ -76,18 +76,33 @@ def test_each_delivery_reports_the_devices_use_at_its_newest_step() -> None:
     assert found == [([0, 1, 2], [None, None, 0.5]), ([3], [0.9])]
 
 
-def test_the_energy_of_a_step_is_the_counters_difference_over_the_steps_between() -> None:
+def test_the_energy_of_a_step_is_the_mean_power_times_the_mean_time_of_a_step() -> None:
     clock, joules = iter([0.0, 0.5, 2.0, 4.0]), iter([100.0, 400.0, 700.0])
     meter = EnergyMeter(lambda _: next(joules), lambda: next(clock))
     device = torch.device("cpu")
-    assert meter.joules_per_step(7, device) is None, "it has not begun"
-    meter.begin(5, device)
-    assert meter.joules_per_step(10, device) is None, "within a second the counter may not have moved"
-    assert meter.joules_per_step(15, device) == 30.0
-    assert meter.joules_per_step(25, device) == 30.0
+    assert meter.joules_per_step(8, device) is None, "it has not begun"
+    meter.begin(8, device)
+    meter.add_step(0.2)
+    assert meter.joules_per_step(8, device) is None, "within a second the counter may not have moved"
+    meter.add_step(0.2)
+    assert meter.joules_per_step(8, device) == pytest.approx(150.0 * 0.2)
+    meter.add_step(0.5)  # most of the four seconds belongs to no step, as an evaluation does not
+    assert meter.joules_per_step(8, device) == pytest.approx(150.0 * 0.3)
+
+
+def test_the_energy_of_one_batch_is_never_reported_as_that_of_the_next() -> None:
+    clock, joules = iter([0.0, 2.0, 3.0, 5.0]), iter([100.0, 400.0, 600.0])
+    meter = EnergyMeter(lambda _: next(joules), lambda: next(clock))
+    meter.begin(8, None)
+    meter.add_step(0.2)
+    assert meter.joules_per_step(16, None) is None, "the steps so far were of another batch"
+    meter.begin(16, None)
+    meter.add_step(0.4)
+    assert meter.joules_per_step(16, None) == pytest.approx(100.0 * 0.4)
 
 
 def test_no_energy_is_reported_where_nothing_counts_it() -> None:
     meter = EnergyMeter(lambda _: None, lambda: 0.0)
-    meter.begin(5, None)
-    assert meter.joules_per_step(10, None) is None
+    meter.begin(8, None)
+    meter.add_step(0.1)
+    assert meter.joules_per_step(8, None) is None
