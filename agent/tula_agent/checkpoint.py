@@ -198,7 +198,9 @@ def _facts_of(optimizer: Any) -> str | None:
     if optimizer is None:
         return None
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    return f"{type(optimizer).__name__} with groups of {sizes} weights"
+    kind, wrapped = type(optimizer).__name__, getattr(optimizer, "optimizer", None)  # as a TulaOptimizer has one
+    kind += "" if wrapped is None else f" of {type(wrapped).__name__}"
+    return f"{kind} with groups of {sizes} weights"
 
 
 def _refuse_other_weights(state: dict[str, Any], folder: Path) -> None:

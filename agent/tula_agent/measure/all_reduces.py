@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import statistics
@@ -44,11 +45,12 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
         per_node = ranks[nodes[0]]
         apart = len(ranks) > 1 and per_node > 1
         budget_s = total_s / 2.0 if apart else total_s
+        launch_s = _mean(every, device, [_own_launch_time_s(device)])[0]
         found: dict[str, Any] = {
             "backend": _backend(every, device),
             "num_nodes": len(ranks),
             "ranks_per_node": per_node,
-            "launch_time_s": _mean(every, device, [launch_time_s(device)])[0],
+            "launch_time_s": None if math.isnan(launch_s) else launch_s,
             "all_ranks": _readings(every, device, budget_s),
         }
         if apart:
@@ -62,6 +64,14 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
         for group in groups:
             dist.destroy_process_group(group)
     return found
+
+
+def _own_launch_time_s(device: torch.device) -> float:
+    """Return NaN where it can't be measured: a rank that raised would leave the others waiting for the mean."""
+    try:
+        return launch_time_s(device)
+    except Exception:
+        return math.nan
 
 
 def _backend(group: Any, device: torch.device) -> str:
