@@ -12,18 +12,12 @@ from torch import nn
 from benchmarks.gpu.networks import networks
 from benchmarks.gpu.store import Results, Row
 from benchmarks.gpu.tables import Trainer, free_memory
+from tula_agent.measure.launches import launch_time_s
 
-KERNELS, REPEATS = 1000, 5
 SIZES = (16, 128)
 LARGE = 64 * 224 * 224
 """Elements of one example's output of VGG's first convolution: 668 examples are just below 2^31."""
 EXAMPLES = (512, 640, 668, 670, 704, 768, 1024)
-
-
-def launch_s(device: torch.device) -> float:
-    """Return the seconds that one empty kernel takes when a thousand follow each other."""
-    nothing = torch.zeros(1, device=device)
-    return statistics.median(_seconds(lambda: nothing.add_(0.0), KERNELS, device) for _ in range(REPEATS))
 
 
 def layout(name: str, size: int, channels_last: bool, device: torch.device, smoke: bool) -> Row:
@@ -73,7 +67,7 @@ def _wait(device: torch.device) -> None:
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
     """Add a row for a launch, each network's layouts, and each number of images."""
     ends = time.monotonic() + seconds
-    rows: dict[str, Callable[[], Row]] = {"launch of a kernel": lambda: {"seconds": launch_s(device)}}
+    rows: dict[str, Callable[[], Row]] = {"launch of an operation": lambda: {"seconds": launch_time_s(device)}}
     sizes = (2,) if smoke else SIZES
     precisions = ("fp32",) if smoke else ("bf16", "fp16", "tf32")
     for precision in precisions:

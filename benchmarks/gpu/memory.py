@@ -1,4 +1,4 @@
-"""What fits a device: the promised and the largest known batch, with segments that grow and without.
+"""What fits a device: the promised, the replayed and the largest known batch, with segments that grow and without.
 
 Each attempt is three steps in a fresh process, as the largest batch of a training needs them: one that has survived an
 out-of-memory error, or a smaller batch, holds other segments.
@@ -22,10 +22,15 @@ from benchmarks.gpu.networks import networks
 from benchmarks.gpu.store import Results, Row
 from benchmarks.gpu.tables import Trainer
 from tula_agent import estimate_memory
+from tula_agent.allocations import CachingAllocator, OutOfMemory
+from tula_agent.measure.estimate import MemoryEstimate
+from tula_wire.memory import assumed_context_bytes, usable_bytes
 
 T = TypeVar("T")
 STORED = ROOT / "benchmarks" / "results" / "gpu" / "nvidia-h100-80gb-hbm3" / "tables.json"
 SEGMENTS = {"fixed": "expandable_segments:False", "expandable": "expandable_segments:True"}
+REHEARSED_BYTES = 80 * 2**30
+"""What a CPU plays."""
 READ = {
     "reserved_bytes": "reserved_bytes.all.peak",
     "allocated_bytes": "allocated_bytes.all.peak",
@@ -62,16 +67,30 @@ def attempt(name: str, size: int, device: torch.device, segments: str, smoke: bo
         return {"fits": False, "failed": str(error)}
 
 
+def replay(estimate: MemoryEstimate, size: int, capacity: int) -> Row | None:
+    """Return what the allocator is expected to reserve for `size` examples; None where that does not fit."""
+    if estimate.allocations is None:
+        return None
+    allocator = CachingAllocator(usable_bytes(capacity) - assumed_context_bytes(capacity))
+    try:
+        allocator.replay(estimate.allocations.events(size))
+    except OutOfMemory:
+        return None
+    return {"reserved_bytes": allocator.most_reserved, "alloc_retries": allocator.retries}
+
+
 def measure(name: str, largest: int | None, capacity: int, device: torch.device, smoke: bool) -> Row:
-    """Return what became of each attempt by kind of segments and batch."""
+    """Return what became of each attempt by kind of segments and batch, and what a replay reserves for the same."""
     network, precision = name.split()
     cpu = Trainer(networks(smoke)[network], precision, torch.device("cpu"))
     with cpu.autocast():
         estimate = estimate_memory(cpu.model, cpu.network.batch(2, cpu.device), cpu.optimizer)
-    promised = 4 if smoke else estimate.largest_local_batch_size(capacity)
-    sizes = sorted({promised, largest or promised} - {0})
+    promised = 4 if smoke else estimate.safe_local_batch_size(capacity)
+    replayed = 4 if smoke else estimate.largest_local_batch_size(capacity)
+    sizes = sorted({promised, replayed, largest or promised} - {0})
     return {
         "promised": promised,
+        "replayed": {str(size): replay(estimate, size, capacity) for size in sizes},
         "attempts": {
             segments: {str(size): attempt(name, size, device, segments, smoke) for size in sizes}
             for segments in SEGMENTS
@@ -89,5 +108,5 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
         if time.monotonic() > ends:
             results.end_row(None)
             return
-        capacity = results.machine.get("memory_bytes", 0)
+        capacity = results.machine.get("memory_bytes", REHEARSED_BYTES)
         results.add(name, measure(name, None if smoke else largest[name], capacity, device, smoke))

@@ -20,11 +20,13 @@ from torch.multiprocessing.spawn import start_processes
 from benchmarks.gpu.store import Results, Row
 from benchmarks.support.gloo import free_port, leave_group
 from benchmarks.support.resnet import resnet
-from tula_agent.measure.ddp import CommSplit
+from tula_agent.measure.all_reduces import time_all_reduces
+from tula_agent.measure.ddp import TIMED_STEPS, BucketTimer, CommSplit
 from tula_agent.measure.step_timer import StepTimer
 from tula_agent.scaling import TulaOptimizer
 from tula_agent.torch_private import ddp_statistics
 
+PROBE_S = 1.0
 MAX_SPLIT_ERROR = 0.1
 """Of the exposed communication, as a share of the step."""
 
@@ -61,6 +63,7 @@ def measure(device: torch.device, smoke: bool) -> Row:
     optimizer = TulaOptimizer(inner, global_batch_size=size * dist.get_world_size())
     with_comm, exposed = _train(model, optimizer, batch, steps)
     equal = _equal_on_all_ranks(model)
+    timeline = _timeline(model, inner, batch)
     optimizer.close()
     with model.no_sync():
         without, _ = _train(model, inner, batch, steps)
@@ -72,6 +75,8 @@ def measure(device: torch.device, smoke: bool) -> Row:
         "readings": len(exposed),
         "exposed_comm_s": statistics.median(exposed) if exposed else None,
         "exposed_comm_by_no_sync_s": statistics.median(with_comm) - statistics.median(without),
+        "timeline": timeline,
+        "probe": time_all_reduces(device, PROBE_S),
         "ddp": {key: value for key, value in ddp_statistics(model).items() if isinstance(value, (int, float, str))},
     }
 
@@ -95,6 +100,22 @@ def _train(
         F.cross_entropy(model(batch[0]), batch[1]).backward()
         optimizer.step()
     return times[1:], exposed
+
+
+def _timeline(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, list[float]] | None:
+    """Return when each bucket of DDP is ready in the backward pass, as the agent reports it."""
+    timer = BucketTimer(model)
+    found = None
+    for _ in range(2 * TIMED_STEPS):  # on every rank the same number
+        optimizer.zero_grad()
+        timer.begin()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        found = timer.end() or found
+    timer.close()
+    return found
 
 
 def _equal_on_all_ranks(model: nn.Module) -> bool:

@@ -73,9 +73,21 @@ def _tune(rows: dict[str, Row]) -> Iterator[str]:
 
 def _ranks(rows: dict[str, Row]) -> Iterator[str]:
     found = [
-        [name, str(row.get("backend", "")), str(row.get("verdict", row.get("failed")))] for name, row in rows.items()
+        [
+            *(name, str(row.get("backend", "")), str(row.get("verdict", row.get("failed")))),
+            *(str(len((row.get("timeline") or {}).get("ready_s", []))), _largest_reduction(row)),
+        ]
+        for name, row in rows.items()
     ]
-    return table(["ranks", "backend", "verdict"], found)
+    return table(["ranks", "backend", "verdict", "buckets timed", "largest all-reduce probed"], found)
+
+
+def _largest_reduction(row: Row) -> str:
+    readings = (row.get("probe") or {}).get("all_ranks", [])
+    if not readings:
+        return ""
+    largest = max(readings, key=lambda reading: reading["size_bytes"])
+    return f"{_mib(largest['size_bytes'])} MiB in {1e3 * largest['time_s']:.2f} ms"
 
 
 def _scaling(rows: dict[str, Row]) -> Iterator[str]:
@@ -89,13 +101,14 @@ def _scaling(rows: dict[str, Row]) -> Iterator[str]:
 
 
 def _memory(rows: dict[str, Row]) -> Iterator[str]:
-    header = ["network", "segments", "batch", "three steps", "allocated MiB", "reserved", "inactive splits", "retries"]
-    read = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+    header = ["network", "segments", "batch", "three steps", "allocated MiB", "reserved", "replayed"]
+    header += ["inactive splits", "retries"]
     found = [
         [
             *(name, segments, f"{size} (promised)" if int(size) == row["promised"] else size),
-            *("run" if answer["fits"] else "do not fit", *(_mib(answer.get(key)) for key in read)),
-            str(answer.get("alloc_retries", "")),
+            *("run" if answer["fits"] else "do not fit", _mib(answer.get("allocated_bytes"))),
+            *(_mib(answer.get("reserved_bytes")), _mib((row["replayed"][size] or {}).get("reserved_bytes"))),
+            *(_mib(answer.get("inactive_split_bytes")), str(answer.get("alloc_retries", ""))),
         ]
         for name, row in rows.items()
         if "failed" not in row
