@@ -42,7 +42,7 @@ class AllReduces(WireModel):
     backend: Backend = Field(description="What reduced the bytes.")
     num_nodes: Count = Field(description="Nodes that took part.")
     ranks_per_node: Count = Field(description="Ranks of each of them.")
-    launch_time_s: Seconds | None = optional("Seconds that one kernel takes to launch, the first rank's mean.")
+    launch_time_s: Seconds | None = optional("Seconds that one kernel takes to launch, the mean over ranks.")
     all_ranks: Readings = Field(description="All-reduces over all ranks, by size.")
     in_node: Readings | None = optional("Over those of one node; null where there is one node, or one rank per node.")
 

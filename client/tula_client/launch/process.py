@@ -27,8 +27,8 @@ _MAX_LINE_BYTES = 65_536
 _OF_ANOTHER_RANK = re.compile(r"\[(?:default|rank)0*[1-9]\d*\]:")
 """How torchrun and torch begin a line of a rank other than the first."""
 _TORCHRUN: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
-_ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""What configures PyTorch's caching allocator, the second name from torch 2.9 on."""
+_ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""What configures PyTorch's caching allocator: the second name from torch 2.9 on, the third on ROCm."""
 
 
 def of_first_rank(lines: Iterable[str]) -> list[str]:

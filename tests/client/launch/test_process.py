@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tula_client._errors import UsageError
-from tula_client.launch.process import LogLines, start
+from tula_client.launch.process import LogLines, command_environment, start
 
 # A command whose grandchild moves to another session, as torchrun's ranks do, and may ignore SIGTERM.
 FAMILY = """
@@ -198,3 +198,11 @@ def test_a_log_is_followed_line_by_line_without_those_of_other_ranks(tmp_path: P
     with log.open("ab") as file:
         file.write(b"ee\n\xff end")
     assert lines.new(last=True) == ["three", "\ufffd end"]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_a_setting_of_the_allocator_that_a_user_gave_is_the_only_one(name: str) -> None:
+    """Torch lets the name for CUDA win, also on ROCm, so that a default under it would undo the user's."""
+    given = command_environment({name: "max_split_size_mb:64"}, {})
+    assert {key: value for key, value in given.items() if "ALLOC" in key} == {name: "max_split_size_mb:64"}
+    assert command_environment({}, {})["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
