@@ -178,10 +178,11 @@ class Recorder:
         if config.job is not None:
             self.joining = Joining(self, config.job, self._number, guard)
         self.exporter = Exporter(
-            lambda: Transport(config.url, config.token, REQUEST_TIMEOUT_S, lease=config.lease),
+            lambda: Transport(config.url, config.token, REQUEST_TIMEOUT_S),
             self._collect,
             config.spool_dir / f"{config.run_id}-{config.rank}-{self.boot_id}.spool",
             guard=guard,
+            lease=config.lease,
             on_reply=self._on_reply,
             poll=self._poll if self.leads else None,
         )

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from tula_agent.guard import Guard, logger
@@ -45,6 +46,7 @@ class Exporter:
         spool_path: Path,
         *,
         guard: Guard,
+        lease: int | None = None,
         on_reply: Callable[[SpooledRequest, Reply], None] | None = None,
         poll: Callable[[Transport], None] | None = None,
         queue_limit: int = QUEUE_LIMIT,
@@ -54,6 +56,7 @@ class Exporter:
         self.dropped = 0
         self._connect = connect
         self._collect = collect
+        self._lease = lease
         self._on_reply = on_reply
         self._poll = poll
         self._guard = guard
@@ -81,7 +84,7 @@ class Exporter:
 
     def put(self, request: SpooledRequest) -> None:
         """Queue a request, from any thread; over the bound the oldest go to disk, or are counted as dropped."""
-        self._queue.append(request)
+        self._queue.append(replace(request, lease=self._lease))
         with suppress(IndexError):  # another thread has emptied it
             while len(self._queue) > self.queue_limit:
                 self._to_disk(self._queue.popleft())

@@ -30,7 +30,8 @@ class SpooledRequest:
     """A request without its token.
 
     `values`: how many measurements are lost if it is dropped. `keep`: write it to disk while the service is away; a
-    heartbeat is not worth that.
+    heartbeat is not worth that. `lease`: the number of the lease under which it was measured, by which the service
+    refuses it once another has taken over the run, also where it is sent days later.
     """
 
     method: Literal["POST", "PATCH"]
@@ -38,10 +39,11 @@ class SpooledRequest:
     body: bytes
     values: int = 0
     keep: bool = True
+    lease: int | None = None
 
     def to_record(self) -> bytes:
         """Payload of one spool record."""
-        head = json.dumps({"method": self.method, "path": self.path, "values": self.values})
+        head = json.dumps({"method": self.method, "path": self.path, "values": self.values, "lease": self.lease})
         return head.encode() + b"\n" + self.body
 
     @classmethod
@@ -52,7 +54,10 @@ class SpooledRequest:
         method, path = fields.get("method"), fields.get("path")
         if not isinstance(path, str) or not _AGENTS_ROUTES.fullmatch(f"{method} {path}"):
             raise ValueError(f"a spool record asks for {method!r} {path!r}: only what agents send is allowed")
-        return cls(method, path, body, int(fields.get("values", 0)))
+        lease = fields.get("lease")
+        if not isinstance(lease, int | None):
+            raise ValueError(f"a spool record has the lease {lease!r}: only a number is allowed")
+        return cls(method, path, body, int(fields.get("values", 0)), lease=lease)
 
 
 def encode(body: dict[str, Any]) -> bytes:

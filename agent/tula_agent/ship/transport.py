@@ -67,8 +67,7 @@ class Transport:
 
     httpx limits each read and write separately, which a service that sends a byte a second never exceeds: `_limit`
     gives each the rest of `timeout_s`. Answers are not decompressed. `trust_env` stays on: clusters reach the outside
-    through proxies. Redirects are not followed with a token in hand. lease: the number of the run's lease, by which the
-    service refuses a process whose run another has taken over.
+    through proxies. Redirects are not followed with a token in hand.
     """
 
     def __init__(
@@ -77,15 +76,12 @@ class Transport:
         token: str | None,
         timeout_s: float,
         *,
-        lease: int | None = None,
         over: httpx.BaseTransport | None = None,
     ) -> None:
         self._timeout_s, self._ends = timeout_s, 0.0
         headers = {"user-agent": "tula-agent", "content-type": "application/json", "accept-encoding": "identity"}
         if token:
             headers["authorization"] = f"Bearer {token}"
-        if lease is not None:
-            headers[LEASE_HEADER] = str(lease)
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
         timeout = httpx.Timeout(timeout_s, connect=min(2.0, timeout_s))
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits, transport=over)
@@ -94,7 +90,8 @@ class Transport:
 
     def send(self, request: SpooledRequest) -> Reply:
         """Deliver one request. Failures of service and network are replies, never exceptions."""
-        return self.exchange(request.method, request.path, request.body)
+        headers = None if request.lease is None else {LEASE_HEADER: str(request.lease)}
+        return self.exchange(request.method, request.path, request.body, headers)
 
     def get(self, path: str, etag: str | None = None) -> Reply:
         """Read `path`; an unchanged resource answers 304 without a body."""

@@ -39,11 +39,11 @@ class SampleIngest:
         """
         run_key, job_id = self._runs.authorise(principal, run_id)
         with self._store.transaction() as tx:
-            tx.leases.check(run_id, lease)
             try:
                 stored = tx.samples.add(run_key, job_id, batch)
             except sa.exc.IntegrityError:  # deleted since its key was cached
                 raise NotFound.of("run", run_id) from None
+            tx.leases.check(run_id, lease)  # now that no claim can come between: what was added holds the run's row
             run = tx.runs.get(run_id)  # raises if the run was deleted and SQLite reused its key
             if batch.rank >= (world_size := max(batch.world_size or 0, run.configuration.world_size)):
                 raise _no_such_rank("rank", batch.rank, world_size)

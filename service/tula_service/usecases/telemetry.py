@@ -58,7 +58,6 @@ class TelemetryIngest:
         row = chunk_row(run_key, new)
         try:
             with self._store.transaction() as tx:
-                tx.leases.check(run_id, lease)
                 if self._runs.should_emit_event(run_id):  # before the chunk: see the order of locks
                     tx.events.append(job_id, "samples", run_id=run_id, data={"last_step": int(new.steps[-1])})
                 admitted = tx.telemetry.admitted(run_key, new.names)
@@ -69,6 +68,7 @@ class TelemetryIngest:
                     new = replace(new, names=admitted, values=np.array(list(columns.values()), np.float64))
                     row = chunk_row(run_key, new)
                 stored = tx.telemetry.add(run_id, new, row)
+                tx.leases.check(run_id, lease)  # now that no claim can come between: the chunk holds the run's row
         except sa.exc.IntegrityError as error:
             self._runs.forget(run_id)
             raise partitions.refusal(self._store.engine, run_key, error) from None

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.agent.sink import Sink
+from tula_agent.commands.upload import upload_spool
 from tula_agent.config import read_config
 from tula_agent.guard import GIVE_UP_AFTER, Guard
 from tula_agent.oom_watch import OomWatch
@@ -22,6 +24,7 @@ from tula_agent.run import Run
 from tula_agent.ship.exporter import LONGEST_PAUSE_S, TRIES_BEFORE_OPEN, Exporter
 from tula_agent.ship.spool import Spool, SpooledRequest, read_records
 from tula_agent.ship.transport import MAX_RETRY_AFTER_S, Reply, Transport
+from tula_wire.samples import LEASE_HEADER
 
 
 def test_a_queue_over_its_bound_goes_to_disk_oldest_first(tmp_path: Path) -> None:
@@ -117,6 +120,28 @@ def test_a_token_goes_in_the_header_and_never_into_the_spool(sink: Sink, tmp_pat
     exporter.close(3.0, list)
     assert b"secret-token" not in (tmp_path / "a.spool").read_bytes()
     assert len(sink.seen) >= 1
+
+
+def test_what_waits_on_disk_is_uploaded_under_the_lease_that_it_was_measured_under(tmp_path: Path) -> None:
+    """Another launch may have taken over the run meanwhile, and only the number lets the service refuse the rest."""
+    headers: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        headers.append(request.headers.get(LEASE_HEADER))
+        return httpx.Response(200, stream=httpx.ByteStream(b"{}"))
+
+    def upload_later(lease: int | None) -> None:
+        away = Transport("http://127.0.0.1:9", None, 1.0)
+        exporter = Exporter(lambda: away, lambda _last: [], tmp_path / "a.spool", guard=Guard(), lease=lease)
+        exporter.put(SpooledRequest("POST", "/v1/runs/r/samples", b"{}", 1))
+        exporter.close(3.0, list)
+        back = Transport("http://tula.invalid", None, 1.0, over=httpx.MockTransport(answer))
+        assert upload_spool(tmp_path, back).requests == 1
+        back.close()
+
+    upload_later(3)
+    upload_later(None)
+    assert headers == ["3", None]
 
 
 def test_a_part_that_keeps_failing_is_left_out_and_others_continue(caplog) -> None:

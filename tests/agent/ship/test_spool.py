@@ -18,6 +18,7 @@ envelopes = st.builds(
     path=st.just("/v1/runs/r/samples"),
     body=st.binary(max_size=60),
     values=st.integers(0, 10_000),
+    lease=st.none() | st.integers(0, 100),
 )
 
 
