@@ -28,7 +28,7 @@ import os
 import shutil
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime, timezone
 from functools import partial
@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import sqlalchemy as sa
+from cachetools import LRUCache
 
 from tula_service.errors import Busy, InvalidInput, StoreUnavailable
 from tula_service.store._base import WRITES, Clock
@@ -55,6 +56,7 @@ LEAST_FREE_BYTES: Final = 2**20
 _FULL: Final = "The disk of the database is full; nothing was stored: free some space."
 LONGEST_STATEMENT_S: Final = 60.0
 """Of a statement, and of a pause within a transaction, on Postgres; migrations are exempt."""
+_ANSWERS_IN_MEMORY: Final = 256
 POOL_SIZE: Final = 16
 POOL_TIMEOUT_S: Final = 10.0
 
@@ -96,6 +98,24 @@ class Transaction:
         self.audit = Audit(connection, now)
 
 
+class AnswersInMemory:
+    """The last answers that are not stored, by whatever names their question; threads share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bodies: LRUCache[Hashable, str] = LRUCache(_ANSWERS_IN_MEMORY)
+
+    def get(self, key: Hashable) -> str | None:
+        """The answer to a question, None if it was not kept."""
+        with self._lock:
+            return self._bodies.get(key)
+
+    def put(self, key: Hashable, body: str) -> None:
+        """Keep an answer; the one that was not asked for the longest time goes."""
+        with self._lock:
+            self._bodies[key] = body
+
+
 class Store:
     """A database with a migrated schema (see `store/migrations.py`); safe to share between threads, not over a fork.
 
@@ -108,6 +128,7 @@ class Store:
         self.now = now
         self._writer_lock: AbstractContextManager[object] = threading.Lock() if is_sqlite(engine) else nullcontext()
         self._compute_slots = threading.BoundedSemaphore(COMPUTE_SLOTS)
+        self.of_readers = AnswersInMemory()
         self._job_locks = [threading.Lock() for _ in range(_JOB_LOCKS)]
 
     @classmethod

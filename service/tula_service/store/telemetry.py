@@ -27,6 +27,7 @@ INSERT = {
 """On SQLite the row, then the run's key and id: SQLite reuses the key of a deleted run, maybe for another tenant's."""
 _FIELDS: Final = ("num_steps", "newest_step", "newest_value")
 _IS_NEWER: Final = "excluded.newest_step >= coalesce(telemetry_columns.newest_step, -1)"
+_OF_OTHER_RANKS: Final = "ON CONFLICT (run_key, name) DO NOTHING"
 _ADDED: Final = (
     "ON CONFLICT (run_key, name) DO UPDATE SET num_steps = telemetry_columns.num_steps + excluded.num_steps, "
     + ", ".join(
@@ -34,9 +35,9 @@ _ADDED: Final = (
     )
 )
 _NOTE: Final = {
-    "sqlite": f"INSERT INTO telemetry_columns (run_key, name, {', '.join(_FIELDS)}) VALUES (?, ?, ?, ?, ?) {_ADDED}",
+    "sqlite": f"INSERT INTO telemetry_columns (run_key, name, {', '.join(_FIELDS)}) VALUES (?, ?, ?, ?, ?) ",
     "postgresql": f"INSERT INTO telemetry_columns (run_key, name, {', '.join(_FIELDS)}) SELECT %s, part.* FROM "
-    f"unnest(%s::text[], %s::bigint[], %s::bigint[], %s::float8[]) AS part {_ADDED}",
+    f"unnest(%s::text[], %s::bigint[], %s::bigint[], %s::float8[]) AS part ",
 }
 GONE: Final = "The run of this chunk, or the telemetry of its month, was deleted: stop sending for it."
 _LAST_STEP: Final = 2**63 - 1
@@ -243,11 +244,12 @@ class Telemetry(Repository):
     def _note_columns(self, run_key: object, chunk: NewChunk) -> None:
         """Count the steps of a chunk that was stored now, and keep its newest values, if the first rank sent it."""
         rows = sorted(_noted(chunk))  # by name, so that two chunks of a run lock rows in one order
+        on_conflict = _OF_OTHER_RANKS if chunk.rank else _ADDED
         if self._postgres:
             arguments = (run_key, *(list(part) for part in zip(*rows, strict=True)))
-            self._connection.exec_driver_sql(_NOTE["postgresql"], arguments)
+            self._connection.exec_driver_sql(_NOTE["postgresql"] + on_conflict, arguments)
         else:
-            self._connection.exec_driver_sql(_NOTE["sqlite"], [(run_key, *row) for row in rows])
+            self._connection.exec_driver_sql(_NOTE["sqlite"] + on_conflict, [(run_key, *row) for row in rows])
 
 
 _ORDER = (telemetry_chunks.c.first_step, telemetry_chunks.c.boot_id, telemetry_chunks.c.sequence)

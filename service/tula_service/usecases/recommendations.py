@@ -31,22 +31,28 @@ def get(
     """The recommendation as JSON: cached if nothing that it rests on has changed, else computed after `on_miss()`.
 
     It is that of the data at the time of the request, whatever is measured during the computation. What a reader
-    asks for is not stored: a token that may change nothing enters nothing in the ledger.
+    asks for is kept in memory alone: a token that may change nothing enters nothing in the ledger.
     """
+    may_change = principal.scope != "read"
 
-    def look_up() -> tuple[Objective, str | None]:
+    def look_up() -> tuple[tuple[str, Objective, int], str | None]:
         with store.reading() as tx:
             job = visible_job(tx, principal, job_id)
-            wanted = objective or job.objective
-            return wanted, planning.cached(tx, job_id, wanted, job.data_version)
+            key = (job_id, objective or job.objective, job.data_version)
+            body = planning.cached(tx, *key)
+        return key, body if body is not None or may_change else store.of_readers.get(key)
 
     _, body = look_up()
     if body is not None:
         return body
     on_miss()
     with store.job_lock(job_id):
-        wanted, body = look_up()  # another thread may have computed it, or the job's objective have changed
-        return body or planning.compute(store, job_id, wanted, plan=False, keep=principal.scope != "read")
+        key, body = look_up()  # another thread may have computed it, or the job's objective have changed
+        if body is None:
+            body = planning.compute(store, job_id, key[1], plan=False, keep=may_change)
+            if not may_change:
+                store.of_readers.put(key, body)
+        return body
 
 
 def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -> wire.Predictions:

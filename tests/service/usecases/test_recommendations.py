@@ -479,6 +479,9 @@ def test_a_token_that_only_reads_gets_an_answer_and_stores_none(profiled: tuple[
     before = stored()
     asked = wire.read(wire.Recommendation, recommendations.get(cluster.store, reader, job_id, "cost"))
     assert stored() == before
+    misses: list[str] = []
+    again = recommendations.get(cluster.store, reader, job_id, "cost", on_miss=lambda: misses.append("computed"))
+    assert (wire.read(wire.Recommendation, again), misses) == (asked, []), "the same question is not computed again"
     kept = cluster.recommendation(job_id, "cost")
     assert asked.model_copy(update={"id": kept.id, "created_at": kept.created_at}) == kept
     assert wire.read(wire.Recommendation, recommendations.get(cluster.store, reader, job_id, "cost")) == kept
