@@ -55,3 +55,11 @@ def test_a_message_is_kept_on_one_printable_line() -> None:
 def test_an_output_keeps_its_lines_and_nothing_that_steers_a_terminal_or_reorders_text() -> None:
     written = "\x1b[1;31mloss\x1b[0m 1.5\r\n10%\r50%\r100%\nend\u202e\x00\ud800\tx"
     assert printable_lines(written) == "loss 1.5\n100%\nend\ufffd\ufffd\ufffd x"
+
+
+@pytest.mark.parametrize("name", ["usd_per_kwh", "gco2_per_kwh", "usd_per_hour_of_waiting"])
+@pytest.mark.parametrize("model", [wire.JobSpec, wire.JobPatch])
+def test_a_price_in_quotes_is_refused(model: type[BaseModel], name: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({name: "0.3"})
+    assert (name,) in {one["loc"] for one in caught.value.errors()}
