@@ -38,7 +38,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of all parts: continued from `begun` in another folder."""
     out = tmp_path_factory.mktemp("gpu") / "out"
-    benchmark(*SMOKE, "--out", str(out), "--resume", str(begun))
+    benchmark(*SMOKE, "--minutes", "40", "--out", str(out), "--resume", str(begun))
     return out
 
 

@@ -491,9 +491,9 @@ class JobSpec(WireModel):
         "US dollars per hour that the training's duration costs you; `balanced` then minimizes both."
     )
     usd_per_kwh: _PerKwh | None = optional(
-        "US dollars of a kilowatt-hour, where you pay for energy apart from the nodes."
+        "US dollars per kilowatt-hour, where you pay for energy apart from the nodes."
     )
-    gco2_per_kwh: _PerKwh | None = optional("Grams of CO2 of a kilowatt-hour.")
+    gco2_per_kwh: _PerKwh | None = optional("Grams of CO2 per kilowatt-hour.")
     search: Search = Field(
         "adaptive",
         description="What is profiled: `full` every candidate, `partial` the corners, `adaptive` the most informative, "
@@ -527,8 +527,8 @@ class JobPatch(WireModel):
     usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = optional(
         "US dollars per hour, from now on; null takes it out."
     )
-    usd_per_kwh: _PerKwh | None = optional("US dollars of a kilowatt-hour, from now on; null takes it out.")
-    gco2_per_kwh: _PerKwh | None = optional("Grams of CO2 of a kilowatt-hour, from now on; null takes it out.")
+    usd_per_kwh: _PerKwh | None = optional("US dollars per kilowatt-hour, from now on; null takes it out.")
+    gco2_per_kwh: _PerKwh | None = optional("Grams of CO2 per kilowatt-hour, from now on; null takes it out.")
     limits: Limits | None = optional("Limits from now on; replaces all of them.")
     prices: Annotated[dict[str, Price], Field(title="Prices")] | None = optional("By instance type.")
     columns: bool | None = optional("`profiling.columns` from now on.")
