@@ -209,7 +209,7 @@ class MenuPoint(WireModel):
     total_time_s: Estimate = Field(description="Seconds of the whole training.")
     cost_usd: Estimate | None = optional("US dollars of the whole training; null without a price.")
     usd_per_hour_saved: float | None = optional(
-        "What each hour less than at the next slower point costs; null at the slowest, and without a price."
+        "US dollars per hour saved against the next slower point; null at the slowest, and without a price."
     )
     recommended: bool = Field(False, description="True: it is the recommended one.")
 
