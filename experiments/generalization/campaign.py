@@ -18,6 +18,13 @@ from experiments.generalization.train import Result, train
 FLAT = 1.0
 """Points of validation accuracy below the best within which a base rate counts as good as the best."""
 _MOST_EXTENSIONS = 6
+_STORED = Path(__file__).parent / "results" / "quick.json"
+
+
+def picked_rates() -> dict[str, float]:
+    """Return the base learning rates that the stored report of `--quick` picked, by name of the case."""
+    rows = json.loads(_STORED.read_text(encoding="utf-8"))["rows"]
+    return {row["case"]: float(row["learning_rate"]) for row in rows}
 
 
 class Job(NamedTuple):

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 import tula_wire as wire
 from benchmarks.support.report import provenance
-from experiments.generalization.campaign import Campaign, Job
+from experiments.generalization.campaign import Campaign, Job, picked_rates
 from experiments.generalization.cases import MODES, Case, Mode
 from experiments.generalization.data import ImageSet, load
 from experiments.generalization.methods import ADAM_METHODS, METHODS, Method, prepare, small_methods
@@ -206,8 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     quick = MODES["quick"].smoke() if arguments.smoke else MODES["quick"]
-    stored = json.loads((Path(__file__).parent / "results" / "quick.json").read_text())
-    rates = {row["case"]: row["learning_rate"] for row in stored["rows"]}
+    rates = picked_rates()
     rows: list[Guarded] = []
     for epochs in arguments.epochs:
         mode, path = replace(quick, epochs=epochs), arguments.runs

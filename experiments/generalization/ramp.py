@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.support.report import provenance
+from experiments.generalization.campaign import picked_rates
 from experiments.generalization.cases import MODES, Case, Mode
 from experiments.generalization.data import load
 from experiments.generalization.methods import METHODS, prepare
@@ -105,8 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     mode = MODES["quick"].smoke() if arguments.smoke else MODES["quick"]
-    stored = json.loads((Path(__file__).parent / "results" / "quick.json").read_text())
-    rates = {row["case"]: row["learning_rate"] for row in stored["rows"]}
+    rates = picked_rates()
     found: dict[str, object] = {}
     for case in mode.cases[: 1 if arguments.smoke else None]:
         if arguments.only and case.name not in arguments.only.split(","):

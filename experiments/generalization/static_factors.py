@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.support.report import provenance
-from experiments.generalization.campaign import Campaign, Job
+from experiments.generalization.campaign import Campaign, Job, picked_rates
 from experiments.generalization.cases import MODES, Case, Mode
 from experiments.generalization.methods import METHODS, Method
 from experiments.generalization.plots import write_steps
@@ -33,7 +33,6 @@ from experiments.generalization.train import Result, decay, train
 from tula_agent.scaling import Static
 
 CASES = (Case("digits", "vgg", 256, 4), Case("digits", "residual", 256, 4))
-PICKED = Path(__file__).parent / "results" / "quick.json"
 FACTORS = (2.0, 4.0, 8.0, 16.0)
 DELTAS = (0.2, 0.5, 0.8)
 LBT = METHODS[0]
@@ -49,12 +48,6 @@ class Step(NamedTuple):
     rate_factor: float
     variability: float
     test: float
-
-
-def picked_rate(case: Case) -> float:
-    """The base rate of the stored report."""
-    rows = json.loads(PICKED.read_text(encoding="utf-8"))["rows"]
-    return float(next(row["learning_rate"] for row in rows if row["case"] == case.name))
 
 
 def static(delta: float, factor: float) -> Method:
@@ -133,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     values: dict[str, float] = {}
     steps: list[Step] = []
     for case in CASES:
-        rate = picked_rate(case)
+        rate = picked_rates()[case.name]
         methods = [LBT, *(static(delta, factor) for delta in DELTAS for factor in factors)]
         jobs = [Job(case, method, seed, rate) for method in methods for seed in range(mode.seeds)]
         values |= factor_figures(case.network, campaign.run(jobs, mode))
