@@ -203,9 +203,8 @@ class GainRule:
         before, sent_at, usual = (next(numbers) for _ in range(3))
         average = NoiseAverage(signal, noise, slow, fast, int(count))
         self._state = GainState(average, factor, samples, norm, int(measured_at), variability)
-        by_place = {place: noise for place, noise in enumerate(numbers) if not math.isnan(noise)}
-        if self._directions is None:
-            by_place = {}
+        by_parameter = enumerate(() if self._directions is None else numbers)
+        by_place = {place: noise for place, noise in by_parameter if not math.isnan(noise)}
         # Equal on all ranks without asking the others: one rank may load alone, as a copy does.
         self._statistics.matrices, self.matrix_noise = tuple(by_place), list(by_place.values())
         self._reduction, self._sent_at = None, int(sent_at)

@@ -71,12 +71,7 @@ class Transport:
     """
 
     def __init__(
-        self,
-        url: str,
-        token: str | None,
-        timeout_s: float,
-        *,
-        over: httpx.BaseTransport | None = None,
+        self, url: str, token: str | None, timeout_s: float, *, over: httpx.BaseTransport | None = None
     ) -> None:
         self._timeout_s, self._ends = timeout_s, 0.0
         headers = {"user-agent": "tula-agent", "content-type": "application/json", "accept-encoding": "identity"}
