@@ -16,6 +16,7 @@ from benchmarks import memory
 from benchmarks.gpu import estimates
 from benchmarks.gpu.__main__ import PARTS, lacking
 from benchmarks.gpu.networks import Network
+from benchmarks.gpu.store import H100
 from benchmarks.gpu.switches import predictions
 from benchmarks.gpu.tables import measure_network
 from benchmarks.support import clean_environment
@@ -104,7 +105,7 @@ def test_peaks_measured_on_an_h100_are_predicted_from_the_three_smallest_batches
 
 @pytest.mark.parametrize("name", ["resnet50 tf32", "vit_b+checkpointing bf16"])
 def test_peaks_measured_on_an_h100_are_those_that_are_counted_without_a_device(name: str) -> None:
-    ((peak, readings, counted),) = estimates.errors(estimates.STORED, name).values()
+    ((peak, readings, counted),) = estimates.errors(H100, name).values()
     assert abs(peak) < 0.01
     for ceiling in (readings, counted):
         assert abs(ceiling.expected - 1.0) < 0.1

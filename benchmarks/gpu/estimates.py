@@ -27,13 +27,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.networks import networks
-from benchmarks.gpu.store import Results, Row
+from benchmarks.gpu.store import H100, Results, Row
 from benchmarks.gpu.tables import BISECTIONS, Trainer
 from benchmarks.support.report import median, print_table, write_json
 from tula_agent import MemoryEstimate, estimate_memory
 from tula_service.perfmodel.memory_model import Beside, MemoryObservations, fit_memory
 
-STORED = Path(__file__).parents[1] / "results" / "gpu" / "nvidia-h100-80gb-hbm3"
 _QUARTER, _APART = 0.26, 4
 _RESERVED_SD = 0.1
 _AS_LIKELY_AS_NOT, _SAFETY = 0.5, 0.95
@@ -117,7 +116,7 @@ def figures_of(prefix: str, ceilings: Sequence[Ceiling]) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the errors; answers the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.estimates", description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=STORED, help="a device's report")
+    parser.add_argument("folder", type=Path, nargs="?", default=H100, help="a device's report")
     parser.add_argument("--only", default="", help="only rows whose name has this in it")
     parser.add_argument("--json", type=Path, help="keep the figures in this file")
     options = parser.parse_args(arguments)

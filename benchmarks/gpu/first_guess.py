@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from benchmarks.gpu.networks import networks
-from benchmarks.gpu.store import Results, Row
+from benchmarks.gpu.store import Results, Row, now
 from benchmarks.gpu.tables import Trainer, free_memory
 from tula_agent.measure.launches import launch_time_s
 
@@ -24,12 +24,7 @@ def layout(name: str, size: int, channels_last: bool, device: torch.device, smok
     """Return the median seconds of a step of `size` examples with images and weights in that layout."""
     network, precision = name.split()
     trainer = Trainer(networks(smoke)[network], precision, device)
-    inputs, targets = trainer.network.batch(size, device)
-    if channels_last:
-        trainer.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        inputs = inputs.to(memory_format=torch.channels_last)
-    times = [sum(trainer.step((inputs, targets)).seconds()) for _ in range(3 if smoke else 13)]
-    return {"step_time_s": statistics.median(times[len(times) // 4 :])}
+    return {"step_time_s": trainer.step_time_s(size, channels_last=channels_last, smoke=smoke)}
 
 
 def convolution(examples: int, device: torch.device, smoke: bool) -> Row:
@@ -51,17 +46,10 @@ def convolution(examples: int, device: torch.device, smoke: bool) -> Row:
 
 def _seconds(work: Callable[[], object], times: int, device: torch.device) -> float:
     """Return the seconds of one call of `work`, from `times` that follow each other."""
-    _wait(device)
-    began = time.perf_counter()
+    began = now(device)
     for _ in range(times):
         work()
-    _wait(device)
-    return (time.perf_counter() - began) / times
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return (now(device) - began) / times
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
@@ -74,12 +62,9 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
         for size in sizes:
             for last in (False, True):
                 label = f"resnet50 {precision}, {size} examples, {'channels last' if last else 'channels first'}"
-                rows[label] = lambda p=precision, s=size, c=last: layout(f"resnet50 {p}", s, c, device, smoke)  # type: ignore[misc]
+                rows[label] = partial(layout, f"resnet50 {precision}", size, last, device, smoke)
     for examples in EXAMPLES[: 1 if smoke else None]:
-        rows[f"convolution of {examples} images"] = lambda n=examples: convolution(n, device, smoke)  # type: ignore[misc]
-    for name in results.missing(list(rows)):
-        if time.monotonic() > ends:
-            results.end_row(None)
-            return
+        rows[f"convolution of {examples} images"] = partial(convolution, examples, device, smoke)
+    for name in results.missing(rows, ends):
         results.add(name, rows[name]())
         free_memory(device)

@@ -6,7 +6,6 @@ out-of-memory error, or a smaller batch, holds other segments.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import time
@@ -17,9 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.gpu import ROOT
 from benchmarks.gpu.networks import networks
-from benchmarks.gpu.store import Results, Row
+from benchmarks.gpu.store import H100, Results, Row
 from benchmarks.gpu.tables import Trainer
 from tula_agent import estimate_memory
 from tula_agent.allocations import CachingAllocator, OutOfMemory
@@ -27,7 +25,6 @@ from tula_agent.measure.estimate import MemoryEstimate
 from tula_wire.memory import assumed_context_bytes, usable_bytes
 
 T = TypeVar("T")
-STORED = ROOT / "benchmarks" / "results" / "gpu" / "nvidia-h100-80gb-hbm3" / "tables.json"
 SEGMENTS = {"fixed": "expandable_segments:False", "expandable": "expandable_segments:True"}
 REHEARSED_BYTES = 80 * 2**30
 """What a CPU plays."""
@@ -101,12 +98,9 @@ def measure(name: str, largest: int | None, capacity: int, device: torch.device,
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
     """Add a row for each network and precision whose largest batch is stored, or for the first two in a rehearsal."""
     ends = time.monotonic() + seconds
-    stored: dict[str, Row] = json.loads(STORED.read_text(encoding="utf-8"))["rows"]
+    stored = Results(H100, "tables").rows
     largest = {name: row.get("largest_measured") for name, row in stored.items() if name.split()[0] in networks(smoke)}
     names = ["gpt2+checkpointing fp32"] if smoke else list(largest)
-    for name in results.missing(names):
-        if time.monotonic() > ends:
-            results.end_row(None)
-            return
+    for name in results.missing(names, ends):
         capacity = results.machine.get("memory_bytes", REHEARSED_BYTES)
         results.add(name, measure(name, None if smoke else largest[name], capacity, device, smoke))

@@ -16,6 +16,7 @@ from torch import nn
 from benchmarks.gpu.store import Results, Row
 from benchmarks.support.sink import Sink
 from tula_agent.config import read_config
+from tula_agent.measure.memory import total_energy_j
 from tula_agent.run import Run
 
 STEPS, WARMUP = 600, 5
@@ -74,30 +75,27 @@ def energy(device: torch.device) -> Row:
     """Return joules of a few busy seconds by the counter and by the integral of power samples."""
     if device.type != "cuda":
         return {"verdict": "a CPU has no such counter"}
-    import pynvml
-
-    pynvml.nvmlInit()
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
     matrix = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     samples: list[tuple[float, float]] = []
     done = threading.Event()
 
     def sample() -> None:
         while not done.wait(BETWEEN_SAMPLES_S):
-            samples.append((time.perf_counter(), pynvml.nvmlDeviceGetPowerUsage(handle) * 1e-3))
+            samples.append((time.perf_counter(), torch.cuda.power_draw(device) * 1e-3))
 
     sampler = threading.Thread(target=sample)
     sampler.start()
-    before, began = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter()
+    before, began = total_energy_j(device), time.perf_counter()
     while time.perf_counter() - began < LOAD_S:
         torch.mm(matrix, matrix)
         torch.cuda.synchronize(device)
-    joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) * 1e-3
+    after = total_energy_j(device)
     done.set()
     sampler.join()
     moments, watts = np.asarray(samples).T
-    return {"counter_j": joules, "samples_j": float(np.trapezoid(watts, moments)), "seconds": LOAD_S}
+    if before is None or after is None:
+        return {"verdict": "the device has no such counter"}
+    return {"counter_j": after - before, "samples_j": float(np.trapezoid(watts, moments)), "seconds": LOAD_S}
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
@@ -107,8 +105,5 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
         "energy": lambda: energy(device),
         "CPU of the training thread": lambda: agent_cpu(device, ends, smoke),
     }
-    for name in results.missing(list(rows)):
-        if time.monotonic() > ends:
-            results.end_row(None)
-            return
+    for name in results.missing(rows, ends):
         results.add(name, rows[name]())

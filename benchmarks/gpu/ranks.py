@@ -144,10 +144,7 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
     ends = time.monotonic() + seconds
     devices = torch.cuda.device_count() if device.type == "cuda" else 1
     sizes = sorted({2, max(2, devices)})
-    for name in results.missing([f"{ranks} ranks" for ranks in sizes]):
-        if time.monotonic() > ends:
-            results.end_row(None)
-            return
+    for name in results.missing([f"{ranks} ranks" for ranks in sizes], ends):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "row.json"
             world_size = int(name.split()[0])

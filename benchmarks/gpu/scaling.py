@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.store import Results, Row
+from benchmarks.gpu.store import Results, Row, now
 from benchmarks.support.resnet import resnet
 from tula_agent.scaling import Ags, Gain, Off, Policy, TulaOptimizer
 
@@ -55,14 +55,14 @@ def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row
             )
             for step in range(steps + 2):
                 if step == 2:
-                    began = _now(device)
+                    began = now(device)
                 optimizer.zero_grad()
                 for _ in range(MICRO_STEPS):
                     if scaled:
                         optimizer.observe_batch((images, labels))
                     (F.cross_entropy(model(images), labels) / MICRO_STEPS).backward()
                 optimizer.step()
-            times[scaled].append((_now(device) - began) / steps)
+            times[scaled].append((now(device) - began) / steps)
             if scaled:
                 optimizer.close()
     pairs = zip(times[True], times[False], strict=True)
@@ -73,21 +73,12 @@ def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row
     }
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
     """Add a row for each policy and micro-step."""
     ends = time.monotonic() + seconds
     rows = {
         f"{name}, {size} examples": (name, size) for size in list(SIZES)[: 1 if smoke else None] for name in POLICIES
     }
-    for name in results.missing(list(rows)):
-        if time.monotonic() > ends:
-            results.end_row(None)
-            return
+    for name in results.missing(rows, ends):
         policy, size = rows[name]
         results.add(name, measure(POLICIES[policy], size, device, smoke))

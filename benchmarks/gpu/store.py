@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu import ROOT
+
 Row = dict[str, Any]
+H100 = ROOT / "benchmarks" / "results" / "gpu" / "nvidia-h100-80gb-hbm3"
+"""The stored report of a device."""
+
+
+def now(device: torch.device) -> float:
+    """Return seconds of a clock, once `device` has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 class Results:
@@ -34,9 +47,11 @@ class Results:
                 "give another folder as --out"
             )
 
-    def missing(self, names: list[str]) -> Iterator[str]:
-        """The names that have no row, in their order; each is marked as under way when it is its turn."""
+    def missing(self, names: Iterable[str], ends: float = math.inf) -> Iterator[str]:
+        """Yield the names that have no row, in their order, until `ends` (monotonic); marks each as under way first."""
         for name in names:
+            if time.monotonic() > ends:
+                return
             if name not in self.rows:
                 self.under_way = name
                 self._write()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,27 +44,25 @@ class InSegments(nn.Module):
         return output
 
 
+def _in_segments(build: Callable[[], nn.Module]) -> nn.Module:
+    return InSegments(build())
+
+
 def measure(name: str, words: dict[str, str], device: torch.device, smoke: bool) -> Row:
     """Return the median seconds of a step and the peak bytes by batch, under the values `words` of the switches."""
     checkpointed = words["checkpointing"] == "on"
     network = networks(smoke)[f"{name}+checkpointing" if checkpointed and name == "gpt2" else name]
     if checkpointed and name == "resnet50":
-        network = Network(lambda build=network.build: InSegments(build()), network.batch)  # type: ignore[misc]
+        network = Network(partial(_in_segments, network.build), network.batch)
     trainer = Trainer(network, "fp32" if smoke else words["precision"], device)
-    last = words.get("layout") == "last"
-    if last:
-        trainer.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if words["compile"] == "on" and isinstance(trainer.model, WithLoss):
         trainer.model.network.compile()
     row: Row = {}
     for size in (2,) if smoke else SIZES[name]:
-        inputs, targets = network.batch(size, device)
-        if last:
-            inputs = inputs.to(memory_format=torch.channels_last)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        times = [sum(trainer.step((inputs, targets)).seconds()) for _ in range(3 if smoke else 13)]
-        row[str(size)] = {"step_time_s": statistics.median(times[len(times) // 4 :])}
+        step_s = trainer.step_time_s(size, channels_last=words.get("layout") == "last", smoke=smoke)
+        row[str(size)] = {"step_time_s": step_s}
         if device.type == "cuda":
             row[str(size)]["peak_bytes"] = torch.cuda.max_memory_allocated(device)
         free_memory(device)
@@ -107,8 +106,5 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
         for values in itertools.product(*SWITCHES[name].values()):
             words = dict(zip(SWITCHES[name], values, strict=True)) | {"compile": compiled}
             rows[f"{name} {' '.join(f'{switch}={word}' for switch, word in words.items())}"] = (name, words)
-    for label in results.missing(list(rows)):
-        if time.monotonic() > ends:
-            results.end_row(None)
-            return
+    for label in results.missing(rows, ends):
         results.add(label, measure(*rows[label], device, smoke))

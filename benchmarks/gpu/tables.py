@@ -119,6 +119,15 @@ class Trainer:
         watch.mark()
         return watch
 
+    def step_time_s(self, size: int, *, channels_last: bool, smoke: bool) -> float:
+        """Return the median seconds of a step of `size` examples, the first of several steps left out."""
+        inputs, targets = self.network.batch(size, self.device)
+        if channels_last:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            inputs = inputs.to(memory_format=torch.channels_last)
+        times = [sum(self.step((inputs, targets)).seconds()) for _ in range(3 if smoke else 13)]
+        return statistics.median(times[len(times) // 4 :])
+
     def attempt(self, work: Callable[[int], T], size: int) -> T | None:
         """What `work` answers for `size` examples; None when it runs out of memory."""
         try:
@@ -235,10 +244,7 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
     ends = time.monotonic() + seconds
     found = networks(smoke)
     names = [f"{network} {precision}" for precision in (SMOKE_PRECISIONS if smoke else PRECISIONS) for network in found]
-    for name in results.missing(names):
-        if time.monotonic() > ends:
-            results.end_row(None)
-            return
+    for name in results.missing(names, ends):
         network, precision = name.split()
         row = measure_network(found[network], precision, device, ends, smoke)
         free_memory(device)
