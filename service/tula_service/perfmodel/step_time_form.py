@@ -61,6 +61,8 @@ COLLECTIVES: Final = (AT.intra, AT.inter)
 
 ABSENT: Final = -60.0
 """The logarithm of a part that a step does not have."""
+_LARGEST_EXPONENT: Final = 20.0
+"""The form does not change above it: far from the data, one step of the search may ask for exp(700) and more."""
 _LOG_2 = math.log(2.0)
 
 
@@ -101,6 +103,7 @@ class LogStepTimes:
 def log_terms(theta: FloatArray, points: Points, reference_batch_size: float) -> Terms:
     """The form at `theta` of shape (11,), for n points; `communication` is -60 where there is one rank only."""
     c, a, log_q, log_bend, s_intra, k_intra, s_inter, k_inter, k_share, log_overlap, log_once = theta.tolist()
+    log_q, log_bend, log_overlap = (min(entry, _LARGEST_EXPONENT) for entry in (log_q, log_bend, log_overlap))
     batch, ranks, nodes, micro_steps, earlier = points.logarithms
     several = points.world_size > 1.0
     bend, overlap = 1.0 + math.exp(log_bend), 1.0 + math.exp(log_overlap)

@@ -80,13 +80,33 @@ def everything(job_id: str, run_ids: list[str]) -> list[str]:
     return asked
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), phases=NO_SHRINKING)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), phases=NO_SHRINKING)
 @given(profiled=batches, trained=batches, series=chunks, state=st.sampled_from(["succeeded", "out_of_memory"]))
 @example(
     profiled={"step_time_s": [0.1] * ROWS, "straggler_rank": [2**53] * ROWS},
     trained={"step_time_s": [0.1] * ROWS},
     series={"columns": {"loss": [1.0] * ROWS}},
     state="succeeded",
+)
+@example(
+    profiled={
+        "step_time_s": [1e-09, 1e-09, 1e-09, 0.1, 0.1, 1e-09],
+        "exposed_comm_time_s": [1e-300, 0.0, 5e-324, 0.1, None, 1000000.0],
+    },
+    trained={
+        "step_time_s": [0.1, 1000000.0, 0.1, 0.1, 1e-300, 0.1],
+        "local_batch_size": 2147483647,
+        "grad_accum_steps": 3,
+        "compute_time_s": [None, None, None, 5e-324, None, 1e-300],
+    },
+    series={
+        "columns": {
+            "thresholds_version": [1e-300, 1e38, -1.0, 5e-324, None, None],
+            "lr": [-1.0, 0.0, -1.0, None, -1.0, None],
+        },
+        "steps": [1048576, 9007199254740992, 2147483647, 9007199254740992, 0, 0],
+    },
+    state="out_of_memory",
 )
 def test_whatever_was_accepted_leaves_every_route_of_its_job_usable(
     service: Service, profiled: dict[str, Any], trained: dict[str, Any], series: dict[str, Any], state: str
