@@ -33,8 +33,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     ),
     "the same on one H100": ("share regular.adaptive4.median", "share regular.adaptive6.median"),
     "the same, Pollux's form": ("share regular.planned6.pollux.median",),
-    "how much slower": ("share time.tula.regret.mean", "share time.bayes.regret.mean"),
-    "how much dearer": ("share cost.tula.regret.mean", "share cost.bayes.regret.mean"),
+    "how much slower": ("share regret.time.mean", "share regret.time.largest.mean"),
+    "how much dearer": ("share regret.cost.mean", "share regret.cost.largest.mean"),
     "`balanced`, the default": (
         "ratio balanced.time_over_least.mean",
         "ratio balanced.cost_over_least.mean",
