@@ -24,7 +24,8 @@ from tula_service.store import Store
 
 # How long an example takes is no claim. The same examples each time: what is green here is green elsewhere.
 settings.register_profile("same", deadline=None, derandomize=True)
-settings.register_profile("new", deadline=None, derandomize=False)  # pytest --hypothesis-profile=new: to look for faults
+# New examples, to look for faults: pytest --hypothesis-profile=new
+settings.register_profile("new", deadline=None, derandomize=False)
 settings.load_profile("same")
 os.environ.pop("COLUMNS", None)  # commands would print for the width of this terminal
 
