@@ -8,7 +8,7 @@ machine can only slow a step; their difference is the machine's uncertainty. Eac
 that none learns from another. It prints, per search: the median error of predicted step times over the candidates that
 it did not profile, the regret of its recommendation in measured time, and the fraction of the full search's
 node-seconds that it spent. Then it trains with the links at full speed, cuts them to a quarter, and counts the steps
-until the service raises the alarm, and the alarms before the cut. `--only columns` tunes twice, with one launch for
+until the service raises the alarm, and the alarms before the cut. `--only launches` tunes twice, with one launch for
 each run and with launches that measure every batch of a cluster, and compares wall-clock, node-seconds, the choice and
 the step times of what both have measured; then the wall-clock of `examples/digits_ddp.py` under torchrun, on the cores
 of this machine. A full benchmark does so as well. `--smoke` takes two candidates on two nodes and no full search: its
@@ -65,7 +65,7 @@ objective = "time"
 search = "{search}"
 {space}
 [profiling]
-columns = {columns}
+share_launches = {share_launches}
 {profiling}
 """
 WAITS = """
@@ -116,7 +116,7 @@ def main() -> int:
     """Run everything; 1 when no cluster can be built on this machine."""
     parser = parser_of("cluster", __doc__)
     parser.add_argument("--steady-steps", type=int, help="steps before the links slow down")
-    parser.add_argument("--only", choices=("tune", "drift", "columns"))
+    parser.add_argument("--only", choices=("tune", "drift", "launches"))
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of each link, where the kernel has netem")
     options = parser.parse_args()
     if (reason := why_no_delay() if options.delay_ms else why_not()) is not None:
@@ -136,8 +136,8 @@ def main() -> int:
         if options.only in (None, "tune"):
             figures |= bench.compare()
             write_json(options.json, figures)
-        if options.only == "columns" or (options.only is None and size.full):
-            figures |= bench.columns()
+        if options.only == "launches" or (options.only is None and size.full):
+            figures |= bench.shared_launches()
             write_json(options.json, figures)
         if options.only in (None, "drift"):
             figures |= bench.drift()
@@ -211,15 +211,15 @@ class Bench:
             }
         return figures
 
-    def columns(self) -> dict[str, float]:
-        """What a plan of columns costs against single launches of the same runs, and how far their step times agree."""
-        columns, single, repeat = self.both_ways("columns", self.job_command(10_000), self.waits, repeats=2)
-        joint, apart, again = map(_step_times, (columns, single, repeat))
-        chosen = [_key(tuned["recommendation"]["chosen"]["configuration"]) for tuned in (columns, single, repeat)]
+    def shared_launches(self) -> dict[str, float]:
+        """What shared launches cost against a launch for each of the same runs, and how far their step times agree."""
+        shared, single, repeat = self.both_ways("waits", self.job_command(10_000), self.waits, repeats=2)
+        joint, apart, again = map(_step_times, (shared, single, repeat))
+        chosen = [_key(tuned["recommendation"]["chosen"]["configuration"]) for tuned in (shared, single, repeat)]
         figures = {
-            "columns.wall_fraction": 2 * columns["wall_s"] / (single["wall_s"] + repeat["wall_s"]),
+            "columns.wall_fraction": 2 * shared["wall_s"] / (single["wall_s"] + repeat["wall_s"]),
             "columns.node_seconds_fraction": 2
-            * _launch_node_seconds(columns)
+            * _launch_node_seconds(shared)
             / (_node_seconds(single) + _node_seconds(repeat)),
             "columns.agreement": median([abs(joint[key] / each[key] - 1) for each in (apart, again) for key in joint]),
             "columns.repeat": median([abs(again[key] / apart[key] - 1) for key in joint]),
@@ -229,24 +229,24 @@ class Bench:
             "columns.single_runs": len(apart),
         }
         if self.size.full:
-            columns, single = self.both_ways("digits", DIGITS_COMMAND, DIGITS, repeats=1)
+            shared, single = self.both_ways("digits", DIGITS_COMMAND, DIGITS, repeats=1)
             figures |= {
-                "columns.digits.wall_fraction": columns["wall_s"] / single["wall_s"],
-                "columns.digits.launches": len({nodes for nodes, _ in _step_times(columns)}),
-                "columns.digits.num_runs": len(_step_times(columns)),
+                "columns.digits.wall_fraction": shared["wall_s"] / single["wall_s"],
+                "columns.digits.launches": len({nodes for nodes, _ in _step_times(shared)}),
+                "columns.digits.num_runs": len(_step_times(shared)),
             }
         return figures
 
     def both_ways(self, name: str, command: list[str], space: str, *, repeats: int) -> list[dict[str, Any]]:
-        """A plan of columns, and `repeats` times a launch for each of its runs."""
+        """A plan of shared launches, and `repeats` times a launch for each of its runs."""
         budget = min(RUNS_COMPARED, self.size.num_candidates)
         found = [self.work(name, command, space, budget)]
         wanted = sorted(_step_times(found[0]), reverse=True)  # as a plan does, so that one launch probes the links
         found += [self.work(f"{name}-{i}", command, space, len(wanted), wanted) for i in range(repeats)]
         times = [_step_times(each) for each in found]
         print_table(
-            f"{name}: every configuration in a column, and by itself",
-            ["configuration", "column", *["own launch"] * repeats],
+            f"{name}: every configuration in a shared launch, and by itself",
+            ["configuration", "shared launch", *["own launch"] * repeats],
             [
                 [f"{nodes} nodes, {batch}", *(f"{t[nodes, batch] * 1e3:.1f} ms" for t in times)]
                 for nodes, batch in sorted(wanted)
@@ -361,12 +361,12 @@ class Bench:
     def work(
         self, project: str, command: list[str], space: str, budget: int, again: Sequence[tuple[int, int]] = ()
     ) -> dict[str, Any]:
-        """What `tula tune` does once it has started, and what it prints: columns, or a launch for each of `again`."""
+        """What `tula tune` does once it has started, and prints: shared launches, or a launch for each of `again`."""
         client, environment = self.project(project)
         folder = self.folder / project
         wanted = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in again)
         began = time.monotonic()
-        job = register(client, load_spec(self.spec(folder, "adaptive", space, budget, columns=not again))).job
+        job = register(client, load_spec(self.spec(folder, "adaptive", space, budget, share_launches=not again))).job
         work = WorkDir(folder, job.id)
         with work.locked() as holder:
             reporter, template = Reporter(Console(quiet=True)), Template(tuple(command))
@@ -387,7 +387,9 @@ class Bench:
             epochs=EPOCHS, dataset=DATASET, max_nodes=self.size.max_nodes, max_batch=self.size.max_batch
         )
 
-    def spec(self, folder: Path, search: str, space: str, budget: int | None = None, *, columns: bool = False) -> Path:
+    def spec(
+        self, folder: Path, search: str, space: str, budget: int | None = None, *, share_launches: bool = False
+    ) -> Path:
         """A job.toml in a new folder."""
         folder.mkdir()
         full = search == "full"
@@ -401,7 +403,7 @@ class Bench:
                 name=f"cluster-{search}",
                 search=search,
                 space=space,
-                columns=str(columns).lower(),
+                share_launches=str(share_launches).lower(),
                 profiling="\n".join(profiling),
             )
         )

@@ -48,13 +48,13 @@ from benchmarks.support.report import (
 from tula_service.perfmodel.choice import Choice, recommend
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.planner import (
-    Column,
+    Launch,
     PlanBudget,
-    column_of,
-    columns_of,
     corner_design,
     design,
-    first_columns,
+    first_launches,
+    launch_of,
+    launches_of,
     plan,
 )
 from tula_service.perfmodel.pricing import Limits, Offer, Training
@@ -77,7 +77,7 @@ BY_SOURCE = (
     "regret.best_num_nodes.mean",
     "regret.deadline.violations_with_warned",
 )
-COLUMNS = ("columns1", "columns2", "columns3")
+LAUNCHES = ("columns1", "columns2", "columns3")  # as results that are kept name them
 NOISY = ("time", "cost", "best_num_nodes")
 CHOICES = ("time", "cost", "deadline", "best_num_nodes", "best_num_nodes_planned")
 _DATASET = 1e6
@@ -118,7 +118,7 @@ class Figures:
     regret: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
     runs: dict[str, float] = field(default_factory=dict)
-    column_regret: dict[str, float] = field(default_factory=dict)
+    launch_regret: dict[str, float] = field(default_factory=dict)
     noisy: dict[str, float] = field(default_factory=dict)
     noisy_coverage: float = float("nan")
     launches: float = 0.0
@@ -133,26 +133,26 @@ def profile(
     goal: Goal,
     *,
     runs: int,
-    by_column: bool = False,
-    launches: list[Column] | None = None,
+    share_launches: bool = False,
+    launches: list[Launch] | None = None,
 ) -> list[Placement]:
     """The configurations that the planner asks for, in order, each answered from the table; `runs` may be launches.
 
-    `launches` collects the column of each launch; one that is launched twice is in it twice.
+    `launches` collects each launch; one at the same cluster again is in it twice.
     """
     done: list[Placement] = []
     model: StepTimeModel | None = None
     while True:
-        budget = PlanBudget(max_runs=runs, by_column=by_column)
+        budget = PlanBudget(max_runs=runs, share_launches=share_launches)
         step = plan("adaptive", workload.candidates, model, goal=goal, budget=budget)
         if step.stop_reason is not None or not step.runs:
             return done
         asked = [run.configuration for run in step.runs]
-        if by_column:  # one launch at a time, as `tula tune` works through a plan
-            asked = [c for c in asked if column_of(c) == column_of(asked[0])]
+        if share_launches:  # one launch at a time, as `tula tune` works through a plan
+            asked = [c for c in asked if launch_of(c) == launch_of(asked[0])]
         done += asked  # type: ignore[arg-type]
         if launches is not None:
-            launches += columns_of(asked)
+            launches += launches_of(asked)
         model = fit_step_time(workload.measure(done), candidates=workload.candidates)
 
 
@@ -212,7 +212,7 @@ def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
     found.coverage = {name: mean(score.inside) for name, score in found.configurations.items()}
     found.fit_ms = time_fit(workload, profiled["adaptive6"])
     regret(workload, profiled["adaptive6"], found)
-    columns(workload, found)
+    shared_launches(workload, found)
     noisy_choices(workload, found, noise, draws)
     return found
 
@@ -249,21 +249,21 @@ def goal_of(name: str, limits: Limits | None = None) -> Goal:
     return Goal(objective, Training(_DATASET), {"default": Offer(usd_per_rank_hour=3600.0)}, limits or Limits())
 
 
-def columns(workload: Workload, found: Figures) -> None:
-    """Held-out errors after one, two and three columns, and the regret and launches of planned columns."""
-    ordered = [*first_columns(workload.candidates), *middle_column(workload)]
-    for number, name in enumerate(COLUMNS, 1):
+def shared_launches(workload: Workload, found: Figures) -> None:
+    """Held-out errors after one, two and three launches with every batch, and regret and number of planned ones."""
+    ordered = [*first_launches(workload.candidates), *middle_launch(workload)]
+    for number, name in enumerate(LAUNCHES, 1):
         chosen = {*ordered[:number]}
-        errors = held_out(workload, [c for c in workload.candidates if column_of(c) in chosen]).errors
+        errors = held_out(workload, [c for c in workload.candidates if launch_of(c) in chosen]).errors
         found.error[name] = median(errors)
-    launched: list[list[Column]] = []
+    launched: list[list[Launch]] = []
     measured: list[float] = []
     for table, suffix in ((workload, ""), (workload.noisy(_NOISE, np.random.default_rng(1)), ".noisy")):
         for name, value in training_values(workload).items():
-            launches: list[Column] = []
-            runs, choice = recommended(table, goal_of(name), by_column=True, launches=launches)
+            launches: list[Launch] = []
+            runs, choice = recommended(table, goal_of(name), share_launches=True, launches=launches)
             chosen_value = value[choice.chosen.configuration]  # type: ignore[union-attr, index]
-            found.column_regret[name + suffix] = chosen_value / min(value.values()) - 1.0
+            found.launch_regret[name + suffix] = chosen_value / min(value.values()) - 1.0
             if not suffix:
                 launched.append(launches)
                 measured.append(float(len(runs)))
@@ -271,12 +271,12 @@ def columns(workload: Workload, found: Figures) -> None:
     found.launched_batches = mean(measured)
 
 
-def middle_column(workload: Workload) -> list[Column]:
-    """The column whose size is nearest the geometric mean of the smallest and the largest; none of two."""
-    first = first_columns(workload.candidates)
-    rest = columns_of(workload.candidates) - set(first)
-    centre = math.prod(column.world_size for column in first) ** (1.0 / len(first))
-    return sorted(rest, key=lambda column: (abs(math.log(column.world_size / centre)), column))[:1]
+def middle_launch(workload: Workload) -> list[Launch]:
+    """The launch whose size is nearest the geometric mean of the smallest and the largest; none of two."""
+    first = first_launches(workload.candidates)
+    rest = launches_of(workload.candidates) - set(first)
+    centre = math.prod(launch.world_size for launch in first) ** (1.0 / len(first))
+    return sorted(rest, key=lambda launch: (abs(math.log(launch.world_size / centre)), launch))[:1]
 
 
 def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
@@ -328,10 +328,10 @@ def regret(workload: Workload, planned: Sequence[Placement], found: Figures) -> 
 
 
 def recommended(
-    workload: Workload, goal: Goal, *, by_column: bool = False, launches: list[Column] | None = None
+    workload: Workload, goal: Goal, *, share_launches: bool = False, launches: list[Launch] | None = None
 ) -> tuple[list[Placement], Choice]:
     """The runs that the planner spent on a goal, and the choice that they led to; `launches` as in `profile`."""
-    runs = profile(workload, goal, runs=_RUNS, by_column=by_column, launches=launches)
+    runs = profile(workload, goal, runs=_RUNS, share_launches=share_launches, launches=launches)
     model = fit_step_time(workload.measure(runs), candidates=workload.candidates)
     return runs, recommend(workload.candidates, model, goal)
 
@@ -410,11 +410,11 @@ def summarise(results: Sequence[Figures]) -> dict[str, float]:
         add_mean(f"regret.{name}.largest.within5", [float(value <= 0.05) for value in always])
         if runs := [float(r.runs[name]) for r in results if name in r.runs]:
             add_mean(f"regret.{name}.runs", runs)
-    for name in COLUMNS:
+    for name in LAUNCHES:
         errors = known([r.error[name] for r in results])
         out[f"{name}.median"], out[f"{name}.p90"] = median(errors), percentile(errors, 0.9)
-    for name in results[0].column_regret:
-        add_mean(f"columns.regret.{name}.mean", [r.column_regret[name] for r in results])
+    for name in results[0].launch_regret:
+        add_mean(f"columns.regret.{name}.mean", [r.launch_regret[name] for r in results])
     for name in NOISY:
         add_mean(f"noise.regret.{name}.mean", [r.noisy.get(name, float("nan")) for r in results])
     add_mean("noise.coverage.chosen", [r.noisy_coverage for r in results])
@@ -475,12 +475,12 @@ def show(figures: dict[str, float]) -> None:
     rows = [[name, *(percent(f"regret.{name}.{part}") for part in of_regret)] for name in CHOICES]
     heads = ["choice", "mean", "geometric", "within 5 %", "largest: mean", "within 5 %"]
     print_table("regret, at most 6 runs", heads, rows)
-    rows = [[name, percent(f"{name}.median"), percent(f"{name}.p90")] for name in COLUMNS]
-    print_table("columns: errors on the other clusters", ["plan", "median", "p90"], rows)
+    rows = [[name, percent(f"{name}.median"), percent(f"{name}.p90")] for name in LAUNCHES]
+    print_table("launches: errors on the other clusters", ["plan", "median", "p90"], rows)
     regrets = [percent(f"columns.regret.{name}.mean") for name in ("time", "cost", "time.noisy", "cost.noisy")]
     heads = ["launches", "batches", "time", "cost", "time, 3 % noise", "cost, 3 % noise"]
     spent = [f"{figures[f'columns.{name}']:.2f}" for name in ("launches", "batches")]
-    print_table("regret of planned columns", heads, [[*spent, *regrets]])
+    print_table("regret of planned launches", heads, [[*spent, *regrets]])
     noisy = [*(f"noise.regret.{name}.mean" for name in NOISY), "noise.coverage.chosen"]
     print_table("choices from noisy runs", [*NOISY, "chosen inside its interval"], [[percent(key) for key in noisy]])
     print(f"\ndeadline violations {percent('regret.deadline.violations')}; median fit {figures['fit_ms']:.1f} ms")

@@ -43,14 +43,14 @@ class WantedJob:
 class ProfilePlan:
     """A profiling run: steps to discard, steps to measure, and the relative error that ends it early (0: never).
 
-    column: smaller local batches that the same launch measures first, ascending, each with its run. probe_s: seconds
+    smaller_batches: local batches that the same launch measures first, ascending, each with its run. probe_s: seconds
     for which the ranks time all-reduces after the first warm-up (0: not at all).
     """
 
     warmup_steps: int
     measure_steps: int
     precision: float = 0.0
-    column: tuple[tuple[int, str], ...] = ()
+    smaller_batches: tuple[tuple[int, str], ...] = ()
     probe_s: float = 0.0
 
 
@@ -167,18 +167,18 @@ def _plan(read: _Environment) -> ProfilePlan | None:
         DEFAULT_WARMUP_STEPS if warmup is None else warmup,
         measure,
         read.number(float, 0, "TULA_PRECISION", most=1) or 0.0,
-        _column(read.text("TULA_COLUMN")),
+        _smaller_batches(read.text("TULA_SMALLER_BATCHES")),
         read.number(float, 0, "TULA_PROBE_S", most=_LONGEST_PROBE_S) or 0.0,
     )
 
 
-def _column(text: str) -> tuple[tuple[int, str], ...]:
-    """The batches in TULA_COLUMN, as in `8=run-1,16=run-2`; none where it can't be read."""
+def _smaller_batches(text: str) -> tuple[tuple[int, str], ...]:
+    """The batches in TULA_SMALLER_BATCHES, as in `8=run-1,16=run-2`; none where it can't be read."""
     pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
-    column = tuple(sorted((int(size), run) for size, _, run in pairs if size.isdecimal() and is_id(run)))
-    if len(column) == len(pairs) and all(size >= 1 for size, _ in column):
-        return column
-    logger.warning("TULA_COLUMN is %r: give batches with their runs, as in 8=run-1; it is ignored", pairs)
+    batches = tuple(sorted((int(size), run) for size, _, run in pairs if size.isdecimal() and is_id(run)))
+    if len(batches) == len(pairs) and all(size >= 1 for size, _ in batches):
+        return batches
+    logger.warning("TULA_SMALLER_BATCHES is %r: give batches with their runs, as in 8=run-1; it is ignored", pairs)
     return ()
 
 

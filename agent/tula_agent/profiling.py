@@ -8,8 +8,8 @@ from typing import Any
 
 from tula_agent.config import ProfilePlan
 from tula_agent.guard import Guard, logger
+from tula_agent.launch import Launch
 from tula_agent.rank_channel import Channel, RankRendezvous
-from tula_agent.sweep import Sweep
 from tula_wire.bounds import FURTHER_WARMUP_STEPS
 from tula_wire.precision import FEWEST_STEPS, relative_error
 
@@ -85,12 +85,12 @@ class Profiling:
 
     `plan` is None in a training run. It comes from the environment only: a service that could turn a training into a
     profiling run could end it. `stop_soon` is called on the shipping thread and takes effect at the next step that all
-    ranks share. sweep: the batches of this launch, each of which is measured so.
+    ranks share. launch: its batches, each of which is measured so.
     """
 
-    def __init__(self, plan: ProfilePlan | None, sweep: Sweep, guard: Guard) -> None:
+    def __init__(self, plan: ProfilePlan | None, launch: Launch, guard: Guard) -> None:
         self.plan = plan
-        self._sweep = sweep
+        self._launch = launch
         self.stopping = False
         self.pending = False  # True: `agree` has something to do
         self._agreement = StopAgreement(None, guard)
@@ -108,7 +108,7 @@ class Profiling:
         """Steps of the batch that is due which do not count."""
         if self.plan is None:
             return TRAIN_WARMUP_STEPS
-        further = self._sweep.first_step > 0
+        further = self._launch.first_step > 0
         return min(self.plan.warmup_steps, FURTHER_WARMUP_STEPS) if further else self.plan.warmup_steps
 
     @property
@@ -117,8 +117,8 @@ class Profiling:
         return self.plan is not None and not self.stopping
 
     @property
-    def measured(self) -> int:
-        """Steps after warm-up of the batch that is measured."""
+    def timed_steps(self) -> int:
+        """Steps after warm-up of the batch that is measured whose time counts."""
         return len(self._times)
 
     def use(self, agreement: StopAgreement) -> None:
@@ -130,10 +130,10 @@ class Profiling:
         """The service asks for this run's end: it has enough samples, or the run was cancelled."""
         self._stop_requested = run_id
 
-    def drop_column(self) -> None:
+    def drop_smaller_batches(self) -> None:
         """Measure one batch."""
         if self.plan is not None:
-            self.plan = replace(self.plan, column=())
+            self.plan = replace(self.plan, smaller_batches=())
 
     def begin_again(self) -> None:
         """Measure another batch, warm-up first."""
@@ -147,7 +147,7 @@ class Profiling:
         if not self._agreement.joined:
             self.plan = self._agreement.join(self.plan)
             if not self._agreement.agreed:
-                self.drop_column()  # the ranks would not end a batch at the same step
+                self.drop_smaller_batches()  # the ranks would not end a batch at the same step
 
     def may_repeat(self) -> bool:
         """True when a profiling run needs more steps than its loader has; the same on all ranks."""
@@ -169,12 +169,12 @@ class Profiling:
             if not self._times:
                 self._start_up_s = time.monotonic() - self._began_s - step_time_s
             self._times.append(step_time_s)
-        measured = step + 1 - self._sweep.first_step - self.warmup_steps
+        measured = step + 1 - self._launch.first_step - self.warmup_steps
         if not self._agreement.agreed or measured < 1:
             return False
         precise = self.plan.precision > 0 and relative_error(self._times, self._start_up_s) <= self.plan.precision
         enough = precise or self._stop_requested == run_id
-        if measured >= self.plan.measure_steps or self._agreement.decide(measured, enough, self._sweep.first_step):
+        if measured >= self.plan.measure_steps or self._agreement.decide(measured, enough, self._launch.first_step):
             self.stopping = True
             return True
         return False
@@ -182,6 +182,6 @@ class Profiling:
 
 def _plan_of(values: list[Any]) -> ProfilePlan:
     """The plan whose fields the first rank sent as JSON."""
-    warmup_steps, measure_steps, precision, column, probe_s = values
-    runs = tuple((int(size), str(run)) for size, run in column)
+    warmup_steps, measure_steps, precision, smaller_batches, probe_s = values
+    runs = tuple((int(size), str(run)) for size, run in smaller_batches)
     return ProfilePlan(warmup_steps, measure_steps, precision, runs, probe_s)

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tula_agent.batches import BatchSizes, batch_size_of, sequence_length_of, stated_batch_size
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched, keep_children_out
 from tula_agent.guard import Guard, logger
+from tula_agent.launch import Launch
 from tula_agent.measure.ddp import BucketTimer, CommSplit
 from tula_agent.measure.energy import EnergyMeter
 from tula_agent.measure.gradients import GradientReader
@@ -30,7 +31,6 @@ from tula_agent.ship.joining import Joining
 from tula_agent.ship.request_builder import Identity, RequestBuilder
 from tula_agent.ship.spool import SpooledRequest, encode
 from tula_agent.ship.transport import Reply, Transport
-from tula_agent.sweep import Sweep
 from tula_agent.torch_private import ddp_models, default_store
 from tula_wire import routes
 
@@ -116,7 +116,7 @@ class Recorder:
     __slots__ = (
         "__dict__", "__weakref__", "_batch_size", "_bucket_timer", "_comm_split", "_device_clock", "_last_step_s",
         "_other_sizes", "_quiet_until", "_sizes_vary", "_unclocked_step", "config", "energy", "finished", "gradients",
-        "guard", "leads", "memory", "objects", "profiling", "readings", "sizes", "sweep", "timer",
+        "guard", "launch", "leads", "memory", "objects", "profiling", "readings", "sizes", "timer",
     )  # fmt: skip
 
     def __init__(
@@ -134,8 +134,8 @@ class Recorder:
         self.leads = config.rank == 0  # the rank that reports for the run
         self.finished = False
         self.boot_id = secrets.token_hex(8)
-        self.sweep = Sweep(config.run_id, config.local_batch_size, config.plan.column if config.plan else ())
-        self.profiling = Profiling(config.plan, self.sweep, guard)
+        self.launch = Launch(config.run_id, config.local_batch_size, config.plan.smaller_batches if config.plan else ())
+        self.profiling = Profiling(config.plan, self.launch, guard)
         self.readings = Readings(config.row_limit)
         self.objects = TrackedObjects()
         self.timer = StepTimer(grad_accum_steps or config.grad_accum_steps)
@@ -144,7 +144,7 @@ class Recorder:
         self.gradients = GradientReader()
         self.requests = RequestBuilder(
             self.readings,
-            self.sweep,
+            self.launch,
             guard=guard,
             identity=lambda: Identity(self.config.rank, self.boot_id, self.world_size),
             channel=self.channel,
@@ -218,7 +218,7 @@ class Recorder:
     @property
     def local_configured(self) -> int | None:
         """Examples per rank and micro-step that the run is to use now."""
-        return self.sweep.cut_to or self.config.local_batch_size
+        return self.launch.cut_to or self.config.local_batch_size
 
     @property
     def dropped(self) -> int:
@@ -249,11 +249,11 @@ class Recorder:
 
         A batch that can't be cut is left whole. If it is the first, this launch measures the whole batch alone.
         """
-        if self.sweep.cut_to is None or self.finished:
+        if self.launch.cut_to is None or self.finished:
             return batch
         first = self.timer.step == 0
         try:
-            cut = self.sweep.cut(batch, self.sizes.of(batch, loader), first)
+            cut = self.launch.cut(batch, self.sizes.of(batch, loader), first)
         except Exception as error:
             if first:
                 self.measure_whole_batches(f"the batch can't be cut: {error}")
@@ -261,14 +261,14 @@ class Recorder:
                 self.guard.note("cutting a batch", error)
             return batch
         if self._batch_size is None and self.leads:
-            self._report("running", self.sweep.run_id)
+            self._report("running", self.launch.run_id)
         return cut
 
     def measure_whole_batches(self, because: str) -> None:
         """From now on the script gets whole batches; the other runs of this launch go back to the plan."""
-        if self.sweep.cut_to is not None:
+        if self.launch.cut_to is not None:
             logger.warning("this launch measures one batch instead of several: %s", because)
-            self.profiling.drop_column()
+            self.profiling.drop_smaller_batches()
             self._follow_first_rank()
 
     def watch(self, models: list[Any], optimizers: list[Any]) -> None:
@@ -331,7 +331,7 @@ class Recorder:
         if self.finished:
             return
         # A batch that was cut is not of the size that its loader states.
-        size = counted = self.sizes.of(batch, loader if self.sweep.cut_to is None else None)
+        size = counted = self.sizes.of(batch, loader if self.launch.cut_to is None else None)
         if size is None:
             size = self.config.local_batch_size
             self._say_that_sizes_are_unknown("how many examples a batch holds can't be told from it")
@@ -348,7 +348,7 @@ class Recorder:
             self.memory.saw_batch(size, batch, loader)
         if self.objects.scales and counted is not None:  # a size that is not known sets no learning rate
             own = None if counted == batch_size_of(batch) else float(counted)
-            self.objects.observe_batch(batch, own, self.sweep.share_of(self.sweep.cut_to), micro_steps)
+            self.objects.observe_batch(batch, own, self.launch.share_of(self.launch.cut_to), micro_steps)
         early = self.leads and self.timer.step < EVERY_STEP_UNTIL
         if early and (length := sequence_length_of(batch)) is not None:
             self.readings.add_value(self.timer.step, "tokens_per_example", float(length))
@@ -357,7 +357,7 @@ class Recorder:
         self._batch_size = size
         configured = self.local_configured
         states = self.sizes.given is not None or stated_batch_size(loader) is not None
-        if configured is not None and configured != size and (states or self.sweep.cut_to):
+        if configured is not None and configured != size and (states or self.launch.cut_to):
             text = "the script uses batches of %d per rank, but the run's are %d: pass it on"
             logger.warning(text, size, configured)
 
@@ -531,7 +531,7 @@ class Recorder:
     def _step_ended(self, timing: StepTiming, interval: Interval | None) -> bool:
         """Record a step; True when that took so long that the next step's clock should be restarted."""
         step, quiet = timing.step, timing.step < self._quiet_until
-        warmup = not quiet and step < self.sweep.first_step + self.profiling.warmup_steps
+        warmup = not quiet and step < self.launch.first_step + self.profiling.warmup_steps
         if self.leads and not quiet and (self._bucket_timer is not None or step == BUCKETS_TIMED_FROM):
             self._time_buckets(timing.local_batch_size)
         if timing.local_batch_size != self._batch_size or self._sizes_vary:
@@ -550,7 +550,7 @@ class Recorder:
         if self.leads and self.objects.scales:
             for name, value in self.objects.changed_values():
                 # Of a batch that was cut: the optimizer takes it for the whole one.
-                if not name.startswith("gradient_noise_scale") or self.sweep.cut_to is None:
+                if not name.startswith("gradient_noise_scale") or self.launch.cut_to is None:
                     self.readings.add_value(step, name, value)
         return not quiet and self._do_what_is_due(step, warmup, timing.step_time_s if usual else None)
 
@@ -583,7 +583,7 @@ class Recorder:
 
     def _do_what_is_due(self, step: int, warmup: bool, step_time_s: float | None) -> bool:
         """What is not done after every step, and which steps have none of it; True where that takes long."""
-        since, profiling = step - self.sweep.first_step, self.profiling
+        since, profiling = step - self.launch.first_step, self.profiling
         took_long = since == max(2, profiling.warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
         if took_long:
             self._read_memory()
@@ -612,9 +612,9 @@ class Recorder:
                     self.readings.all_reduces = found if self.leads else None
         if self.plan is None:
             return pending
-        if self.profiling.ends(step, step_time_s, self.sweep.run_id):
+        if self.profiling.ends(step, step_time_s, self.launch.run_id):
             self._read_memory()
-            if self.sweep.cut_to is not None:
+            if self.launch.cut_to is not None:
                 self._next_batch(step)
                 self.exporter.wake()
             else:
@@ -626,26 +626,26 @@ class Recorder:
 
         A schedule that was made for the script's own steps raises after the last of them: the script is not at fault.
         """
-        if self._repeats and self.profiling.measured and not self.stopping:
+        if self._repeats and self.profiling.timed_steps and not self.stopping:
             self.profiling.stopping = True
             self._end_measuring()
         return self.plan is not None and self.stopping
 
     def _end_measuring(self) -> None:
         """All batches are measured: send that before the script is asked to end, since it may do so in any way."""
-        self.sweep.ended.append((self._batch_size or 0, self.sweep.run_id))
+        self.launch.ended.append((self._batch_size or 0, self.launch.run_id))
         self.exporter.flush(self.config.exit_deadline_s)
 
     # The batches of a launch.
 
     def _next_batch(self, step: int) -> None:
         """A smaller batch was measured: after this step, the next one is handed out."""
-        self.sweep.end_batch(step)
+        self.launch.end_batch(step)
         self.profiling.begin_again()
-        self._batch_size = self.sweep.cut_to or self.sweep.whole
+        self._batch_size = self.launch.cut_to or self.launch.whole
         self._other_sizes.clear()
-        if self.leads and self.sweep.cut_to is not None:
-            self._report("running", self.sweep.run_id)
+        if self.leads and self.launch.cut_to is not None:
+            self._report("running", self.launch.run_id)
         if self.leads:
             self._stop_timing_buckets()  # of the batch that has ended
             self._time_buckets(self._batch_size)
@@ -654,11 +654,11 @@ class Recorder:
 
     def _follow_first_rank(self) -> None:
         """Once the ranks have agreed, all cut as the first one does, or none."""
-        smaller = self.plan.column if self.plan is not None else ()
-        if self.sweep.differs(smaller):
-            if self.leads and self.sweep.cut_to is not None and self._batch_size is not None:
-                self._report("pending", self.sweep.run_id)  # it had begun
-            self.sweep.use(smaller)
+        smaller = self.plan.smaller_batches if self.plan is not None else ()
+        if self.launch.differs(smaller):
+            if self.leads and self.launch.cut_to is not None and self._batch_size is not None:
+                self._report("pending", self.launch.run_id)  # it had begun
+            self.launch.use(smaller)
             self._batch_size = None
 
     def _report(self, state: str, run_id: str) -> None:
@@ -703,7 +703,7 @@ class Recorder:
         if self.plan is not None and self.stopping:
             state, message, said = "succeeded", None, True  # enough is measured, whatever the script did next
         else:
-            said = state == "succeeded" and (self.config.supervised or self.sweep.several)
+            said = state == "succeeded" and (self.config.supervised or self.launch.several)
             state = "running" if said else state  # the launcher knows how its command ended
         out_of_memory = state == "out_of_memory"
         silent = not out_of_memory and (not self.leads or (said and not self.dropped))
@@ -713,7 +713,7 @@ class Recorder:
         body = {"state": state, "message": message, "dropped": self.dropped}
         body["failed_local_batch_size"] = failed
         known = {name: value for name, value in body.items() if value is not None}
-        return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.sweep.run_id), encode(known))]
+        return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.launch.run_id), encode(known))]
 
     # Asked on the shipping thread, most of it for a run that the agent makes by itself.
 
@@ -733,7 +733,7 @@ class Recorder:
 
     def joined(self, run_id: str) -> None:
         """The run is known from now on."""
-        self.sweep.own_run_id = run_id
+        self.launch.own_run_id = run_id
         if self.leads:
             self._report("running", run_id)
         for optimizer in list(self.objects.optimizers):

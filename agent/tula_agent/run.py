@@ -181,7 +181,7 @@ class Run:
         except StopIteration:
             return []
         if recorder is not None:
-            if recorder.sweep.cut_to is not None:
+            if recorder.launch.cut_to is not None:
                 batch = recorder.cut(batch, loader)
             try:
                 recorder.batch_ready(batch, loader)

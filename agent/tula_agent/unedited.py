@@ -143,7 +143,7 @@ class UneditedLoop:
                 self._batch_comes_unseen()
         elif self._steps_of_batch > self._usual_steps:
             if self._steps_of_batch == self._usual_steps + 1:  # these steps could not be told apart
-                self._replaying = self._recorder.sweep.run_id
+                self._replaying = self._recorder.launch.run_id
                 self._size = self._recorder.local_batch_size or self._size
                 self._begin_again()
             else:
@@ -217,7 +217,7 @@ class UneditedLoop:
                 because = "the framework fetches a batch ahead of the one that is trained on"
                 self._recorder.measure_whole_batches(because)
         batch = self._recorder.cut(batch, sampler)
-        stated = sampler if self._recorder.sweep.cut_to is None else None
+        stated = sampler if self._recorder.launch.cut_to is None else None
         size = self._sizes[key] = self._recorder.sizes.of(batch, stated) or self._size
         if key == self._main or (self._main is None and self._recorder.local_configured in (None, size)):
             self._size = size
@@ -252,7 +252,7 @@ class UneditedLoop:
         self._run.batch_done()
         self._forget_step()
         self._runs = True
-        replayed = self._replaying not in (None, self._recorder.sweep.run_id)  # the next batch can't be cut
+        replayed = self._replaying not in (None, self._recorder.launch.run_id)  # the next batch can't be cut
         if (self._run.stopping or replayed) and not self._left:
             self._left = True
             time.sleep(GLOO_RELEASE_S)  # the script's frames destroy the model

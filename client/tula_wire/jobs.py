@@ -93,14 +93,14 @@ class ClaimRequest(WireModel):
     holder: Name = Field(description="Who leases the run, for example host and process id.")
     lease_s: LeaseSeconds = Field(120.0, description="Seconds until the lease expires, unless it is renewed.")
     max_nodes: Count | None = optional("Claim only runs that need at most this many nodes.")
-    column: bool = Field(False, description="True: also claim runs that differ in the local batch alone.")
+    whole_launch: bool = Field(False, description="True: also claim runs that differ in the local batch alone.")
 
 
 class RunClaimed(WireModel):
     """The leased run, or None with the reason: all runs are done, or leased by others."""
 
-    run: Run | None = Field(description="The leased run, of a column that of the largest batch; null: see `reason`.")
-    smaller: list[Run] = Field([], description="The other leased runs of the column, the smallest batch first.")
+    run: Run | None = Field(description="The leased run, of a launch that of the largest batch; null: see `reason`.")
+    smaller: list[Run] = Field([], description="The other leased runs of the launch, the smallest batch first.")
     reason: str = Field(description="Why this run, or why none, in one sentence.")
     retry_after_s: float | None = optional("Seconds after which to ask again; null: do not.")
 
@@ -456,12 +456,12 @@ class ProfilingSpec(WireModel):
     )
     measuring_steps: MeasuringSteps = Field(30, description="Steps that a profiling run measures at most.")
     precision: Share = Field(0.02, description="Relative error of the step time at which a run ends early.")
-    columns: bool = Field(
+    share_launches: bool = Field(
         True,
         description="One launch measures every local batch that the plan wants on a cluster, and `max_runs` counts "
         "launches; false: one batch per launch.",
     )
-    max_runs: Count | None = optional("Most launches, without `columns` runs; null: the planner decides.")
+    max_runs: Count | None = optional("Most launches, without `share_launches` runs; null: the planner decides.")
     max_gpu_seconds: Positive | None = optional("Most seconds of all ranks together; null: unlimited.")
     memory_safety: Share = Field(0.95, description="Required probability that a recommended batch fits in memory.")
 
@@ -531,7 +531,7 @@ class JobPatch(WireModel):
     gco2_per_kwh: _PerKwh | None = optional("Grams of CO2 per kilowatt-hour, from now on; null takes it out.")
     limits: Limits | None = optional("Limits from now on; replaces all of them.")
     prices: Annotated[dict[str, Price], Field(title="Prices")] | None = optional("By instance type.")
-    columns: bool | None = optional("`profiling.columns` from now on.")
+    share_launches: bool | None = optional("`profiling.share_launches` from now on.")
     archived: bool | None = optional("True hides the job from lists, false shows it again.")
     retry_failed: bool = Field(False, description="True: failed runs no longer rule out their configuration.")
 

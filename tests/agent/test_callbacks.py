@@ -51,7 +51,7 @@ def test_one_launch_measures_several_batches_where_the_framework_lets_them_be_cu
 ) -> None:
     """Lightning's strategy and accelerate's loader do; the Trainer's callbacks get no batch."""
     plan = {"TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS": "6", "TULA_LOCAL_BATCH_SIZE": str(BATCHES[script])}
-    done = launch(script, "50", TULA_COLUMN="2=small", **plan)
+    done = launch(script, "50", TULA_SMALLER_BATCHES="2=small", **plan)
     assert not sink.invalid
     seen = [path.split("/")[3] for _, path, body in sink.requests if path.endswith("/samples") for _ in body["step"]]
     sizes = {
@@ -71,7 +71,12 @@ def test_one_launch_measures_several_batches_where_the_framework_lets_them_be_cu
 def test_a_lightning_module_that_takes_batches_from_the_loader_itself_measures_whole_ones(
     sink: Sink, launch: Launch
 ) -> None:
-    plan = {"TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS": "6", "TULA_LOCAL_BATCH_SIZE": "8", "TULA_COLUMN": "2=small"}
+    plan = {
+        "TULA_WARMUP_STEPS": "2",
+        "TULA_MEASURE_STEPS": "6",
+        "TULA_LOCAL_BATCH_SIZE": "8",
+        "TULA_SMALLER_BATCHES": "2=small",
+    }
     done = launch("lightning_fit.py", "50", PULLS="1", **plan)
     assert not sink.invalid
     assert {path.split("/")[3] for _, path, _ in sink.requests if path.endswith("/samples")} == {"run1"}

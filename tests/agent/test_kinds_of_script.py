@@ -68,7 +68,7 @@ def test_a_profiling_run_measures_every_step_of_its_size_and_leaves(sink: Sink, 
 
 def test_batches_that_a_script_keeps_are_measured_in_one_launch_for_each(sink: Sink, launch: Launch) -> None:
     """Those that were cut stay cut: the launch ends with its first batch, and is started again for the others."""
-    launch("with_hook.py", str(SCRIPTS / "kinds.py"), "cycle", **PROFILE, TULA_COLUMN="2=small,4=middle")
+    launch("with_hook.py", str(SCRIPTS / "kinds.py"), "cycle", **PROFILE, TULA_SMALLER_BATCHES="2=small,4=middle")
     assert not sink.invalid
     found = [(path.split("/")[3], body) for _, path, body in sink.requests if path.endswith("/samples")]
     assert {(run, body["local_batch_size"]) for run, body in found} == {("small", 2)}

@@ -17,8 +17,8 @@ from tula_agent.config import read_config
 from tula_agent.run import Run
 from tula_agent.scaling import TulaOptimizer
 
-COLUMN = {
-    "TULA_COLUMN": "2=small,4=middle",
+SEVERAL = {
+    "TULA_SMALLER_BATCHES": "2=small,4=middle",
     "TULA_LOCAL_BATCH_SIZE": "8",
     "TULA_WARMUP_STEPS": "2",
     "TULA_MEASURE_STEPS": "6",
@@ -59,7 +59,7 @@ HARD = ("--uneven", "--accumulate", "2", "--no-sync", "--amp")
 
 @pytest.mark.parametrize("more", [(), HARD])
 def test_two_ranks_measure_three_batches_in_one_launch(sink: Sink, launch: Launch, more: tuple[str, ...]) -> None:
-    done = launch("train.py", "--epochs", "1", "--batches", "6", *more, ranks=2, **COLUMN)
+    done = launch("train.py", "--epochs", "1", "--batches", "6", *more, ranks=2, **SEVERAL)
     assert not sink.invalid
     found = totals(sink)
     assert {run: sizes for run, (sizes, _) in found.items()} == {"small": {2}, "middle": {4}, "run1": {8}}
@@ -76,7 +76,7 @@ def test_two_ranks_measure_three_batches_in_one_launch(sink: Sink, launch: Launc
 
 
 def test_buckets_of_a_further_batch_are_timed_in_its_first_five_steps(sink: Sink, launch: Launch) -> None:
-    launch("train.py", "--epochs", "1", ranks=2, **COLUMN | {"TULA_MEASURE_STEPS": "3"})
+    launch("train.py", "--epochs", "1", ranks=2, **SEVERAL | {"TULA_MEASURE_STEPS": "3"})
     assert not sink.invalid
     assert [path.split("/")[3] for _, path, body in sink.requests if "timeline" in body] == ["middle", "run1"]
 
@@ -86,7 +86,7 @@ def test_a_network_is_compiled_again_in_the_warm_up_of_each_batch_and_each_ends_
 ) -> None:
     sink.stop = True
     steps = ("--norm", "--compile", "--examples", "--epochs", "1", "--pause", "0.01")
-    launch("train.py", *steps, ranks=2, **COLUMN | {"TULA_MEASURE_STEPS": "5000"})
+    launch("train.py", *steps, ranks=2, **SEVERAL | {"TULA_MEASURE_STEPS": "5000"})
     assert not sink.invalid
     found = totals(sink)
     assert {run: sizes for run, (sizes, _) in found.items()} == {"small": {2}, "middle": {4}, "run1": {8}}
@@ -103,7 +103,7 @@ def test_ranks_of_which_one_is_late_change_to_the_next_batch_at_the_same_step_on
     sink: Sink, launch: Launch
 ) -> None:
     precise = {"TULA_WARMUP_STEPS": "5", "TULA_MEASURE_STEPS": "400", "TULA_PRECISION": "0.5"}
-    done = launch("train.py", "--late", "1", "--epochs", "1", ranks=2, **COLUMN | precise)
+    done = launch("train.py", "--late", "1", "--epochs", "1", ranks=2, **SEVERAL | precise)
     assert not sink.invalid
     steps: dict[tuple[str, int], list[int]] = {}
     warm_up: dict[str, int] = {}
@@ -122,7 +122,7 @@ def test_ranks_of_which_one_is_late_change_to_the_next_batch_at_the_same_step_on
 
 
 def test_out_of_memory_ends_the_launch_with_the_smaller_batches_measured(sink: Sink, launch: Launch) -> None:
-    launch("train.py", "--at", "11:oom", expect=None, **COLUMN)
+    launch("train.py", "--at", "11:oom", expect=None, **SEVERAL)
     assert states(sink, "small") == ["running", "succeeded"]
     assert states(sink, "middle") == ["running", "out_of_memory"]
     assert states(sink, "run1") == ["running"]
@@ -130,7 +130,7 @@ def test_out_of_memory_ends_the_launch_with_the_smaller_batches_measured(sink: S
 
 
 def test_a_script_that_leaves_early_reports_no_batch_that_it_did_not_finish(sink: Sink, launch: Launch) -> None:
-    launch("train.py", "--at", "11:leave", expect=3, **COLUMN)
+    launch("train.py", "--at", "11:leave", expect=3, **SEVERAL)
     assert states(sink, "small") == ["running", "succeeded"]
     assert states(sink, "middle") == ["running", "failed"]
     assert states(sink, "run1") == ["running"]
@@ -139,7 +139,7 @@ def test_a_script_that_leaves_early_reports_no_batch_that_it_did_not_finish(sink
 def test_batches_that_cannot_be_cut_are_measured_whole_with_one_message(
     sink: Sink, environment: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(read_config(environment | COLUMN))
+    run = Run(read_config(environment | SEVERAL))
     packed = [(torch.zeros(8, 3), torch.zeros(11))] * 3
     sizes = [len(x) for x, _ in run.steps(packed)]
     run.finish()
@@ -153,7 +153,7 @@ def test_ranks_that_cannot_agree_measure_the_whole_batch_and_give_the_smaller_on
     sink: Sink, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # of another process that this one can't reach
-    run = Run(read_config(environment | COLUMN | {"WORLD_SIZE": "2"}))
+    run = Run(read_config(environment | SEVERAL | {"WORLD_SIZE": "2"}))
     sizes = [len(x) for x in run.steps([torch.zeros(8)] * 9)]
     run.finish()
     assert sizes == [2, 2, 2, *[8] * 6]
@@ -204,7 +204,7 @@ def test_the_noise_scale_of_smaller_batches_is_the_same_with_a_given_global_batc
         torch.manual_seed(1)
         weight = torch.nn.Parameter(torch.zeros(64))
         optimizer = TulaOptimizer(torch.optim.SGD([weight], lr=0.0), policy="measure", global_batch_size=given)
-        run = Run(read_config(environment | COLUMN | {"TULA_GRAD_ACCUM_STEPS": "2"}))
+        run = Run(read_config(environment | SEVERAL | {"TULA_GRAD_ACCUM_STEPS": "2"}))
         run.watch(torch.nn.Linear(1, 1), optimizer)
         noise[given] = []
         for number, batch in enumerate(run.steps(0.1 + torch.randn(48, 8, 64))):

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from tula_agent.config import ProfilePlan
 from tula_agent.guard import Guard
+from tula_agent.launch import Launch
 from tula_agent.profiling import Profiling, StopAgreement
 from tula_agent.rank_channel import Channel
-from tula_agent.sweep import Sweep
 
 PLAN = ProfilePlan(warmup_steps=5, measure_steps=20, precision=0.05)
 
@@ -30,7 +30,7 @@ def test_all_ranks_take_the_first_ranks_plan_and_end_at_the_same_step() -> None:
     store, ranks = dist.HashStore(), []
     for rank, plan in enumerate((PLAN, None)):
         rendezvous: Any = Connected(Channel(store, "run/", rank, 2))
-        ranks.append(Profiling(plan, Sweep("r", None), Guard()))
+        ranks.append(Profiling(plan, Launch("r", None), Guard()))
         ranks[rank].use(StopAgreement(rendezvous, Guard(), 2))
     threads = [threading.Thread(target=rank.agree) for rank in ranks if rank.pending]
     for thread in threads:

@@ -52,8 +52,8 @@ def test_a_profiling_run_measures_and_leaves_on_all_ranks(sink: Sink, launch: La
 @pytest.mark.parametrize("script", [*CUT, "accelerate_loop.py", "lightning_trainer.py"])
 def test_one_launch_measures_several_batches(sink: Sink, launch: Launch, script: str) -> None:
     """Cut as the loader hands them out; a framework that fetches ahead gets the whole batch, and a warning."""
-    column = {"TULA_COLUMN": "2=small,4=middle"}
-    done = launch("with_hook.py", str(SCRIPTS / script), "--batch-size=8", ranks=2, **PROFILE, **column)
+    smaller = {"TULA_SMALLER_BATCHES": "2=small,4=middle"}
+    done = launch("with_hook.py", str(SCRIPTS / script), "--batch-size=8", ranks=2, **PROFILE, **smaller)
     assert "complete" not in done.stdout
     assert not sink.invalid
     measured = {path.split("/")[3]: body for _, path, body in sink.requests if path.endswith("/samples")}

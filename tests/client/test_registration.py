@@ -96,14 +96,16 @@ def test_a_fixed_difference_registers_another_job_and_is_named(
     assert (third.job.id, len(third.notes)) == (first.id, 1)  # the other one of that name is no candidate
 
 
-def test_columns_that_were_turned_off_stay_off_unless_the_file_asks_for_them(client: Client, spec: JobSpec) -> None:
+def test_shared_launches_that_were_turned_off_stay_so_unless_the_file_asks_for_them(
+    client: Client, spec: JobSpec
+) -> None:
     spec = spec.model_copy(update={"profiling": ProfilingSpec()})
     job = register(client, spec).job
-    client.patch_job(job.id, JobPatch(columns=False))
+    client.patch_job(job.id, JobPatch(share_launches=False))
     again = register(client, spec)
-    assert (again.job.id, again.notes, again.job.spec.profiling.columns) == (job.id, (), False)
-    asked = register(client, spec.model_copy(update={"profiling": ProfilingSpec(columns=True)}))
-    assert (asked.job.id, asked.job.spec.profiling.columns) == (job.id, True)
+    assert (again.job.id, again.notes, again.job.spec.profiling.share_launches) == (job.id, (), False)
+    asked = register(client, spec.model_copy(update={"profiling": ProfilingSpec(share_launches=True)}))
+    assert (asked.job.id, asked.job.spec.profiling.share_launches) == (job.id, True)
 
 
 def test_a_price_of_waiting_that_was_answered_stays_unless_the_file_gives_another(
@@ -156,7 +158,7 @@ def test_registration_handles_every_field_of_a_patch() -> None:
         "gco2_per_kwh",
         "limits",
         "prices",
-        "columns",
+        "share_launches",
         "archived",
         "retry_failed",
     }

@@ -206,7 +206,7 @@ def test_each_batch_of_a_launch_has_the_peak_of_a_separate_launch(trainer: Train
         "TULA_WARMUP_STEPS": str(WARMUP_STEPS),
         "TULA_MEASURE_STEPS": str(MEASURED_STEPS),
         "TULA_LOCAL_BATCH_SIZE": str(sizes[-1]),
-        "TULA_COLUMN": ",".join(f"{size}=run-{size}" for size in sizes[:-1]),
+        "TULA_SMALLER_BATCHES": ",".join(f"{size}=run-{size}" for size in sizes[:-1]),
     }
     steps = len(sizes) * (WARMUP_STEPS + MEASURED_STEPS)
     trainer.train(steps, examples=sizes[-1], agent=True, **variables)

@@ -12,10 +12,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from tula_agent.guard import Guard, logger
+from tula_agent.launch import Launch
 from tula_agent.rank_channel import Channel
 from tula_agent.readings import CommTiming, Interval, Readings, StepTiming, take
 from tula_agent.ship.spool import SpooledRequest, encode
-from tula_agent.sweep import Sweep
 from tula_wire import routes
 
 HOLD_S = 5.0
@@ -89,7 +89,7 @@ class RequestBuilder:
 
     identity, is_training: asked at each call, since a process may join another group or become a profiling run.
     device_use: numbers of the device at this moment, sent as telemetry of the newest step.
-    sweep: the batches of this launch; samples go to the run of their batch, telemetry to that of the whole batch.
+    launch: its batches; samples go to the run of their batch, telemetry to that of the whole batch.
     channel: the connection to the other ranks, or None as long as there is none. Ranks other than the first send their
     `CommTiming`s to the first, and only a summary of their steps with their memory to the service. The reported world
     size counts `model_parallel_size` processes as one rank.
@@ -98,7 +98,7 @@ class RequestBuilder:
     def __init__(
         self,
         readings: Readings,
-        sweep: Sweep,
+        launch: Launch,
         *,
         guard: Guard,
         identity: Callable[[], Identity],
@@ -108,7 +108,7 @@ class RequestBuilder:
         model_parallel_size: int = 1,
     ) -> None:
         self._readings = readings
-        self._sweep = sweep
+        self._launch = launch
         self._ended: list[tuple[int, str]] = []
         self._guard = guard
         self._identity = identity
@@ -134,7 +134,7 @@ class RequestBuilder:
 
     def collect(self, last: bool = False) -> list[SpooledRequest]:
         """Requests that are due; `last` waits a moment for the other ranks and then keeps nothing back."""
-        leads, ended = self._identity().rank == 0, take(self._sweep.ended)  # before their last steps
+        leads, ended = self._identity().rank == 0, take(self._launch.ended)  # before their last steps
         self._ended += ended if leads else []
         taken = take(self._readings.steps)
         self._device.update(take(self._readings.device))
@@ -265,7 +265,7 @@ class RequestBuilder:
         for row in rows:
             # Without the time in which the loader prepared examples beyond those that the script got.
             timing = row.timing
-            further_s = timing.input_time_s * (1.0 - self._sweep.share_of(timing.local_batch_size))
+            further_s = timing.input_time_s * (1.0 - self._launch.share_of(timing.local_batch_size))
             step_time_s, input_time_s = max(timing.step_time_s - further_s, 0.0), timing.input_time_s - further_s
             row.timing = timing._replace(step_time_s=step_time_s, input_time_s=input_time_s)
         readings, identity, due = self._readings, self._identity(), []
@@ -282,7 +282,7 @@ class RequestBuilder:
             }
             readings.all_reduces = None
             body |= {name: value for name, value in further.items() if value is not None}
-            path = routes.RUN_SAMPLES.format(run_id=self._sweep.run_of(size))
+            path = routes.RUN_SAMPLES.format(run_id=self._launch.run_of(size))
             due.append(SpooledRequest("POST", path, encode(body), len(body["sequence"])))
         self._sequence += len(rows)
         return due
@@ -295,7 +295,7 @@ class RequestBuilder:
         ]
         chunks = telemetry_bodies(values, self._identity(), self._chunk)
         self._chunk += len(chunks)
-        path = routes.RUN_TELEMETRY.format(run_id=self._sweep.run_of(None))
+        path = routes.RUN_TELEMETRY.format(run_id=self._launch.run_of(None))
         return [SpooledRequest("POST", path, encode(chunk), len(chunk["steps"])) for chunk in chunks]
 
 

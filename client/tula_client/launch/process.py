@@ -159,7 +159,9 @@ def run_variables(
         "TULA_GRAD_ACCUM_STEPS": str(configuration.grad_accum_steps),
     }
     if smaller:
-        variables["TULA_COLUMN"] = ",".join(f"{each.configuration.local_batch_size}={each.id}" for each in smaller)
+        variables["TULA_SMALLER_BATCHES"] = ",".join(
+            f"{each.configuration.local_batch_size}={each.id}" for each in smaller
+        )
     if token:
         variables["TULA_TOKEN"] = token
     if run.instruction is not None:

@@ -15,11 +15,11 @@ _MAX_JOBS: Final = 20
 """How many of the newest jobs of one name are compared."""
 
 _CHANGEABLE: Final = re.compile(
-    r"objective|usd_per_hour_of_waiting|usd_per_kwh|gco2_per_kwh|profiling\.columns|limits\.\w+"
+    r"objective|usd_per_hour_of_waiting|usd_per_kwh|gco2_per_kwh|profiling\.share_launches|limits\.\w+"
     r"|cluster.*\.price\.(spot\.)?\w+",
     re.DOTALL,
 )
-"""Paths that `JobPatch` can change: objective, price of waiting, those of energy, columns, limits and prices."""
+"""Paths that `JobPatch` can change: objective, prices (of waiting, energy and nodes), shared launches and limits."""
 
 Differences = dict[str, tuple[Any, Any]]
 """By dotted path: the value of a registered job and that of the specification."""
@@ -58,7 +58,7 @@ def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Re
             "gco2_per_kwh": spec.gco2_per_kwh,
             "limits": spec.limits,
             "prices": {cluster.instance_type: cluster.price for cluster in spec.cluster},
-            "columns": spec.profiling.columns,
+            "share_launches": spec.profiling.share_launches,
             "retry_failed": retried,
         }
         job = client.patch_job(job.id, JobPatch.model_validate(wanted))
@@ -89,16 +89,16 @@ def _differences(job: Job, spec: JobSpec) -> Differences:
 def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
     """`spec` with what its file leaves out and the registered job was told later.
 
-    That is the price of waiting, which `tula tune` asks for and which needs prices, and `profiling.columns`, which is
-    off where the script's batches can't be cut.
+    That is the price of waiting, which `tula tune` asks for and which needs prices, and `profiling.share_launches`,
+    which is off where the script's batches can't be cut.
     """
     later: dict[str, Any] = {}
     if "usd_per_hour_of_waiting" not in spec.model_fields_set and any(
         cluster.price != Price() for cluster in spec.cluster
     ):
         later["usd_per_hour_of_waiting"] = registered.usd_per_hour_of_waiting
-    if "columns" not in spec.profiling.model_fields_set:
-        later["profiling"] = spec.profiling.model_copy(update={"columns": registered.profiling.columns})
+    if "share_launches" not in spec.profiling.model_fields_set:
+        later["profiling"] = spec.profiling.model_copy(update={"share_launches": registered.profiling.share_launches})
     return spec.model_copy(update=later)
 
 

@@ -132,7 +132,9 @@ class _PlanLoop:
         if (run := self._next_again(free)) is not None:
             runner.start(run, self.template)
             return POLL_S
-        claimed = runner.claim(self.job, free, **({"column": True} if self.job.spec.profiling.columns else {}))
+        claimed = runner.claim(
+            self.job, free, **({"whole_launch": True} if self.job.spec.profiling.share_launches else {})
+        )
         if claimed.run is not None:
             runner.start(claimed.run, self.template, smaller=claimed.smaller)
             return POLL_S
@@ -182,9 +184,9 @@ class _PlanLoop:
         """The script's batches can't be cut, so the service plans single runs from now on."""
         self.runner.reporter.note(
             "The launch measured its largest batch alone, so each further run gets a separate launch, as with "
-            "profiling.columns = false in the job."
+            "profiling.share_launches = false in the job."
         )
-        self.runner.retrying(self.runner.service.patch_job, self.job.id, JobPatch(columns=False))
+        self.runner.retrying(self.runner.service.patch_job, self.job.id, JobPatch(share_launches=False))
 
     def _wait_s(self, claimed: RunClaimed) -> float | None:
         """Seconds until the next claim while nothing runs; None once the plan is done."""

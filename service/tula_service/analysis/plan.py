@@ -15,7 +15,7 @@ from tula_service.analysis.explanation import reason_of
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.transfer import posteriors_of
 from tula_service.domain import NewRun, RunRecord
-from tula_service.perfmodel.planner import Plan, PlanBudget, column_of, columns_of, plan
+from tula_service.perfmodel.planner import Plan, PlanBudget, launch_of, launches_of, plan
 from tula_service.perfmodel.points import ObservationError
 from tula_wire import Configuration
 from tula_wire.bounds import FURTHER_WARMUP_STEPS
@@ -62,7 +62,7 @@ def plan_of(analysis: Analysis) -> PlanDecision:
     left = [*(each.configuration for each in found.runs), *(run.configuration for run in (*again, *kept, *begun))]
     over = analysis.evidence.observed is not None and not left
     reason = found.stop_reason or (
-        _progress(left, analysis.spec.profiling.columns)
+        _progress(left, analysis.spec.profiling.share_launches)
         if left
         else f"No further run helps: {reason_of(analysis.choice)}"
     )
@@ -115,7 +115,7 @@ def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunReco
 
     Failed runs that are repeated, waiting or to be added, stay in any case. Other waiting runs stay while a plan
     without them would ask for at least as many: the design that chose them still holds. If it asks for fewer, or for no
-    launch of a column that waits, enough has been measured meanwhile, and only the waiting runs that it asks for stay.
+    launch that waits, enough has been measured meanwhile, and only the waiting runs that it asks for stay.
     A run that lost its lease half-way is
     among neither: it stays, to be completed.
     """
@@ -125,8 +125,8 @@ def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunReco
     if waiting:
         fresh = _plan(answer, in_use)
         asked = {planned.configuration for planned in fresh.runs} | fixed
-        unasked = columns_of(run.configuration for run in waiting) - columns_of(asked)
-        if len(fresh.runs) < len(waiting) - len(fixed) or (unasked and answer.spec.profiling.columns):
+        unasked = launches_of(run.configuration for run in waiting) - launches_of(asked)
+        if len(fresh.runs) < len(waiting) - len(fixed) or (unasked and answer.spec.profiling.share_launches):
             kept = [run for run in waiting if run.configuration in asked]
             present = {run.configuration for run in kept}
             new = tuple(planned for planned in fresh.runs if planned.configuration not in present)
@@ -163,7 +163,7 @@ def _budget(data: JobData) -> PlanBudget:
     return PlanBudget(
         max_runs=profiling.max_runs or _DEFAULT_MAX_RUNS,
         by_default=profiling.max_runs is None,
-        by_column=profiling.columns,
+        share_launches=profiling.share_launches,
         max_gpu_seconds=profiling.max_gpu_seconds,
         spent_gpu_seconds=_totals(data.spec, map(_taken, _launches(data.profile_runs, data.spec)))[0],
         steps_per_run=_steps(instruction),
@@ -213,11 +213,11 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) 
 
 
 def _launch(run: RunRecord, spec: wire.JobSpec) -> object:
-    return column_of(run.configuration) if spec.profiling.columns else run.id
+    return launch_of(run.configuration) if spec.profiling.share_launches else run.id
 
 
 def _launches(runs: Iterable[RunRecord], spec: wire.JobSpec, now_s: float | None = None) -> list[list[Span]]:
-    """The spans by launch: those of one column where each begins before the ones before it have ended.
+    """The spans by launch: those at one cluster where each begins before the ones before it have ended.
 
     Of the runs that have begun; without `now_s` of those that have ended.
     """
@@ -278,10 +278,10 @@ def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> 
     return gpu_seconds, None if unpriced else usd
 
 
-def _progress(waiting: Sequence[Configuration], by_column: bool) -> str:
+def _progress(waiting: Sequence[Configuration], share_launches: bool) -> str:
     """How much is left to measure."""
-    total, launches = len(waiting), len(columns_of(waiting))
-    within = f" in {launches} launch{'es' if launches != 1 else ''}" if by_column else ""
+    total, launches = len(waiting), len(launches_of(waiting))
+    within = f" in {launches} launch{'es' if launches != 1 else ''}" if share_launches else ""
     return f"{total} profiling run{'s are' if total != 1 else ' is'} still to be measured{within}."
 
 

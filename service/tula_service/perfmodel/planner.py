@@ -35,8 +35,8 @@ _ONE_GB = Interval(1e9, 1e9, 1e9)
 _FORBIDDEN = 1e3
 
 
-class Column(NamedTuple):
-    """What configurations that differ in the local batch alone have in common: one launch can measure them."""
+class Launch(NamedTuple):
+    """What one launch fixes: it can measure the configurations that differ in the local batch alone."""
 
     instance_type: str
     num_nodes: int
@@ -44,23 +44,23 @@ class Column(NamedTuple):
     grad_accum_steps: int
 
 
-def column_of(configuration: Configuration) -> Column:
-    """The column that a configuration belongs to."""
+def launch_of(configuration: Configuration) -> Launch:
+    """The launch that can measure a configuration."""
     c = configuration
-    return Column(c.instance_type, c.num_nodes, c.world_size, c.grad_accum_steps)
+    return Launch(c.instance_type, c.num_nodes, c.world_size, c.grad_accum_steps)
 
 
-def columns_of(configurations: Iterable[Configuration]) -> frozenset[Column]:
-    """The columns of all these configurations."""
-    return frozenset(column_of(c) for c in configurations)
+def launches_of(configurations: Iterable[Configuration]) -> frozenset[Launch]:
+    """The launches that can measure these configurations."""
+    return frozenset(launch_of(c) for c in configurations)
 
 
 @dataclass(frozen=True)
 class PlanBudget:
     """How much may be spent on profiling in all. GPU-seconds count ranks times seconds; None means without limit.
 
-    `by_default`: `max_runs` is the default and not the user's number. `by_column`: a launch measures up to three
-    batches of its column, and `max_runs` counts launches.
+    `by_default`: `max_runs` is the default and not the user's number. `share_launches`: a launch measures up to three
+    local batches, and `max_runs` counts launches.
     """
 
     max_runs: int = 6
@@ -69,7 +69,7 @@ class PlanBudget:
     steps_per_run: int = 30
     steps_per_further_run: int = 30
     by_default: bool = False
-    by_column: bool = False
+    share_launches: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,10 @@ def plan(
 
     `full`: every candidate. `partial`: smallest and largest batch on smallest and largest cluster. `paper`: two of
     these corners, smallest batch on smallest cluster and largest on largest. `adaptive`: first the four most
-    informative runs (largest cluster first), then `_refine_choice`. With `budget.by_column`, a launch measures up to
-    three batches of its cluster; the first is the largest cluster, then comes the smallest, unless the first told how a
-    step splits into compute and communication. Where the links between nodes were probed, the smallest comes alone.
+    informative runs (largest cluster first), then `_refine_choice`. With `budget.share_launches`, a launch measures up
+    to three batches of its cluster; the first is the largest cluster, then comes the smallest, unless the first told
+    how a step splits into compute and communication. Where the links between nodes were probed, the smallest comes
+    alone.
 
     `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
     measured, `recommendation` is the answer that the user gets for `goal`; by default that of the same arguments.
@@ -128,7 +129,7 @@ def plan(
         corners = [c for c in corner_design(left, two=search == "paper") if c in state.affordable]
         runs = [PlannedRun(c, f"{name}: a corner of the space: extreme batch and cluster size.") for c in corners]
         return Plan(tuple(runs), None if runs or pending else f"{name}: its corners have been profiled.")
-    runs = _first_columns(state) if state.budget.by_column else _next_design_runs(state, goal)
+    runs = _first_launches(state) if state.budget.share_launches else _next_design_runs(state, goal)
     if runs or pending or state.model is None:
         return Plan(tuple(runs), None)
     if recommendation is None:
@@ -140,7 +141,7 @@ class _State:
     """What planning decides from; `model` is None before the first measurement.
 
     `used` were measured or are pending, `unused` are neither, and of those the budget pays for the `affordable`. A
-    launch measures up to `batches` of its column, or one configuration; `runs_left` counts launches.
+    launch measures up to `batches` local batches, or one configuration; `runs_left` counts launches.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class _State:
         self.affordable = frozenset(self._affordable())
         # The other searches have a fixed number of runs; a cap on runs belongs to the adaptive one.
         limit = budget.max_runs if search == "adaptive" else len(candidates) + 1
-        self.batches = _BATCHES_PER_LAUNCH if budget.by_column else 1
+        self.batches = _BATCHES_PER_LAUNCH if budget.share_launches else 1
         launched = Counter(map(self._launch_of, self.used)).values()
         self.runs_left = limit - sum(math.ceil(count / self.batches) for count in launched)
 
@@ -172,7 +173,7 @@ class _State:
             return "Every candidate has been profiled."
         if self.runs_left <= 0:
             which = "the default of profiling.max_runs" if budget.by_default else "profiling.max_runs"
-            one, many = ("launch", "launches") if budget.by_column else ("run", "runs")
+            one, many = ("launch", "launches") if budget.share_launches else ("run", "runs")
             return f"The budget of {budget.max_runs} {one if budget.max_runs == 1 else many} ({which}) is spent."
         if not self.affordable:
             return (
@@ -182,30 +183,30 @@ class _State:
         return None
 
     def launch(self, asked: Configuration, purpose: str) -> Plan:
-        """The launch that measures this configuration, with further batches of its column."""
-        found = self.batches_of(self.affordable, column_of(asked), asked)
+        """The launch that measures this configuration, with further local batches."""
+        found = self.batches_of(self.affordable, launch_of(asked), asked)
         return Plan(tuple(PlannedRun(c, purpose) for c in found), None)
 
-    def batches_of(self, among: Iterable[Configuration], column: Column, *asked: Configuration) -> list[Configuration]:
-        """What a launch of a column measures: `asked`, and the smallest, largest and middle batch, as far as it may."""
-        batches = sorted(c for c in among if column_of(c) == column)
+    def batches_of(self, among: Iterable[Configuration], launch: Launch, *asked: Configuration) -> list[Configuration]:
+        """What a launch measures: `asked`, and the smallest, largest and middle batch, as far as it may."""
+        batches = sorted(c for c in among if launch_of(c) == launch)
         wanted = [*asked, *batches[:1], *batches[-1:], *batches[len(batches) // 2 :][:1]]
         return sorted([*dict.fromkeys(wanted)][: self.batches])
 
-    def tells_split(self, column: Column) -> bool:
-        """True where a run of this column measured how a step splits into compute and exposed communication."""
+    def tells_split(self, launch: Launch) -> bool:
+        """True where a run of this launch measured how a step splits into compute and exposed communication."""
         seen = None if self.model is None else self.model.observations
         if seen is None:
             return False
         split = np.isfinite(seen.compute_time_s) | np.isfinite(seen.exposed_comm_time_s)
         rows = compress(seen.points.rows(), split)
-        return column in {Column(name, int(n), int(ranks), int(steps)) for name, n, ranks, _, steps in rows}
+        return launch in {Launch(name, int(n), int(ranks), int(steps)) for name, n, ranks, _, steps in rows}
 
     def _launch_of(self, c: Configuration) -> object:
-        return column_of(c) if self.budget.by_column else c
+        return launch_of(c) if self.budget.share_launches else c
 
     def _affordable(self) -> Iterator[Configuration]:
-        """Those whose run the rest of the GPU-seconds pays for; of a column, with the smaller batches before it."""
+        """Those whose run the rest of the GPU-seconds pays for; of a launch, with the smaller batches before it."""
         budget, needed = self.budget, defaultdict[object, float](float)
         most = math.inf if budget.max_gpu_seconds is None else budget.max_gpu_seconds
         left = most - budget.spent_gpu_seconds
@@ -238,35 +239,35 @@ def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> 
     return list(dict.fromkeys(found))
 
 
-def first_columns(candidates: Sequence[Configuration], *, probed: Collection[str] = ()) -> list[Column]:
+def first_launches(candidates: Sequence[Configuration], *, probed: Collection[str] = ()) -> list[Launch]:
     """Of each instance type the largest and the smallest cluster; of those in `probed` the smallest alone.
 
-    The links between nodes of the latter are known. Of several columns of one cluster, the one with the least
+    The links between nodes of the latter are known. Of several launches at one cluster, the one with the least
     accumulation counts as the largest.
     """
-    chosen: list[Column] = []
+    chosen: list[Launch] = []
     for name in sorted({c.instance_type for c in candidates}):
-        columns = sorted(
-            columns_of(c for c in candidates if c.instance_type == name),
-            key=lambda column: (column.world_size, -column.grad_accum_steps, column),
+        launches = sorted(
+            launches_of(c for c in candidates if c.instance_type == name),
+            key=lambda launch: (launch.world_size, -launch.grad_accum_steps, launch),
         )
-        chosen += [columns[0]] if name in probed else dict.fromkeys((columns[-1], columns[0]))
+        chosen += [launches[0]] if name in probed else dict.fromkeys((launches[-1], launches[0]))
     return chosen
 
 
-def _first_columns(state: _State) -> list[PlannedRun]:
-    """The rest of the columns that every search begins with; of a type whose first one told the split, no further."""
-    begun = columns_of(state.used)
-    told = {column.instance_type for column in begun if state.tells_split(column)}
-    design = first_columns(state.candidates, probed=state.priors.probed)
-    wanted = [column for column in design if column in begun or column.instance_type not in told]
-    first = sorted(wanted, key=lambda column: column not in begun)
-    missing = [column for column in first if column not in begun]
+def _first_launches(state: _State) -> list[PlannedRun]:
+    """The rest of the launches that every search begins with; of a type whose first one told the split, no further."""
+    begun = launches_of(state.used)
+    told = {launch.instance_type for launch in begun if state.tells_split(launch)}
+    design = first_launches(state.candidates, probed=state.priors.probed)
+    wanted = [launch for launch in design if launch in begun or launch.instance_type not in told]
+    first = sorted(wanted, key=lambda launch: launch not in begun)
+    missing = [launch for launch in first if launch not in begun]
     sizes, among = [c.world_size for c in state.candidates], (*state.used, *state.affordable)
     runs = []
-    for column in [*first[: len(first) - len(missing)], *missing[: state.runs_left]]:
-        purpose = f"Design: {_place(column.world_size, sizes)} cluster, with its other batches in one launch."
-        runs += [PlannedRun(c, purpose) for c in state.batches_of(among, column) if c not in state.used]
+    for launch in [*first[: len(first) - len(missing)], *missing[: state.runs_left]]:
+        purpose = f"Design: {_place(launch.world_size, sizes)} cluster, with its other batches in one launch."
+        runs += [PlannedRun(c, purpose) for c in state.batches_of(among, launch) if c not in state.used]
     return runs
 
 
@@ -417,12 +418,12 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
     1. Verification: the choice itself, if it was not measured.
     2. Contender: the candidate with the lowest confidence bound, until that is a measured one.
 
-    A launch of a column needs an expected gain for 2.
+    A launch of several batches needs an expected gain for 2.
     """
     chosen = choice.chosen
     if chosen is not None and not chosen.measured and chosen.configuration in state.affordable:
         return state.launch(chosen.configuration, "Verification: it would be recommended, so it is measured itself.")
-    least_gain = _WORTH_A_LAUNCH if state.budget.by_column else 0.0
+    least_gain = _WORTH_A_LAUNCH if state.budget.share_launches else 0.0
     if expected_gain(choice, state.affordable) >= least_gain:
         best = most_promising(choice, state.affordable)
         if best is not None and not best.measured and best.configuration in state.affordable:
@@ -467,14 +468,14 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
 def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
     """How much of its value the best choice is expected to lose by the launch that promises most (0.01 = 1 %).
 
-    It is the sum of the expected improvements (Jones 1998) of the logarithm over all unmeasured batches of a column,
+    It is the sum of the expected improvements (Jones 1998) of the logarithm over all unmeasured batches of a launch,
     each at its better offer, since one run measures it for both. The improvement of the best batch is no larger, nor is
-    that of the few which one launch measures. Infinite while the choice may break a limit.
+    that of the few which the launch measures. Infinite while the choice may break a limit.
     """
     if choice.chosen is None or not choice.within_limits_is_likely:
         return math.inf
     best, barred = choice.goal.value(choice.chosen), choice.barred
-    gains: defaultdict[Column, dict[Configuration, float]] = defaultdict(dict)
+    gains: defaultdict[Launch, dict[Configuration, float]] = defaultdict(dict)
     for estimate in choice.estimates:
         if not estimate.measured and estimate.configuration in runnable and estimate.key not in barred:
             value = choice.goal.value(estimate)
@@ -482,9 +483,9 @@ def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
             ahead = (_bound(best, 0.0) - _bound(value, 0.0)) / sd
             density = math.exp(-0.5 * ahead**2) / math.sqrt(2.0 * math.pi)
             gain = sd * (ahead * float(special.ndtr(ahead)) + density)
-            of_column = gains[column_of(estimate.configuration)]
-            of_column[estimate.configuration] = max(gain, of_column.get(estimate.configuration, 0.0))
-    return max((sum(of_column.values()) for of_column in gains.values()), default=0.0)
+            of_launch = gains[launch_of(estimate.configuration)]
+            of_launch[estimate.configuration] = max(gain, of_launch.get(estimate.configuration, 0.0))
+    return max((sum(of_launch.values()) for of_launch in gains.values()), default=0.0)
 
 
 def _bound(value: Interval, sds: float) -> float:

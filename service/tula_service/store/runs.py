@@ -190,12 +190,12 @@ class Leases(Repository):
             return None
         (run,) = self._rows(_SELECT_RUNS.where(runs.c.key == key))
         # One number for all that a launch may measure.
-        last = self._scalar(sa.select(sa.func.max(runs.c.lease)).where(*_same_column(_run_record(run))))
+        last = self._scalar(sa.select(sa.func.max(runs.c.lease)).where(*_same_launch(_run_record(run))))
         return self._lease([key], holder, lease_s, self._now() + timedelta(seconds=lease_s), int(last) + 1)[0]
 
-    def claim_column(self, run: RunRecord) -> list[RunRecord]:
+    def claim_launch(self, run: RunRecord) -> list[RunRecord]:
         """Lease, to the holder of `run` and for as long, the pending runs that differ in the local batch alone."""
-        wanted = sa.select(runs.c.key).where(*_same_column(run), runs.c.state == "pending")
+        wanted = sa.select(runs.c.key).where(*_same_launch(run), runs.c.state == "pending")
         keys = list(self._connection.execute(wanted.with_for_update(skip_locked=True)).scalars())
         return self._lease(keys, run.holder, run.lease_s, run.lease_expires_at, run.lease)
 
@@ -222,10 +222,10 @@ class Leases(Repository):
         wanted = sa.select(runs.c.job_id).where(runs.c.job_id.in_(job_ids), lost).distinct()
         return list(self._connection.execute(wanted).scalars())
 
-    def renew(self, run_id: str, *, lease_s: float | None = None, column: bool = False) -> bool:
+    def renew(self, run_id: str, *, lease_s: float | None = None, whole_launch: bool = False) -> bool:
         """Extend a held lease by `lease_s` (default: as claimed); False if it is no longer held.
 
-        With `column` also those of the runs that its holder has claimed with it.
+        With `whole_launch` also those of the runs that its holder has claimed with it.
         """
         row = self._row(_SELECT_RUNS.where(runs.c.id == run_id, runs.c.state.in_(_HELD)))
         if row is None:
@@ -233,15 +233,15 @@ class Leases(Repository):
         length = lease_s if lease_s is not None else row["lease_s"]
         if length is not None:
             wanted = [runs.c.id == run_id]
-            if column and row["holder"] is not None:
-                wanted = [*_same_column(_run_record(row)), runs.c.holder == row["holder"]]
+            if whole_launch and row["holder"] is not None:
+                wanted = [*_same_launch(_run_record(row)), runs.c.holder == row["holder"]]
             held = sa.update(runs).where(*wanted, runs.c.state.in_(_HELD))
             values = {"lease_s": length, "lease_expires_at": self._now() + timedelta(seconds=length)}
             return self._connection.execute(held.values(values)).rowcount > 0
         return True
 
 
-def _same_column(run: RunRecord) -> list[sa.ColumnElement[bool]]:
+def _same_launch(run: RunRecord) -> list[sa.ColumnElement[bool]]:
     """Profiling runs of the job that differ from `run` in the local batch alone; itself is among them."""
     c = run.configuration
     return [

@@ -129,7 +129,7 @@ def list_jobs(
 
 
 def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch) -> wire.Job:
-    """Change objective, prices, limits or columns, or archive; then plan and recommend again.
+    """Change objective, prices, limits or shared launches, or archive; then plan and recommend again.
 
     On request, configurations whose runs failed may be planned again.
 
@@ -161,8 +161,8 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
     for name in ("usd_per_hour_of_waiting", "usd_per_kwh", "gco2_per_kwh"):  # null takes it out
         if name in patch.model_fields_set:
             changed[name] = getattr(patch, name)
-    if patch.columns is not None:
-        changed["profiling"] = spec.profiling.model_copy(update={"columns": patch.columns})
+    if patch.share_launches is not None:
+        changed["profiling"] = spec.profiling.model_copy(update={"share_launches": patch.share_launches})
     if patch.prices is not None:
         known = {cluster.instance_type for cluster in spec.cluster}
         for name in patch.prices.keys() - known:

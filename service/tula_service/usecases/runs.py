@@ -71,7 +71,7 @@ def _claimed(
             return wire.RunClaimed(run=None, reason=_MEMORY_REPLAN, retry_after_s=_RETRY_AFTER_S) if replanned else None
         run = tx.leases.claim(job_id, holder=request.holder, lease_s=request.lease_s, max_nodes=request.max_nodes)
         if run is not None:
-            leased = [run, *(tx.leases.claim_column(run) if request.column else ())]
+            leased = [run, *(tx.leases.claim_launch(run) if request.whole_launch else ())]
             for each in leased:
                 data = {"state": each.state, "holder": request.holder}
                 tx.events.append(job_id, "run", run_id=each.id, data=data)
@@ -290,7 +290,9 @@ def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
         return _noted(tx, run, request)
     _check_holder(run, request)
     if wanted == run.state == "running":
-        tx.leases.renew(run_id, lease_s=request.lease_s, column=run.kind == "profile" and request.holder is not None)
+        tx.leases.renew(
+            run_id, lease_s=request.lease_s, whole_launch=run.kind == "profile" and request.holder is not None
+        )
         return _noted(tx, run, request)
     if wanted not in allowed:
         raise Conflict(_refusal(run, wanted, allowed), field="state")
@@ -380,7 +382,7 @@ def _after_move(tx: Transaction, run: RunRecord) -> None:
     if run.state in FINAL_STATES and (run.kind == "profile" or run.state == "out_of_memory"):
         tx.jobs.mark_plan_stale(run.job_id, out_of_memory=run.state == "out_of_memory")
     if run.state == "pending":
-        # The launch of a column ends where it is out of memory: the larger batches that it gives back are not wanted.
+        # A launch ends where it is out of memory: the larger batches that it gives back are not wanted.
         failed = tx.runs.list(run.job_id, kind="profile", states=["out_of_memory"], limit=1)
         if failed:
             tx.jobs.mark_plan_stale(run.job_id, out_of_memory=True)

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from tests.agent.sink import Sink
 from tula_agent.config import read_config
 from tula_agent.guard import Guard
+from tula_agent.launch import Launch
 from tula_agent.measure.step_timer import DeviceClock, clock_for
 from tula_agent.readings import Readings, StepTiming, beside_captures
 from tula_agent.run import Run
 from tula_agent.ship.request_builder import Identity, RequestBuilder
-from tula_agent.sweep import Sweep
 
 
 class Device:
@@ -158,7 +158,7 @@ def rank() -> Rank:
     readings = Readings(1000)
     requests = RequestBuilder(
         readings,
-        Sweep("r", None),
+        Launch("r", None),
         guard=Guard(),
         identity=lambda: Identity(0, "boot", 1),
         channel=lambda: None,

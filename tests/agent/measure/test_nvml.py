@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tula_agent.guard import Guard
+from tula_agent.launch import Launch
 from tula_agent.measure.energy import EnergyMeter
 from tula_agent.measure.memory import context_bytes, device_use, total_energy_j
 from tula_agent.readings import Readings, StepTiming
 from tula_agent.ship.request_builder import Identity, RequestBuilder
-from tula_agent.sweep import Sweep
 
 
 def library(failing: bool = False) -> SimpleNamespace:
@@ -64,7 +64,7 @@ def test_each_delivery_reports_the_devices_use_at_its_newest_step() -> None:
     uses: list[Mapping[str, float]] = [{"gpu_utilization": 0.5}, {"gpu_utilization": 0.9}]
     readings = Readings(100)
     builder = RequestBuilder(
-        readings, Sweep("r", 8), guard=Guard(), identity=lambda: Identity(0, "b", 1),
+        readings, Launch("r", 8), guard=Guard(), identity=lambda: Identity(0, "b", 1),
         channel=lambda: None, is_training=lambda: True, device_use=lambda: uses.pop(0),
     )  # fmt: skip
     found = []

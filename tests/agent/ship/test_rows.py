@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_agent.guard import Guard
+from tula_agent.launch import Launch
 from tula_agent.readings import CommTiming, Readings, StepTiming
 from tula_agent.ship.request_builder import (
     MAX_NAMES,
@@ -22,7 +23,6 @@ from tula_agent.ship.request_builder import (
     telemetry_bodies,
 )
 from tula_agent.ship.spool import encode
-from tula_agent.sweep import Sweep
 from tula_wire import MAX_BODY_BYTES, SampleBatch, TelemetryChunk
 
 IDENTITY = Identity(0, "b", 2)
@@ -122,7 +122,7 @@ def test_a_metric_that_is_renamed_or_one_too_many_is_said_once(caplog: pytest.Lo
 def test_ddps_times_of_a_smaller_last_batch_make_no_sample() -> None:
     readings = Readings(100)
     builder = RequestBuilder(
-        readings, Sweep("r", 8), guard=Guard(), identity=lambda: Identity(0, "b", 1),
+        readings, Launch("r", 8), guard=Guard(), identity=lambda: Identity(0, "b", 1),
         channel=lambda: None, is_training=lambda: True,
     )  # fmt: skip
     for step, size in enumerate((8, 5)):
@@ -136,7 +136,7 @@ def test_ddps_times_of_a_smaller_last_batch_make_no_sample() -> None:
 def test_the_time_in_which_the_loader_prepared_other_examples_counts_in_no_step_of_a_batch_that_was_cut() -> None:
     readings = Readings(100)
     builder = RequestBuilder(
-        readings, Sweep("r", 8, [(2, "small")]), guard=Guard(), identity=lambda: Identity(0, "b", 1),
+        readings, Launch("r", 8, [(2, "small")]), guard=Guard(), identity=lambda: Identity(0, "b", 1),
         channel=lambda: None, is_training=lambda: False,
     )  # fmt: skip
     for step, size in enumerate((2, 8)):

@@ -42,7 +42,7 @@ NO_COST = ProfilingCost(
 FINAL = ("succeeded", "failed", "out_of_memory", "cancelled")
 
 
-def spec(max_nodes=4, columns=False, on_breach="warn"):
+def spec(max_nodes=4, share_launches=False, on_breach="warn"):
     return JobSpec.model_validate(
         {
             "name": "j",
@@ -51,7 +51,7 @@ def spec(max_nodes=4, columns=False, on_breach="warn"):
             "cluster": {"max_nodes": max_nodes},
             "batch": {"min_local_batch_size": 8, "max_grad_accum_steps": 2},
             "limits": {"on_breach": on_breach},
-            "profiling": {"columns": columns},
+            "profiling": {"share_launches": share_launches},
         }
     )
 
@@ -64,7 +64,7 @@ class FakeService:
     def __init__(self, configurations=(), chosen=None):
         self.runs, self.away, self.calls, self.bound, self.output = {}, 0, [], {}, {}
         self.chosen, self.holders, self.continued = chosen, {}, []
-        self.basis, self.columns, self.time_limit_s = "profiled", False, None
+        self.basis, self.share_launches, self.time_limit_s = "profiled", False, None
         for configuration in configurations:
             self.add("profile", configuration)
 
@@ -99,7 +99,7 @@ class FakeService:
         return Job(
             id=job_id, name="j", model_name="m", state="planning", objective="knee", created_at=NOW, runs_done=done,
             runs_planned=len(plan), plan=plan, plan_reason="All is measured.", profiling_cost=NO_COST,
-            spec=spec(columns=self.columns, on_breach="warn" if self.time_limit_s is None else "stop"),
+            spec=spec(share_launches=self.share_launches, on_breach="warn" if self.time_limit_s is None else "stop"),
         )  # fmt: skip
 
     def create_token(self, wanted):
@@ -114,9 +114,9 @@ class FakeService:
         self._called("claim", claim.max_nodes)
         for run in self.runs.values():
             if run.state == "pending" and run.configuration.num_nodes <= claim.max_nodes:
-                nodes = run.configuration.num_nodes if claim.column else None
-                column = [r for r in self.runs.values() if r.state == "pending" and r.configuration.num_nodes == nodes]
-                leased = sorted(column or [run], key=lambda each: each.configuration.local_batch_size)
+                nodes = run.configuration.num_nodes if claim.whole_launch else None
+                launch = [r for r in self.runs.values() if r.state == "pending" and r.configuration.num_nodes == nodes]
+                leased = sorted(launch or [run], key=lambda each: each.configuration.local_batch_size)
                 self.holders.update({each.id: claim.holder for each in leased})
                 *smaller, largest = [self.change(each.id, state="claimed") for each in leased]
                 return RunClaimed(run=largest, smaller=smaller, reason="")
@@ -151,7 +151,7 @@ class FakeService:
 
     def patch_job(self, job_id, patch):
         self._called("patch_job", patch)
-        self.columns = patch.columns
+        self.share_launches = patch.share_launches
         return self.job(job_id)
 
     def recommendation(self, job_id, *, objective=None):

@@ -94,9 +94,9 @@ def test_no_measurement_starts_from_a_run_that_is_not_of_the_plan(tmp_path, lie)
 
 
 @pytest.mark.parametrize("smaller", [configuration(2, 32), configuration(1, 128)])
-def test_runs_of_a_column_differ_in_a_smaller_batch_alone(tmp_path, smaller):
+def test_runs_of_a_launch_differ_in_a_smaller_batch_alone(tmp_path, smaller):
     service = FakeService([configuration(1, 64), smaller])
-    service.columns = True
+    service.share_launches = True
     service.claim = lambda *_: RunClaimed(run=service.runs["r0"], smaller=[service.runs["r1"]], reason="")
     bench = bench_of(tmp_path, service)
     with pytest.raises(LaunchError, match="with configuration"):

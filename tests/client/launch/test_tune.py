@@ -429,16 +429,16 @@ def test_a_run_cancelled_at_the_service_is_stopped(tmp_path):
     assert notes.ends == [("r0", "cancelled")]
 
 
-COLUMN = [configuration(2, 64), configuration(2, 16), configuration(2, 32), configuration(1, 64)]
+PLAN = [configuration(2, 64), configuration(2, 16), configuration(2, 32), configuration(1, 64)]
 
 
-def column_bench(tmp_path, agent, status=0):
-    """A bench whose commands measure columns; `agent(service, runs)` does what their agent reports, by local batch."""
-    service, notes = FakeService(COLUMN), Notes()
-    service.columns = True
+def shared_bench(tmp_path, agent, status=0):
+    """A bench whose commands measure several batches; `agent(service, runs)` does what their agent reports."""
+    service, notes = FakeService(PLAN), Notes()
+    service.share_launches = True
 
     def fate(command, environment, log):
-        smaller = dict(part.split("=") for part in environment.get("TULA_COLUMN", "").split(",") if part)
+        smaller = dict(part.split("=") for part in environment.get("TULA_SMALLER_BATCHES", "").split(",") if part)
         runs = {int(size): run for size, run in smaller.items()} | {int(command[2]): environment["TULA_RUN_ID"]}
         return FakeProcess(status=status if smaller else 0, during=lambda: agent(service, runs))
 
@@ -456,7 +456,7 @@ def test_the_time_of_a_launch_is_that_of_its_largest_batch(tmp_path):
             at = datetime(2026, 1, 1, tzinfo=UTC)
             service.change(run, state="succeeded", num_samples=9, started_at=at, finished_at=at + timedelta(seconds=9))
 
-    service, notes, bench = column_bench(tmp_path, agent)
+    service, notes, bench = shared_bench(tmp_path, agent)
     tune(bench, service)
     took = {service.runs[run_id].configuration: took_s for run_id, took_s in notes.took_s.items()}
     assert [took[configuration(2, batch)] for batch in (16, 32)] == [0.0, 0.0]
@@ -469,11 +469,11 @@ def states_by_batch(service, nodes=2):
 
 
 def test_one_command_measures_every_batch_of_a_cluster_and_gets_the_largest(tmp_path):
-    service, _, bench = column_bench(tmp_path, measure_all)
+    service, _, bench = shared_bench(tmp_path, measure_all)
     tuned = tune(bench, service)
     assert [command[1:3] for command, _, _ in bench.started] == [["2", "64"], ["1", "64"]]
-    assert bench.started[0][1]["TULA_COLUMN"] == "16=r1,32=r2"
-    assert "TULA_COLUMN" not in bench.started[1][1]
+    assert bench.started[0][1]["TULA_SMALLER_BATCHES"] == "16=r1,32=r2"
+    assert "TULA_SMALLER_BATCHES" not in bench.started[1][1]
     assert [run.state for run in tuned.job.plan] == ["succeeded"] * 4
     assert [run.configuration.local_batch_size for run, _ in tuned.finished] == [16, 32, 64, 64]
 
@@ -496,15 +496,15 @@ def test_one_command_measures_every_batch_of_a_cluster_and_gets_the_largest(tmp_
         ({16: "succeeded", 32: "running"}, 0, ("succeeded", "succeeded", "pending"), 2),
     ],
 )
-def test_a_column_that_ends_early_keeps_what_was_measured_and_gives_the_rest_back(
+def test_a_launch_that_ends_early_keeps_what_was_measured_and_gives_the_rest_back(
     tmp_path, reported, status, states, outcomes
 ):
     def agent(service, runs):
         for size, state in reported.items():
             service.change(runs[size], state=state, num_samples=9)
 
-    service, notes, bench = column_bench(tmp_path, agent, status)
-    claimed = service.claim("job-1", ClaimRequest(holder="me", max_nodes=2, column=True))
+    service, notes, bench = shared_bench(tmp_path, agent, status)
+    claimed = service.claim("job-1", ClaimRequest(holder="me", max_nodes=2, whole_launch=True))
     active = bench.runner.start(claimed.run, TEMPLATE, smaller=claimed.smaller)
     while (code := bench.runner.poll(active)) is None:
         bench.sleep(1.0)
@@ -514,9 +514,9 @@ def test_a_column_that_ends_early_keeps_what_was_measured_and_gives_the_rest_bac
     assert any("before its local batch of 64 was measured" in note for note in notes.notes) == between
 
 
-def test_an_interrupted_column_gives_all_of_its_unfinished_runs_back(tmp_path):
-    service, _, bench = column_bench(tmp_path, measure_all)
-    claimed = service.claim("job-1", ClaimRequest(holder="me", max_nodes=2, column=True))
+def test_an_interrupted_launch_gives_all_of_its_unfinished_runs_back(tmp_path):
+    service, _, bench = shared_bench(tmp_path, measure_all)
+    claimed = service.claim("job-1", ClaimRequest(holder="me", max_nodes=2, whole_launch=True))
     active = bench.runner.start(claimed.run, TEMPLATE, smaller=claimed.smaller)
     service.change("r1", state="succeeded", num_samples=9)
     bench.runner.abandon(active)
@@ -527,26 +527,26 @@ def test_a_script_whose_batches_cannot_be_cut_is_launched_once_per_batch_from_th
     def agent(service, runs):
         service.change(runs[max(runs)], num_samples=9)
 
-    service, notes, bench = column_bench(tmp_path, agent)
+    service, notes, bench = shared_bench(tmp_path, agent)
     tuned = tune(bench, service)
     assert [command[1:3] for command, _, _ in bench.started] == [["2", "64"], ["2", "16"], ["2", "32"], ["1", "64"]]
     assert [run.state for run in tuned.job.plan] == ["succeeded"] * 4
-    assert len([note for note in notes.notes if "profiling.columns" in note]) == 1
-    assert not service.columns
+    assert len([note for note in notes.notes if "profiling.share_launches" in note]) == 1
+    assert not service.share_launches
 
 
-def test_a_column_whose_largest_run_is_cancelled_at_the_service_has_not_failed(tmp_path):
+def test_a_launch_whose_largest_run_is_cancelled_at_the_service_has_not_failed(tmp_path):
     """The smaller batch that ran then was stopped with the command, and says nothing of the command itself."""
 
     def fate(command, environment, log):
-        if "TULA_COLUMN" not in environment:
+        if "TULA_SMALLER_BATCHES" not in environment:
             return measured(service)(command, environment, log)
         service.change("r1", state="running", num_samples=9)
         service.change("r0", state="cancelled")
         return FakeProcess(lasts=10_000)
 
-    service = FakeService(COLUMN[:3])
-    service.columns = True
+    service = FakeService(PLAN[:3])
+    service.share_launches = True
     tune(Bench(tmp_path, service, fate, Notes()), service)
     assert states_by_batch(service) == {16: "cancelled", 32: "succeeded", 64: "cancelled"}
 

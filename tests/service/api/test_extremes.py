@@ -114,7 +114,10 @@ def test_whatever_was_accepted_leaves_every_route_of_its_job_usable(
     with service.client(service.token("admin"), Accept="text/html") as client:
         key = {"Idempotency-Key": str(id(profiled)) + str(len(_jobs(client)))}
         # A launch of several batches begins with the smallest: without memory for that, there is nothing to ask about.
-        spec = SPEC.model_dump(mode="json") | {"name": f"job {len(_jobs(client))}", "profiling": {"columns": False}}
+        spec = SPEC.model_dump(mode="json") | {
+            "name": f"job {len(_jobs(client))}",
+            "profiling": {"share_launches": False},
+        }
         job_id = client.post(routes.JOBS, json=spec, headers=key).json()["job"]["id"]
         claimed = client.post(routes.JOB_CLAIM.format(job_id=job_id), json={"holder": "h", "lease_s": 60}).json()["run"]
         training = {"kind": "train", "configuration": claimed["configuration"], "holder": "h"}

@@ -129,12 +129,12 @@ def test_the_expected_gain_counts_a_batch_once_at_its_better_offer():
         assert expected_gain(found, runnable) == pytest.approx(expected_gain(on_demand, runnable))
 
 
-@pytest.mark.parametrize(("mean", "by_column", "runs"), [(1.02, False, 1), (1.02, True, 0), (0.99, True, 1)])
-def test_a_launch_for_a_contender_must_promise_more_than_one_percent(mean, by_column, runs):
+@pytest.mark.parametrize(("mean", "share_launches", "runs"), [(1.02, False, 1), (1.02, True, 0), (0.99, True, 1)])
+def test_a_launch_for_a_contender_must_promise_more_than_one_percent(mean, share_launches, runs):
     found = estimates((1.3, 1.04, True), (mean, 1.05, False), (1.2, 1.04, True), (1.0, 1.04, True))
     candidates = [e.configuration for e in found.estimates]
     model = fitted([e.configuration for e in found.estimates if e.measured], candidates)
-    budget = PlanBudget(by_column=by_column)
+    budget = PlanBudget(share_launches=share_launches)
     step = plan("adaptive", candidates, model, goal=TIME, recommendation=found, budget=budget)
     assert [run.configuration for run in step.runs] == [candidates[1]] * runs
 

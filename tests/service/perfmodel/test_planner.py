@@ -218,8 +218,8 @@ def test_a_limit_that_nothing_keeps_ends_the_search():
 
 
 @pytest.mark.parametrize("goal", [GOAL, replace(GOAL, objective="time"), KNEE])
-def test_planned_columns_are_three_batches_of_each_cluster_within_the_budget_of_launches(goal):
-    done, reason = work_through("adaptive", GRID, goal, PlanBudget(max_runs=3, by_column=True))
+def test_planned_launches_are_three_batches_of_each_cluster_within_the_budget_of_launches(goal):
+    done, reason = work_through("adaptive", GRID, goal, PlanBudget(max_runs=3, share_launches=True))
     clusters = dict.fromkeys(c.num_nodes for c in done)
     assert list(clusters)[:2] == [8, 1]
     for nodes in (8, 1):
@@ -229,7 +229,7 @@ def test_planned_columns_are_three_batches_of_each_cluster_within_the_budget_of_
 
 
 def test_a_first_launch_that_told_the_split_fixes_no_other_before_its_result():
-    budget = PlanBudget(max_runs=8, by_column=True)
+    budget = PlanBudget(max_runs=8, share_launches=True)
     done = [make_configuration(8, 4, batch) for batch in (32, 128, 256)]
     times = [step_time(c) for c in done]
     plain = fit_step_time(StepTimeObservations.at(done, times), candidates=GRID)
@@ -261,7 +261,7 @@ def test_a_design_varies_the_micro_steps_of_a_job_that_accumulates():
 
 def test_a_second_launch_of_a_cluster_counts_as_one():
     done = [make_configuration(nodes, 4, batch) for nodes in (1, 8) for batch in (32, 128, 256)]
-    budget = PlanBudget(max_runs=3, by_column=True)
+    budget = PlanBudget(max_runs=3, share_launches=True)
     step = plan("adaptive", GRID, fitted(done, GRID), goal=GOAL, budget=budget)
     assert {c.configuration.num_nodes for c in step.runs} in ({2}, {4})
     done.append(make_configuration(8, 4, 64))
@@ -272,7 +272,7 @@ def test_a_second_launch_of_a_cluster_counts_as_one():
 def test_of_probed_nodes_the_smallest_cluster_comes_first_and_then_what_would_be_chosen():
     priors = Priors({"default": generic_prior()}, probed=frozenset({"default"}))
     goal = Goal("time", Training(1e6), GOAL.offers)
-    budget = PlanBudget(max_runs=3, by_column=True)
+    budget = PlanBudget(max_runs=3, share_launches=True)
     first = plan("adaptive", GRID, unmeasured_model(priors, GRID), goal=goal, budget=budget)
     done = [run.configuration for run in first.runs]
     assert done == [make_configuration(1, 4, batch) for batch in (32, 128, 256)]
@@ -285,34 +285,34 @@ def test_of_probed_nodes_the_smallest_cluster_comes_first_and_then_what_would_be
     assert step.runs[0].purpose.startswith("Verification")
 
 
-def test_no_column_is_planned_while_another_is_pending():
-    budget = PlanBudget(max_runs=8, by_column=True)
+def test_no_launch_is_planned_while_another_is_pending():
+    budget = PlanBudget(max_runs=8, share_launches=True)
     first = [run.configuration for run in plan("adaptive", GRID, goal=GOAL, budget=budget).runs]
     assert plan("adaptive", GRID, goal=GOAL, budget=budget, pending=first).runs == ()
     half = fitted(first[:3], GRID)
     assert plan("adaptive", GRID, half, goal=GOAL, budget=budget, pending=first[3:]).runs == ()
 
 
-def test_a_column_has_as_many_batches_as_the_gpu_seconds_pay_for():
+def test_a_launch_has_as_many_batches_as_the_gpu_seconds_pay_for():
     smallest = [c for c in GRID if c.num_nodes == 1]
     model = fitted([*smallest, make_configuration(2, 4, 32)], GRID)
     costs = [30 * 32 * t for t in model.predict([c for c in GRID if c.num_nodes == 8]).mean_s]
-    budget = PlanBudget(max_runs=8, by_column=True, max_gpu_seconds=1.01 * sum(costs[:2]))
+    budget = PlanBudget(max_runs=8, share_launches=True, max_gpu_seconds=1.01 * sum(costs[:2]))
     planned = [run.configuration for run in plan("adaptive", GRID, model, goal=GOAL, budget=budget).runs]
     assert planned == [make_configuration(8, 4, batch) for batch in (32, 64)]
 
 
-def test_a_column_that_was_cut_short_is_completed_with_what_the_design_still_needs():
-    budget = PlanBudget(max_runs=3, by_column=True)
+def test_a_launch_that_was_cut_short_is_completed_with_what_the_design_still_needs():
+    budget = PlanBudget(max_runs=3, share_launches=True)
     first = [run.configuration for run in plan("adaptive", GRID, goal=GOAL, budget=budget).runs]
     rest = plan("adaptive", GRID, fitted(first[1:], GRID), goal=GOAL, budget=budget)
     assert [run.configuration for run in rest.runs] == first[:1]
 
 
-def test_a_column_of_the_design_that_nothing_pays_for_is_left_out():
+def test_a_launch_of_the_design_that_nothing_pays_for_is_left_out():
     smallest = [c for c in GRID if c.num_nodes == 1]
     model = fitted([*smallest, make_configuration(2, 4, 32)], GRID)
     (cost,) = 30 * 32 * model.predict([make_configuration(8, 4, 32)]).mean_s
-    budget = PlanBudget(max_runs=8, by_column=True, max_gpu_seconds=0.9 * cost)
+    budget = PlanBudget(max_runs=8, share_launches=True, max_gpu_seconds=0.9 * cost)
     planned = plan("adaptive", GRID, model, goal=GOAL, budget=budget)
     assert all(run.configuration.num_nodes < 8 for run in planned.runs)

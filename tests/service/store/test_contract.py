@@ -190,39 +190,39 @@ class TestRuns:
         assert claimed is not None
         assert claimed.id == small.id
 
-    def test_a_column_is_leased_to_one_holder_and_renewed_as_one(self, store: Store, clock: ManualClock) -> None:
+    def test_a_launch_is_leased_to_one_holder_and_renewed_as_one(self, store: Store, clock: ManualClock) -> None:
         job = a_job(store)
-        column = [a_run(store, job.id, configuration=make_configuration(4, 1, batch)) for batch in (32, 64, 128)]
+        runs = [a_run(store, job.id, configuration=make_configuration(4, 1, batch)) for batch in (32, 64, 128)]
         a_run(store, job.id, configuration=make_configuration(2, 1, 64))
         a_run(store, job.id, kind="train", configuration=make_configuration(4, 1, 64))
         with store.transaction() as tx:
             first = tx.leases.claim(job.id, holder="h", lease_s=60)
             assert first is not None
-            others = tx.leases.claim_column(first)
-            assert {run.id for run in (first, *others)} == {run.id for run in column}
+            others = tx.leases.claim_launch(first)
+            assert {run.id for run in (first, *others)} == {run.id for run in runs}
             assert {(run.holder, run.state) for run in others} == {("h", "claimed")}
-            assert tx.leases.claim_column(first) == []
+            assert tx.leases.claim_launch(first) == []
         clock.advance(50)
         with store.transaction() as tx:
-            tx.leases.renew(first.id, column=True)
+            tx.leases.renew(first.id, whole_launch=True)
         clock.advance(50)
         with store.transaction() as tx:
             other = tx.leases.claim(job.id, holder="i", lease_s=600)
             assert other is not None
-            assert other.configuration.num_nodes == 2, "the column is still held"
+            assert other.configuration.num_nodes == 2, "the launch is still held"
         clock.advance(50)
         with store.transaction() as tx:
             again = tx.leases.claim(job.id, holder="i", lease_s=60)
             assert again is not None
-            assert len(tx.leases.claim_column(again)) == 2
+            assert len(tx.leases.claim_launch(again)) == 2
 
-    def test_runs_without_a_holder_are_no_column(self, store: Store, clock: ManualClock) -> None:
+    def test_runs_without_a_holder_are_no_launch(self, store: Store, clock: ManualClock) -> None:
         job = a_job(store)
         options = {"state": "claimed", "lease_s": 60.0}
         first, other = (a_run(store, job.id, configuration=make_configuration(4, 1, b), **options) for b in (32, 64))
         clock.advance(50)
         with store.transaction() as tx:
-            assert tx.leases.renew(first.id, column=True)
+            assert tx.leases.renew(first.id, whole_launch=True)
             renewed, expires_at = tx.runs.get(first.id).lease_expires_at, tx.runs.get(other.id).lease_expires_at
             assert (renewed, expires_at) == (clock() + timedelta(seconds=60), other.lease_expires_at)
 

@@ -67,7 +67,7 @@ def test_the_same_measurements_give_the_same_plan_and_choice(store: Store) -> No
 
 
 def test_a_budget_of_runs_is_kept_and_named(cluster: Cluster) -> None:
-    job_id = cluster.register(spec(profiling={"columns": False, "max_runs": 2})).job.id
+    job_id = cluster.register(spec(profiling={"share_launches": False, "max_runs": 2})).job.id
     assert len(cluster.work(job_id)) == 2
     assert cluster.job(job_id).plan_reason == "The budget of 2 runs (profiling.max_runs) is spent."
     assert cluster.recommendation(job_id).basis == "profiled"
@@ -222,7 +222,7 @@ def test_a_plan_says_how_many_configurations_failed_and_how_to_retry_them(cluste
 
 def test_a_default_budget_is_called_the_default(cluster: Cluster) -> None:
     limits = {"budget_usd": 1.0, "deadline_s": 1000.0}
-    created = cluster.register(spec(limits=limits, profiling={"columns": False}))
+    created = cluster.register(spec(limits=limits, profiling={"share_launches": False}))
     for candidate in created.recommendation.candidates[:8]:
         measure(cluster, created.job.id, candidate.configuration)
     reason = cluster.job(created.job.id).plan_reason

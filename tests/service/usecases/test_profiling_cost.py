@@ -41,11 +41,11 @@ def run(
     return RunRecord(**facts | more)
 
 
-def cost(plan: list[RunRecord], *, now_s: float = 0.0, columns: bool = True, **more: object) -> ProfilingCost:
-    return profiling_cost(spec(profiling={"columns": columns}, **more), plan, BEGAN.timestamp() + now_s)
+def cost(plan: list[RunRecord], *, now_s: float = 0.0, share_launches: bool = True, **more: object) -> ProfilingCost:
+    return profiling_cost(spec(profiling={"share_launches": share_launches}, **more), plan, BEGAN.timestamp() + now_s)
 
 
-COLUMN = [
+LAUNCH = [
     run(32, "succeeded", 11, 3, step_time_s=0.5, num_samples=6),
     run(64, "succeeded", 0, 20, step_time_s=1.0, num_samples=6),
 ]
@@ -60,7 +60,7 @@ def test_before_the_first_launch_steps_are_as_predicted_and_its_start_up_is_assu
     assert found.left_s == pytest.approx(30 + 6 * (1 + 2))
     assert found.left_gpu_seconds == pytest.approx(2 * RANKS * found.left_s)
     assert found.left_usd == pytest.approx(2 * 3.0 * found.left_s / 3600)
-    assert cost(waiting, columns=False).left_s == pytest.approx(2 * 30 + 6 * (1 + 2))
+    assert cost(waiting, share_launches=False).left_s == pytest.approx(2 * 30 + 6 * (1 + 2))
     assert cost(waiting, cluster={"max_nodes": 8}).left_usd is None
 
 
@@ -69,7 +69,7 @@ def test_a_launch_discards_three_steps_at_most_of_each_batch_but_its_first() -> 
     instruction = INSTRUCTION | {"profiling_warmup_steps": 5}
     waiting = [run(b, "pending", predicted_step_time_s=1.0, instruction=instruction) for b in (64, 32, 16)]
     assert cost(waiting).left_s == pytest.approx(30 + 10 + 8 + 8)
-    assert cost(waiting, columns=False).left_s == pytest.approx(3 * (30 + 10))
+    assert cost(waiting, share_launches=False).left_s == pytest.approx(3 * (30 + 10))
     ended = run(16, "succeeded", 1, 10, step_time_s=1.0, num_samples=10, instruction=instruction)
     under_way = run(32, "running", 0, predicted_step_time_s=1.0, instruction=instruction)
     assert cost([ended, under_way], now_s=11).left_s == pytest.approx(8)
@@ -80,17 +80,17 @@ def test_a_launch_discards_three_steps_at_most_of_each_batch_but_its_first() -> 
 
 def test_a_launch_to_come_starts_up_once_as_earlier_ones_did() -> None:
     waiting = [run(batch, "pending", nodes=2, predicted_step_time_s=batch / 32) for batch in (32, 64)]
-    found = cost([*COLUMN, *waiting])
+    found = cost([*LAUNCH, *waiting])
     assert found.spent_gpu_seconds == pytest.approx(20 * RANKS)  # the two runs share the launch
     assert found.left_s == pytest.approx(11 + 6 * (1 + 2))
-    early = [replace(each, num_samples=3) for each in COLUMN]
+    early = [replace(each, num_samples=3) for each in LAUNCH]
     assert cost([*early, *waiting]).left_s == pytest.approx((20 - 4.5) + 6 * (1 + 2))
 
 
 def test_rows_of_other_ranks_are_no_steps_of_a_launch() -> None:
     waiting = [run(32, "pending", nodes=2, predicted_step_time_s=1.0)]
-    crowd = [replace(each, num_samples=6 + 63) for each in COLUMN]
-    assert cost([*crowd, *waiting]).left_s == cost([*COLUMN, *waiting]).left_s == pytest.approx(11 + 6)
+    crowd = [replace(each, num_samples=6 + 63) for each in LAUNCH]
+    assert cost([*crowd, *waiting]).left_s == cost([*LAUNCH, *waiting]).left_s == pytest.approx(11 + 6)
 
 
 def test_a_launch_in_progress_has_less_left_and_what_ended_in_it_is_not_to_come() -> None:
@@ -98,7 +98,7 @@ def test_a_launch_in_progress_has_less_left_and_what_ended_in_it_is_not_to_come(
         run(32, "succeeded", 111, 3, step_time_s=0.5, num_samples=6, nodes=2),
         run(64, "running", 100, predicted_step_time_s=2.0, nodes=2),
     ]
-    found = cost([*COLUMN, *half], now_s=114)
+    found = cost([*LAUNCH, *half], now_s=114)
     assert (found.launches_left, found.runs_left) == (1, 1)
     assert found.left_s == pytest.approx(6 * 2), "it has started up"
     assert found.spent_gpu_seconds == pytest.approx(20 * RANKS + 14 * 2 * RANKS)
@@ -108,17 +108,17 @@ def test_a_launch_that_died_ends_with_its_lease_and_is_to_come_again() -> None:
     """Its run stays `running` until the next claim, which may be days later."""
     expires = BEGAN + timedelta(seconds=220)
     died = run(64, "running", 100, nodes=2, predicted_step_time_s=2.0, lease_expires_at=expires)
-    alive = cost([*COLUMN, died], now_s=219)
+    alive = cost([*LAUNCH, died], now_s=219)
     assert (alive.spent_gpu_seconds, alive.left_s) == (pytest.approx(20 * RANKS + 119 * 2 * RANKS), 6 * 2)
-    found = cost([*COLUMN, died], now_s=50_000)
+    found = cost([*LAUNCH, died], now_s=50_000)
     assert found.spent_gpu_seconds == pytest.approx(20 * RANKS + 120 * 2 * RANKS)
     assert (found.launches_left, found.left_s) == (1, pytest.approx(11 + 6 * 2))
 
 
 def test_launches_of_one_cluster_at_different_times_are_counted_without_the_pause_between_them() -> None:
     again = run(128, "failed", 1000, 7)
-    assert cost([*COLUMN, again]).spent_gpu_seconds == pytest.approx((20 + 7) * RANKS)
-    assert cost([*COLUMN, again], columns=False).spent_gpu_seconds == pytest.approx((3 + 20 + 7) * RANKS)
+    assert cost([*LAUNCH, again]).spent_gpu_seconds == pytest.approx((20 + 7) * RANKS)
+    assert cost([*LAUNCH, again], share_launches=False).spent_gpu_seconds == pytest.approx((3 + 20 + 7) * RANKS)
 
 
 def test_a_registered_job_says_what_its_plan_costs_from_what_is_known_of_the_hardware(cluster: Cluster) -> None:

@@ -72,10 +72,10 @@ def test_an_expired_lease_is_given_to_another_and_its_old_holder_is_refused(
 
 
 def test_agents_of_a_lease_that_is_over_are_told_so_and_change_nothing(cluster: Cluster, clock: ManualClock) -> None:
-    run = claimed(cluster, lease_s=60.0, column=True)
+    run = claimed(cluster, lease_s=60.0, whole_launch=True)
     assert run.lease > 0
     clock.advance(61.0)
-    again = claim(cluster, run.job_id, "other", column=True)
+    again = claim(cluster, run.job_id, "other", whole_launch=True)
     assert again.run is not None
     assert (again.run.id, again.run.lease) == (run.id, run.lease + 2), "it has been back in the plan"
     assert {each.lease for each in again.smaller} <= {again.run.lease}, "one launch, one number"

@@ -9,7 +9,7 @@ from typing import Any
 from tula_agent.batches import first_examples
 
 
-class Sweep:
+class Launch:
     """The local batches of one launch, the smallest first, and the run of each; the script's whole batch comes last.
 
     The script loads whole batches and gets the first examples of each, so that a launch pays for its start once.

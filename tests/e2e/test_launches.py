@@ -42,15 +42,15 @@ def test_a_restarted_service_ctrl_c_and_a_lost_lease_lose_nothing_and_repeat_not
     command = [*TORCHRUN, *BATCH, f"--folder={folder}"]
     with Server(f"sqlite:///{database}") as first_service:
         port, tula = first_service.port, Tula(first_service, tmp_path, forked=True)
-        spec = tula.spec("columns", least_nodes=1, least_batch=2, search="full")
+        spec = tula.spec("shared", least_nodes=1, least_batch=2, search="full")
         first = tula.start("tune", spec, *command)
         wait_until(lambda: "waits for wait-4" in tula.logs())
-        wait_until(lambda: states(tula, "columns")[1, 2] == "succeeded")
+        wait_until(lambda: states(tula, "shared")[1, 2] == "succeeded")
         first_service.kill()
     (folder / "wait-4").unlink()
     wait_until(lambda: "waits for wait-8" in tula.logs())  # a batch was measured without the service
     with Server(f"sqlite:///{database}", port=port):
-        wait_until(lambda: states(tula, "columns")[1, 4] == "succeeded")
+        wait_until(lambda: states(tula, "shared")[1, 4] == "succeeded")
         first.send_signal(signal.SIGINT)
         printed = "".join(first.communicate())
         assert first.returncode == 130
@@ -58,13 +58,13 @@ def test_a_restarted_service_ctrl_c_and_a_lost_lease_lose_nothing_and_repeat_not
         assert not tula.processes()
         done = {(1, 2): "succeeded", (1, 4): "succeeded"}
         pending = {(1, 8): "pending", (2, 2): "pending", (2, 4): "pending", (2, 8): "pending"}
-        assert states(tula, "columns") == done | pending
+        assert states(tula, "shared") == done | pending
 
         # Two go on at once; the lease of the first one's run is lost to a third.
         others = [tula.start("tune", spec, "--work-dir=one", *command)]
-        wait_until(lambda: states(tula, "columns")[1, 8] == "running")
+        wait_until(lambda: states(tula, "shared")[1, 8] == "running")
         others.append(tula.start("tune", spec, "--work-dir=two", *command))
-        wait_until(lambda: states(tula, "columns")[2, 4] == "succeeded")
+        wait_until(lambda: states(tula, "shared")[2, 4] == "succeeded")
         with sqlite3.connect(database) as store:
             past = "UPDATE runs SET lease_expires_at = '2000-01-01 00:00:00.000000'"
             lost = f"{past} WHERE num_nodes = 1 AND state = 'running'"
@@ -75,7 +75,7 @@ def test_a_restarted_service_ctrl_c_and_a_lost_lease_lose_nothing_and_repeat_not
         for process in others:
             out, said = process.communicate(timeout=150)
             assert process.returncode == 0, out + said
-        assert states(tula, "columns") == dict.fromkeys(done | pending, "succeeded")
+        assert states(tula, "shared") == dict.fromkeys(done | pending, "succeeded")
         check_each_run_ended_once(database)
 
 
