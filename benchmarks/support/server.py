@@ -42,7 +42,7 @@ class Server:
     def __init__(
         self, database: str, *, workers: int = 1, port: int = 0, python: str = PYTHON, **settings: object
     ) -> None:
-        self.database = database
+        self.database, self._workers = database, workers
         descriptor, self.log_file = tempfile.mkstemp(prefix="tula-serve-", suffix=".log")
         os.close(descriptor)
         environment = clean_environment(**{f"TULA_{name.upper()}": str(value) for name, value in settings.items()})
@@ -72,9 +72,14 @@ class Server:
 
     def worker_ids(self) -> list[int]:
         """Process ids that answer requests: the workers, or the one process."""
-        found = psutil.Process(self.process.pid).children()
-        children = [each.pid for each in found if _is_worker(each)]
-        return children or [self.process.pid]
+        if self._workers == 1:
+            return [self.process.pid]
+        return [child.pid for child in psutil.Process(self.process.pid).children() if _is_spawned(child)]
+
+    def fit_ids(self) -> list[int]:
+        """Process ids of those that compute fits, one for each worker."""
+        workers = [psutil.Process(pid) for pid in self.worker_ids()]
+        return [child.pid for worker in workers for child in worker.children() if _is_spawned(child)]
 
     def kill(self) -> None:
         """As an out-of-memory killer does it: the whole group, without warning."""
@@ -140,7 +145,7 @@ def make_token(database: str, scope: Literal["user", "admin"] = "user") -> str:
         store.close()
 
 
-def _is_worker(process: psutil.Process) -> bool:
+def _is_spawned(process: psutil.Process) -> bool:
     try:
         return any("spawn_main" in part for part in process.cmdline())
     except psutil.Error:  # it is just ending

@@ -36,6 +36,7 @@ from tula_service.api.limits import RequestLimits
 from tula_service.api.middleware import RequestMiddleware
 from tula_service.api.services import Metrics, Services
 from tula_service.dashboard import chart_routes, pages, session, static_files
+from tula_service.fits import Fits
 from tula_service.settings import Settings, SettingsError
 from tula_service.store import Store
 from tula_service.store.migrations import check_schema
@@ -70,9 +71,12 @@ TOKEN_CACHE_S: Final = 1.0
 """How often a worker checks for tokens that were created or revoked elsewhere: the longest that revocation takes."""
 
 
-def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> FastAPI:
-    """The service on a migrated database. Raises SchemaMismatch when the schema is not that of this version."""
-    store = Store.open(settings.database, connections=settings.threads + AUTH_THREADS)
+def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits: Fits | None = None) -> FastAPI:
+    """The service on a migrated database; without `fits` it fits in its own threads, which delays other requests.
+
+    Raises SchemaMismatch when the schema is not that of this version.
+    """
+    store = Store.open(settings.database, connections=settings.threads + AUTH_THREADS, fits=fits)
     check_schema(store.engine)
     known_runs = KnownRuns(store)
     services = Services(
@@ -99,6 +103,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S) -> F
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads - settings.threads // 2
+        store.fits.start()
         daily = None
         if not settings.read_only:
             make_partitions = partial(_make_partitions, store)
@@ -172,9 +177,9 @@ def _tracer() -> Any:
 
 def create_app_from_environment() -> FastAPI:
     """The factory that uvicorn's workers call; `tula serve` writes its settings into the environment."""
-    app = create_app(Settings.read())
-    # A fit holds the interpreter for this long before a request may have it: at Python's own 5 ms, each of the dozen
-    # turns that a request needs waits for as long.
+    app = create_app(Settings.read(), fits=Fits(own_process=True))
+    # A page that is rendered holds the interpreter for this long before another request may have it: at Python's own
+    # 5 ms, each of the dozen turns that a request needs waits for as long.
     sys.setswitchinterval(0.0005)
     # Modules live as long as the worker. A full garbage collection that walks them stops every thread for 0.1 s.
     gc.freeze()

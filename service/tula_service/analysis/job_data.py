@@ -45,7 +45,8 @@ class JobData:
     instance types. `trained_noise` (newest first), `profiled_noise` and `token_counts` are columns of telemetry of the
     newest runs; `small_batch_size` (the batch of the learning rate, None: not reported) and `directions` (steps are
     turned) are what a `TulaOptimizer` of theirs reported last. Failed runs whose key is at most `retried_up_to_key` do
-    not rule out their configuration, since the job was registered again after them.
+    not rule out their configuration, since the job was registered again after them. `cross_validated_error` is of
+    exactly `cross_validated_runs` and this version of the model.
     """
 
     spec: wire.JobSpec
@@ -63,6 +64,8 @@ class JobData:
     retried_up_to_key: int = 0
     ignored_step_times: frozenset[str] = frozenset()
     probes: Sequence[wire.FabricProbe] = ()
+    cross_validated_error: float | None = None
+    cross_validated_runs: tuple[str, ...] = ()
 
     @property
     def trained_noise_scale(self) -> float | None:

@@ -36,7 +36,7 @@ def get_recommendation(
     return Response(body, media_type="application/json")
 
 
-@router.get(routes.JOB_PREDICTIONS)
-def get_predictions(job_id: str, user: CurrentUser, question: Annotated[WhatIf, Query()]) -> Predictions:
+@router.get(routes.JOB_PREDICTIONS, response_model=Predictions)
+def get_predictions(job_id: str, user: CurrentUser, question: Annotated[WhatIf, Query()]) -> Response:
     """Every combination of the values given (each may be repeated); what is left out takes all the job may use."""
-    return recommendations.predict(*user, job_id, question)
+    return Response(recommendations.predict(*user, job_id, question), media_type="application/json")

@@ -27,7 +27,17 @@ from tula_service.perfmodel.objectives import OBJECTIVES
 from tula_service.usecases import events, jobs, ledger, recommendations, runs
 from tula_service.usecases.access import PUBLIC, visible_projects, visible_tokens
 from tula_service.usecases.telemetry import SeriesQuery, columns_of, compare, newest_values
-from tula_wire import JOBS_COUNTED, Candidate, EventKind, JobSpec, JobState, Objective, Recommendation, read
+from tula_wire import (
+    JOBS_COUNTED,
+    Candidate,
+    EventKind,
+    JobSpec,
+    JobState,
+    Objective,
+    Predictions,
+    Recommendation,
+    read,
+)
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
@@ -180,7 +190,7 @@ def what_if(
         usd_per_node_hour=usd_per_node_hour,
         deadline_s=None if deadline_hours is None else deadline_hours * 3600,
     )
-    found = recommendations.predict(*user, job_id, question).candidates
+    found = read(Predictions, recommendations.predict(*user, job_id, question)).candidates
     asked = [
         each
         for each in found

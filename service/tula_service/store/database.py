@@ -4,17 +4,15 @@
 
 **Locks** are taken in this order; a caller that holds one never waits for an earlier one.
 
-1. `Store.job_lock(job_id)`, in this process: one thread at a time computes for a job, and the others then find its
-   result in the cache. It only saves work; correctness rests on 4.
-2. `Store.compute_slot()`, in this process: `COMPUTE_SLOTS` fits at a time. Neither a fit nor a thread that waits for a
-   slot holds a connection.
-3. That of `Store.transaction()`, in this process, SQLite only: threads queue here, fairly, instead of polling the
+1. `Store.fits.turn()`, in this process: one thread at a time reads, fits and stores, and those that waited find its
+   result in the cache. Neither a fit nor a thread that waits holds a connection. Correctness rests on 3.
+2. That of `Store.transaction()`, in this process, SQLite only: threads queue here, fairly, instead of polling the
    file's write lock, which decides between processes. SQLite takes that at BEGIN, so that no transaction upgrades a
    read lock.
-4. `tx.jobs.lock(job_id)`, in the database: a row lock on Postgres, the write lock on SQLite. Planning and publishing
+3. `tx.jobs.lock(job_id)`, in the database: a row lock on Postgres, the write lock on SQLite. Planning and publishing
    hold it. A transaction that changes a job and its runs takes the job's row first, then runs by key; one that stores
    samples takes the job's FOR KEY SHARE, which only a deletion waits for.
-5. `tx.events.append`, Postgres only: an advisory lock per job, held until commit, so that the ids of a job's events
+4. `tx.events.append`, Postgres only: an advisory lock per job, held until commit, so that the ids of a job's events
    grow in commit order.
 
 Transactions from `reading()` take no lock and see one snapshot (REPEATABLE READ on Postgres).
@@ -38,7 +36,8 @@ from typing import Any, Final
 import sqlalchemy as sa
 from cachetools import LRUCache
 
-from tula_service.errors import Busy, InvalidInput, StoreUnavailable
+from tula_service.errors import InvalidInput, StoreUnavailable
+from tula_service.fits import Fits
 from tula_service.store._base import WRITES, Clock
 from tula_service.store.access import Audit, Projects, Sessions, Tokens
 from tula_service.store.events import Events
@@ -61,13 +60,6 @@ POOL_SIZE: Final = 16
 POOL_TIMEOUT_S: Final = 10.0
 
 _encode = partial(json.dumps, allow_nan=False, separators=(",", ":"))
-
-COMPUTE_SLOTS = 2
-"""Fits hold the GIL: more at a time would not finish sooner and would starve request handling."""
-
-_LONGEST_QUEUE_S = 15.0
-_JOB_LOCKS = 64
-"""Jobs share these locks: two jobs with the same one wait for each other without need, for the time of a fit."""
 
 
 def utc_now() -> datetime:
@@ -120,21 +112,20 @@ class Store:
     """A database with a migrated schema (see `store/migrations.py`); safe to share between threads, not over a fork.
 
     `transaction()` commits on leaving the block and rolls back on an exception; `reading()` never writes. Both raise
-    StoreUnavailable when the database cannot be reached or stays locked. `compute_slot()` reads for long computations.
+    StoreUnavailable when the database cannot be reached or stays locked. `fits` computes what takes long.
     """
 
-    def __init__(self, engine: sa.Engine, *, now: Clock = utc_now) -> None:
+    def __init__(self, engine: sa.Engine, *, now: Clock = utc_now, fits: Fits | None = None) -> None:
         self.engine = engine
         self.now = now
         self._writer_lock: AbstractContextManager[object] = threading.Lock() if is_sqlite(engine) else nullcontext()
-        self._compute_slots = threading.BoundedSemaphore(COMPUTE_SLOTS)
         self.of_readers = AnswersInMemory()
-        self._job_locks = [threading.Lock() for _ in range(_JOB_LOCKS)]
+        self.fits = fits or Fits()
 
     @classmethod
-    def open(cls, url: str, *, now: Clock = utc_now, connections: int = POOL_SIZE) -> Store:
+    def open(cls, url: str, *, now: Clock = utc_now, connections: int = POOL_SIZE, fits: Fits | None = None) -> Store:
         """The store behind a database URL or a SQLite file's path, with at most so many connections."""
-        return cls(open_engine(url, pool_size=connections), now=now)
+        return cls(open_engine(url, pool_size=connections), now=now, fits=fits)
 
     def check_disk(self) -> None:
         """Raise StoreUnavailable if the disk of a SQLite file has no room left; a database server watches its own."""
@@ -144,7 +135,8 @@ class Store:
             raise StoreUnavailable(_FULL)
 
     def close(self) -> None:
-        """Give all connections back."""
+        """Give all connections back, and end the process of fits if there is one."""
+        self.fits.close()
         self.engine.dispose()
 
     def transaction(self) -> AbstractContextManager[Transaction]:
@@ -154,14 +146,6 @@ class Store:
     def reading(self) -> AbstractContextManager[Transaction]:
         """A transaction that only reads, all of it from one snapshot."""
         return self._begin(nullcontext(), writes=False)
-
-    def compute_slot(self) -> AbstractContextManager[None]:
-        """Holds one of the slots for fits and searches. Raises Busy after `_LONGEST_QUEUE_S` without a free slot."""
-        return _acquired(self._compute_slots)
-
-    def job_lock(self, job_id: str) -> AbstractContextManager[None]:
-        """Serialises computation for one job within this process, from reading to writing. Raises Busy."""
-        return _acquired(self._job_locks[hash(job_id) % _JOB_LOCKS])
 
     @contextmanager
     def _begin(self, lock: AbstractContextManager[object], *, writes: bool) -> Iterator[Transaction]:
@@ -193,16 +177,6 @@ def why_unavailable(error: Exception) -> str:
     if "disk is full" in text or "no space left" in text:
         return _FULL
     return "The database cannot be reached or is locked; nothing was stored: try again in a second."
-
-
-@contextmanager
-def _acquired(lock: threading.BoundedSemaphore | threading.Lock) -> Iterator[None]:
-    if not lock.acquire(timeout=_LONGEST_QUEUE_S):
-        raise Busy("More fits are requested than the service can compute: retry, or ask less often.", retry_after_s=5.0)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:

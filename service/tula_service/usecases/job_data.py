@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 import tula_wire as wire
+from tula_service.analysis.answer import MODEL_VERSION
 from tula_service.analysis.hardware import agree
 from tula_service.analysis.job_data import EarlierJob, JobData
 from tula_service.domain import FloatArray, RunRecord
@@ -54,6 +55,8 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
         retried_up_to_key=job.retried_up_to_key,
         ignored_step_times=frozenset(run.id for run in runs if run.unsteady),
         probes=stored_probes(tx, job),
+        cross_validated_error=job.cross_validated_error if job.cross_validated_model == MODEL_VERSION else None,
+        cross_validated_runs=tuple(job.cross_validated_runs),
     )
 
 

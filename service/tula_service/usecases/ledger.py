@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple, get_args
 
 import tula_wire as wire
-from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer
-from tula_service.analysis.explanation import estimate_of
-from tula_service.analysis.job_data import has_prices
+from tula_service.analysis.answer import MODEL_VERSION
+from tula_service.analysis.questions import Findings
 from tula_service.domain import JsonObject, RunRecord
 from tula_service.store import Store, Transaction
 from tula_service.store.jobs import JobRecord
@@ -88,24 +87,23 @@ def _uncalibrated(value: float, low: float, high: float, scale: float) -> tuple[
     return value, value * (low / value) ** (1.0 / scale), value * (high / value) ** (1.0 / scale)
 
 
-def enter(tx: Transaction, job: JobRecord, analysis: Analysis, data_version: int) -> LedgerRecord:
+def enter(tx: Transaction, job: JobRecord, findings: Findings, data_version: int) -> LedgerRecord:
     """The newest entry if it says the same as this answer, else a new one. Its prices are those of the job."""
-    answer = analysis if isinstance(analysis, Answer) else None
-    chosen = None if answer is None else answer.choice.chosen
+    chosen = findings.chosen
     entry = LedgerRecord(
         created_at=tx.now(),
         job_id=job.id,
-        objective=analysis.objective,
-        basis="prior" if answer is None else answer.model.basis,
+        objective=findings.objective,
+        basis=findings.basis,
         configuration=None if chosen is None else chosen.configuration,
-        prices={cluster.instance_type: cluster.price.model_dump() for cluster in analysis.data.spec.cluster},
+        prices=findings.prices,
         model_version=MODEL_VERSION,
         data_version=data_version,
-        predicted_step_time_s=None if chosen is None else estimate_of(chosen.step_time_s),
-        predicted_cost_usd=estimate_of(chosen.cost_usd) if answer and chosen and has_prices(answer.spec) else None,
-        interval_scale=answer.model.interval_scale if answer and chosen else None,
+        predicted_step_time_s=None if chosen is None else chosen.step_time_s,
+        predicted_cost_usd=None if chosen is None else chosen.cost_usd,
+        interval_scale=None if chosen is None else findings.interval_scale,
     )
-    newest = tx.ledger.latest(job.id, analysis.objective)
+    newest = tx.ledger.latest(job.id, findings.objective)
     if newest is not None and _says_the_same(newest, entry):
         return newest
     tx.ledger.append(entry)

@@ -8,14 +8,16 @@ cached once per version of a job's data, and entered in the ledger.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 import tula_wire as wire
-from tula_service.analysis import explanation
-from tula_service.analysis.answer import MODEL_VERSION, Analysis, Answer, analyse
-from tula_service.analysis.plan import PlanDecision, plan_of
+from tula_service.analysis.answer import MODEL_VERSION
+from tula_service.analysis.plan import PlanDecision
+from tula_service.analysis.questions import Findings, findings_of
 from tula_service.errors import StoreUnavailable
+from tula_service.fits import Compute
 from tula_service.store import Store, Transaction
 from tula_service.store.jobs import JobRecord
 from tula_service.usecases import ledger
@@ -31,71 +33,70 @@ _STATES_KEPT = ("archived", "training")
 def replan(store: Store, job_id: str) -> str:
     """Bring a job's plan and recommendation up to date; returns the recommendation as JSON.
 
-    Threads of one process that replan the same job queue up, and those that waited return what the first one stored.
+    Threads of one process queue up, and those that waited for the same job return what the first one stored.
     Raises NotFound when the job is gone, Busy when too many computations are queued.
     """
     with store.reading() as tx:
         asked = tx.jobs.get(job_id)
-    with store.job_lock(job_id):
+    with store.fits.turn() as compute:
         with store.reading() as tx:
             job, body = tx.jobs.get(job_id), None
             if job.plan_state == "current":
                 body = cached(tx, job_id, job.objective, asked.data_version, or_newer=True)
-        return body or compute(store, job_id, None, plan=True)
+        return body or answer(store, compute, job_id, None, plan=True)
 
 
-def compute(store: Store, job_id: str, objective: Objective | None, *, plan: bool, keep: bool = True) -> str:
+def answer(
+    store: Store, compute: Compute, job_id: str, objective: Objective | None, *, plan: bool, keep: bool = True
+) -> str:
     """Analyse and store what follows, with `plan` the plan too; returns the recommendation as JSON.
 
-    keep: False for a caller who may change nothing, and so enters nothing in the ledger either.
+    The caller has the turn that gave `compute`. keep: False for a caller who may change nothing, and so enters nothing
+    in the ledger either.
     """
     for _ in range(ATTEMPTS):
-        with store.compute_slot():
-            with store.reading() as tx:
-                job = tx.jobs.get(job_id)
-                facts, data = _facts(tx, job, plan), load_job_data(tx, job)
-            analysis = analyse(data, objective)
-            decision = plan_of(analysis) if plan else None
+        with store.reading() as tx:
+            job = tx.jobs.get(job_id)
+            facts, data = _facts(tx, job, plan), load_job_data(tx, job)
+        findings = compute(findings_of, data, objective, plan)
         if not keep:
-            return _rendered(job, analysis, _UNSTORED, store.now()).model_dump_json()
+            return _rendered(job, findings, _UNSTORED, store.now())
         try:
             with store.transaction() as tx:
                 now = tx.jobs.lock(job_id)
                 if now.data_version == job.data_version or _facts(tx, now, plan) == facts:
-                    return store_answer(tx, now, analysis, decision)
+                    return store_answer(tx, now, findings)
         except StoreUnavailable:  # a full disk, or a database role that only reads: an answer is right unstored as well
             if plan:
                 raise
-            return _rendered(job, analysis, _UNSTORED, store.now()).model_dump_json()
+            return _rendered(job, findings, _UNSTORED, store.now())
     with store.transaction() as tx:
         job = tx.jobs.lock(job_id)
-        analysis = analyse(load_job_data(tx, job), objective)
-        return store_answer(tx, job, analysis, plan_of(analysis) if plan else None)
+        return store_answer(tx, job, compute(findings_of, load_job_data(tx, job), objective, plan))
 
 
-def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, decision: PlanDecision | None = None) -> str:
-    """Store the plan, then render, cache and enter the answer; returns the recommendation as JSON.
+def store_answer(tx: Transaction, job: JobRecord, findings: Findings) -> str:
+    """Store the plan, if one was decided, then name, cache and enter the answer; returns the recommendation as JSON.
 
     If the data have moved on and a newer answer is cached, that one is returned. The caller holds the job's lock and
     has compared the facts.
     """
     # New pending runs change no fit, so the answer also holds for the version that they make. Measurements that arrived
     # meanwhile do: then it is stored under the version that it was computed from.
-    version, objective = analysis.data.data_version, analysis.objective
+    version, objective = findings.data_version, findings.objective
     is_newest = job.data_version == version
-    if decision is not None:
-        job = _store_plan(tx, job, analysis, decision)
+    if findings.decision is not None:
+        job = _store_plan(tx, job, findings.decision, findings.run_ids)
     if is_newest:
         version = job.data_version
     elif (newer := cached(tx, job.id, objective, version, or_newer=True)) is not None:
         return newer
-    entry = ledger.enter(tx, job, analysis, version)
-    recommendation = _rendered(job, analysis, entry.recommendation_id, entry.created_at)
-    body = recommendation.model_dump_json()
+    entry = ledger.enter(tx, job, findings, version)
+    body = _rendered(job, findings, entry.recommendation_id, entry.created_at)
     tx.answers.put(job.id, f"recommendation:{objective}", data_version=version, model_version=MODEL_VERSION, body=body)
     if objective == job.objective:
-        chosen = recommendation.chosen
-        smallest, largest = explanation.savings(chosen, recommendation.candidates)
+        chosen = findings.chosen
+        smallest, largest = findings.savings
         tx.jobs.update(  # what a list of jobs shows
             job.id,
             recommended=None if chosen is None else chosen.configuration,
@@ -107,19 +108,19 @@ def store_answer(tx: Transaction, job: JobRecord, analysis: Analysis, decision: 
     return body
 
 
-def _rendered(job: JobRecord, analysis: Analysis, recommendation_id: str, created_at: datetime) -> wire.Recommendation:
-    """The answer as the wire's model."""
-    fields: dict[str, object] = {"id": recommendation_id, "job_id": job.id, "created_at": created_at}
-    if isinstance(analysis, Answer):
-        validated = (job.cross_validated_model, tuple(job.cross_validated_runs))
-        error = job.cross_validated_error if validated == (MODEL_VERSION, analysis.evidence.run_ids) else None
-        fields |= explanation.recommendation_fields(analysis, error)
-    else:
-        fields |= explanation.infeasible_fields(analysis)
-    return wire.Recommendation.model_validate(fields)
+class _Identity(wire.WireModel):
+    id: str
+    job_id: str
+    created_at: datetime
 
 
-def _store_plan(tx: Transaction, job: JobRecord, analysis: Analysis, decision: PlanDecision) -> JobRecord:
+def _rendered(job: JobRecord, findings: Findings, recommendation_id: str, created_at: datetime) -> str:
+    """The recommendation as JSON."""
+    head = _Identity(id=recommendation_id, job_id=job.id, created_at=created_at).model_dump_json()
+    return f"{head[:-1]},{findings.body[1:]}"
+
+
+def _store_plan(tx: Transaction, job: JobRecord, decision: PlanDecision, run_ids: Sequence[str]) -> JobRecord:
     for run_id in decision.cancelled:
         tx.runs.transition(run_id, expected=["pending"], to="cancelled")
     for run_id, step_time_s in decision.predicted_step_time_s.items():
@@ -129,11 +130,11 @@ def _store_plan(tx: Transaction, job: JobRecord, analysis: Analysis, decision: P
         tx.events.append(job.id, "run", run_id=run.id, data={"state": run.state, "purpose": run.purpose})
     if decision.posteriors is not None:
         tx.posteriors.put_posteriors(job.id, decision.posteriors)
-    if isinstance(analysis, Answer) and decision.cross_validated_error is not None:
+    if decision.cross_validated_error is not None:
         tx.jobs.update(
             job.id,
             cross_validated_error=decision.cross_validated_error,
-            cross_validated_runs=list(analysis.evidence.run_ids),
+            cross_validated_runs=list(run_ids),
             cross_validated_model=MODEL_VERSION,
         )
     state, reason = "planning" if decision.active else "ready", decision.reason

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-import tula_wire as wire
-from tula_service.analysis import explanation
-from tula_service.analysis.answer import Answer, analyse
-from tula_service.analysis.job_data import JobData
-from tula_service.analysis.what_if import WhatIf, configurations_of, specification_at
-from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.pricing import Estimate
+from tula_service.analysis.questions import predictions_of
+from tula_service.analysis.what_if import WhatIf
 from tula_service.store import Store
 from tula_service.usecases import planning
 from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.job_data import load_job_data
-from tula_wire import Configuration
 from tula_wire.enums import Objective
 
 
@@ -46,33 +39,18 @@ def get(
     if body is not None:
         return body
     on_miss()
-    with store.job_lock(job_id):
+    with store.fits.turn() as compute:
         key, body = look_up()  # another thread may have computed it, or the job's objective have changed
         if body is None:
-            body = planning.compute(store, job_id, key[1], plan=False, keep=may_change)
+            body = planning.answer(store, compute, job_id, key[1], plan=False, keep=may_change)
             if not may_change:
                 store.of_readers.put(key, body)
         return body
 
 
-def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -> wire.Predictions:
-    """Predict every configuration asked about. Raises InvalidInput for a question that no configuration answers."""
-    with store.compute_slot():
+def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -> str:
+    """Predictions of every configuration asked about as JSON. Raises InvalidInput if no configuration answers it."""
+    with store.fits.turn() as compute:
         with store.reading() as tx:
             data = load_job_data(tx, visible_job(tx, principal, job_id))
-        answer = analyse(replace(data, spec=specification_at(data.spec, question)))
-    if not isinstance(answer, Answer):
-        raise ObservationError(answer.reason)
-    found = answer.what_if(configurations_of(answer, question))
-    return wire.Predictions(
-        job_id=job_id,
-        basis=found.model.basis,
-        candidates=explanation.candidates_of(found, found.estimates),
-        model=explanation.model_report(found),
-    )
-
-
-def expectation(data: JobData, configuration: Configuration) -> Estimate | None:
-    """What is expected of a run about to start; None where no model can predict it."""
-    answer = analyse(data)
-    return answer.estimate([configuration])[0] if isinstance(answer, Answer) else None
+        return compute(predictions_of, data, job_id, question)

@@ -12,13 +12,14 @@ import sqlalchemy as sa
 
 import tula_wire as wire
 from tula_service.analysis.plan import instruction_of
+from tula_service.analysis.questions import expectation_of
 from tula_service.domain import RUN_TRANSITIONS, NewRun, RunRecord
 from tula_service.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
 from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Store, Transaction
 from tula_service.store.jobs import JobRecord
-from tula_service.usecases import fabrics, ledger, monitoring, recommendations
+from tula_service.usecases import fabrics, ledger, monitoring
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.job_data import load_job_data, spec_of
 from tula_service.usecases.planning import replan
@@ -127,13 +128,13 @@ def _end(tx: Transaction, run: RunRecord, to: RunState, cause: EndCause) -> None
 def create(store: Store, principal: Principal, job_id: str, request: wire.RunCreate) -> wire.Run:
     """Register a run outside the plan: training, or a measurement of the user's own choice. Raises Busy."""
     while True:
-        with store.compute_slot():
+        with store.fits.turn() as compute:
             with store.reading() as tx:
                 job = visible_job(tx, principal, job_id)
                 configuration = _of_known_type(spec_of(job), request.configuration)
                 _continued_run(tx, job_id, request)
                 data = load_job_data(tx, job)
-            expected = recommendations.expectation(data, configuration)
+            expected = compute(expectation_of, data, configuration)
         request = request.model_copy(update={"configuration": configuration})
         with store.transaction() as tx:
             now = tx.jobs.lock(job_id)

@@ -12,7 +12,6 @@ import pytest
 
 from tests.service.api.conftest import HOST, SPEC, Service
 from tests.service.api.test_ingest import batch, chunk
-from tula_service.store.database import COMPUTE_SLOTS
 from tula_service.usecases import planning
 from tula_wire import routes
 
@@ -22,17 +21,17 @@ ROOM = 40
 
 @pytest.fixture
 def fits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Fits do not end before this is set, and never are more at work than should be."""
-    compute, at_work, released = planning.analyse, [], threading.Event()
+    """Fits do not end before this is set, and never is more than one at work."""
+    compute, at_work, released = planning.findings_of, [], threading.Event()
 
     def held(*arguments):  # type: ignore[no-untyped-def]
         at_work.append(1)
-        assert len(at_work) <= COMPUTE_SLOTS
+        assert len(at_work) == 1
         released.wait()
         at_work.pop()
         return compute(*arguments)
 
-    monkeypatch.setattr(planning, "analyse", held)
+    monkeypatch.setattr(planning, "findings_of", held)
     return released
 
 

@@ -20,7 +20,7 @@ from tula_service.usecases.access import ANONYMOUS
 
 def ask(cluster: Cluster, job_id: str, **question: Any) -> wire.Predictions:
     """A what-if."""
-    return recommendations.predict(cluster.store, ANONYMOUS, job_id, WhatIf(**question))
+    return wire.read(wire.Predictions, recommendations.predict(cluster.store, ANONYMOUS, job_id, WhatIf(**question)))
 
 
 def test_a_what_if_answers_for_what_was_never_a_candidate(profiled: tuple[Cluster, str]) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
-from tula_service.analysis.answer import analyse
 from tula_service.analysis.explanation import name_of
+from tula_service.analysis.questions import findings_of
 from tula_service.errors import StoreUnavailable
 from tula_service.store import DEFAULT_PROJECT_ID, Store
 from tula_service.usecases import jobs, planning, recommendations, runs
@@ -23,7 +23,7 @@ def test_a_second_question_costs_no_fit_and_gets_the_same_bytes(
 ) -> None:
     cluster, job_id = profiled
     first = recommendations.get(cluster.store, ANONYMOUS, job_id)
-    monkeypatch.setattr(planning, "analyse", lambda *_: pytest.fail("a cached answer was fitted again"))
+    monkeypatch.setattr(planning, "findings_of", lambda *_: pytest.fail("a cached answer was fitted again"))
     assert recommendations.get(cluster.store, ANONYMOUS, job_id) == first
 
 
@@ -32,7 +32,7 @@ def test_another_worker_computes_the_same_answer(profiled: tuple[Cluster, str]) 
     first = cluster.recommendation(job_id)
     with cluster.store.transaction() as tx:
         job = tx.jobs.get(job_id)
-        second = planning.store_answer(tx, job, analyse(load_job_data(tx, job), "time"))
+        second = planning.store_answer(tx, job, findings_of(load_job_data(tx, job), "time"))
     assert wire.read(wire.Recommendation, second) == first, "even the ledger entry is the same, since it says the same"
 
 

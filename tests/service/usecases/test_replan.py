@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -15,8 +16,8 @@ import sqlalchemy as sa
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tula_service.analysis import answer, plan
-from tula_service.analysis.answer import Analysis
 from tula_service.analysis.job_data import JobData
+from tula_service.analysis.questions import Findings
 from tula_service.store import Store, Transaction
 from tula_service.usecases import jobs, ledger, planning, runs
 from tula_service.usecases.access import ANONYMOUS
@@ -84,19 +85,19 @@ def test_no_fit_holds_the_database_when_data_change_faster_than_it_takes(
     job_id = cluster.register().job.id
     cluster.work(job_id)
     run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
-    analyse = planning.analyse
+    find = planning.findings_of
     asked: list[int] = []
 
-    def overtaken(data: JobData, objective: str) -> Analysis:
+    def overtaken(data: JobData, *how: Any) -> Findings:
         assert not getattr(WriteTracker.writing, "now", False), "fitted inside a writing transaction"
         asked.append(data.data_version)
-        found = analyse(data, objective)
+        found = find(data, *how)
         with ThreadPoolExecutor(1) as agent:
             agent.submit(cluster.send, run, [0.1] * 5).result()
         return found
 
     cluster.send(run, [0.1] * 5)
-    monkeypatch.setattr(planning, "analyse", overtaken)
+    monkeypatch.setattr(planning, "findings_of", overtaken)
     first = cluster.recommendation(job_id)
     assert len(asked) == 1, "the answer is that of the data as they were when it was asked for"
     second = cluster.recommendation(job_id)
@@ -110,13 +111,13 @@ def test_an_answer_is_computed_again_if_prices_changed_meanwhile(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    analyse, asked = planning.analyse, []
+    find, asked = planning.findings_of, []
     with cluster.store.transaction() as tx:
         tx.jobs.bump(job_id)
 
-    def repriced(data: JobData, objective: str) -> Analysis:
+    def repriced(data: JobData, *how: Any) -> Findings:
         asked.append(data.data_version)
-        found = analyse(data, objective)
+        found = find(data, *how)
         if len(asked) == 1:
             spec = data.spec.model_dump(mode="json")
             changed = {**spec, "cluster": [{**spec["cluster"][0], "price": {"usd_per_node_hour": 50.0}}]}
@@ -128,7 +129,7 @@ def test_an_answer_is_computed_again_if_prices_changed_meanwhile(
         with cluster.store.transaction() as tx:
             tx.jobs.update(job_id, bump=True, spec=changed)
 
-    monkeypatch.setattr(planning, "analyse", repriced)
+    monkeypatch.setattr(planning, "findings_of", repriced)
     cluster.recommendation(job_id)
     assert len(asked) == 2
     newest = ledger.entries(cluster.store, ANONYMOUS, job_id).entries[0]
@@ -139,17 +140,17 @@ def test_an_answer_is_computed_again_if_the_job_changed_meanwhile(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    analyse = planning.analyse
+    find = planning.findings_of
     raced: list[int] = []
 
-    def beaten(data: JobData, objective: str | None) -> Analysis:
-        found = analyse(data, objective)
+    def beaten(data: JobData, *how: Any) -> Findings:
+        found = find(data, *how)
         if len(raced) < 2:
             raced.append(data.data_version)
             change_epochs(cluster.store, job_id, 10.0 + len(raced))
         return found
 
-    monkeypatch.setattr(planning, "analyse", beaten)
+    monkeypatch.setattr(planning, "findings_of", beaten)
     cluster.work(job_id)
     assert len(raced) == 2
     assert cluster.job(job_id).state == "ready"
@@ -162,16 +163,16 @@ def test_measurements_during_a_computation_do_not_delay_the_plan(store: Store, m
     cluster = Cluster(tracked)
     job_id = cluster.register().job.id
     run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
-    analyse, fitted = planning.analyse, []
+    find, fitted = planning.findings_of, []
 
-    def overtaken(data: JobData, objective: str | None) -> Analysis:
+    def overtaken(data: JobData, *how: Any) -> Findings:
         assert not getattr(WriteTracker.writing, "now", False), "fitted inside a writing transaction"
         fitted.append(data.data_version)
         with ThreadPoolExecutor(1) as agent:
             agent.submit(cluster.send, run, [0.1] * 5).result()
-        return analyse(data, objective)
+        return find(data, *how)
 
-    monkeypatch.setattr(planning, "analyse", overtaken)
+    monkeypatch.setattr(planning, "findings_of", overtaken)
     done = cluster.work(job_id)
     assert len(done) >= 3
     assert len(fitted) == len(done), "once for each run that ended"
@@ -183,15 +184,15 @@ def test_a_job_that_changes_during_every_attempt_is_planned_under_its_lock(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    analyse, raced = planning.analyse, []
+    find, raced = planning.findings_of, []
 
-    def beaten(data: JobData, objective: str | None) -> Analysis:
+    def beaten(data: JobData, *how: Any) -> Findings:
         raced.append(data.data_version)
         if len(raced) <= planning.ATTEMPTS:
             change_epochs(cluster.store, job_id, 10.0 + len(raced))
-        return analyse(data, objective)
+        return find(data, *how)
 
-    monkeypatch.setattr(planning, "analyse", beaten)
+    monkeypatch.setattr(planning, "findings_of", beaten)
     with cluster.store.transaction() as tx:
         tx.jobs.mark_plan_stale(job_id)
     body = planning.replan(cluster.store, job_id)
@@ -221,14 +222,14 @@ def test_runs_that_end_at_once_are_planned_for_once(store: Store) -> None:
 
 def test_threads_that_wait_for_a_replan_return_its_result(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = cluster.register().job.id
-    analyse, computed, released = planning.analyse, [], threading.Event()
+    find, computed, released = planning.findings_of, [], threading.Event()
 
-    def held(data: JobData, objective: str | None) -> Analysis:
+    def held(data: JobData, *how: Any) -> Findings:
         computed.append(data.data_version)
         released.wait()
-        return analyse(data, objective)
+        return find(data, *how)
 
-    monkeypatch.setattr(planning, "analyse", held)
+    monkeypatch.setattr(planning, "findings_of", held)
     with cluster.store.transaction() as tx:
         tx.jobs.mark_plan_stale(job_id)
     with ThreadPoolExecutor(6) as threads:

@@ -1,0 +1,100 @@
+"""Fits run in a process of their own, which is replaced when it dies and never outlives the service."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+import tula_wire as wire
+from benchmarks.support.server import Server, make_token
+from tests.service.api.conftest import SPEC
+from tula_service.analysis.job_data import JobData
+from tula_service.analysis.questions import findings_of, predictions_of
+from tula_service.analysis.what_if import WhatIf
+from tula_service.errors import Busy, InvalidInput
+from tula_service.fits import Fits
+from tula_wire import routes
+
+DATA = JobData(spec=SPEC, objective="knee", data_version=1)
+HOLDS_A_FIT = """
+import os, time
+from tula_service.fits import Fits
+
+if __name__ == "__main__":
+    with Fits(own_process=True).turn() as compute:
+        print(compute(os.getpid), flush=True)
+        compute(time.sleep, 3600.0)
+"""
+
+
+@pytest.fixture(scope="module")
+def fits() -> Iterator[Fits]:
+    """A queue with a process behind it."""
+    started = Fits(own_process=True)
+    started.start()
+    yield started
+    started.close()
+
+
+def test_a_process_finds_what_a_thread_finds(fits: Fits) -> None:
+    with fits.turn() as compute:
+        assert compute(os.getpid) != os.getpid()
+        assert compute(findings_of, DATA, "time", True) == findings_of(DATA, "time", True)
+        question = WhatIf(num_nodes=[2], local_batch_size=[16])
+        assert compute(predictions_of, DATA, "job-1", question) == predictions_of(DATA, "job-1", question)
+
+
+def test_a_refusal_arrives_with_its_field(fits: Fits) -> None:
+    with fits.turn() as compute, pytest.raises(InvalidInput, match="not both") as refused:
+        compute(predictions_of, DATA, "job-1", WhatIf(global_batch_size=[64], local_batch_size=[16]))
+    assert refused.value.field == "local_batch_size"
+
+
+def test_a_process_that_died_is_replaced_and_one_that_always_dies_is_busy(fits: Fits) -> None:
+    with fits.turn() as compute:
+        first = compute(os.getpid)
+        os.kill(first, signal.SIGKILL)
+        assert compute(os.getpid) not in (first, os.getpid())
+        with pytest.raises(Busy, match="ended twice"):
+            compute(os._exit, 1)
+        assert findings_of(DATA) == compute(findings_of, DATA)
+
+
+def test_the_process_leaves_the_cores_to_requests_and_takes_one(fits: Fits) -> None:
+    with fits.turn() as compute:
+        compute(findings_of, DATA)
+        process = psutil.Process(compute(os.getpid))
+        assert compute(os.getenv, "OPENBLAS_NUM_THREADS") == "1"
+    assert process.nice() > psutil.Process().nice() or process.nice() == 19
+
+
+def test_the_process_ends_with_a_parent_that_is_killed_while_it_computes() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", HOLDS_A_FIT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    process = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait(30)
+    parent.stdout.close()
+    process.wait(30)
+
+
+def test_a_service_fits_in_another_process_survives_its_end_and_leaves_none_behind(sqlite_url: str) -> None:
+    with Server(sqlite_url) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        client.headers["Authorization"] = f"Bearer {make_token(sqlite_url)}"
+        made = client.post(routes.JOBS, json=SPEC.model_dump(mode="json")).raise_for_status().json()
+        (first,) = server.fit_ids()
+        os.kill(first, signal.SIGKILL)
+        ask = routes.JOB_RECOMMENDATION.format(job_id=made["job"]["id"])
+        answer = client.get(ask, params={"objective": "cost"}).raise_for_status()
+        assert wire.read(wire.Recommendation, answer.text).job_id == made["job"]["id"]
+        (second,) = (psutil.Process(pid) for pid in server.fit_ids())
+        assert second.pid != first
+        server.process.kill()
+        second.wait(30)
