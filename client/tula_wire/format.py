@@ -74,12 +74,29 @@ def money(usd: float | None) -> str:
     return f"${_figures(usd):f}" if 0 < _figures(usd) < 1 else f"${usd + 0.0:.2f}"
 
 
+def energy(kwh: float | None) -> str:
+    """Three figures: `950 Wh`, `12.3 kWh`, `1.2 MWh`."""
+    return NOTHING if kwh is None else _in_unit(1e3 * kwh, "Wh")
+
+
+def mass(grams: float | None) -> str:
+    """Three figures: `492 g`, `4.92 kg`, `1.3 t`."""
+    if grams is None:
+        return NOTHING
+    return _in_unit(grams, "g") if grams < 999_500 else _in_unit(grams / 1e6, "t")
+
+
 def percent(share: float | None, *, signed: bool = False, digits: int = 1) -> str:
     """A fraction as per cent."""
     if share is None or not math.isfinite(share):
         return NOTHING
     rounded = round(share * 100, digits) + 0.0  # never -0
     return f"{rounded:{'+' if signed else ''}.{digits}f} %"
+
+
+def _in_unit(number: float, unit: str) -> str:
+    text = count(number)
+    return f"{text}{unit}" if text[-1].isalpha() else f"{text} {unit}"
 
 
 def _figures(number: float) -> Decimal:

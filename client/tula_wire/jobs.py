@@ -211,6 +211,9 @@ class MenuPoint(WireModel):
     usd_per_hour_saved: float | None = optional(
         "US dollars per hour saved against the next slower point; null at the slowest, and without a price."
     )
+    energy_kwh: Estimate | None = optional("Kilowatt-hours of the accelerators; null: no run has reported energy.")
+    energy_usd: Estimate | None = optional("US dollars of that energy; null without `usd_per_kwh`.")
+    energy_gco2: Estimate | None = optional("Grams of CO2 of that energy; null without `gco2_per_kwh`.")
     recommended: bool = Field(False, description="True: it is the recommended one.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from io import StringIO
 
@@ -139,6 +140,40 @@ def test_a_recommendation_begins_with_the_points_to_choose_among() -> None:
     assert "$12.5" in lines[1]
     assert not lines[2].startswith("* ")
     assert any(line.startswith("Recommended: ") for line in lines[3:])
+
+
+def test_energy_its_price_and_its_co2_stand_in_a_recommendation_that_has_them_only() -> None:
+    answer = models.recommendation()
+    assert answer.chosen is not None
+    energy = {
+        name: wire.Estimate(value=value, low=0.9 * value, high=1.1 * value)
+        for name, value in (("energy_kwh", 12.0), ("energy_usd", 3.6), ("energy_gco2", 4800.0))
+    }
+    chosen = answer.chosen
+    menu = [
+        wire.MenuPoint(
+            configuration=one.configuration, global_batch_size=one.global_batch_size, total_time_s=one.total_time_s
+        )
+        for one in (chosen, answer.candidates[-1])
+    ]
+
+    def printed(**more: object) -> str:
+        out = StringIO()
+        update = {
+            "chosen": chosen.model_copy(update=more),
+            "menu": [point.model_copy(update=more) for point in menu],
+        }
+        Console(file=out, width=160).print(jobs.recommendation_view(answer.model_copy(update=update)))
+        return out.getvalue()
+
+    priced, alone = printed(**energy), printed(energy_kwh=energy["energy_kwh"])
+    assert re.findall("energy|its price|its CO2", priced.splitlines()[0]) == ["energy", "its price", "its CO2"]
+    assert re.search(r"12 kWh +\$3\.60 +4\.8 kg *$", priced.splitlines()[1])
+    for text in ("12 kWh (10.8 kWh to 13.2 kWh)", "$3.60 ($3.24 to $3.96)", "4.8 kg (4.32 kg to 5.28 kg)"):
+        assert text in priced
+    assert "12 kWh (10.8 kWh to 13.2 kWh)" in alone
+    assert not re.search("its price|CO2", alone)
+    assert not re.search("energy|kWh|CO2", printed())
 
 
 @pytest.mark.parametrize(("typed", "usd"), [("", None), ("  ", None), ("25", 25.0), ("$7.50", 7.5)])

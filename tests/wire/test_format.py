@@ -76,6 +76,9 @@ def test_sizes_counts_and_shares_have_units() -> None:
     assert [format.count(each) for each in (950, 32_800, 2.1e6)] == ["950", "32.8 k", "2.1 M"]
     assert [format.count(each) for each in (999.7, -2e6, math.nan, math.inf)] == ["1 k", "-2 M", "-", "-"]
     assert [format.size(each) for each in (1023.7, 1000)] == ["1 KiB", "1000 B"]
+    energies = [format.energy(each) for each in (None, 0.95, 12.34, 1234.0)]
+    assert energies == ["-", "950 Wh", "12.3 kWh", "1.23 MWh"]
+    assert [format.mass(each) for each in (None, 492.3, 4920, 999_600)] == ["-", "492 g", "4.92 kg", "1 t"]
     assert format.percent(-0.0004, signed=True) == "+0.0 %"
     shares = format.percent(0.198), format.percent(0.05, signed=True), format.percent(0.5, digits=0)
     assert shares == ("19.8 %", "+5.0 %", "50 %")

@@ -35,6 +35,7 @@ from tula_client.launch.spec import load_spec
 from tula_wire import (
     JOBS_COUNTED,
     Candidate,
+    Estimate,
     Event,
     Job,
     JobPage,
@@ -50,7 +51,7 @@ from tula_wire import (
     ScalingPolicy,
     ScalingThresholds,
 )
-from tula_wire.format import configuration, count, duration, money, percent, size
+from tula_wire.format import configuration, count, duration, energy, mass, money, percent, size
 from tula_wire.text import printable
 
 BASIS = {
@@ -381,17 +382,32 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
 
 
 def menu_table(answer: Recommendation) -> RenderableType:
-    """The points to choose among, the fastest first, with what an hour saved costs; `*` marks the recommended one."""
-    rows = [
-        [
-            ("* " if point.recommended else "") + configuration(point.configuration) + (", spot" if point.spot else ""),
-            duration(point.total_time_s.value),
-            money(point.cost_usd.value if point.cost_usd else None),
-            money(point.usd_per_hour_saved),
-        ]
-        for point in answer.menu
-    ]
-    return table(["to choose among", ">time", ">cost", ">an hour less costs"], rows)
+    """The points to choose among, the fastest first, with what an hour saved costs; `*` marks the recommended one.
+
+    With the energy of each, its price and its CO2, as far as the points have them.
+    """
+    points = answer.menu
+    columns = {
+        "to choose among": [
+            ("* " if point.recommended else "") + configuration(point.configuration) + (", spot" if point.spot else "")
+            for point in points
+        ],
+        ">time": [duration(point.total_time_s.value) for point in points],
+        ">cost": [money(_value(point.cost_usd)) for point in points],
+        ">an hour less costs": [money(point.usd_per_hour_saved) for point in points],
+    }
+    if any(point.energy_kwh for point in points):
+        columns[">energy"] = [energy(_value(point.energy_kwh)) for point in points]
+    if any(point.energy_usd for point in points):
+        columns[">its price"] = [money(_value(point.energy_usd)) for point in points]
+    if any(point.energy_gco2 for point in points):
+        columns[">its CO2"] = [mass(_value(point.energy_gco2)) for point in points]
+    rows = list(zip(*columns.values(), strict=True))
+    return Narrowing([*columns], rows, [name for name in (">its price", ">energy") if name in columns])
+
+
+def _value(predicted: Estimate | None) -> float | None:
+    return None if predicted is None else predicted.value
 
 
 def _basis(answer: Recommendation | Predictions, evidence: str = "") -> list[Text]:
@@ -442,6 +458,12 @@ def _predictions(one: Candidate) -> RenderableType:
     ]
     if one.cost_usd is not None:
         rows.append(["cost", estimate(one.cost_usd, "usd")])
+    if one.energy_kwh is not None:
+        rows.append(["energy", estimate(one.energy_kwh, "kwh")])
+        if one.energy_usd is not None:
+            rows.append(["", estimate(one.energy_usd, "usd")])
+        if one.energy_gco2 is not None:
+            rows.append(["CO2", estimate(one.energy_gco2, "gco2")])
     if one.tokens_per_step is not None:
         rows.append(["tokens", f"{count(one.tokens_per_step)} a step"])
         rows.append(["", f"{estimate(one.tokens_per_s, 'count')} a second"])

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tula_wire import Configuration, Estimate
-from tula_wire.format import NOTHING, count, duration, money, size
+from tula_wire.format import NOTHING, count, duration, energy, mass, money, size
 from tula_wire.text import UNPRINTABLE, printable
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -175,7 +175,8 @@ def estimate(value: Estimate | None, unit: str = "s") -> str:
     """A prediction with its interval."""
     if value is None:
         return NOTHING
-    show = {"s": duration, "usd": money, "bytes": size, "count": count}[unit]
+    formats = {"s": duration, "usd": money, "bytes": size, "count": count, "kwh": energy, "gco2": mass}
+    show = formats[unit]
     return f"{show(value.value)} ({show(value.low)} to {show(value.high)})"
 
 

@@ -101,6 +101,7 @@ def _menu(answer: Answer) -> list[wire.MenuPoint]:
             total_time_s=estimate_of(point.time_s),
             cost_usd=estimate_of(point.cost_usd) if priced else None,
             usd_per_hour_saved=usd_per_hour_saved(point, after) if priced and after is not None else None,
+            **_energy(answer, point),
             recommended=chosen is not None and point.key == chosen.key,
         )
         for point, after in zip_longest(menu, menu[1:])
@@ -302,6 +303,7 @@ def _candidate(
         tokens_per_s=None if per_step is None else _ratio(per_step, estimate.step_time_s),
         usd_per_million_tokens=estimate_of(estimate.cost_usd, millions) if priced and millions else None,
         **_energy(answer, estimate),
+        joules_per_example=_joules_per_example(answer, estimate),
         memory_bytes=None if estimate.peak_bytes is None else estimate_of(estimate.peak_bytes),
         memory_fits=evidence.memory.fit_probability(c),
         unproved=not evidence.memory.is_proved(c),
@@ -322,17 +324,23 @@ def _candidate(
 
 
 def _energy(answer: Answer, estimate: Estimate) -> dict[str, wire.Estimate]:
-    """The fields of `wire.Candidate` on energy; none where no run has reported any."""
+    """Energy, its price and its CO2, as fields of `wire.Candidate`; none where no run has reported any."""
     kwh, spec = estimate.energy_kwh, answer.data.spec
     if kwh is None:
         return {}
-    examples = spec.dataset.size * spec.epochs
-    found = {"energy_kwh": kwh, "joules_per_example": kwh.scaled(JOULES_PER_KWH / examples)}
+    fields = {"energy_kwh": kwh}
     if spec.usd_per_kwh is not None:
-        found["energy_usd"] = kwh.scaled(spec.usd_per_kwh)
+        fields["energy_usd"] = kwh.scaled(spec.usd_per_kwh)
     if spec.gco2_per_kwh is not None:
-        found["energy_gco2"] = kwh.scaled(spec.gco2_per_kwh)
-    return {name: estimate_of(value) for name, value in found.items()}
+        fields["energy_gco2"] = kwh.scaled(spec.gco2_per_kwh)
+    return {name: estimate_of(value) for name, value in fields.items()}
+
+
+def _joules_per_example(answer: Answer, estimate: Estimate) -> wire.Estimate | None:
+    if estimate.energy_kwh is None:
+        return None
+    spec = answer.data.spec
+    return estimate_of(estimate.energy_kwh.scaled(JOULES_PER_KWH / (spec.dataset.size * spec.epochs)))
 
 
 def _excluded_by(answer: Answer, c: Configuration) -> str | None:

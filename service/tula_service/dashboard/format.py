@@ -10,7 +10,7 @@ from typing import Any, Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tula_wire import Configuration, Estimate, Event
-from tula_wire.format import NOTHING, configuration, count, duration, money, percent, size
+from tula_wire.format import NOTHING, configuration, count, duration, energy, mass, money, percent, size
 
 
 def signed(share: float | None) -> str:
@@ -104,7 +104,7 @@ def event_sentence(event: Event) -> str:
 
 
 _FILTERS: Final = (
-    *(duration, money, size, count, configuration, signed, tone, tone_against, saving, against),
+    *(duration, money, size, count, energy, mass, configuration, signed, tone, tone_against, saving, against),
     *(duration_interval, money_interval, moment, words, event_warns, event_sentence),
 )
 

@@ -348,6 +348,9 @@ def test_energy_is_predicted_from_the_power_that_runs_read_and_the_least_of_it_c
     assert isinstance(chosen, wire.Candidate)
     assert isinstance(candidates, list)
     assert chosen.configuration.num_nodes == 1
+    menu = fields["menu"]
+    assert isinstance(menu, list)
+    assert all(point.energy_kwh and point.energy_usd and point.energy_gco2 for point in menu)
     for each in candidates:
         hours = each.total_time_s.value / 3600.0
         assert each.energy_kwh.value == pytest.approx(0.4 * each.configuration.world_size * hours)

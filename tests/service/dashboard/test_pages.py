@@ -167,6 +167,31 @@ def test_a_jobs_page_shows_recommendation_plan_and_candidates(browser: Browser) 
     assert re.search(r"[kMG] a second</dd><dd class=\"interval\">[0-9.]+ [kM] a step, \$[0-9.]+ a million", tokens)
 
 
+def test_energy_stands_on_the_jobs_page_once_a_run_has_reported_it(browser: Browser) -> None:
+    job_id = register(browser, objective="time", usd_per_kwh=0.3, gco2_per_kwh=400.0)
+    assert "kWh" not in _answer_of(browser, job_id)
+    run = browser("POST", wire.routes.JOB_CLAIM.format(job_id=job_id), json={"holder": "h"}).json()["run"]
+    steps = list(range(20))
+    body = {
+        "rank": 0,
+        "boot_id": "b",
+        "sequence": steps,
+        "step": steps,
+        "step_time_s": [0.02] * 20,
+        "energy_per_step_j": 30.0,
+    }
+    assert browser("POST", wire.routes.RUN_SAMPLES.format(run_id=run["id"]), json=body).status_code == 202
+    answer = _answer_of(browser, job_id)
+    assert re.search(r"<dt>Energy</dt><dd>[0-9.]+ [kM]?Wh, \$[0-9.]+, [0-9.]+ k?g CO2</dd>", answer)
+    menu = answer.partition("</table>")[0]
+    points = browser("GET", wire.routes.JOB_RECOMMENDATION.format(job_id=job_id)).json()["menu"]
+    assert len(re.findall(r">[0-9.]+ [kM]?Wh, \$[0-9.]+, [0-9.]+ k?g CO2</td></tr>", menu)) == len(points) > 1
+
+
+def _answer_of(browser: Browser, job_id: str) -> str:
+    return browser.page(f"/jobs/{job_id}").partition('data-live="answer"')[2].partition("</section>")[0]
+
+
 def test_another_objective_is_a_link_away(browser: Browser) -> None:
     job_id = register(browser)
     assert re.search(r'href="\?objective=cost" aria-current', browser.page(f"/jobs/{job_id}?objective=cost"))
