@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cold_start
-from tula_service.analysis.scaling import MOST_TIMES, scaling_rule
+from tula_service.analysis.scaling import MOST_TIMES, LearningRate
 from tula_wire import ModelSpec
 
 ROOT = Path(__file__).parents[1]
@@ -103,7 +103,7 @@ def test_no_rule_that_is_recommended_was_clearly_worse_than_another_in_the_exper
         _, network, batch = row["case"].split("@")[0].split("/")
         model = ModelSpec(name=network, optimizer=OPTIMIZERS.get(network, "momentum"))
         times = int(batch) / (16 if network == "transformer" else 64)
-        assert scaling_rule(model, times) == "gain"
+        assert LearningRate(model, 64, times, None).rule == "gain"
         assert times <= MOST_TIMES
         for other in row["methods"].keys() - {"small batch", "Tula default"}:
             lead, half = row["default_minus"][other]

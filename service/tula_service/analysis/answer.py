@@ -12,7 +12,7 @@ from typing import TypeAlias
 import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.evidence import Evidence, evidence_of
-from tula_service.analysis.hardware import figures_of, power_of
+from tula_service.analysis.hardware import figures_of
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.scaling import StatisticalEfficiency
 from tula_service.analysis.transfer import earlier_evidence, prior_of
@@ -102,8 +102,7 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
     )
     spec = job_data.payable(data.spec, evidence.memory.models)
     base = job_data.base_batch_size(data, evidence.candidates)
-    goal = job_data.goal_of(data, spec, wanted, base_batch_size=base)
-    goal = replace(goal, power_w=power_of(spec, data.summaries))
+    goal = job_data.goal_of(data, spec, wanted, base_batch_size=base, power_w=figures.power_w)
     efficiency = None
     if (noise_scale := data.gradient_noise_scale) is not None:
         efficiency = StatisticalEfficiency(noise_scale, base)

@@ -11,9 +11,10 @@ from statistics import fmean
 from scipy import special
 
 import tula_wire as wire
-from tula_service.analysis import hardware, job_data, scaling
+from tula_service.analysis import hardware, job_data
 from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
 from tula_service.analysis.evidence import Evidence
+from tula_service.analysis.scaling import LearningRate
 from tula_service.perfmodel.choice import Choice, Exclusion
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import OBJECTIVES
@@ -44,9 +45,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
     `cross_validated_error` is of exactly the runs and the model of this answer, None without one.
     """
     choice, evidence = answer.choice, answer.evidence
-    knee, rule = choice.knee.estimate, None
-    if choice.chosen is not None:
-        rule = scaling.scaling_rule(answer.spec.model, _times_base(answer, choice.chosen.configuration)[0])
+    knee, chosen = choice.knee.estimate, choice.chosen
     candidates = candidates_of(answer, (*answer.estimates, *answer.estimate(tuple(evidence.ruled_out))))
     by_key = {(candidate.configuration, candidate.spot): candidate for candidate in candidates}
 
@@ -65,7 +64,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
         ),
         "quality": quality_of(answer),
         "why": why(answer),
-        "scaling_rule": rule,
+        "scaling_rule": None if chosen is None else _learning_rate(answer, chosen.configuration).rule,
         "candidates": candidates,
         "frontier": [estimate.configuration for estimate in choice.frontier],
         "menu": _menu(answer),
@@ -91,7 +90,7 @@ def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
 
 def _menu(answer: Answer) -> list[wire.MenuPoint]:
     """The points to choose among, each with what an hour saved costs over the next slower one."""
-    menu, priced = answer.choice.menu, job_data.has_prices(answer.spec)
+    menu, priced = answer.choice.menu, answer.choice.goal.priced
     chosen = answer.choice.chosen
     return [
         wire.MenuPoint(
@@ -124,7 +123,7 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
     """Which model predicted, from which data, and its warnings."""
     evidence, model = answer.evidence, answer.model
     memory = [note for name in sorted(evidence.memory.models) for note in evidence.memory.models[name].notes]
-    warnings = [*_warnings(answer.data.spec, evidence), *_unequal_lengths(answer.data.seen_tokens)]
+    warnings = [*_warnings(answer), *_unequal_lengths(answer.data.seen_tokens)]
     warnings += [*_waits_for_data(answer), *_memory_of_chosen(answer)]
     warnings += _large_convolutions(answer.data.spec, evidence)
     priced = (answer.data.spec.usd_per_kwh, answer.data.spec.gco2_per_kwh) != (None, None)
@@ -150,7 +149,7 @@ def quality_of(answer: Answer) -> wire.Quality | None:
         return None
     batch = choice.chosen.configuration.global_batch_size
     larger = [e for e in choice.estimates if e.configuration.global_batch_size > batch]
-    rate = scaling.learning_rate_factor(answer.spec.model, *_times_base(answer, choice.chosen.configuration))
+    rate = _learning_rate(answer, choice.chosen.configuration).factor
     refused = bool(larger) and not any(guard.allows(e.configuration.global_batch_size) for e in larger)
     return wire.Quality(
         kept=guard.allows(batch),
@@ -197,8 +196,7 @@ def why(answer: Answer) -> str:
             "least time alone."
         )
     if chosen is not None:
-        times_base = _times_base(answer, chosen.configuration)
-        parts.append(scaling.learning_rate_advice(answer.spec.model, answer.base_batch_size, *times_base))
+        parts.append(_learning_rate(answer, chosen.configuration).advice)
     return " ".join(filter(None, (*parts, _RESTS_ON[answer.model.basis])))
 
 
@@ -288,7 +286,8 @@ def _candidate(
     breaches: Mapping[tuple[Configuration, bool], str],
 ) -> wire.Candidate:
     c, evidence = estimate.configuration, answer.evidence
-    excluded = evidence.ruled_out.get(c) or breaches.get(estimate.key) or _excluded_by(answer, c)
+    fits = evidence.memory.fit_probability(c)
+    excluded = evidence.ruled_out.get(c) or breaches.get(estimate.key) or _excluded_by(answer, c, fits)
     tokens, priced = answer.data.tokens_per_example, answer.choice.goal.priced
     per_step = None if tokens is None else tokens * c.global_batch_size
     millions = None if tokens is None else tokens * answer.spec.dataset.size * answer.spec.epochs / 1e6
@@ -305,7 +304,7 @@ def _candidate(
         **_energy(answer, estimate),
         joules_per_example=_joules_per_example(answer, estimate),
         memory_bytes=None if estimate.peak_bytes is None else estimate_of(estimate.peak_bytes),
-        memory_fits=evidence.memory.fit_probability(c),
+        memory_fits=fits,
         unproved=not evidence.memory.is_proved(c),
         terms=wire.Terms(
             compute_time_s=estimate.terms["compute_s"],
@@ -318,7 +317,7 @@ def _candidate(
         dominated=excluded is None and estimate.key not in frontier,
         excluded_by=excluded,
         statistical_efficiency=None if answer.efficiency is None else answer.efficiency.of(c.global_batch_size),
-        learning_rate_factor=scaling.learning_rate_factor(answer.spec.model, *_times_base(answer, c)),
+        learning_rate_factor=_learning_rate(answer, c).factor,
         measured_step_time_s=evidence.measured.get(c),
     )
 
@@ -343,11 +342,10 @@ def _joules_per_example(answer: Answer, estimate: Estimate) -> wire.Estimate | N
     return estimate_of(estimate.energy_kwh.scaled(JOULES_PER_KWH / (spec.dataset.size * spec.epochs)))
 
 
-def _excluded_by(answer: Answer, c: Configuration) -> str | None:
-    """Why this candidate may not be chosen, apart from the limits; None if it may."""
+def _excluded_by(answer: Answer, c: Configuration, fits: float | None) -> str | None:
+    """Why this candidate may not be chosen, apart from the limits; None if it may. fits: into memory, a probability."""
     if c in answer.doubtful:
-        likely = percent(answer.evidence.memory.fit_probability(c), digits=0)
-        return f"it fits into memory with a probability of {likely} only."
+        return f"it fits into memory with a probability of {percent(fits, digits=0)} only."
     if c in answer.evidence.failed:
         return "its profiling run failed; fix the cause and register the job again to retry it."
     return None
@@ -363,13 +361,14 @@ def _ratio(amount: float, per: Interval) -> wire.Estimate:
     return wire.Estimate(value=amount / per.mean, low=amount / per.high, high=amount / per.low)
 
 
-def _warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
+def _warnings(answer: Answer) -> list[str]:
     """What neither the specification nor the measurements show, with the remedy."""
+    spec, bounds = answer.data.spec, answer.evidence.memory.max_local_batch_size
     found = [
         f"Nothing bounds the local batch of {name}, so five doublings were tried: give "
         "cluster.memory_bytes_per_rank or batch.max_local_batch_size."
         for name in (cluster.instance_type for cluster in spec.cluster)
-        if spec.batch.max_local_batch_size is None and name not in evidence.memory.max_local_batch_size
+        if spec.batch.max_local_batch_size is None and name not in bounds
     ]
     if (total := spec.batch.global_batch_size) is not None:
         for cluster in spec.cluster:
@@ -381,7 +380,7 @@ def _warnings(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
                 )
     if not job_data.has_prices(spec):
         found.append("No price is known, so costs are ranked in node-hours: give cluster.price.")
-    elif job_data.payable(spec, evidence.memory.models) is not spec:
+    elif not answer.choice.goal.priced:
         found.append(
             "A price per GB-hour gives no cost before memory is known, so costs are ranked in node-hours and no budget "
             "is applied: profile a run, or give model.activation_bytes_per_sample and model.parameters."
@@ -499,10 +498,10 @@ def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
     return f"Larger batches tend to generalise worse:{other} ask for time or cost where quality can bear it."
 
 
-def _times_base(answer: Answer, c: Configuration) -> tuple[float, float | None]:
-    """How many times the base batch, and by what the learning rate grows by the noise scale, if that is known."""
-    batch, efficiency = c.global_batch_size, answer.efficiency
-    return batch / answer.base_batch_size, None if efficiency is None else efficiency.learning_rate_factor(batch)
+def _learning_rate(answer: Answer, c: Configuration) -> LearningRate:
+    batch, base, efficiency = c.global_batch_size, answer.base_batch_size, answer.efficiency
+    by_noise_scale = None if efficiency is None else efficiency.learning_rate_factor(batch)
+    return LearningRate(answer.spec.model, base, batch / base, by_noise_scale)
 
 
 def nearest_misses(choice: Choice) -> dict[str, Exclusion]:

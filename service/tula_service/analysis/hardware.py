@@ -50,12 +50,14 @@ class EarlierFigures:
 class Figures:
     """What specifications, data sheets and probes say of a job and of earlier ones, as the performance model takes it.
 
-    By instance type are `hardware` and `fabrics`, the probed links of nodes like the job's. `earlier` are newest first.
+    By instance type are `hardware`, `fabrics`, the probed links of nodes like the job's, and `power_w` of a rank's
+    device, of every type or of none. `earlier` are newest first.
     """
 
     facts: ModelFacts
     hardware: Mapping[str, Hardware]
     fabrics: Mapping[str, Fabric]
+    power_w: Mapping[str, Interval]
     earlier: tuple[EarlierFigures, ...]
 
 
@@ -70,6 +72,7 @@ def figures_of(data: JobData) -> Figures:
         facts=facts_of(spec.model),
         hardware=hardware,
         fabrics=fabrics,
+        power_w=power_of(spec, data.summaries),
         earlier=tuple(
             EarlierFigures(
                 job,

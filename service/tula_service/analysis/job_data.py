@@ -12,6 +12,7 @@ import tula_wire as wire
 from tula_service.analysis.scaling import estimate_noise_scale
 from tula_service.domain import FloatArray, RunRecord, RunSummary
 from tula_service.perfmodel.guard import CAREFUL, SGD, TURNED, Guard
+from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Limits, Offer, Spot, Training
@@ -140,7 +141,14 @@ def base_batch_size(data: JobData, candidates: Sequence[wire.Configuration]) -> 
     return int(reported) if reported is not None and 1 <= reported <= max(sizes) else min(sizes)
 
 
-def goal_of(data: JobData, spec: wire.JobSpec, objective: Objective, *, base_batch_size: int) -> Goal:
+def goal_of(
+    data: JobData,
+    spec: wire.JobSpec,
+    objective: Objective,
+    *,
+    base_batch_size: int,
+    power_w: Mapping[str, Interval] | None = None,
+) -> Goal:
     """What is to be chosen: the training, the prices and the limits of the specification as far as it can be priced.
 
     The guard says which batches keep the accuracy of the base batch. Its constants are those of turned steps where a
@@ -168,6 +176,7 @@ def goal_of(data: JobData, spec: wire.JobSpec, objective: Objective, *, base_bat
             noise_scale=data.settled_noise_scale,
             constants=TURNED if data.directions else by_optimizer,
         ),
+        power_w=power_w or {},
     )
 
 

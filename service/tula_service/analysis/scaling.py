@@ -72,41 +72,49 @@ class StatisticalEfficiency:
         return int(self.noise_scale + 2.0 * self.base_batch_size + 1e-9)
 
 
-def scaling_rule(model: wire.ModelSpec, times: float) -> ScalingRule | None:
-    """The rule at `times` the base batch; None at the base batch, and for optimizers that no experiment used."""
-    return "gain" if times > 1.0 and model.optimizer in _MEASURED_OPTIMIZERS else None
+@dataclass(frozen=True)
+class LearningRate:
+    """The learning rate of a global batch that is `times` the base batch, against the rate of the base batch.
 
-
-def learning_rate_factor(model: wire.ModelSpec, times: float, by_noise_scale: float | None) -> float | None:
-    """The learning rate over that of the base batch; None where the noise scale, which decides it, is unknown.
-
-    by_noise_scale: the gain, of which Adam takes the root, as `TulaOptimizer` does.
+    by_noise_scale: the gain, of which Adam takes the root, as `TulaOptimizer` does; None while the noise scale, which
+    decides it, is unknown.
     """
-    if times <= 1.0:
-        return 1.0
-    return math.sqrt(by_noise_scale) if by_noise_scale and model.optimizer == "adam" else by_noise_scale
 
+    model: wire.ModelSpec
+    base_batch_size: int
+    times: float
+    by_noise_scale: float | None
 
-def learning_rate_advice(
-    model: wire.ModelSpec, base_batch_size: int, times: float, by_noise_scale: float | None
-) -> str:
-    """What to do with the learning rate of the base batch, in words; nothing at that batch.
+    @property
+    def rule(self) -> ScalingRule | None:
+        """The rule to scale it by; None at the base batch, and for optimizers that no experiment used."""
+        return "gain" if self.times > 1.0 and self.model.optimizer in _MEASURED_OPTIMIZERS else None
 
-    by_noise_scale: as of `learning_rate_factor`, which is the number in the sentence.
-    """
-    if times <= 1.0:
-        return ""
-    start = f"Multiply the learning rate of a batch of {base_batch_size} by"
-    number = learning_rate_factor(model, times, by_noise_scale)
-    if number is not None:
-        found = f"{start} {number:.2g}, which follows from the gradient noise scale; `TulaOptimizer` does it."
-    else:
-        most = math.sqrt(times) if model.optimizer == "adam" else times
-        found = f"{start} 1 to {most:.3g}: the gradient noise scale decides, which `TulaOptimizer` measures."
-    if times > MOST_TIMES:
-        found += f" No experiment went beyond {MOST_TIMES:g} times the batch"
-        found += "; try LARS there too." if model.batch_normalization and model.optimizer != "adam" else "."
-    return found
+    @property
+    def factor(self) -> float | None:
+        """The rate over that of the base batch; None where the noise scale is unknown."""
+        if self.times <= 1.0:
+            return 1.0
+        gain = self.by_noise_scale
+        return math.sqrt(gain) if gain and self.model.optimizer == "adam" else gain
+
+    @property
+    def advice(self) -> str:
+        """What to do with the learning rate of the base batch, in words; nothing at that batch."""
+        if self.times <= 1.0:
+            return ""
+        start = f"Multiply the learning rate of a batch of {self.base_batch_size} by"
+        if self.factor is not None:
+            said = f"{start} {self.factor:.2g}, which follows from the gradient noise scale; `TulaOptimizer` does it."
+        else:
+            most = math.sqrt(self.times) if self.model.optimizer == "adam" else self.times
+            said = f"{start} 1 to {most:.3g}: the gradient noise scale decides, which `TulaOptimizer` measures."
+        if self.times > MOST_TIMES:
+            said += f" No experiment went beyond {MOST_TIMES:g} times the batch"
+            said += (
+                "; try LARS there too." if self.model.batch_normalization and self.model.optimizer != "adam" else "."
+            )
+        return said
 
 
 @dataclass(frozen=True)

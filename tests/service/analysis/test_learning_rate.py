@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tula_service.analysis.scaling import learning_rate_advice, learning_rate_factor, scaling_rule
+from tula_service.analysis.scaling import LearningRate
 from tula_wire import ModelSpec
 
 
@@ -34,13 +34,14 @@ from tula_wire import ModelSpec
 )
 def test_the_rule_and_its_sentence(facts: dict[str, Any], times: float, rule: str | None, said: str) -> None:
     model = ModelSpec.model_validate({"name": "net", **facts})
-    assert scaling_rule(model, times) == rule
-    assert said in learning_rate_advice(model, 64, times, 3.2)
-    assert bool(learning_rate_advice(model, 64, times, 3.2)) == (times > 1.0)
+    rate = LearningRate(model, 64, times, 3.2)
+    assert rate.rule == rule
+    assert said in rate.advice
+    assert bool(rate.advice) == (times > 1.0)
 
 
 def test_without_a_noise_scale_the_range_is_said() -> None:
-    assert "64 by 1 to 4:" in learning_rate_advice(ModelSpec(name="net"), 64, 4.0, None)
+    assert "64 by 1 to 4:" in LearningRate(ModelSpec(name="net"), 64, 4.0, None).advice
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "other"])
@@ -51,14 +52,14 @@ def test_the_factor_is_the_number_of_the_sentence_and_of_the_rule(
     optimizer: str, normalization: bool | None, times: float, by_noise_scale: float | None
 ) -> None:
     model = ModelSpec.model_validate({"name": "net", "optimizer": optimizer, "batch_normalization": normalization})
-    rule, said = scaling_rule(model, times), learning_rate_advice(model, 64, times, by_noise_scale)
-    found = learning_rate_factor(model, times, by_noise_scale)
+    rate = LearningRate(model, 64, times, by_noise_scale)
+    rule, said, factor = rate.rule, rate.advice, rate.factor
     root = optimizer == "adam"
     if times == 1.0:
-        assert (rule, found, said) == (None, 1.0, "")
-    elif found is None:
+        assert (rule, factor, said) == (None, 1.0, "")
+    elif factor is None:
         assert by_noise_scale is None
         assert f"64 by 1 to {times**0.5 if root else times:.3g}:" in said
     else:
-        assert found == pytest.approx(3.2**0.5 if root else 3.2)
-        assert f"64 by {found:.2g}, which follows from the gradient noise scale" in said
+        assert factor == pytest.approx(3.2**0.5 if root else 3.2)
+        assert f"64 by {factor:.2g}, which follows from the gradient noise scale" in said
