@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -156,13 +155,6 @@ def test_a_bad_specification_is_refused_with_its_field(
     client: httpx.Client, changes: dict[str, Any], field: str
 ) -> None:
     problem(client.post(wire.routes.JOBS, json=SPEC | changes), 422, field)
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_nan_and_infinity_in_a_specification_are_refused(client: httpx.Client, number: str) -> None:
-    body = json.dumps(SPEC)[:-1] + f', "epochs": {number}}}'
-    headers = {"content-type": "application/json"}
-    problem(client.post(wire.routes.JOBS, content=body, headers=headers), 422, "epochs")
 
 
 def test_refusals_name_what_to_do(client: httpx.Client) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import tula_wire as wire
 from benchmarks.support.forked import Server
-from tests.service.api.test_loop import ok, path, problem, step_time
+from tests.service.api.test_loop import ok, path, step_time
 
 GB = 10**9
 CAPACITY = 16 * GB
@@ -64,13 +64,6 @@ def recommended(client: httpx.Client, job_id: str, **query: str) -> wire.Recomme
     found = client.get(path(wire.routes.JOB_RECOMMENDATION, job_id=job_id), params=query)
     ok(found)
     return wire.read(wire.Recommendation, found.content)
-
-
-@pytest.mark.parametrize("peak", [-1, 2**63, 0.5])
-def test_a_reading_that_is_none_is_refused_by_its_field(client: httpx.Client, peak: float) -> None:
-    job_id = register(client)
-    refused = measured(client, job_id, 32, {"method": "reported", "peak_bytes": peak})
-    problem(refused, 422, "memory.peak_bytes")
 
 
 def test_a_reading_above_capacity_is_left_out_and_said(client: httpx.Client) -> None:

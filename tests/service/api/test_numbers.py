@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
 import typing
 from collections.abc import Iterator
@@ -20,10 +19,10 @@ from tula_service.api.docs import document
 Path = tuple[str, ...]
 
 
-def numbers(kind: Any, at: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Every number inside a type: where it stands, and "float" or "int"; a list's entry is "0", a mapping's "x"."""
+def numbers(kind: Any, at: Path = ()) -> Iterator[Path]:
+    """Where every number inside a type stands; a list's entry is "0", a mapping's "x"."""
     if kind in (float, int):
-        yield at, kind.__name__
+        yield at
     for name, inner in inside(kind):
         yield from numbers(inner, at if name is None else (*at, name))
 
@@ -47,12 +46,12 @@ def inside(kind: Any) -> list[tuple[str | None, Any]]:
     return []
 
 
-def holding(at: Path, value: float) -> Any:
-    """The smallest body that has this value in this place."""
+def holding(at: Path, value: str) -> str:
+    """The smallest JSON body that has this value in this place."""
     if not at:
         return value
     inner = holding(at[1:], value)
-    return [inner] if at[0] == "0" else {at[0]: inner}
+    return f"[{inner}]" if at[0] == "0" else f'{{"{at[0]}": {inner}}}'
 
 
 def bodies(service: Service) -> dict[str, type[BaseModel]]:
@@ -67,16 +66,15 @@ def bodies(service: Service) -> dict[str, type[BaseModel]]:
     return found
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_no_body_takes_nan_or_infinity_anywhere(service: Service, value: float) -> None:
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_no_body_takes_nan_or_infinity_anywhere(service: Service, value: str) -> None:
     tried = 0
     for name, model in bodies(service).items():
-        for at, kind in numbers(model):
+        for at in numbers(model):
             with pytest.raises(ValidationError) as refused:
-                model.model_validate(holding(at, value))
+                model.model_validate_json(holding(at, value))
             faults = [error for error in refused.value.errors() if tuple(map(str, error["loc"]))[: len(at)] == at]
-            said = {error["type"] for error in faults}
-            assert said & {"finite_number", "int_from_float"}, (name, at, kind, refused.value)
+            assert {error["type"] for error in faults} == {"finite_number"}, (name, at, refused.value)
             tried += 1
     assert tried > 60
 
