@@ -38,7 +38,7 @@ from benchmarks.step_time import recommended
 from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
 from benchmarks.support.report import geometric_mean, mean, percentile, print_table, write_json
 from tula_service.perfmodel.choice import choose
-from tula_service.perfmodel.guard import Guard
+from tula_service.perfmodel.guard import AccuracyGuard
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.points import FloatArray, Points
@@ -68,7 +68,7 @@ class Judged:
 
 def goal_for(objective: Objective, workload: Workload, examples: float) -> Goal:
     """Training at one price for each rank-hour, of batches that keep the accuracy of the workload's smallest."""
-    guard = Guard(examples, min(c.global_batch_size for c in workload.candidates))
+    guard = AccuracyGuard(examples, min(c.global_batch_size for c in workload.candidates))
     return Goal(objective, Training(examples), {"default": Offer(usd_per_rank_hour=3600.0)}, guard=guard)
 
 

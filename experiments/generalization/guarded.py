@@ -38,7 +38,7 @@ from experiments.generalization.report import CaseReport, Interval, report_case
 from tula_agent.scaling import TulaOptimizer
 from tula_service.analysis.job_data import JobData, base_batch_size, goal_of
 from tula_service.perfmodel.choice import choose
-from tula_service.perfmodel.guard import Guard
+from tula_service.perfmodel.guard import AccuracyGuard
 from tula_service.perfmodel.intervals import Interval as Range
 from tula_service.perfmodel.pricing import Estimate, Training
 
@@ -80,7 +80,7 @@ def profile(case: Case, mode: Mode, *, learning_rate: float) -> Reports:
     return Reports(tuple(noise), reported["small_batch_size"], reported["directions"] == 1.0)
 
 
-def choose_batch(case: Case, mode: Mode, reports: Reports) -> tuple[int, Guard]:
+def choose_batch(case: Case, mode: Mode, reports: Reports) -> tuple[int, AccuracyGuard]:
     """The global batch that `balanced` takes where a larger one is faster at the same cost, and the guard it obeyed."""
     examples, base = len(_data(case, mode).train), case.base_batch_size
     spec = wire.JobSpec.model_validate(
@@ -129,7 +129,7 @@ class Guarded:
 
     case: Case
     epochs: int
-    guard: Guard
+    guard: AccuracyGuard
     batch_size: int
     report: CaseReport
 

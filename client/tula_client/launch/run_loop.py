@@ -214,18 +214,23 @@ class Runner:
             restart=restart,
             smaller=smaller,
         )
-        env_file = str(self.work.env_file(run.id, variables)) if "env_file" in template.placeholders else ""
-        command = template.fill(
-            run.configuration,
-            run_id=run.id,
-            launch_id=launch_id,
-            resume=resume,
-            env_file=env_file,
-            checkpoint_dir=checkpoints,
-            learning_rate_factor=learning_rate_factor,
-        )
         stop = self.stop_template
-        stop_command = None if stop is None else stop.fill(run.configuration, run_id=run.id, launch_id=launch_id)
+        templates = (template,) if stop is None else (template, stop)
+        needs_file = any("env_file" in each.placeholders for each in templates)
+        env_file = str(self.work.env_file(run.id, variables)) if needs_file else ""
+        command, *stop_commands = [
+            each.fill(
+                run.configuration,
+                run_id=run.id,
+                launch_id=launch_id,
+                resume=resume,
+                env_file=env_file,
+                checkpoint_dir=checkpoints,
+                learning_rate_factor=learning_rate_factor,
+            )
+            for each in templates
+        ]
+        stop_command = next(iter(stop_commands), None)
         if stop_command is not None:
             self.work.save(_SUBMITTED + launch_id, {"stop_command": stop_command})
         try:

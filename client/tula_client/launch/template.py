@@ -68,15 +68,17 @@ class Template:
         Nothing is quoted, since the command may pass it through any number of shells: a value of the service that is no
         plain word raises UsageError.
         """
-        ours = {"resume": str(resume or ""), "env_file": env_file, "checkpoint_dir": str(checkpoint_dir)}
-        ours["learning_rate_factor"] = f"{learning_rate_factor:.6g}"
-        given = {"run_id": run_id, "launch_id": launch_id}
+        made_here = {"resume": str(resume or ""), "env_file": env_file, "checkpoint_dir": str(checkpoint_dir)}
+        made_here["learning_rate_factor"] = f"{learning_rate_factor:.6g}"
+        ids = {"run_id": run_id, "launch_id": launch_id}
 
         def replace(match: re.Match[str]) -> str:
             name = match.group(1)
             if name is None:
                 return match.group(0)[0]
-            return ours[name] if name in ours else _word(name, given.get(name) or getattr(configuration, name, ""))
+            if name in made_here:
+                return made_here[name]
+            return _word(name, ids[name] if name in ids else getattr(configuration, name))
 
         kept = [word for word in self.words if resume is not None or "resume" not in _names_in(word)]
         return [_TOKEN.sub(replace, word) for word in kept]

@@ -11,7 +11,7 @@ from typing import Any
 import tula_wire as wire
 from tula_service.analysis.scaling import estimate_noise_scale
 from tula_service.domain import FloatArray, RunRecord, RunSummary
-from tula_service.perfmodel.guard import CAREFUL, SGD, TURNED, Guard
+from tula_service.perfmodel.guard import CAREFUL, SGD, TURNED, AccuracyGuard
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.points import ObservationError
@@ -170,7 +170,7 @@ def goal_of(
         priced=priced,
         usd_per_hour_of_waiting=spec.usd_per_hour_of_waiting,
         batch_normalization=bool(spec.model.batch_normalization),
-        guard=Guard(
+        guard=AccuracyGuard(
             examples=float(spec.dataset.size) * spec.epochs,
             base_batch_size=base_batch_size,
             noise_scale=data.settled_noise_scale,

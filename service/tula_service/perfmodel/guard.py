@@ -45,7 +45,7 @@ CAREFUL: Final = GuardConstants(500, 1.0, 150.0, _LOST_BY_GAIN)
 
 
 @dataclass(frozen=True)
-class Guard:
+class AccuracyGuard:
     """The guard of one training: `examples` = E D, and the base batch and noise scale in examples (None: unknown)."""
 
     examples: float

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from tula_service.perfmodel.guard import Guard
+from tula_service.perfmodel.guard import AccuracyGuard
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.pricing import (
     SECONDS_PER_HOUR,
@@ -56,7 +56,7 @@ class Goal:
     steps_factor: Mapping[Configuration, float] = field(default_factory=dict)
     priced: bool = True
     usd_per_hour_of_waiting: float | None = None
-    guard: Guard | None = None
+    guard: AccuracyGuard | None = None
     batch_normalization: bool = False
     power_w: Mapping[str, Interval] = field(default_factory=dict)
 

@@ -195,7 +195,7 @@ class Bench:
     """A runner over fakes; `fates` says, per started command, what becomes of it."""
 
     def __init__(self, tmp_path, service, fates, reporter, *, inherited=None, **options):
-        self.now, self.started, self.fates = 0.0, [], fates
+        self.now, self.started, self.stop_commands, self.fates = 0.0, [], [], fates
         self.work = WorkDir(tmp_path, "job-1")
         self.work.path.mkdir(parents=True, exist_ok=True)
         self.runner = Runner(
@@ -216,6 +216,7 @@ class Bench:
     def start(self, command, *, environment, log, grace_s, stop_command):
         process = self.fates(command, environment, log)
         self.started.append((command, environment, process))
+        self.stop_commands.append(stop_command)
         return process
 
 

@@ -338,6 +338,14 @@ def test_a_cluster_job_left_by_a_vanished_machine_is_cancelled_by_the_next_tula(
     assert not list(again.work.path.glob("submitted-*"))
 
 
+def test_a_stop_command_gets_the_values_of_the_command_that_it_stops(tmp_path):
+    service = FakeService(THREE[:1])
+    stop = Template(("stop", "{checkpoint_dir}", "{learning_rate_factor}"))
+    bench = Bench(tmp_path, service, measured(service), Notes(), stop_template=stop)
+    bench.runner.start(service.runs["r0"], TEMPLATE, checkpoints=tmp_path / "c", learning_rate_factor=2.0)
+    assert bench.stop_commands == [["stop", str(tmp_path / "c"), "2"]]
+
+
 def test_no_start_is_judged_by_what_an_earlier_start_of_the_same_run_printed(tmp_path):
     service, notes = FakeService(THREE[:1]), Notes()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.configurations import make_configuration
 from tula_service.perfmodel.choice import Choice, choose
-from tula_service.perfmodel.guard import CAREFUL, SGD, TURNED, Guard
+from tula_service.perfmodel.guard import CAREFUL, SGD, TURNED, AccuracyGuard
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.pricing import Estimate, Limits, Training
@@ -20,7 +20,7 @@ BASES = st.sampled_from([8, 32, 64, 256])
 NOISE = st.none() | st.floats(1.0, 1e5)
 BATCHES = st.integers(0, 12).map(lambda exponent: 8 * 2**exponent)
 CONSTANTS = st.sampled_from([TURNED, SGD, CAREFUL])
-GUARDS = st.builds(Guard, EXAMPLES, BASES, NOISE, CONSTANTS)
+GUARDS = st.builds(AccuracyGuard, EXAMPLES, BASES, NOISE, CONSTANTS)
 
 
 @given(GUARDS, BATCHES, st.floats(1.0, 100.0))
@@ -65,7 +65,7 @@ def test_the_sentence_says_when_the_accuracy_is_at_risk(guard, batch, refused):
 @pytest.mark.parametrize("base", [32, 256])
 def test_resnet_50_on_imagenet_may_train_at_8192_for_90_epochs(base, noise):
     """Goyal et al. (2017): no accuracy is lost."""
-    guard = Guard(90 * 1_281_167.0, base, noise, SGD)
+    guard = AccuracyGuard(90 * 1_281_167.0, base, noise, SGD)
     assert guard.allows(8192)
     assert "14,075 steps" in guard.sentence(8192, refused_larger=False)
     assert not replace(guard, examples=5 * 1_281_167.0).allows(8192) or noise == 8000.0
@@ -84,7 +84,7 @@ def test_resnet_50_on_imagenet_may_train_at_8192_for_90_epochs(base, noise):
     ],
 )
 def test_the_cells_of_the_study(examples, batch, noise, allowed):
-    assert Guard(examples, 64, noise, SGD).allows(batch) is allowed
+    assert AccuracyGuard(examples, 64, noise, SGD).allows(batch) is allowed
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_the_cells_of_the_study(examples, batch, noise, allowed):
     ],
 )
 def test_the_cells_of_the_study_with_turned_steps(examples, batch, noise, allowed):
-    assert Guard(examples, 64, noise, TURNED).allows(batch) is allowed
+    assert AccuracyGuard(examples, 64, noise, TURNED).allows(batch) is allowed
 
 
 def test_the_line_of_quality_names_steps_noise_and_the_rate():
-    guard = Guard(30 * 6144, 64, 67.0, TURNED)
+    guard = AccuracyGuard(30 * 6144, 64, 67.0, TURNED)
     assert guard.sentence(512, refused_larger=False, learning_rate_factor=4.1) == (
         "360 steps (a batch of 64 would take 2,880); 0.88 times what the gradient noise supports (585); most such "
         "trainings lost at most 1 point in our experiments; train with `TulaOptimizer`, rate x 4.1."
@@ -128,13 +128,13 @@ def batch_of(choice: Choice) -> int:
 
 def test_balanced_takes_the_largest_batch_that_keeps_the_accuracy():
     assert batch_of(chosen("balanced", None)) == 512
-    assert batch_of(chosen("balanced", Guard(300 * 128, 32, 1e4, SGD))) == 128
-    choice = chosen("balanced", Guard(300 * 128, 32, 1e4, SGD))
+    assert batch_of(chosen("balanced", AccuracyGuard(300 * 128, 32, 1e4, SGD))) == 128
+    choice = chosen("balanced", AccuracyGuard(300 * 128, 32, 1e4, SGD))
     assert "of the batches that keep the accuracy" in choice.merit
 
 
 def test_balanced_takes_the_base_batch_where_nothing_passes_and_more_epochs_allow_more():
-    short = Guard(100 * 32, 32, None, SGD)
+    short = AccuracyGuard(100 * 32, 32, None, SGD)
     assert batch_of(chosen("balanced", short)) == 32
     assert "more epochs would allow a larger one" in short.sentence(32, refused_larger=True)
     assert batch_of(chosen("balanced", replace(short, examples=1000 * short.examples))) == 512
@@ -142,15 +142,16 @@ def test_balanced_takes_the_base_batch_where_nothing_passes_and_more_epochs_allo
 
 @pytest.mark.parametrize("objective", ["time", "cost"])
 def test_time_and_cost_stay_as_they_are(objective):
-    assert batch_of(chosen(objective, Guard(100 * 32, 32, None, SGD))) == 512
+    assert batch_of(chosen(objective, AccuracyGuard(100 * 32, 32, None, SGD))) == 512
 
 
 def test_a_largest_batch_that_the_user_sets_is_believed():
-    assert batch_of(chosen("balanced", Guard(100 * 32, 32, None, SGD), Limits(max_global_batch_size=256))) == 256
+    guard = AccuracyGuard(100 * 32, 32, None, SGD)
+    assert batch_of(chosen("balanced", guard, Limits(max_global_batch_size=256))) == 256
 
 
 def test_no_contender_is_looked_for_among_refused_batches():
-    choice = chosen("balanced", Guard(100 * 32, 32, None, SGD))
+    choice = chosen("balanced", AccuracyGuard(100 * 32, 32, None, SGD))
     barred = {configuration.global_batch_size for configuration, _ in choice.barred}
     assert barred == {64, 128, 256, 512}
 
@@ -167,7 +168,7 @@ def test_of_nearly_equal_choices_batch_normalization_gets_at_most_twice_the_base
         time, cost = Interval(seconds, seconds, seconds), Interval(usd, usd, usd)
         return Estimate(make_configuration(nodes, 1, batch), Interval(1, 1, 1), time, cost, time, None)
 
-    goal = Goal("balanced", Training(1e6), {}, guard=Guard(1e9, base), batch_normalization=batch_normalization)
+    goal = Goal("balanced", Training(1e6), {}, guard=AccuracyGuard(1e9, base), batch_normalization=batch_normalization)
     choice = choose(goal, [candidate(2, 64, 100.0, 98.0), candidate(4, 32, 98.0, 103.0), candidate(4, 64, 97.0, 104.0)])
     assert choice.chosen is not None
     assert choice.chosen.configuration.local_batch_size == local
