@@ -16,8 +16,7 @@ import tula_wire as wire
 from benchmarks.support.server import Server, make_token
 from tests.service.api.conftest import SPEC
 from tula_service.analysis.job_data import JobData
-from tula_service.analysis.questions import findings_of, predictions_of
-from tula_service.analysis.what_if import WhatIf
+from tula_service.analysis.questions import WhatIf, findings_of, predictions_of
 from tula_service.errors import Busy, InvalidInput
 from tula_service.fits import Fits
 from tula_wire import routes

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Response
 
-from tula_service.analysis.what_if import WhatIf
+from tula_service.analysis.questions import WhatIf
 from tula_service.api.auth import Caller, CurrentUser
 from tula_service.api.queries import reject_unknown_query
 from tula_service.api.services import AppServices

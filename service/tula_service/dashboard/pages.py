@@ -15,8 +15,8 @@ from pydantic import BeforeValidator, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse, JSONResponse
 
+from tula_service.analysis.questions import WhatIf
 from tula_service.analysis.scaling import Outcome, lost_regularisation
-from tula_service.analysis.what_if import WhatIf
 from tula_service.api.auth import CurrentUser, User
 from tula_service.dashboard.charts.candidates import named_candidates
 from tula_service.dashboard.charts.runs import RUN_CHARTS, Over, QualityRun, drawn_columns, is_setting

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tula_service.analysis.questions import predictions_of
-from tula_service.analysis.what_if import WhatIf
+from tula_service.analysis.questions import WhatIf, predictions_of
 from tula_service.store import Store
 from tula_service.usecases import planning
 from tula_service.usecases.access import Principal, visible_job

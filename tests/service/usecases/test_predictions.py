@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping
-from tula_service.analysis.what_if import WhatIf
+from tula_service.analysis.questions import WhatIf
 from tula_service.errors import InvalidInput
 from tula_service.store import Store
 from tula_service.usecases import recommendations
