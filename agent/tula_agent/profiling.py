@@ -90,7 +90,7 @@ class Profiling:
 
     def __init__(self, plan: ProfilePlan | None, launch: Launch, guard: Guard) -> None:
         self.plan = plan
-        self._launch = launch
+        self._launch, self._guard = launch, guard
         self.stopping = False
         self.pending = False  # True: `agree` has something to do
         self._agreement = StopAgreement(None, guard)
@@ -134,6 +134,11 @@ class Profiling:
         """Measure one batch."""
         if self.plan is not None:
             self.plan = replace(self.plan, smaller_batches=())
+
+    def measure_alone(self) -> None:
+        """Decide for this rank, and wait for no other: ranks that step unequally often share no step to end at."""
+        self._agreement, self.pending = StopAgreement(None, self._guard), False
+        self.drop_smaller_batches()
 
     def begin_again(self) -> None:
         """Measure another batch, warm-up first."""

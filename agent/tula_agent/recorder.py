@@ -168,7 +168,7 @@ class Recorder:
         self._paused = False
         self._unclocked_step: int | None = None
         self._batch_size: int | None = None
-        self._sizes_vary = self._said_sizes = False
+        self._sizes_vary = self._said_sizes = self._said_rise = False
         self._other_sizes: deque[int] = deque(maxlen=_LASTING)  # of steps in a row
         self._last_step_s = 0.1
         self._repeats = False  # the loader, for a profiling run
@@ -270,6 +270,11 @@ class Recorder:
             logger.warning("this launch measures one batch instead of several: %s", because)
             self.profiling.drop_smaller_batches()
             self._follow_first_rank()
+
+    def measure_alone(self, because: str) -> None:
+        """Measure this rank's steps, and agree with no other rank on the end."""
+        self.measure_whole_batches(because)
+        self.profiling.measure_alone()
 
     def watch(self, models: list[Any], optimizers: list[Any]) -> None:
         """Hook the optimizers and remember all by weak references; models get no hook, DDP's hook stays free."""
@@ -591,6 +596,8 @@ class Recorder:
             self.energy.begin(self._batch_size, self.memory.device)
         if step in (WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP):
             self._check_accumulation(step)
+        if self.leads and profiling.plan is not None:
+            self._say_what_changes(step)
         if not warmup:
             took_long = self._profile(step, step_time_s) or took_long
         begins = step < UNWATCHED_KNOWN_STEP or profiling.pending or self._bucket_timer is not None
@@ -683,6 +690,28 @@ class Recorder:
                     "the optimizer steps once in %d batches, which is measured as %d: call run.watch(model, optimizer)"
                 )
                 logger.warning(text, batches, seen)
+
+    def _say_what_changes(self, step: int) -> None:
+        """A profiling run sees the beginning of a training: say what suggests that later steps are others."""
+        if self.timer.rose_from and not self._said_rise:
+            self._said_rise = True
+            text = (
+                "the script's accumulation rose from %d to %d micro-steps a step while it was measured, and may rise "
+                "further: for tuning, switch this warm-up off, or let profiling_warmup_steps last beyond it"
+            )
+            logger.warning(text, self.timer.rose_from, self.timer.grad_accum_steps)
+        if step != WATCHED_KNOWN_STEP:
+            return
+        with self.guard("looking for frozen parameters"):
+            parameters = [one for model in self.objects.models for one in model.parameters()]
+            frozen = sum(one.numel() for one in parameters if not one.requires_grad)
+            total = sum(one.numel() for one in parameters)
+            if 2 * frozen > total:
+                text = (
+                    "%.0f %% of the weights are frozen, and the measurement holds while they are: if a later phase of "
+                    "the script trains them, tune a command that begins with that phase, too"
+                )
+                logger.warning(text, 100.0 * frozen / total)
 
     def _read_memory(self) -> None:
         """Some tens of microseconds. Never raises."""

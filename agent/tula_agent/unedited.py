@@ -86,6 +86,8 @@ class UneditedLoop:
         self._hook: RemovableHandle | None = None
         self._follow(optimizer)
         run.begin_loop(cuts=True)
+        if self._joins:
+            recorder.measure_alone("ranks step unequally often under model.join()")
         if not self._loads:
             self._batch_comes_unseen()
         _see_batches(self, run.guard)
@@ -247,16 +249,23 @@ class UneditedLoop:
         return min(batches, backwards) or max(batches, backwards)
 
     def _boundary(self) -> None:
-        """End the step under way. A profiling run that has enough leaves the script, all ranks after the same step."""
+        """End the step under way. A profiling run that has enough leaves the script, all ranks after the same step.
+
+        Where the script can't be left so, it trains on unmeasured, and the launcher ends it.
+        """
         self._recorder.timer.stepped_after(self._micro_steps(), self._size)
         self._run.batch_done()
         self._forget_step()
         self._runs = True
         replayed = self._replaying not in (None, self._recorder.launch.run_id)  # the next batch can't be cut
-        if (self._run.stopping or replayed) and not self._left:
-            self._left = True
-            time.sleep(GLOO_RELEASE_S)  # the script's frames destroy the model
-            raise SystemExit(0)
+        if not (self._run.stopping or replayed):
+            return
+        if self._joins or self._left:
+            self._run.finish()
+            return
+        self._left = True
+        time.sleep(GLOO_RELEASE_S)  # the script's frames destroy the model
+        raise SystemExit(0)
 
     def _leave_loop(self) -> None:
         """What comes until the next batch of training, and the step under way, are not measured."""
@@ -285,7 +294,8 @@ class UneditedLoop:
             logger.warning("the script calls no tula_agent.init(), and not seen is %s", ", and ".join(missing))
         if self._joins:
             logger.warning(
-                "under model.join() ranks step unequally often and can't end after the same step: loop over "
+                "under model.join() ranks step unequally often and can't end after the same step: the first rank's "
+                "steps are measured, and the script trains on until tula ends it; to end early loop over "
                 "run.steps(loader), see docs/embed.md"
             )
 

@@ -40,6 +40,7 @@ KINDS = {
     "detection": Kind(),
     "time_first": Kind(),
     "reduced_every_micro_step": Kind(ranks=2, micro_steps=2),
+    "head_first": Kind(ranks=2, said="80 % of the weights are frozen"),
 }
 
 
@@ -74,7 +75,20 @@ def test_batches_that_a_script_keeps_are_measured_in_one_launch_for_each(sink: S
     assert {(run, body["local_batch_size"]) for run, body in found} == {("small", 2)}
 
 
-def test_ranks_that_step_unequally_often_are_told_what_to_do(sink: Sink, launch: Launch) -> None:
-    done = launch("with_hook.py", str(SCRIPTS / "kinds.py"), "joined", ranks=2, TULA_KIND="train")
+@pytest.mark.parametrize("variables", [{"TULA_KIND": "train"}, PROFILE, PROFILE | {"TULA_COLUMN": "4=small"}])
+def test_ranks_that_step_unequally_often_train_to_their_end(
+    sink: Sink, launch: Launch, variables: dict[str, str]
+) -> None:
+    """No rank waits for another's decision, which would come after what the other waits for, and none leaves alone."""
+    done = launch("with_hook.py", str(SCRIPTS / "kinds.py"), "joined", ranks=2, **variables)
+    assert done.stdout.count("complete") == 2
     assert done.stderr.count("loop over run.steps(loader)") == 1
+    assert {body["local_batch_size"] for body in sink.samples} == {8}
+    assert len(sink.steps()) == (29 if variables["TULA_KIND"] == "train" else 10)
+    assert sink.states[-1] == "succeeded"
+
+
+def test_accumulation_that_rises_while_it_is_measured_is_said(sink: Sink, launch: Launch) -> None:
+    done = launch("with_hook.py", str(SCRIPTS / "kinds.py"), "accumulation_rises", ranks=2, **PROFILE)
+    assert done.stderr.count("accumulation rose from 1 to 2 micro-steps a step while it was measured") == 1
     assert sink.states == ["running", "succeeded"]

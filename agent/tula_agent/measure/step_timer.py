@@ -29,12 +29,13 @@ class StepTimer:
     # Runs with cold caches at every step; `__slots__` halves its cost.
     __slots__ = (
         "_clock", "_expected", "_input", "_known", "_last", "_left_at", "_optimizer_at", "_sizes", "_started",
-        "_stepped", "_wanted", "batches", "step", "watched",
+        "_stepped", "_wanted", "batches", "rose_from", "step", "watched",
     )  # fmt: skip
 
     def __init__(self, grad_accum_steps: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.step = self.batches = 0
         self.watched = False
+        self.rose_from = 0  # the number of micro-steps that was usual before it first rose; 0: it never did
         self._clock = clock
         self._expected = grad_accum_steps
         self._known = False  # `_expected`, by watching
@@ -88,6 +89,8 @@ class StepTimer:
         micro = len(self._sizes)
         if self._stepped:
             if micro == self._last or self._expected is None:
+                if self._known and micro > self.grad_accum_steps:
+                    self.rose_from = self.rose_from or self.grad_accum_steps  # two such steps are no end of an epoch
                 self._expected, self._known = micro, True
             self._last = micro
         else:

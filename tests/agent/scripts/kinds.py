@@ -193,10 +193,31 @@ def reduced_every_micro_step() -> None:
 
 
 def joined() -> None:
-    """Ranks with unequally many batches."""
+    """Ranks with unequally many batches, the first with the fewest."""
     model, optimizer = classifier()
-    with model.join():
-        for x, y in DataLoader(examples(40 if dist.get_rank() else 48), BATCH):
+    for _ in range(PASSES // 10):
+        with model.join():
+            for x, y in DataLoader(examples(104 if dist.get_rank() else 40), BATCH):
+                step(optimizer, cross_entropy(model(x), y))
+
+
+def accumulation_rises() -> None:
+    """One micro-step a step at first, later two and four."""
+    model, optimizer = classifier()
+    for number in range(PASSES):
+        for x, y in itertools.islice(DataLoader(examples(32), BATCH), min(4, 2 ** (number // 6))):
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def head_first() -> None:
+    """Transfer learning, whose first phase trains the head alone."""
+    body, head = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, CLASSES)
+    model = wrapped(body, head)
+    optimizer = SGD(head.parameters(), lr=0.1)
+    for _ in range(PASSES):
+        for x, y in DataLoader(examples(32), BATCH):
             step(optimizer, cross_entropy(model(x), y))
 
 
