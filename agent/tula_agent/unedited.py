@@ -8,6 +8,8 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
+from contextlib import suppress
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +60,8 @@ class UneditedLoop:
         self._steps_of_others: Counter[int] = Counter()  # by identity, since the last step of the watched one
         self._left = False
         self._size = recorder.config.local_batch_size or 1
+        self._numbers: dict[int, tuple[int, Any]] = {}  # of datasets, with a weak reference to each, by identity
+        self._next_number = count()
         # Loaders, by `_key`: the batches of each that was asked since the last step, and the size of the last of them.
         self._counts: Counter[int] = Counter()
         self._sizes: dict[int, int] = {}
@@ -206,7 +210,7 @@ class UneditedLoop:
         """`iterator` has delivered; returns what the script gets of `batch`."""
         if not (self._measures() and torch.is_grad_enabled()):
             return batch
-        key, sampler = _key(iterator), index_sampler(iterator)
+        key, sampler = self._key(iterator), index_sampler(iterator)
         trains, self._last = self._is_training(iterator), key
         self._counts[key] += 1
         if not trains:
@@ -238,7 +242,22 @@ class UneditedLoop:
         return self._run.active and threading.current_thread() is threading.main_thread()
 
     def _is_training(self, iterator: Any) -> bool:
-        return torch.is_grad_enabled() and (not self._training or _key(iterator) in self._training)
+        return torch.is_grad_enabled() and (not self._training or self._key(iterator) in self._training)
+
+    def _key(self, iterator: Any) -> int:
+        """Equal for the iterators of one loader in all epochs: the number of its dataset, in the order of their use.
+
+        Not its identity: one that has gone leaves that to another, by chance, and ranks that take another loader for
+        the same would not end at the same step.
+        """
+        dataset = getattr(iterator, "_dataset", iterator)
+        identity, numbers = id(dataset), self._numbers
+        if identity not in numbers:
+            reference: Any = None
+            with suppress(TypeError):  # a list
+                reference = weakref.ref(dataset, lambda _: numbers.pop(identity, None))
+            numbers[identity] = next(self._next_number), reference
+        return numbers[identity][0]
 
     def _micro_steps(self) -> int:
         """Of the step that ends."""
@@ -317,11 +336,6 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
         _run = init()
         if _run.recorder is not None and _run.active:
             _loop = UneditedLoop(_run, _run.recorder, optimizer)
-
-
-def _key(iterator: Any) -> int:
-    """Equal for the iterators of one loader in all epochs: the identity of its dataset."""
-    return id(getattr(iterator, "_dataset", iterator))
 
 
 def _see_batches(loop: UneditedLoop, guard: Guard) -> None:

@@ -73,10 +73,14 @@ def own_batches_accumulated() -> None:
 
 
 def loader_per_episode(batches: int = 1) -> None:
-    """Meta learning, federated learning: each episode has data of its own."""
+    """Meta learning, federated learning: each episode has data of its own, which the first rank lets go."""
     model, optimizer = classifier()
+    kept = []
     for _ in range(4 * PASSES // batches):
-        for x, y in DataLoader(examples(batches * BATCH), BATCH):
+        data = examples(batches * BATCH)
+        if dist.is_initialized() and dist.get_rank() > 0:
+            kept.append(data)
+        for x, y in DataLoader(data, BATCH):
             step(optimizer, cross_entropy(model(x), y))
 
 
@@ -204,8 +208,9 @@ def joined() -> None:
 def accumulation_rises() -> None:
     """One micro-step a step at first, later two and four."""
     model, optimizer = classifier()
+    data = examples(32)
     for number in range(PASSES):
-        for x, y in itertools.islice(DataLoader(examples(32), BATCH), min(4, 2 ** (number // 6))):
+        for x, y in itertools.islice(DataLoader(data, BATCH), min(4, 2 ** (number // 6))):
             cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
