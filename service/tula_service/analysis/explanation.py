@@ -149,7 +149,7 @@ def quality_of(answer: Answer) -> wire.Quality | None:
         return None
     batch = choice.chosen.configuration.global_batch_size
     larger = [e for e in choice.estimates if e.configuration.global_batch_size > batch]
-    rate = _learning_rate(answer, choice.chosen.configuration).factor
+    rate = _learning_rate(answer, choice.chosen.configuration)
     refused = bool(larger) and not any(guard.allows(e.configuration.global_batch_size) for e in larger)
     return wire.Quality(
         kept=guard.allows(batch),
@@ -157,7 +157,12 @@ def quality_of(answer: Answer) -> wire.Quality | None:
         base_batch_size=guard.base_batch_size,
         base_steps=guard.steps(guard.base_batch_size),
         noise_scale=guard.noise_scale,
-        sentence=guard.sentence(batch, refused_larger=refused, learning_rate_factor=rate),
+        sentence=guard.sentence(
+            batch,
+            refused_larger=refused,
+            learning_rate_factor=rate.factor,
+            divided=rate.divided,
+        ),
     )
 
 
@@ -501,7 +506,14 @@ def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
 def _learning_rate(answer: Answer, c: Configuration) -> LearningRate:
     batch, base, efficiency = c.global_batch_size, answer.base_batch_size, answer.efficiency
     by_noise_scale = None if efficiency is None else efficiency.learning_rate_factor(batch)
-    return LearningRate(answer.spec.model, base, batch / base, by_noise_scale)
+    return LearningRate(
+        answer.spec.model,
+        base,
+        batch / base,
+        by_noise_scale,
+        settled=answer.data.settled_noise_scale is not None,
+        divided=c.world_size * c.grad_accum_steps > 1,
+    )
 
 
 def nearest_misses(choice: Choice) -> dict[str, Exclusion]:

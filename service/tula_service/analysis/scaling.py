@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 import tula_wire as wire
+from tula_service.perfmodel.guard import UNDIVIDED
 from tula_service.perfmodel.intervals import Interval
 from tula_wire.bounds import NOISE_WEIGHT
 from tula_wire.jobs import ScalingRule
@@ -77,13 +78,16 @@ class LearningRate:
     """The learning rate of a global batch that is `times` the base batch, against the rate of the base batch.
 
     by_noise_scale: the gain, of which Adam takes the root, as `TulaOptimizer` does; None while the noise scale, which
-    decides it, is unknown.
+    decides it, is unknown. settled: that is the noise scale of a run of 100 steps or more, and not of the start of one.
+    divided: several ranks or micro-steps share a step, whose gradients `TulaOptimizer` compares.
     """
 
     model: wire.ModelSpec
     base_batch_size: int
     times: float
     by_noise_scale: float | None
+    settled: bool = True
+    divided: bool = True
 
     @property
     def rule(self) -> ScalingRule | None:
@@ -105,10 +109,13 @@ class LearningRate:
             return ""
         start = f"Multiply the learning rate of a batch of {self.base_batch_size} by"
         if self.factor is not None:
-            said = f"{start} {self.factor:.2g}, which follows from the gradient noise scale; `TulaOptimizer` does it."
+            seen = "" if self.settled else " of short runs, which may be several times off"
+            said = f"{start} {self.factor:.2g}, which follows from the gradient noise scale{seen}"
+            said += "; `TulaOptimizer` does it." if self.divided else f". {UNDIVIDED}."
         else:
             most = math.sqrt(self.times) if self.model.optimizer == "adam" else self.times
-            said = f"{start} 1 to {most:.3g}: the gradient noise scale decides, which `TulaOptimizer` measures."
+            said = f"{start} 1 to {most:.3g}: the gradient noise scale decides, which `TulaOptimizer` measures"
+            said += "." if self.divided else " where two ranks or micro-steps share a step."
         if self.times > MOST_TIMES:
             said += f" No experiment went beyond {MOST_TIMES:g} times the batch"
             said += (

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 LONG_STEPS: Final = 5_000
+UNDIVIDED: Final = "`TulaOptimizer` scales only where two ranks or micro-steps share a step"
 _SMALL_FLOAT: Final = 1e-9
 
 
@@ -81,11 +82,17 @@ class AccuracyGuard:
         return self.steps(global_batch_size) >= self.constants.steps_per_ratio * ratio
 
     def sentence(
-        self, global_batch_size: int, *, refused_larger: bool, learning_rate_factor: float | None = None
+        self,
+        global_batch_size: int,
+        *,
+        refused_larger: bool,
+        learning_rate_factor: float | None = None,
+        divided: bool = True,
     ) -> str:
         """The line of quality of a recommendation.
 
         refused_larger: larger batches were left out. learning_rate_factor: over the base batch's rate; None: unknown.
+        divided: several ranks or micro-steps share a step, whose gradients `TulaOptimizer` compares.
         """
         batch, base = global_batch_size, self.base_batch_size
         steps = self.steps(batch)
@@ -95,15 +102,17 @@ class AccuracyGuard:
             return f"{kept}; more epochs would allow a larger one." if refused_larger else f"{kept}."
         counted = f"{_steps(steps)} (a batch of {base} would take {self.steps(base):,})"
         if self.supported is None:
-            noise = "the gradient noise is not known yet"
+            noise = "no run of 100 steps has shown the gradient noise yet"
         else:
             noise = f"{batch / self.supported:.2g} times what the gradient noise supports ({self.supported:.3g})"
         if self.allows(batch):
             if steps >= LONG_STEPS and not self.within_noise(batch):
                 return f"{counted}; {noise}, which long trainings of others bore."
-            train = "train with `TulaOptimizer`"
+            train = "train with `TulaOptimizer`" if divided else "scale the learning rate in the script"
             if learning_rate_factor is not None:
                 train += f", rate x {learning_rate_factor:.2g}"
+            if not divided:
+                train += f" ({UNDIVIDED})"
             return f"{counted}; {noise}; most such trainings lost at most 1 point in our experiments; {train}."
         remedy = "Train more epochs, or take a smaller batch."
         if steps >= self.constants.least_steps:

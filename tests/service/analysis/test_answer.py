@@ -127,6 +127,21 @@ def test_the_learning_rate_of_the_candidates_is_that_of_the_reason() -> None:
         assert factor < times or times == 1.0
 
 
+@pytest.mark.parametrize("steps", [20, 200])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_line_of_quality_and_the_reason_agree_on_the_noise_and_on_who_scales(steps: int, nodes: int) -> None:
+    """The rate may come from the start of a run, the bound on the batch may not; one rank alone has no noise to see."""
+    facts = {"epochs": 1000, "cluster": {"min_nodes": nodes, "max_nodes": nodes, "ranks_per_node": 1}}
+    data = replace(job(**facts), profiled_noise=[np.full(steps, 50_000.0)])
+    fields = explanation.recommendation_fields(answer_of(data, "time"), None)
+    quality, reason = fields["quality"], str(fields["why"])
+    assert isinstance(quality, wire.Quality)
+    assert "rate x" in quality.sentence
+    assert ("no run of 100 steps has shown the gradient noise yet" in quality.sentence) == (steps < 100)
+    assert ("the gradient noise scale of short runs" in reason) == (steps < 100)
+    assert ("`TulaOptimizer` does it" in reason) == ("train with `TulaOptimizer`" in quality.sentence) == (nodes > 1)
+
+
 @pytest.mark.parametrize("counted", [True, False])
 def test_memory_of_a_sharded_job_is_predicted_for_each_number_of_ranks(counted: bool) -> None:
     """2e9 parameters under Adam: 32 GB that the ranks share, read by the agent or counted by the specification."""

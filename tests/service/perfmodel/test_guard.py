@@ -108,6 +108,12 @@ def test_the_line_of_quality_names_steps_noise_and_the_rate():
         "trainings lost at most 1 point in our experiments; train with `TulaOptimizer`, rate x 4.1."
     )
     assert guard.sentence(512, refused_larger=False).endswith("; train with `TulaOptimizer`.")
+    alone = guard.sentence(512, refused_larger=False, learning_rate_factor=4.1, divided=False)
+    assert "train with" not in alone
+    assert alone.endswith(
+        "scale the learning rate in the script, rate x 4.1 (`TulaOptimizer` scales only where two ranks or micro-steps "
+        "share a step)."
+    )
 
 
 def chosen(objective, guard, limits=None) -> Choice:
