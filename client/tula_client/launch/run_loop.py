@@ -190,11 +190,12 @@ class Runner:
         restart: int = 0,
         smaller: Sequence[Run] = (),
         learning_rate_factor: float = 1.0,
+        examples: float = 1.0,
     ) -> ActiveRun:
         """Start the command of `run`; without `checkpoints`, it gets a scratch folder for them.
 
-        smaller: runs that differ in a smaller local batch alone, and are measured by the same command. Raises
-        `UsageError`, after releasing the leases, if there is no such program.
+        smaller: runs that differ in a smaller local batch alone, and are measured by the same command. examples: those
+        of the whole training. Raises `UsageError`, after releasing the leases, if there is no such program.
         """
         checkpoints = checkpoints or self.work.scratch(run.id)
         launch_id = f"{run.id}-{secrets.token_hex(3)}"
@@ -227,6 +228,7 @@ class Runner:
                 env_file=env_file,
                 checkpoint_dir=checkpoints,
                 learning_rate_factor=learning_rate_factor,
+                examples=examples,
             )
             for each in templates
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ PLACEHOLDERS: Final = {
     "local_batch_size": "examples per process and micro-step",
     "global_batch_size": "examples per optimizer step",
     "grad_accum_steps": "micro-steps per optimizer step",
+    "max_steps": "optimizer steps of the whole training at this batch: dataset.size x epochs / {global_batch_size}",
     "instance_type": "name of the instance type, as in the job's cluster",
     "checkpoint_dir": "folder for the run's checkpoints; the same at a restart",
     "learning_rate_factor": "learning rate of this batch over that of the job's smallest, by the job's scaling rule; 1 "
@@ -27,6 +29,7 @@ PLACEHOLDERS: Final = {
     "env_file": 'a JSON file {"env_vars": {...}} with the TULA_* variables, for launchers that pass no environment',
 }
 
+_SMALL_FLOAT: Final = 1e-9  # dataset.size x epochs may be a little above the number that is meant
 _WORD = re.compile(r"[A-Za-z0-9._:/@+-]{1,200}")
 _TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -62,14 +65,18 @@ class Template:
         env_file: str = "",
         checkpoint_dir: Path | str = "",
         learning_rate_factor: float = 1.0,
+        examples: float = 1.0,
     ) -> list[str]:
         """The command for one run; an argument that holds `{resume}` is left out while `resume` is None.
+
+        examples: those of the whole training, which `{max_steps}` shares out over steps.
 
         Nothing is quoted, since the command may pass it through any number of shells: a value of the service that is no
         plain word raises UsageError.
         """
         made_here = {"resume": str(resume or ""), "env_file": env_file, "checkpoint_dir": str(checkpoint_dir)}
         made_here["learning_rate_factor"] = f"{learning_rate_factor:.6g}"
+        made_here["max_steps"] = str(math.ceil(examples / configuration.global_batch_size - _SMALL_FLOAT))
         ids = {"run_id": run_id, "launch_id": launch_id}
 
         def replace(match: re.Match[str]) -> str:

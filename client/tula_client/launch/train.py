@@ -69,6 +69,7 @@ def train(
             resume=resume,
             restart=state.restart,
             learning_rate_factor=factor,
+            examples=job.spec.dataset.size * job.spec.epochs,
         )
         state.restart += 1
         _save(runner, state)

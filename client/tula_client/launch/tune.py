@@ -129,14 +129,15 @@ class _PlanLoop:
         free = self.budget - sum(active.run.configuration.num_nodes for active in runner.active)
         if len(runner.active) >= self.max_parallel or free <= 0:
             return POLL_S
+        examples = self.job.spec.dataset.size * self.job.spec.epochs
         if (run := self._next_again(free)) is not None:
-            runner.start(run, self.template)
+            runner.start(run, self.template, examples=examples)
             return POLL_S
         claimed = runner.claim(
             self.job, free, **({"whole_launch": True} if self.job.spec.profiling.share_launches else {})
         )
         if claimed.run is not None:
-            runner.start(claimed.run, self.template, smaller=claimed.smaller)
+            runner.start(claimed.run, self.template, smaller=claimed.smaller, examples=examples)
             return POLL_S
         return _WAIT_BESIDE_RUNS_S if runner.active else self._wait_s(claimed)
 

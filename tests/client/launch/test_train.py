@@ -340,10 +340,14 @@ def test_a_training_that_nothing_measured_succeeds_with_a_note(tmp_path):
 def test_a_training_takes_the_configuration_that_is_asked_for_and_the_learning_rate_factor_of_it(tmp_path):
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
     bench = bench_of(tmp_path, service, notes, (0, False))
-    template = Template((*TEMPLATE.words, "--output-dir={checkpoint_dir}", "--lr-times={learning_rate_factor}"))
+    options = ("--max-steps={max_steps}", "--output-dir={checkpoint_dir}", "--lr-times={learning_rate_factor}")
+    template = Template((*TEMPLATE.words, *options))
     attempts = go(bench, service, template, configuration=configuration(1, 32))
     assert trained_with(attempts) == configuration(1, 32)
-    folder, factor = bench.started[0][0][-2:]
+    steps, folder, factor = bench.started[0][0][-3:]
+    job = service.job("job-1").spec
+    examples = job.dataset.size * job.epochs
+    assert 0 <= 32 * int(steps.removeprefix("--max-steps=")) - examples < 32
     assert Path(folder.removeprefix("--output-dir=")).is_dir()
     assert factor == "--lr-times=1"
     assert any("No learning rate factor is known" in text for text in notes.notes)
