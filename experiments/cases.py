@@ -1,0 +1,90 @@
+"""Runs every script of a folder by its first line against a real service, and prints one line on how each ended.
+
+    python -m experiments.cases FOLDER [--only 21 48] [--limit 300] [--logs FOLDER]
+
+A script's first line, or a shell script's second, is `# run: COMMAND     (what it shows)`; a script without one is
+passed over. COMMAND runs in FOLDER, with TULA_URL set to a service that lives as long as this command; words in
+brackets are options, which are left out. The line has the script, the exit status, the seconds, and the last lines of
+`tula`: what was measured, what failed and which notes. Whether that is right is for the reader to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.support import clean_environment
+from benchmarks.support.server import Server
+
+_COMMAND = re.compile(r"^# run: (.+?)\s{3,}\(", re.MULTILINE)
+_LEFT_OUT = re.compile(r"TULA_URL=\S+ |\s\[[^\]]*\]")
+_TELLING = re.compile(r"^(?:measured|failed|out of memory|note|tula:|== rc|\w*Error\b|complete\b)")
+_MOST_LINES, _MOST_CHARACTERS = 4, 160
+
+
+def command_of(script: Path) -> str | None:
+    """The command in the first two lines of `script`; None without one."""
+    head = "\n".join(script.read_text(errors="replace").splitlines()[:2])
+    found = _COMMAND.search(head)
+    return None if found is None else _LEFT_OUT.sub("", found[1])
+
+
+def run(command: str, folder: Path, environment: dict[str, str], log: Path, limit_s: float) -> tuple[int | None, float]:
+    """Exit status, None where the limit was reached, and seconds; the output goes to `log`."""
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            status = None
+    return status, time.monotonic() - began
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases; answers how many reached the limit."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.cases", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], help="beginnings of names")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for each (300)")
+    parser.add_argument("--logs", type=Path, help="where the output of each is kept")
+    options = parser.parse_args(arguments)
+    hung = 0
+    with tempfile.TemporaryDirectory() as name, Server(f"sqlite:///{name}/tula.db") as server:
+        logs = options.logs or Path(name)
+        logs.mkdir(parents=True, exist_ok=True)
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        environment = clean_environment(TULA_URL=server.url, PATH=path)
+        for script in sorted(options.folder.iterdir()):
+            chosen = not options.only or script.name.startswith(tuple(options.only))
+            if not (chosen and script.is_file() and (command := command_of(script))):
+                continue
+            log = logs / f"{script.name}.log"
+            status, seconds = run(command, options.folder, environment, log, options.limit)
+            hung += status is None
+            told = [line for line in log.read_text(errors="replace").splitlines() if _TELLING.search(line)]
+            said = " | ".join(line[:_MOST_CHARACTERS] for line in told[-_MOST_LINES:])
+            print(f"{script.name}: {'limit' if status is None else status}, {seconds:.0f} s: {said}", flush=True)
+    return hung
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
