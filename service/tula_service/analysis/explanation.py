@@ -26,7 +26,6 @@ from tula_wire.format import cluster_name, percent
 
 _EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
 _NOTABLE_INPUT = 0.1  # of the step
-_MANY_ELEMENTS = 2**31
 _CHOSEN = ("chosen", "runner_up", "least_time", "least_cost", "balanced")  # fields of a choice and of its wire model
 _LIMITS = {"deadline_s": "deadline", "budget_usd": "budget", "max_global_batch_size": "largest global batch"}
 _CONTRADICTION = 1.25
@@ -469,9 +468,9 @@ def _waits_for_data(answer: Answer) -> list[str]:
 def _large_convolutions(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
     """Which local batches make a convolution of so many elements that cuDNN takes slower kernels."""
     elements = spec.model.convolution_elements_per_sample
-    if elements is None or all(c.local_batch_size * elements < _MANY_ELEMENTS for c in evidence.candidates):
+    if elements is None or all(c.local_batch_size * elements < hardware.MANY_ELEMENTS for c in evidence.candidates):
         return []
-    first = math.ceil(_MANY_ELEMENTS / elements)
+    first = math.ceil(hardware.MANY_ELEMENTS / elements)
     return [
         f"From a local batch of {first} on, a convolution has 2^31 elements or more, for which cuDNN takes slower "
         "kernels (an H100 took 18 to 39 % longer for each example): measure such a batch, or take micro-steps instead."

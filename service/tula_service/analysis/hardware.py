@@ -32,6 +32,7 @@ _GUESS: Final = (4.15, 1.02, -0.61)
 _GUESSED_ACTIVATIONS_SD: Final = 0.3
 _LEAST_POWER_SD: Final = 0.1  # of its logarithm, from one configuration to another
 _OTHER_TYPE_POWER_SD: Final = 0.5
+MANY_ELEMENTS: Final = 2**31
 _SDS_TO_THE_END: Final = 1.645
 _LOG_BYTES: Final = (0.0, 60.0 * math.log(2.0))
 
@@ -149,6 +150,18 @@ def _guessed_activation_bytes(flops_per_sample: float, parameter_count: float, b
     of_flops, of_parameters = math.log(max(flops_per_sample, 1e-300)), math.log(parameter_count)
     guess = _GUESS[0] + _GUESS[1] * of_flops + _GUESS[2] * of_parameters + math.log(bytes_per_number)
     return math.exp(min(max(guess, _LOG_BYTES[0]), _LOG_BYTES[1]))
+
+
+def slow_from(spec: wire.JobSpec) -> dict[str, float]:
+    """The local batch from which on a convolution has 2^31 elements, by type of known GPUs; {} if none was counted.
+
+    cuDNN then takes slower kernels. Processors have no such limit, and of unknown devices nothing is known.
+    """
+    elements = spec.model.convolution_elements_per_sample
+    if elements is None:
+        return {}
+    devices = {cluster.instance_type: known_device(cluster.accelerator) for cluster in spec.cluster}
+    return {name: MANY_ELEMENTS / elements for name, device in devices.items() if device not in (None, PROCESSOR)}
 
 
 def guesses_of(spec: wire.JobSpec) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import tula_wire as wire
-from tula_service.analysis.hardware import Figures
+from tula_service.analysis.hardware import Figures, slow_from
 from tula_service.analysis.job_data import JobData
 from tula_service.domain import RunSummary
 from tula_service.perfmodel.fabric import Buckets, with_fabric
@@ -152,7 +152,7 @@ def prior_of(
                 probed.add(name)
         if prior is not None:
             believed[name] = prior
-    return Priors(believed, figures.hardware, probed=frozenset(probed))
+    return Priors(believed, figures.hardware, frozenset(probed), slow_from(spec))
 
 
 def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:

@@ -66,9 +66,11 @@ class Member:
     variance_factor: float
     log_evidence: float
 
-    def predict(self, points: Points, measured: Points, reference: float) -> tuple[FloatArray, FloatArray]:
+    def predict(
+        self, points: Points, measured: Points, reference: float, slow_from: float = math.inf
+    ) -> tuple[FloatArray, FloatArray]:
         """Mean of log step time and variance of the noise-free value around it, shape (n,) each."""
-        terms = log_terms(self.theta, points, reference)
+        terms = log_terms(self.theta, points, reference, slow_from)
         same = same_points(points, measured)
         cross = residual_covariance(points, measured, self.scales) + same * self.own_variance
         own = np.where(same.any(axis=1), same @ self.own_variance, self.scales.own**2)
@@ -100,7 +102,8 @@ class Posterior:
 
     def predict(self, points: Points) -> tuple[FloatArray, FloatArray]:
         """Mean of log step time and variance of the noise-free value around it, shape (n,) each."""
-        each = [member.predict(points, self.points, self.reference_batch_size) for member in self.members]
+        known = self.points, self.reference_batch_size, self.prior.slow_from
+        each = [member.predict(points, *known) for member in self.members]
         means, variances = np.array([mean for mean, _ in each]), np.array([variance for _, variance in each])
         mean = self.member_weights @ means
         return mean, np.asarray(self.member_weights @ (variances + (means - mean) ** 2), dtype=np.float64)
@@ -110,7 +113,7 @@ class Posterior:
         mean, variance = self.predict(points)
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
         noise_variance = self.prior.scales.noise**2 * min(factor, 4.0)  # of a run around its configuration's own
-        terms = log_terms(self.leading.theta, points, self.reference_batch_size)
+        terms = log_terms(self.leading.theta, points, self.reference_batch_size, self.prior.slow_from)
         correction = mean - terms.step
         return LogStepTimes(
             mean=mean,
@@ -204,7 +207,7 @@ def fit_posterior(
     beliefs, shares = zip(*hypotheses(prior.scales), strict=True)
     covariances = [residual_covariance(points, points, scales) for scales in beliefs]
     if not prior.absolute:
-        start = log_terms(centre, points, reference_batch_size).step
+        start = log_terms(centre, points, reference_batch_size, prior.slow_from).step
         shift = float(np.mean(targets.log_step - start))
         centre[AT.compute] += shift
         centre[list(prior.in_seconds)] -= shift
@@ -289,7 +292,7 @@ def _levenberg_marquardt(
 
     @lru_cache(maxsize=1)  # MINPACK asks for the slopes where it has just asked for the residuals
     def terms_at(at: tuple[float, ...]) -> Terms:
-        return log_terms(np.array(at), targets.points, reference)
+        return log_terms(np.array(at), targets.points, reference, prior.slow_from)
 
     def residuals(at: FloatArray) -> FloatArray:
         terms = terms_at(tuple(at.tolist()))

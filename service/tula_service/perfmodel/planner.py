@@ -405,7 +405,8 @@ def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> Flo
         one, other, posterior = first.take(rows), second.take(columns), model.posterior_for(name)
         member = posterior.leading
         slopes, others = (
-            log_terms(member.theta, each, posterior.reference_batch_size).step_slopes for each in (one, other)
+            log_terms(member.theta, each, posterior.reference_batch_size, posterior.prior.slow_from).step_slopes
+            for each in (one, other)
         )
         residual = residual_covariance(one, other, member.scales) + member.scales.own**2 * same_points(one, other)
         found[np.ix_(rows, columns)] = residual + slopes @ member.covariance @ others.T

@@ -60,7 +60,8 @@ class StepTimePrior:
 
     `absolute`: c is known; without it at least one measurement is needed. `reference_batch_size` is b_ref,
     None for "the largest batch in question". `in_seconds` are entries that the form has relative to c and that are
-    known in seconds: for them `sd` is that of log(entry * c), however little is known of c itself.
+    known in seconds: for them `sd` is that of log(entry * c), however little is known of c itself. `slow_from` is the
+    local batch from which on convolutions are slower.
     """
 
     mean: FloatArray
@@ -70,6 +71,7 @@ class StepTimePrior:
     absolute: bool = False
     reference_batch_size: float | None = None
     in_seconds: tuple[int, ...] = ()
+    slow_from: float = math.inf
 
     def __post_init__(self) -> None:
         """Raise ObservationError unless there is one finite centre and one positive width for each parameter."""
@@ -146,12 +148,13 @@ class Priors:
     """What is believed before a job's own runs, by instance type; a type that is not in `believed` starts generic.
 
     `hardware` carries what was measured on one type over to another that was not. `probed` are types whose links
-    between nodes a probe measured.
+    between nodes a probe measured. `slow_from` are the local batches from which on convolutions are slower.
     """
 
     believed: Mapping[str, StepTimePrior] = field(default_factory=dict)
     hardware: Mapping[str, Hardware] = field(default_factory=dict)
     probed: frozenset[str] = frozenset()
+    slow_from: Mapping[str, float] = field(default_factory=dict)
 
 
 def generic_prior() -> StepTimePrior:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -107,9 +108,8 @@ class StepTimeModel:
             return measured
         if (prior := _believed(instance_type, self.posteriors, self.priors)) is None:
             raise ObservationError(f"instance type {instance_type!r} has no measurement and no prior; profile it.")
-        return prior_posterior(
-            _of_steps(prior, self.accumulates), prior.reference_batch_size or self.reference_batch_size
-        )
+        of_steps = _of_steps(prior, self.accumulates, self.priors.slow_from.get(instance_type, math.inf))
+        return prior_posterior(of_steps, prior.reference_batch_size or self.reference_batch_size)
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
         """Outside the box of what was measured on that instance type, or across nodes when nothing was."""
@@ -153,7 +153,8 @@ def fit_step_time(
     posteriors: dict[str, Posterior] = {}
     paper_fits: dict[str, PaperFit | None] = {}
     for name, (rows, repeats) in reduced.by_type.items():
-        start = _of_steps(_believed(name, posteriors, prior) or generic_prior(), accumulates)
+        believed = _believed(name, posteriors, prior) or generic_prior()
+        start = _of_steps(believed, accumulates, prior.slow_from.get(name, math.inf))
         targets = targets_of(rows, repeats, start.scales)
         posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest)
         if form != "overlap":
@@ -207,8 +208,9 @@ def _believed(name: str, posteriors: Mapping[str, Posterior], priors: Priors) ->
     return own if own is not None and own.absolute and own.sd[AT.compute] < carried.sd[AT.compute] else carried
 
 
-def _of_steps(prior: StepTimePrior, accumulates: bool) -> StepTimePrior:
-    return prior if accumulates else prior.without_accumulation()
+def _of_steps(prior: StepTimePrior, accumulates: bool, slow_from: float) -> StepTimePrior:
+    of_job = replace(prior, slow_from=slow_from)
+    return of_job if accumulates else of_job.without_accumulation()
 
 
 def _accumulates(configurations: Points | Sequence[Configuration] | None) -> bool:

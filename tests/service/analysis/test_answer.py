@@ -330,6 +330,28 @@ def test_batches_whose_convolutions_have_two_to_the_31_elements_are_named() -> N
         assert any("From a local batch of 669 on" in warning for warning in warnings) is named
 
 
+@pytest.mark.parametrize("num_runs", [0, 2])
+def test_a_step_is_expected_to_be_slower_where_a_gpus_convolutions_have_two_to_the_31_elements(num_runs: int) -> None:
+    def by_batch(accelerator: str | None, elements: int | None) -> dict[int, float]:
+        """Predicted compute of one rank, s, by local batch: of the first guess, or from runs of 64 and 128 examples."""
+        cluster = {"max_nodes": 2, "ranks_per_node": 1, "accelerator": accelerator}
+        model = {"name": "net", "convolution_elements_per_sample": elements}
+        batch = {"min_local_batch_size": 64, "max_local_batch_size": 1024}
+        data = job(model=model, batch=batch, cluster=cluster, dataset={"size": 10**6})
+        for local in (64, 128)[:num_runs]:
+            data = measured(data, wire.Configuration(num_nodes=1, local_batch_size=local))
+        configurations = [c for c in answer_of(data).evidence.candidates if c.num_nodes == 1]
+        compute_s = answer_of(data).model.predict(configurations).compute_s.tolist()
+        return dict(zip((c.local_batch_size for c in configurations), compute_s, strict=True))
+
+    plain, large = by_batch("H100", 2**20), by_batch("H100", 2**22)
+    more = {batch: large[batch] / plain[batch] for batch in plain}
+    assert more == pytest.approx({64: 1.0, 128: 1.0, 256: 1.0, 512: 1.28, 1024: 1.28}, rel=0.01)
+    assert by_batch("H100", None) == pytest.approx(plain)
+    for unlimited in ("cpu", None):
+        assert by_batch(unlimited, 2**22) == pytest.approx(by_batch(unlimited, None))
+
+
 def test_the_first_guess_of_a_small_batch_is_its_operations_times_a_launch() -> None:
     """A host that a probe timed starts operations at its own pace, any other at 30 us."""
     batch = {"min_local_batch_size": 1, "max_local_batch_size": 1}
