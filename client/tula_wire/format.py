@@ -63,6 +63,11 @@ def count(number: float) -> str:
     return f"{_figures(number):,f} T"
 
 
+def multiple(ratio: float) -> str:
+    """A factor with two figures, and whole from ten on: `0.5`, `2.6`, `16`, `120`."""
+    return f"{_figures(ratio, 2):f}" if abs(ratio) < 9.95 else f"{ratio:,.0f}"
+
+
 def money(usd: float | None) -> str:
     """Dollars with cents below a thousand, and with three figures below one."""
     if usd is None or not math.isfinite(usd):
@@ -99,9 +104,9 @@ def _in_unit(number: float, unit: str) -> str:
     return f"{text}{unit}" if text[-1].isalpha() else f"{text} {unit}"
 
 
-def _figures(number: float) -> Decimal:
-    """Rounded to three figures; printed as `f` it has no exponent."""
-    return Decimal(f"{number + 0.0:.3g}")
+def _figures(number: float, figures: int = 3) -> Decimal:
+    """Rounded to that many figures; printed as `f` it has no exponent."""
+    return Decimal(f"{number + 0.0:.{figures}g}")
 
 
 def cluster_name(value: Configuration) -> str:

@@ -90,3 +90,10 @@ def test_a_configuration_says_nodes_and_batches() -> None:
         num_nodes=4, ranks_per_node=2, local_batch_size=8, grad_accum_steps=2, instance_type="g5.12xlarge"
     )
     assert format.configuration(typed) == "4 nodes of g5.12xlarge, global batch 128 (local 8 x 2 micro-steps)"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(0.5, "0.5"), (0.882, "0.88"), (2.64, "2.6"), (9.96, "10"), (120.3, "120"), (1e5, "100,000")]
+)
+def test_a_multiple_is_written_without_exponent(ratio: float, text: str) -> None:
+    assert format.multiple(ratio) == text

@@ -49,6 +49,7 @@ from tula_wire import (
 )
 from tula_wire.bounds import LAUNCH_TOKEN_S
 from tula_wire.enums import FINAL_STATES
+from tula_wire.format import duration
 from tula_wire.text import printable_lines
 
 P = ParamSpec("P")
@@ -329,7 +330,7 @@ class Runner:
         limit = self.time_limit_s if active.stacks_dumped_at is not None else None
         outcome = judge(run, status, lines, timed_out_after_s=limit)
         if active.limit_reached and run.state != "cancelled":
-            text = f"Stopped at its time limit of {run.time_limit_s:.4g} s."
+            text = f"Stopped at its time limit of {duration(run.time_limit_s)}."
             outcome = Outcome("cancelled", text, end_cause="time_limit")
         if stopped:
             outcome = Outcome("cancelled", "The run of the largest batch of its launch was cancelled.")

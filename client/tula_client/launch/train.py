@@ -14,6 +14,7 @@ from tula_client.launch.run_loop import POLL_S, ActiveRun, Runner, check_configu
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import may_hold_files
 from tula_wire import Configuration, Job, Run
+from tula_wire.format import duration
 
 _STATE = "training"
 _PREEMPTED = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGUSR1, 128 + signal.SIGHUP)
@@ -60,7 +61,7 @@ def train(
         state.run_id = run.id
         resume = checkpoints if state.restart and before is not None else None
         if run.time_limit_s is not None:
-            runner.reporter.note(f"The training stops after {run.time_limit_s:.4g} s, as limits.on_breach says.")
+            runner.reporter.note(f"The training stops after {duration(run.time_limit_s)}, as limits.on_breach says.")
         factor = _learning_rate_factor(runner, job, template, run.configuration)
         active = runner.start(
             run,

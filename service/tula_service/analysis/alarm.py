@@ -21,7 +21,7 @@ from tula_service.perfmodel.points import column
 from tula_service.perfmodel.pricing import Estimate
 from tula_wire import Configuration
 from tula_wire.bounds import MAX_DURATION_S
-from tula_wire.format import duration
+from tula_wire.format import duration, money
 
 CHECK_EVERY_STEPS = 50
 """Steps between two projections of deadline and budget."""
@@ -259,10 +259,10 @@ def broken_limits(
     steps_left = left / c.global_batch_size
     run_s = monitor.elapsed_s + steps_left * step_time_s
     rate = None if spec.limits.budget_usd is None else usd_per_s(spec, c, monitor.peak_bytes)
-    earlier = f", {monitor.spent_s:.4g} s of earlier starts included" if monitor.spent_s else ""
-    for name, value, limit, unit in (
-        ("deadline", monitor.spent_s + run_s, spec.limits.deadline_s, "s"),
-        ("budget", None if rate is None else monitor.spent_usd + rate * run_s, spec.limits.budget_usd, "USD"),
+    earlier = f", {duration(monitor.spent_s)} of earlier starts included" if monitor.spent_s else ""
+    for name, value, limit, unit, text in (
+        ("deadline", monitor.spent_s + run_s, spec.limits.deadline_s, "s", duration),
+        ("budget", None if rate is None else monitor.spent_usd + rate * run_s, spec.limits.budget_usd, "USD", money),
     ):
         if limit is None or value is None or value <= limit or name in monitor.announced:
             continue
@@ -273,6 +273,6 @@ def broken_limits(
             "projected": value,
             "limit": limit,
             "unit": unit,
-            "sentence": f"At {step_time_s:.3g} s a step, with {steps_left:.0f} steps left, training ends at "
-            f"{value:.4g} {unit}{earlier}, beyond the {name} of {limit:.4g} {unit}.",
+            "sentence": f"At {duration(step_time_s)} a step, with {steps_left:,.0f} steps left, training ends at "
+            f"{text(value)}{earlier}, beyond the {name} of {text(limit)}.",
         }

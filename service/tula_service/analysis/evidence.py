@@ -23,7 +23,7 @@ from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 from tula_wire.enums import FINAL_STATES
-from tula_wire.format import cluster_name
+from tula_wire.format import cluster_name, duration, size
 from tula_wire.memory import RESERVED_RATIO, assumed_context_bytes
 
 _FEWEST_RUNS_TO_VALIDATE, _MOST_RUNS_TO_VALIDATE = 4, 12
@@ -94,8 +94,8 @@ def evidence_of(data: JobData) -> Evidence:
             continue
         if summary.step_time_s < _SHORTEST_STEP_S:
             warnings.append(
-                f"Run {summary.run_id} is left out: its step time of {summary.step_time_s:.3g} s is shorter than any "
-                "training step; check the clock of its agent."
+                f"Run {summary.run_id} is left out: its step time of {duration(summary.step_time_s)} is shorter than "
+                "any training step; check the clock of its agent."
             )
             continue
         actual, mismatch = _as_run(summary)
@@ -271,8 +271,8 @@ class MemoryEvidence:
                 peak = self.models[name].predict(smallest).mean
                 peak += self.models[name].shards.extra_bytes(_fewest_ranks(cluster))
                 reasons.append(
-                    f"a rank of {name} is expected to need {_gib(peak)} at a local batch of {smallest}, of which the "
-                    f"device has {_gib(self.capacity_bytes[name])}"
+                    f"a rank of {name} is expected to need {size(peak)} at a local batch of {smallest}, of which the "
+                    f"device has {size(self.capacity_bytes[name])}"
                 )
         return f"memory: no candidate is left, since {'; '.join(reasons)}; {remedy}."
 
@@ -472,8 +472,8 @@ def _counted_bytes(model: wire.ModelSpec, ranks: float) -> float:
 
 def _state_too_large(needed: float, capacity: float) -> str:
     return (
-        f"parameters, gradients and optimizer state alone need at least {_gib(needed)} a rank in single precision, of "
-        f"which the device has {_gib(capacity)}"
+        f"parameters, gradients and optimizer state alone need at least {size(needed)} a rank in single precision, of "
+        f"which the device has {size(capacity)}"
     )
 
 
@@ -494,7 +494,3 @@ def _run_name(failed: RunSummary) -> str:
 
 def _name(run_id: str, c: Configuration, batch: int) -> str:
     return f"run {run_id} ({cluster_name(c)}, local batch {batch})"
-
-
-def _gib(amount: float) -> str:
-    return f"{amount / 2**30:,.3g} GiB" if amount < 1000 * 2**30 else f"{amount / 2**30:,.0f} GiB"

@@ -19,10 +19,10 @@ from tula_service.perfmodel.choice import Choice, Exclusion
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import OBJECTIVES
 from tula_service.perfmodel.points import PointKey
-from tula_service.perfmodel.pricing import JOULES_PER_KWH, SECONDS_PER_HOUR, Estimate, Limits, usd_per_hour_saved
+from tula_service.perfmodel.pricing import JOULES_PER_KWH, Estimate, Limits, usd_per_hour_saved
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire import Configuration
-from tula_wire.format import cluster_name, percent
+from tula_wire.format import cluster_name, duration, money, multiple, percent
 
 _EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
 _NOTABLE_INPUT = 0.1  # of the step
@@ -193,7 +193,7 @@ def why(answer: Answer) -> str:
     if objective.needs_efficiency:
         parts.append(
             f"Time is to the quality of a batch of {answer.base_batch_size}, at a gradient noise scale of "
-            f"{answer.efficiency.noise_scale:.3g} examples"
+            f"{answer.efficiency.noise_scale:,.0f} examples"
             + (", as profiling saw it; it grows during training." if answer.data.trained_noise_scale is None else ".")
             if answer.efficiency is not None
             else "No run has reported the gradient noise scale (a script with `TulaOptimizer` does), so this is the "
@@ -233,10 +233,10 @@ def _least(choice: Choice) -> str:
     if not near:
         return ""
     time_s = min((each.time_s for each in near), key=lambda value: value.high)
-    least = f"the fastest takes {_duration(time_s.mean)}, {_duration(time_s.high)} at the upper end"
+    least = f"the fastest takes {duration(time_s.mean)}, {duration(time_s.high)} at the upper end"
     if any(found.limit == "budget_usd" for found in choice.excluded):
         cost = min((each.cost_usd for each in near), key=lambda value: value.high)
-        least += f"; the cheapest costs {cost.mean:,.4g} USD, {cost.high:,.4g} USD at the upper end"
+        least += f"; the cheapest costs {money(cost.mean)}, {money(cost.high)} at the upper end"
     return least
 
 
@@ -247,16 +247,12 @@ def breach(found: Exclusion, limits: Limits) -> str:
     if found.limit == "max_global_batch_size":
         batch = found.estimate.configuration.global_batch_size
         return f"its global batch {batch} is above the limit of {limits.max_global_batch_size}."
-    what, said, unit = ("time", "deadline", "s") if found.limit == "deadline_s" else ("cost", "budget", "USD")
+    what, said, text = ("time", "deadline", duration) if found.limit == "deadline_s" else ("cost", "budget", money)
     value, most = next((value, most) for name, value, most in limits.of_totals(found.estimate) if name == found.limit)
-    mean, high, top = (f"{x:,.0f}" if x >= 1e3 else f"{x:.4g}" for x in (value.mean, value.high, most))
+    mean, high, top = (text(amount) for amount in (value.mean, value.high, most))
     if found.certain:
-        return f"its expected {what}, {mean} {unit}, is above the {said} of {top} {unit}."
-    return f"its expected {what} is {mean} of the {said} of {top} {unit}, but {high} at the upper end of its interval."
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / SECONDS_PER_HOUR:.3g} h" if seconds >= SECONDS_PER_HOUR else f"{seconds:.3g} s"
+        return f"its expected {what}, {mean}, is above the {said} of {top}."
+    return f"its expected {what} is {mean} of the {said} of {top}, but {high} at the upper end of its interval."
 
 
 def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate]) -> tuple[float | None, float | None]:
@@ -399,7 +395,7 @@ def gaps_of(model: StepTimeModel) -> list[str]:
     rows = model.observations.points.rows()
     found = [
         f"Repeats at world size {world:.0f} and local batch {batch:.0f} contradict one another "
-        f"({least:.4g} s to {most:.4g} s); their median is used."
+        f"({duration(least)} to {duration(most)}); their median is used."
         for (_, _, world, batch, _), (least, most) in zip(rows, model.extremes.tolist(), strict=True)
         if most > _CONTRADICTION * least
     ]
@@ -425,8 +421,8 @@ def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
         return []
     said = [f"{n:.0f} node{'s' if n > 1 else ''} at local batch {batch:.0f}" for _, n, _, batch, _ in (one, other)]
     return [
-        f"A step of {said[0]} took {ratio:.3g} times as long as one of {said[1]}, which has more to do: one of them "
-        "ran under other conditions (threads of a process, other work on the node); measure both again (tula tune "
+        f"A step of {said[0]} took {multiple(ratio)} times as long as one of {said[1]}, which has more to do: one of "
+        "them ran under other conditions (threads of a process, other work on the node); measure both again (tula tune "
         "--again)."
     ]
 
@@ -456,9 +452,9 @@ def _waits_for_data(answer: Answer) -> list[str]:
     share = chosen.terms["input_s"] / chosen.step_time_s.mean
     if share < _NOTABLE_INPUT:
         return []
-    saved = f"{_duration(share * chosen.time_s.mean)} of {_duration(chosen.time_s.mean)}"
+    saved = f"{duration(share * chosen.time_s.mean)} of {duration(chosen.time_s.mean)}"
     if answer.choice.goal.priced:
-        saved += f" and {share * chosen.cost_usd.mean:.3g} of {chosen.cost_usd.mean:.3g} USD"
+        saved += f" and {money(share * chosen.cost_usd.mean)} of {money(chosen.cost_usd.mean)}"
     return [
         f"{_named(chosen)} waits for data {percent(share, digits=0)} of the time, which no batch size helps: more or "
         f"faster workers of the data loader would save up to {saved}."
@@ -532,12 +528,12 @@ def _difference(choice: Choice, chosen: Estimate, other: Estimate) -> str:
     if choice.goal.priced and chosen.cost_usd.mean > 0:
         parts.append(f"costs {_compared(other.cost_usd.mean / chosen.cost_usd.mean, 'as much', 'more', 'less')}")
     ratio = other.configuration.global_batch_size / chosen.configuration.global_batch_size
-    factor = {0.5: "half", 2.0: "twice"}.get(ratio, f"{ratio:.3g} times")
+    factor = {0.5: "half", 2.0: "twice"}.get(ratio, f"{multiple(ratio)} times")
     return " and ".join(parts) + ("" if ratio == 1 else f", at {factor} the batch")
 
 
 def _compared(ratio: float, same: str, more: str, less: str) -> str:
     if ratio >= 2.0:
-        return f"{ratio:.2g} times {same}"
+        return f"{multiple(ratio)} times {same}"
     change = percent(abs(ratio - 1.0))
     return same if change == percent(0.0) else f"{change} {more if ratio > 1.0 else less}"

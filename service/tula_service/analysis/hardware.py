@@ -17,6 +17,7 @@ from tula_service.perfmodel.fabric import BUCKET_BYTES, AllReduceCost, Fabric, f
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.priors import ROOFLINE_SD, UNKNOWN_PRECISION_SD, Hardware, ModelFacts
 from tula_wire.devices import DEVICES, PROCESSOR, capacities_gib, known_device
+from tula_wire.format import size
 from tula_wire.jobs import Precision
 
 _PROCESSOR_SD = 1.0
@@ -202,7 +203,7 @@ def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str
     most = max(capacities_gib(cluster.accelerator or "", device), default=None)
     if most is not None and given > most * 2**30:
         return "cluster.memory_bytes_per_rank", (
-            f"memory_bytes_per_rank is {given / 2**30:.3g} GiB, and {cluster.accelerator} has at most {most} GiB: "
+            f"memory_bytes_per_rank is {size(given)}, and {cluster.accelerator} has at most {most} GiB: "
             "give what one device has, or correct cluster.accelerator."
         )
     return None

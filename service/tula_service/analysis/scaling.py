@@ -17,6 +17,7 @@ import tula_wire as wire
 from tula_service.perfmodel.guard import UNDIVIDED
 from tula_service.perfmodel.intervals import Interval
 from tula_wire.bounds import NOISE_WEIGHT
+from tula_wire.format import multiple
 from tula_wire.jobs import ScalingRule
 
 MOST_TIMES = 16.0
@@ -110,11 +111,11 @@ class LearningRate:
         start = f"Multiply the learning rate of a batch of {self.base_batch_size} by"
         if self.factor is not None:
             seen = "" if self.settled else " of short runs, which may be several times off"
-            said = f"{start} {self.factor:.2g}, which follows from the gradient noise scale{seen}"
+            said = f"{start} {multiple(self.factor)}, which follows from the gradient noise scale{seen}"
             said += "; `TulaOptimizer` does it." if self.divided else f". {UNDIVIDED}."
         else:
             most = math.sqrt(self.times) if self.model.optimizer == "adam" else self.times
-            said = f"{start} 1 to {most:.3g}: the gradient noise scale decides, which `TulaOptimizer` measures"
+            said = f"{start} 1 to {multiple(most)}: the gradient noise scale decides, which `TulaOptimizer` measures"
             said += "." if self.divided else " where two ranks or micro-steps share a step."
         if self.times > MOST_TIMES:
             said += f" No experiment went beyond {MOST_TIMES:g} times the batch"

@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from tula_wire.format import multiple
+
 LONG_STEPS: Final = 5_000
 UNDIVIDED: Final = "`TulaOptimizer` scales only where two ranks or micro-steps share a step"
 _SMALL_FLOAT: Final = 1e-9
@@ -104,13 +106,13 @@ class AccuracyGuard:
         if self.supported is None:
             noise = "no run of 100 steps has shown the gradient noise yet"
         else:
-            noise = f"{batch / self.supported:.2g} times what the gradient noise supports ({self.supported:.3g})"
+            noise = f"{multiple(batch / self.supported)} times what the gradient noise supports ({self.supported:,.0f})"
         if self.allows(batch):
             if steps >= LONG_STEPS and not self.within_noise(batch):
                 return f"{counted}; {noise}, which long trainings of others bore."
             train = "train with `TulaOptimizer`" if divided else "scale the learning rate in the script"
             if learning_rate_factor is not None:
-                train += f", rate x {learning_rate_factor:.2g}"
+                train += f", rate x {multiple(learning_rate_factor)}"
             if not divided:
                 train += f" ({UNDIVIDED})"
             return f"{counted}; {noise}; most such trainings lost at most 1 point in our experiments; {train}."

@@ -21,6 +21,7 @@ from scipy import special
 from tula_service.perfmodel.intervals import LEVEL, WIDEST_LOG, Interval
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
 from tula_wire.configurations import Configuration
+from tula_wire.format import size
 from tula_wire.memory import usable_bytes
 
 _READING_SD = 0.04
@@ -237,11 +238,11 @@ def _usable(observed: MemoryObservations) -> tuple[FloatArray, FloatArray, list[
     above = peaks > (observed.capacity_bytes or math.inf)
     if observed.capacity_bytes is None or not above.any():
         return batches, peaks, []
-    capacity = f"the capacity of {observed.capacity_bytes / 2**30:,.3g} GiB"
+    capacity = f"the capacity of {size(observed.capacity_bytes)}"
     remedy = "check the capacity (cluster.memory_bytes_per_rank) and that both count bytes."
     if above.all():
         raise ObservationError(
-            f"peak_bytes: every reading is above {capacity}, the least at {peaks.min() / 2**30:,.3g} GiB; {remedy}"
+            f"peak_bytes: every reading is above {capacity}, the least at {size(peaks.min())}; {remedy}"
         )
     note = f"{int(above.sum())} memory reading(s) above {capacity} are left out; {remedy}"
     return batches[~above], peaks[~above], [note]

@@ -27,6 +27,7 @@ from tula_service.perfmodel.pricing import (
 )
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Objective as Name
+from tula_wire.format import multiple
 
 _NEARLY_BEST = 1.1
 """`balanced` gives up a tenth of the best for a smaller batch, which generalises better, and for fewer nodes."""
@@ -285,5 +286,5 @@ def knee_of(frontier: Sequence[Estimate]) -> KneeFinding:
     saved = math.exp(float(log_cost[0])) / knee.cost_usd.mean
     return KneeFinding(
         knee,
-        f"the fastest candidate costs {saved:.3g} times as much, and what takes longer saves little more.",
+        f"the fastest candidate costs {multiple(saved)} times as much, and what takes longer saves little more.",
     )

@@ -17,6 +17,7 @@ from tula_service.perfmodel.step_summary import robust_mean
 from tula_service.store import Transaction
 from tula_service.store.jobs import JobRecord
 from tula_service.usecases.job_data import spec_of
+from tula_wire.format import duration, money
 
 _CONFIRMING_STEPS, _LEVEL_STEPS = 20, 15
 """The newest steps that confirm an alarm, and those whose mean is the level after it: the detector fires after 15."""
@@ -36,7 +37,7 @@ def start(
     limit_s = alarm.time_limit_s(spec_of(job), run.configuration, monitor)
     if limit_s is not None and limit_s <= 0.0:
         raise InvalidInput(
-            f"{spent_s:.4g} s and {spent_usd:.4g} USD are spent, and limits.on_breach is 'stop': raise "
+            f"{duration(spent_s)} and {money(spent_usd)} are spent, and limits.on_breach is 'stop': raise "
             "limits.deadline_s or limits.budget_usd, or set on_breach to 'warn'.",
             field="limits.on_breach",
         )
@@ -46,8 +47,8 @@ def start(
 def spent_until_now(tx: Transaction, run: RunRecord) -> str:
     """A sentence on what a training has spent, with the runs that it continues."""
     spent_s, spent_usd = _spent(spec_of(tx.jobs.get(run.job_id)), run, tx.now())
-    money = f" and {spent_usd:.4g} USD" if spent_usd else ""
-    return f"The training has spent {spent_s:.4g} s{money}, earlier starts included."
+    paid = f" and {money(spent_usd)}" if spent_usd else ""
+    return f"The training has spent {duration(spent_s)}{paid}, earlier starts included."
 
 
 def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[float, float]:

@@ -150,13 +150,13 @@ def test_a_training_is_ended_at_its_limit_and_not_restarted(tmp_path):
     service, notes = FakeService(chosen=configuration()), Notes()
     service.time_limit_s = 60.0
     bench = Bench(tmp_path, service, lambda *_: FakeProcess(lasts=100_000), notes)
-    with pytest.raises(LaunchError, match=r"time limit of 60 s. limits.on_breach is 'stop': to continue"):
+    with pytest.raises(LaunchError, match=r"time limit of 1 min. limits.on_breach is 'stop': to continue"):
         go(bench, service)
     ((_, _, process),) = bench.started
     assert process.asked == ["stop"]
     assert 60.0 <= bench.now < 61.0
     assert (service.runs["r0"].state, service.runs["r0"].end_cause) == ("cancelled", "time_limit")
-    assert "The training stops after 60 s" in notes.notes[0]
+    assert "The training stops after 1 min" in notes.notes[0]
 
 
 def test_a_failure_without_progress_is_not_repeated(tmp_path):

@@ -9,6 +9,7 @@ from tula_service.analysis.explanation import gaps_of
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_wire import Configuration
+from tula_wire.format import duration
 
 GRID = [make_configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256, 512)]
 
@@ -34,7 +35,7 @@ def test_repeats_that_contradict_one_another_are_named():
     repeated = [*GRID, GRID[0], GRID[0]]
     times = [*map(step_time, GRID), step_time(GRID[0]), 5 * step_time(GRID[0])]
     (said,) = gaps_of(fit_step_time(StepTimeObservations.at(repeated, times)))
-    assert f"({times[0]:.4g} s to {5 * times[0]:.4g} s)" in said
+    assert f"({duration(times[0])} to {duration(5 * times[0])})" in said
     assert "world size 4 and local batch 32 contradict" in said
 
 

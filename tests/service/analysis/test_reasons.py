@@ -15,6 +15,7 @@ from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.pricing import Estimate, Limits, Offer, Training, price
 from tula_wire.enums import Objective
+from tula_wire.format import duration, money
 
 
 def chosen_for(objective: Objective, found: list[Estimate], **limits: Any) -> Choice:
@@ -33,9 +34,9 @@ def test_a_limit_that_only_the_upper_end_breaks_is_said_to_be_so():
     (found,) = estimates((2, 64, 0.41))
     most = found.time_s.mean * 1.05
     choice = chosen_for("cost", [found], deadline_s=most)
-    mean, high, limit = (f"{each:.4g}" for each in (found.time_s.mean, found.time_s.high, most))
+    mean, high, limit = map(duration, (found.time_s.mean, found.time_s.high, most))
     said = breach(choice.excluded[0], choice.goal.limits)
-    assert f"is {mean} of the deadline of {limit} s, but {high} at the upper end" in said
+    assert f"is {mean} of the deadline of {limit}, but {high} at the upper end" in said
 
 
 @pytest.mark.parametrize("objective", get_args(Objective))
@@ -47,7 +48,7 @@ def test_where_nothing_keeps_the_limits_safely_the_reason_says_only_that_with_th
         choice = chosen_for(objective, found, deadline_s=limit)
         assert choice.chosen.configuration.num_nodes == 2
         assert "within the limits" not in reason_of(choice)
-        assert f"the fastest takes {mean:.3g} s, {high:.3g} s at the upper end" in reason_of(choice)
+        assert f"the fastest takes {duration(mean)}, {duration(high)} at the upper end" in reason_of(choice)
         chances.append(int(re.search(r"with a chance of (\d+) %", reason_of(choice))[1]))
     assert chances[0] == 50
     assert chances == sorted(chances)
@@ -60,14 +61,14 @@ def test_where_nothing_keeps_the_limits_the_reason_names_them_and_what_they_woul
     choice = chosen_for("cost", [slow, fast, large], **limits)
     reason, nearest = reason_of(choice), nearest_misses(choice)
     assert "(budget_usd, deadline_s, max_global_batch_size): the fastest takes" in reason
-    assert f"the cheapest costs {slow.cost_usd.mean:.4g} USD" in reason
+    assert f"the cheapest costs {money(slow.cost_usd.mean)}," in reason
     assert [nearest[limit].estimate for limit in limits] == [fast, slow, large], "no deadline lets the larger batch in"
     assert all(each.limit == limit for limit, each in nearest.items())
     assert nearest["deadline_s"].share == pytest.approx(fast.time_s.high / limits["deadline_s"])
     assert nearest_misses(chosen_for("cost", [slow, fast])) == {}
     small, large = estimates((1, 64, 0.4), (1, 128, 0.4))
     both = reason_of(chosen_for("time", [small, large], deadline_s=1e-3, max_global_batch_size=64))
-    assert f"the fastest takes {small.time_s.mean:.3g} s" in both, "no deadline lets the larger batch in"
+    assert f"the fastest takes {duration(small.time_s.mean)}" in both, "no deadline lets the larger batch in"
 
 
 @pytest.mark.parametrize(("objective", "limit"), [("cost", "deadline_s"), ("time", "budget_usd")])

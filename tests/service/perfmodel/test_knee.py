@@ -33,7 +33,7 @@ FRONTIER = [
 def test_the_knee_is_where_time_stops_buying_much_money():
     knee = knee_of(FRONTIER)
     assert knee.estimate is FRONTIER[1]
-    assert "costs 2.67 times as much" in knee.reason
+    assert "costs 2.7 times as much" in knee.reason
 
 
 @given(time=st.floats(1e-3, 1e6), cost=st.floats(1e-3, 1e6))

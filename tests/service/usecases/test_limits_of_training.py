@@ -37,7 +37,7 @@ def test_a_resumed_training_has_left_what_its_checkpoint_did_not_cover(cluster: 
     left = (10 - epochs_before) * 100_000 / 64 - 60
     assert advice["steps_left"] == pytest.approx(left)
     assert advice["projected"] == pytest.approx(left * 1.0, rel=0.01)  # the clock stands still
-    assert f"with {left:.0f} steps left" in advice["sentence"]
+    assert f"with {left:,.0f} steps left" in advice["sentence"]
 
 
 def test_earlier_progress_counts_in_examples_on_another_batch(cluster: Cluster) -> None:
@@ -71,7 +71,7 @@ def test_time_and_money_of_earlier_runs_count_toward_the_limits(cluster: Cluster
     (advice,) = cluster.events(job_id, "advice")  # 300 s and a hundred steps of a second hold the deadline
     assert advice["kind"] == "budget"
     assert advice["projected"] == pytest.approx((300 * 2 + left * 1.0) * 3.0 / 3600)
-    assert "300 s of earlier starts included" in advice["sentence"]
+    assert "5 min of earlier starts included" in advice["sentence"]
 
 
 def test_a_training_that_may_not_exceed_its_limits_gets_the_time_that_they_leave(
@@ -92,8 +92,8 @@ def test_a_training_that_may_not_exceed_its_limits_gets_the_time_that_they_leave
     stopped = cluster.patch(second.id, "cancelled", end_cause="time_limit", message="Stopped after 9 steps.")
     assert stopped.end_cause == "time_limit"
     assert stopped.message is not None
-    assert stopped.message.endswith("9 steps. The training has spent 600 s and 0.5 USD, earlier starts included.")
-    with pytest.raises(InvalidInput, match=r"600 s and 0.5 USD are spent.*raise limits.deadline_s") as refused:
+    assert stopped.message.endswith("9 steps. The training has spent 10 min and $0.5, earlier starts included.")
+    with pytest.raises(InvalidInput, match=r"10 min and \$0.5 are spent.*raise limits.deadline_s") as refused:
         cluster.train(job_id, SMALL, continues=second.id)
     assert refused.value.field == "limits.on_breach"
 
