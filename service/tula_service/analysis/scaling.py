@@ -109,14 +109,15 @@ class LearningRate:
         if self.times <= 1.0:
             return ""
         start = f"Multiply the learning rate of a batch of {self.base_batch_size} by"
-        if self.factor is not None:
+        if not self.divided:
+            said = f"{UNDIVIDED[0].upper()}{UNDIVIDED[1:]}."
+        elif self.factor is not None:
             seen = "" if self.settled else " of short runs, which may be several times off"
-            said = f"{start} {multiple(self.factor)}, which follows from the gradient noise scale{seen}"
-            said += "; `TulaOptimizer` does it." if self.divided else f". {UNDIVIDED}."
+            said = f"{start} {multiple(self.factor)}, which follows from the gradient noise scale{seen}: "
+            said += "`TulaOptimizer` raises it step by step; by hand, warm up."
         else:
             most = math.sqrt(self.times) if self.model.optimizer == "adam" else self.times
-            said = f"{start} 1 to {multiple(most)}: the gradient noise scale decides, which `TulaOptimizer` measures"
-            said += "." if self.divided else " where two ranks or micro-steps share a step."
+            said = f"{start} 1 to {multiple(most)}: the gradient noise scale decides, which `TulaOptimizer` measures."
         if self.times > MOST_TIMES:
             said += f" No experiment went beyond {MOST_TIMES:g} times the batch"
             said += (

@@ -21,7 +21,8 @@ from typing import Final
 from tula_wire.format import multiple
 
 LONG_STEPS: Final = 5_000
-UNDIVIDED: Final = "`TulaOptimizer` scales only where two ranks or micro-steps share a step"
+UNDIVIDED: Final = "keep the learning rate, or take two micro-steps, without which `TulaOptimizer` cannot scale it"
+"""What to do with one rank and one micro-step. A rate that is multiplied at once diverges: there is no warm-up."""
 _SMALL_FLOAT: Final = 1e-9
 
 
@@ -110,11 +111,9 @@ class AccuracyGuard:
         if self.allows(batch):
             if steps >= LONG_STEPS and not self.within_noise(batch):
                 return f"{counted}; {noise}, which long trainings of others bore."
-            train = "train with `TulaOptimizer`" if divided else "scale the learning rate in the script"
-            if learning_rate_factor is not None:
+            train = "train with `TulaOptimizer`" if divided else UNDIVIDED
+            if divided and learning_rate_factor is not None:
                 train += f", rate x {multiple(learning_rate_factor)}"
-            if not divided:
-                train += f" ({UNDIVIDED})"
             return f"{counted}; {noise}; most such trainings lost at most 1 point in our experiments; {train}."
         remedy = "Train more epochs, or take a smaller batch."
         if steps >= self.constants.least_steps:

@@ -18,7 +18,7 @@ from tula_wire import ModelSpec
             {},
             4.0,
             "gain",
-            "a batch of 64 by 3.2, which follows from the gradient noise scale; `TulaOptimizer` does it.",
+            "which follows from the gradient noise scale: `TulaOptimizer` raises it step by step; by hand, warm up.",
         ),
         (
             {"batch_normalization": True},

@@ -111,8 +111,7 @@ def test_the_line_of_quality_names_steps_noise_and_the_rate():
     alone = guard.sentence(512, refused_larger=False, learning_rate_factor=4.1, divided=False)
     assert "train with" not in alone
     assert alone.endswith(
-        "scale the learning rate in the script, rate x 4.1 (`TulaOptimizer` scales only where two ranks or micro-steps "
-        "share a step)."
+        "keep the learning rate, or take two micro-steps, without which `TulaOptimizer` cannot scale it."
     )
 
 
