@@ -164,9 +164,9 @@ class Runner:
                     self.reporter.waiting(f"The service is unreachable ({error}): retrying for {RETRY_S:g} s.")
                 self.sleep(_RETRY_INTERVAL_S)
 
-    def claim(self, job: Job, max_nodes: int, **wanted: Any) -> RunClaimed:
+    def claim(self, job: Job, max_nodes: int, *, whole_launch: bool = False) -> RunClaimed:
         """What the service leases of the plan of `job`, checked; raises `LaunchError` for what was not asked for."""
-        claim = ClaimRequest(holder=self.holder, lease_s=LEASE_S, max_nodes=max_nodes, **wanted)
+        claim = ClaimRequest(holder=self.holder, lease_s=LEASE_S, max_nodes=max_nodes, whole_launch=whole_launch)
         claimed = self.retrying(self.service.claim, job.id, claim)
         if claimed.run is not None:
             largest = check_configuration(claimed.run.configuration, job)
@@ -176,9 +176,9 @@ class Runner:
                 _check_run(run, job, "profile", replace(largest, local_batch_size=batch))
         return claimed
 
-    def create_run(self, job: Job, kind: RunKind, configuration: Configuration, **wanted: Any) -> Run:
+    def create_run(self, job: Job, kind: RunKind, configuration: Configuration, **more: Any) -> Run:
         """A run outside the plan of `job`, checked; raises `LaunchError` for another than the one asked for."""
-        create = RunCreate(kind=kind, configuration=configuration, holder=self.holder, lease_s=LEASE_S, **wanted)
+        create = RunCreate(kind=kind, configuration=configuration, holder=self.holder, lease_s=LEASE_S, **more)
         return _check_run(self.retrying(self.service.create_run, job.id, create), job, kind, configuration)
 
     def start(
@@ -460,18 +460,17 @@ def _check_run(run: Run, job: Job, kind: RunKind, configuration: Configuration) 
 def check_configuration(configuration: Configuration, job: Job) -> Configuration:
     """`configuration`, if the job's specification allows it; else raises `LaunchError`."""
     batch = job.spec.batch
-    clusters = [one for one in job.spec.cluster if one.instance_type == configuration.instance_type]
-    fixed = batch.global_batch_size is not None
+    fixed, held, steps = batch.global_batch_size is not None, batch.grad_accum_steps, configuration.grad_accum_steps
     allowed = (
         any(
-            one.ranks_per_node == configuration.ranks_per_node
-            and one.min_nodes <= configuration.num_nodes <= one.max_nodes
-            for one in clusters
+            cluster.instance_type == configuration.instance_type
+            and cluster.ranks_per_node == configuration.ranks_per_node
+            and cluster.min_nodes <= configuration.num_nodes <= cluster.max_nodes
+            for cluster in job.spec.cluster
         )
         and configuration.local_batch_size <= (batch.max_local_batch_size or configuration.local_batch_size)
         and (fixed or configuration.local_batch_size >= batch.min_local_batch_size)
-        and (fixed or configuration.grad_accum_steps <= (batch.grad_accum_steps or batch.max_grad_accum_steps))
-        and configuration.grad_accum_steps == (batch.grad_accum_steps or configuration.grad_accum_steps)
+        and (steps == held if held else fixed or steps <= batch.max_grad_accum_steps)
         and configuration.global_batch_size == (batch.global_batch_size or configuration.global_batch_size)
     )
     if not allowed:

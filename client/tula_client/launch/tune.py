@@ -133,9 +133,7 @@ class _PlanLoop:
         if (run := self._next_again(free)) is not None:
             runner.start(run, self.template, examples=examples)
             return POLL_S
-        claimed = runner.claim(
-            self.job, free, **({"whole_launch": True} if self.job.spec.profiling.share_launches else {})
-        )
+        claimed = runner.claim(self.job, free, whole_launch=self.job.spec.profiling.share_launches)
         if claimed.run is not None:
             runner.start(claimed.run, self.template, smaller=claimed.smaller, examples=examples)
             return POLL_S
