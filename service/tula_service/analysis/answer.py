@@ -81,14 +81,14 @@ Analysis: TypeAlias = Answer | Infeasible
 
 def analyse(data: JobData, objective: Objective | None = None) -> Analysis:
     """Fit the evidence of a job once, price every candidate, and choose for this objective or the job's own."""
-    wanted: Objective = objective or data.objective
+    asked: Objective = objective or data.objective
     try:
-        return _answer(data, wanted)
+        return _answer(data, asked)
     except ObservationError as error:
-        return Infeasible(data, wanted, str(error))
+        return Infeasible(data, asked, str(error))
 
 
-def _answer(data: JobData, wanted: Objective) -> Answer:
+def _answer(data: JobData, objective: Objective) -> Answer:
     evidence = evidence_of(data)
     figures = figures_of(data)
     earlier = earlier_evidence(data, figures)
@@ -102,11 +102,11 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
     )
     spec = job_data.payable(data.spec, evidence.memory.models)
     base = job_data.base_batch_size(data, evidence.candidates)
-    goal = job_data.goal_of(data, spec, wanted, base_batch_size=base, power_w=figures.power_w)
+    goal = job_data.goal_of(data, spec, objective, base_batch_size=base, power_w=figures.power_w)
     efficiency = None
     if (noise_scale := data.gradient_noise_scale) is not None:
         efficiency = StatisticalEfficiency(noise_scale, base)
-        if OBJECTIVES[wanted].needs_efficiency:
+        if OBJECTIVES[objective].needs_efficiency:
             goal = replace(
                 goal, steps_factor={c: 1.0 / efficiency.of(c.global_batch_size) for c in evidence.candidates}
             )
@@ -120,7 +120,7 @@ def _answer(data: JobData, wanted: Objective) -> Answer:
     )
     return Answer(
         data=data,
-        objective=wanted,
+        objective=objective,
         spec=spec,
         evidence=evidence,
         model=model,

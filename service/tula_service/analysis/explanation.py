@@ -113,7 +113,7 @@ def candidates_of(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Ca
     """
     frontier = {each.key for each in answer.choice.frontier}
     broken, limits = reversed(answer.choice.excluded), answer.choice.goal.limits  # decisive ones last
-    breaches = {found.estimate.key: breach(found, limits) for found in broken}
+    breaches = {exclusion.estimate.key: breach(exclusion, limits) for exclusion in broken}
     finite = [each for each in estimates if math.isfinite(each.time_s.mean)]
     return [_candidate(answer, estimate, frontier, breaches) for estimate in finite]
 
@@ -180,7 +180,7 @@ def why(answer: Answer) -> str:
             parts.append(f"The runner-up, {_named(choice.runner_up)}, {difference}.")
         if objective.is_compromise and choice.within_limits_is_likely:
             parts.append(_smaller_batch(choice, chosen))
-    counts = Counter(found.limit for found in choice.excluded if found.estimate is not chosen)
+    counts = Counter(exclusion.limit for exclusion in choice.excluded if exclusion.estimate is not chosen)
     if counts and chosen is not None:
         excluded = ", ".join(f"{limit} {number}" for limit, number in sorted(counts.items()))
         parts.append(f"Excluded by limits: {excluded} of the candidates.")
@@ -208,7 +208,7 @@ def reason_of(choice: Choice) -> str:
     """Why the chosen candidate is, as the end of a sentence, or why none is, with what its limits would have to be."""
     chosen, least = choice.chosen, _least(choice)
     if chosen is None:
-        limits = ", ".join(sorted({found.limit for found in choice.excluded}))
+        limits = ", ".join(sorted({exclusion.limit for exclusion in choice.excluded}))
         return (
             f"No candidate keeps the limits ({limits}){least and ': '}{least}. Relax one of them or widen the node "
             "range."
@@ -234,23 +234,25 @@ def _least(choice: Choice) -> str:
         return ""
     time_s = min((each.time_s for each in near), key=lambda value: value.high)
     least = f"the fastest takes {duration(time_s.mean)}, {duration(time_s.high)} at the upper end"
-    if any(found.limit == "budget_usd" for found in choice.excluded):
+    if any(exclusion.limit == "budget_usd" for exclusion in choice.excluded):
         cost = min((each.cost_usd for each in near), key=lambda value: value.high)
         least += f"; the cheapest costs {money(cost.mean)}, {money(cost.high)} at the upper end"
     return least
 
 
-def breach(found: Exclusion, limits: Limits) -> str:
+def breach(exclusion: Exclusion, limits: Limits) -> str:
     """How a candidate breaks a limit."""
-    if found.limit == "interruptions":
+    if exclusion.limit == "interruptions":
         return "spot interruptions would practically never let it finish."
-    if found.limit == "max_global_batch_size":
-        batch = found.estimate.configuration.global_batch_size
+    if exclusion.limit == "max_global_batch_size":
+        batch = exclusion.estimate.configuration.global_batch_size
         return f"its global batch {batch} is above the limit of {limits.max_global_batch_size}."
-    what, said, text = ("time", "deadline", duration) if found.limit == "deadline_s" else ("cost", "budget", money)
-    value, most = next((value, most) for name, value, most in limits.of_totals(found.estimate) if name == found.limit)
+    what, said, text = ("time", "deadline", duration) if exclusion.limit == "deadline_s" else ("cost", "budget", money)
+    value, most = next(
+        (value, most) for name, value, most in limits.of_totals(exclusion.estimate) if name == exclusion.limit
+    )
     mean, high, top = (text(amount) for amount in (value.mean, value.high, most))
-    if found.certain:
+    if exclusion.certain:
         return f"its expected {what}, {mean}, is above the {said} of {top}."
     return f"its expected {what} is {mean} of the {said} of {top}, but {high} at the upper end of its interval."
 
@@ -364,7 +366,7 @@ def _ratio(amount: float, per: Interval) -> wire.Estimate:
 def _warnings(answer: Answer) -> list[str]:
     """What neither the specification nor the measurements show, with the remedy."""
     spec, bounds = answer.data.spec, answer.evidence.memory.max_local_batch_size
-    found = [
+    sentences = [
         f"Nothing bounds the local batch of {name}, so five doublings were tried: give "
         "cluster.memory_bytes_per_rank or batch.max_local_batch_size."
         for name in (cluster.instance_type for cluster in spec.cluster)
@@ -374,18 +376,18 @@ def _warnings(answer: Answer) -> list[str]:
         for cluster in spec.cluster:
             tried = job_data.powers_of_two(cluster.min_nodes, cluster.max_nodes)
             if uneven := [str(nodes) for nodes in tried if total % (nodes * cluster.ranks_per_node)]:
-                found.append(
+                sentences.append(
                     f"{', '.join(uneven)} nodes of {cluster.instance_type} are left out: batch.global_batch_size = "
                     f"{total} is no multiple of the number of their ranks."
                 )
     if not job_data.has_prices(spec):
-        found.append("No price is known, so costs are ranked in node-hours: give cluster.price.")
+        sentences.append("No price is known, so costs are ranked in node-hours: give cluster.price.")
     elif not answer.choice.goal.priced:
-        found.append(
+        sentences.append(
             "A price per GB-hour gives no cost before memory is known, so costs are ranked in node-hours and no budget "
             "is applied: profile a run, or give model.activation_bytes_per_sample and model.parameters."
         )
-    return found
+    return sentences
 
 
 def gaps_of(model: StepTimeModel) -> list[str]:
@@ -393,20 +395,20 @@ def gaps_of(model: StepTimeModel) -> list[str]:
     if model.observations is None:
         return ["Nothing was measured: every figure comes from hardware data or from other jobs."]
     rows = model.observations.points.rows()
-    found = [
+    sentences = [
         f"Repeats at world size {world:.0f} and local batch {batch:.0f} contradict one another "
         f"({duration(least)} to {duration(most)}); their median is used."
         for (_, _, world, batch, _), (least, most) in zip(rows, model.extremes.tolist(), strict=True)
         if most > _CONTRADICTION * least
     ]
-    found += _implausible(list(zip(rows, model.observations.step_time_s.tolist(), strict=True)))
+    sentences += _implausible(list(zip(rows, model.observations.step_time_s.tolist(), strict=True)))
     if len(rows) == 1:
-        found.append("One configuration was measured: only the scale is known, all else rests on the prior.")
+        sentences.append("One configuration was measured: only the scale is known, all else rests on the prior.")
     elif len({batch for _, _, _, batch, _ in rows}) == 1:
-        found.append("Every run had the same local batch: the effect of the batch rests on the prior.")
+        sentences.append("Every run had the same local batch: the effect of the batch rests on the prior.")
     if len(rows) > 1 and len({world for _, _, world, _, _ in rows}) == 1:
-        found.append("Every run had the same cluster size: the effect of the cluster rests on the prior.")
-    return found + [
+        sentences.append("Every run had the same cluster size: the effect of the cluster rests on the prior.")
+    return sentences + [
         f"The form {model.form} of {name} needs two configurations: until then the form overlap predicts."
         for name, fit in model.paper_fits.items()
         if fit is None

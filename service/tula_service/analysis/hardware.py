@@ -125,9 +125,9 @@ def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterS
 def facts_of(model: wire.ModelSpec) -> ModelFacts:
     """What the specification says of a network, and guesses with their widths where it is silent."""
     parameters = float(model.parameters or _UNKNOWN_PARAMETERS)
-    known = model.flops_per_sample
+    counted_flops = model.flops_per_sample
     # The wire counts forward and backward, the performance model one forward pass.
-    flops = _FLOPS_PER_PARAMETER * parameters if known is None else known / 3.0
+    flops = _FLOPS_PER_PARAMETER * parameters if counted_flops is None else counted_flops / 3.0
     devices = job_data.devices_of(model)
     again = _RECOMPUTED if model.activation_checkpointing else 1.0
     # What a checkpointed network keeps says little of what it computes, so there a count is not used.
@@ -138,7 +138,9 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
         again * flops / devices,
         again * float(counted or guess),
         BYTES_PER_NUMBER["fp32"] * parameters / devices,
-        flops_sd=math.hypot(_UNKNOWN_FLOPS_SD if known is None else 0.0, 0.0 if counted else _GUESSED_ACTIVATIONS_SD),
+        flops_sd=math.hypot(
+            _UNKNOWN_FLOPS_SD if counted_flops is None else 0.0, 0.0 if counted else _GUESSED_ACTIVATIONS_SD
+        ),
         rule_sd=UNKNOWN_PRECISION_SD if model.precision is None else ROOFLINE_SD,
         volumes=3.0 if model.sharding == "zero3" else 2.0,
         idle_samples=float((model.pipeline_stages - 1) * (model.micro_batch_size or 1)),
@@ -278,11 +280,11 @@ def power_of(spec: wire.JobSpec, summaries: Sequence[RunSummary]) -> Mapping[str
     if not read:
         return {}
     everywhere = [log_w for logs in read.values() for log_w in logs]
-    found = {}
+    power_w = {}
     for cluster in spec.cluster:
         name = cluster.instance_type
         logs = read.get(name, everywhere)
         sd = math.hypot(_LEAST_POWER_SD, float(np.std(logs)), 0.0 if name in read else _OTHER_TYPE_POWER_SD)
         mean, width = math.exp(float(np.mean(logs))), math.exp(_SDS_TO_THE_END * sd)
-        found[name] = Interval(mean, mean / width, mean * width)
-    return found
+        power_w[name] = Interval(mean, mean / width, mean * width)
+    return power_w

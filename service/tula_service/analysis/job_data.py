@@ -210,21 +210,23 @@ def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> tuple[
     doublings are candidates. A global batch never exceeds the data set. Raises ObservationError when no candidate is
     left.
     """
-    found = {c for cluster in spec.cluster for c in _on(cluster, spec.batch, memory_bound.get(cluster.instance_type))}
+    possible = {
+        c for cluster in spec.cluster for c in _on(cluster, spec.batch, memory_bound.get(cluster.instance_type))
+    }
     held = spec.batch.grad_accum_steps
-    if not found and held is not None and spec.batch.global_batch_size is not None:
+    if not possible and held is not None and spec.batch.global_batch_size is not None:
         raise ObservationError(
             f"batch: no local batch makes a global batch of {spec.batch.global_batch_size} with grad_accum_steps = "
             f"{held}; change one of them, batch.max_local_batch_size or the cluster."
         )
-    if not found:
+    if not possible:
         raise ObservationError(
             "candidates: none is left; lower min_local_batch_size, raise the batch limit or use a larger instance type."
         )
     most_steps = held or spec.batch.max_grad_accum_steps
-    accumulated = {c for c in found if c.grad_accum_steps <= most_steps}
+    accumulated = {c for c in possible if c.grad_accum_steps <= most_steps}
     if not accumulated:
-        fewest = min(c.grad_accum_steps for c in found)
+        fewest = min(c.grad_accum_steps for c in possible)
         raise ObservationError(
             f"batch: a global batch of {spec.batch.global_batch_size} needs at least {fewest} accumulation steps, but "
             f"max_grad_accum_steps is {most_steps}; raise it, batch.max_local_batch_size or cluster.max_nodes."

@@ -55,13 +55,13 @@ def plan_of(analysis: Analysis) -> PlanDecision:
     try:
         if isinstance(analysis, Infeasible):
             raise ObservationError(analysis.reason)
-        kept, found = _next_runs(analysis, begun, _worth_keeping(analysis, waiting))
+        kept, new_plan = _next_runs(analysis, begun, _worth_keeping(analysis, waiting))
     except ObservationError as error:  # every candidate is infeasible, or failed
         return PlanDecision((), tuple(sorted(run.id for run in waiting)), bool(begun), str(error))
     again = _to_repeat(analysis, [run.configuration for run in (*kept, *begun)])
-    left = [*(each.configuration for each in found.runs), *(run.configuration for run in (*again, *kept, *begun))]
+    left = [*(each.configuration for each in new_plan.runs), *(run.configuration for run in (*again, *kept, *begun))]
     over = analysis.evidence.observed is not None and not left
-    reason = found.stop_reason or (
+    reason = new_plan.stop_reason or (
         _progress(left, analysis.spec.profiling.share_launches)
         if left
         else f"No further run helps: {reason_of(analysis.choice)}"
@@ -69,7 +69,7 @@ def plan_of(analysis: Analysis) -> PlanDecision:
     # A repeated run takes the place of the failed one, so that it comes before what waits.
     last = max((run.position for run in analysis.data.profile_runs), default=-1)
     new = [_new(analysis, run.configuration, f"Repeats {run.id}, which failed.", run.position) for run in again]
-    new += [_new(analysis, each.configuration, each.purpose, last + row) for row, each in enumerate(found.runs, 1)]
+    new += [_new(analysis, each.configuration, each.purpose, last + row) for row, each in enumerate(new_plan.runs, 1)]
     return PlanDecision(
         new=tuple(new),
         cancelled=tuple(sorted({run.id for run in waiting} - {run.id for run in kept})),
@@ -221,18 +221,18 @@ def _launches(runs: Iterable[RunRecord], spec: wire.JobSpec, now_s: float | None
 
     Of the runs that have begun; without `now_s` of those that have ended.
     """
-    spans, found = [], dict[object, list[list[Span]]]()
+    spans, by_place = [], dict[object, list[list[Span]]]()
     for run in runs:
         ended_s = _ended_s(run, now_s)
         if run.started_at is not None and ended_s is not None:
             spans.append((run, run.started_at.timestamp(), ended_s))
     for span in sorted(spans, key=lambda span: span[1]):
-        launches = found.setdefault(_launch(span[0], spec), [])
+        launches = by_place.setdefault(_launch(span[0], spec), [])
         if launches and span[1] <= max(ended for _, _, ended in launches[-1]):
             launches[-1].append(span)
         else:
             launches.append([span])
-    return [spans for launches in found.values() for spans in launches]
+    return [spans for launches in by_place.values() for spans in launches]
 
 
 def _taken(spans: Sequence[Span]) -> tuple[Configuration, float]:

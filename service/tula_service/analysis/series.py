@@ -16,9 +16,9 @@ def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tu
     A running mean would follow a single straggling step, and a mean of downsampled points would follow the peaks that
     downsampling keeps. None if an interval would hold fewer than three points, and with no interval.
     """
-    known = ~np.isnan(values)
-    if not bool(known.all()):
-        steps, values = steps[known], values[known]
+    has_value = ~np.isnan(values)
+    if not bool(has_value.all()):
+        steps, values = steps[has_value], values[has_value]
     if not 0 < 3 * points <= steps.size:
         return None
     edges = np.linspace(0, steps.size, points + 1).astype(np.int64)
@@ -36,9 +36,9 @@ def downsample(steps: IntArray, values: FloatArray, max_points: int) -> tuple[In
     """
     if steps.size <= max_points:
         return steps, values
-    known = ~np.isnan(values)
-    if bool(known.any()) and not bool(known.all()):
-        steps, values = steps[known], values[known]
+    has_value = ~np.isnan(values)
+    if bool(has_value.any()) and not bool(has_value.all()):
+        steps, values = steps[has_value], values[has_value]
     if steps.size <= max_points:
         return steps, values
     ends = np.array([0, steps.size - 1])

@@ -151,17 +151,17 @@ def document(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def _with_named_choices(found: Any) -> Any:
-    if isinstance(found, list):
-        return [_with_named_choices(each) for each in found]
-    if not isinstance(found, dict):
-        return found
-    name = _CHOICES.get(tuple(found.get("enum", ())))
+def _with_named_choices(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_with_named_choices(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    name = _CHOICES.get(tuple(schema.get("enum", ())))
     if name is not None:
         return {"$ref": _REFERENCE.format(model=name)} | {
-            key: value for key, value in found.items() if key not in ("enum", "type")
+            key: value for key, value in schema.items() if key not in ("enum", "type")
         }
-    return {key: _with_named_choices(value) for key, value in found.items()}
+    return {key: _with_named_choices(value) for key, value in schema.items()}
 
 
 def _error_answers(operation: dict[str, Any], *, is_open: bool) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -66,8 +66,8 @@ _HTTP: Final[dict[int, tuple[str, str, str]]] = {
 
 def install(app: FastAPI) -> None:
     """Register one handler for each family of exceptions."""
-    for known in (errors.ServiceError, HTTPException, ObservationError):
-        app.add_exception_handler(known, _on_error)
+    for kind in (errors.ServiceError, HTTPException, ObservationError):
+        app.add_exception_handler(kind, _on_error)
     for invalid in (RequestValidationError, ValidationError):
         app.add_exception_handler(invalid, _on_validation_error)
     app.add_exception_handler(Exception, _on_bug)

@@ -72,13 +72,13 @@ async def stream_events(
     started = time.monotonic()
     while time.monotonic() - started < LONGEST_S and not services.stopping.is_set():
         try:
-            found = await to_thread.run_sync(events.read_on, services.store, caller, job_id, start)
+            read = await to_thread.run_sync(events.read_on, services.store, caller, job_id, start)
         except (Unauthenticated, NotFound):  # a reader that reconnects gets this error as its answer
             return
-        for event in found:
+        for event in read:
             start = event.id
             yield ServerSentEvent(data=event, event=event.kind, id=str(event.id))
-        if not found:
+        if not read:
             if not follow:
                 return
             with move_on_after(POLL_S):

@@ -82,11 +82,11 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = message.setdefault("headers", [])
-                known = dict(headers)
+                sent = dict(headers)
                 headers += [(b"x-request-id", request_id.encode()), *_HEADERS]
-                if known.get(b"content-type", b"").startswith((b"text/html", b"image/svg")):
+                if sent.get(b"content-type", b"").startswith((b"text/html", b"image/svg")):
                     headers.append((b"content-security-policy", _CONTENT_POLICY))
-                if b"cache-control" not in known:
+                if b"cache-control" not in sent:
                     headers.append((b"cache-control", b"no-store"))
             if status == 429:
                 limited.append(message)

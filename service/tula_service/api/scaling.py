@@ -32,13 +32,13 @@ async def get_scaling(
 ) -> Response:
     """Return the numbers with their ETag; `If-None-Match` with the last one costs no body while nothing changed."""
     read = partial(scaling.current, services.store, caller, job_id, policy)
-    found = await to_thread.run_sync(read, limiter=services.ingest_threads)
-    tag = f'"{found.version}-{found.policy}"'
+    numbers = await to_thread.run_sync(read, limiter=services.ingest_threads)
+    tag = f'"{numbers.version}-{numbers.policy}"'
     headers = {"ETag": tag, "Cache-Control": "private, no-cache"}
-    known = {part.strip().removeprefix("W/") for part in (if_none_match or "").split(",")}
-    if tag in known or "*" in known:
+    etags = {part.strip().removeprefix("W/") for part in (if_none_match or "").split(",")}
+    if tag in etags or "*" in etags:
         return Response(status_code=304, headers=headers)
-    return Response(found.model_dump_json(), headers=headers, media_type="application/json")
+    return Response(numbers.model_dump_json(), headers=headers, media_type="application/json")
 
 
 @router.patch(routes.JOB_SCALING)

@@ -54,8 +54,8 @@ class Projects(Repository):
         """All projects by name."""
         return [Project(**row) for row in self._rows(sa.select(projects).order_by(projects.c.name))]
 
-    def _one(self, wanted: sa.ColumnElement[bool], name: str) -> Project:
-        row = self._row(sa.select(projects).where(wanted))
+    def _one(self, condition: sa.ColumnElement[bool], name: str) -> Project:
+        row = self._row(sa.select(projects).where(condition))
         if row is None:
             raise NotFound.of("project", name)
         return Project(**row)
@@ -81,8 +81,8 @@ class Tokens(Repository):
     def by_hash(self, sha256: str) -> Token | None:
         """The token with this hash, whatever its state, or the token of the session with this hash."""
         session = sa.select(sessions.c.token_id).where(sessions.c.sha256 == sha256, sessions.c.expires_at > self._now())
-        wanted = (tokens.c.sha256 == sha256) | (tokens.c.id == session.scalar_subquery())
-        row = self._row(sa.select(*_TOKEN).where(wanted))
+        condition = (tokens.c.sha256 == sha256) | (tokens.c.id == session.scalar_subquery())
+        row = self._row(sa.select(*_TOKEN).where(condition))
         return None if row is None else Token(**row)
 
     def list(self, *, project_id: str | None = None) -> list[Token]:

@@ -60,14 +60,14 @@ class Archive:
                 return
             for path in self._files_of(table, ".tmp"):  # of an attempt that was killed
                 self._files.delete_file(path)
-            parts, wanted = _parts(engine, table, min(VALUES_AT_ONCE, self._values_per_file)), {}
+            parts, sizes = _parts(engine, table, min(VALUES_AT_ONCE, self._values_per_file)), {}
             for number, first in enumerate(parts, 1):
                 path = f"{self._folder}/{table}-{number:05}.parquet"
-                wanted[path] = self._write_file(path, first, parts)
-            for path in self._stored(table).keys() - wanted.keys():  # of an attempt before a job was deleted
+                sizes[path] = self._write_file(path, first, parts)
+            for path in self._stored(table).keys() - sizes.keys():  # of an attempt before a job was deleted
                 self._files.delete_file(path)
-            if (stored := self._stored(table)) != wanted:
-                raise OSError(f"{sum(stored.values())} of {sum(wanted.values())} rows are in the files")
+            if (stored := self._stored(table)) != sizes:
+                raise OSError(f"{sum(stored.values())} of {sum(sizes.values())} rows are in the files")
         except Exception as error:
             said = f"The archive {self._place} could not be written ({error})"
             raise StoreUnavailable(

@@ -87,8 +87,8 @@ class Jobs(Repository):
             .order_by(sa.case((same_key, 0), else_=1), jobs.c.key.desc())
             .limit(1)
         )
-        known = self._row(same)
-        if known is None:
+        existing = self._row(same)
+        if existing is None:
             job_id, now = new_id("job"), self._now()
             of_spec = {"name": spec["name"], "model_name": spec["model"]["name"], "objective": spec["objective"]}
             of_request = {"project_id": project_id, "idempotency_key": idempotency_key, "fingerprint": fingerprint}
@@ -97,10 +97,10 @@ class Jobs(Repository):
             insert = insert.on_conflict_do_nothing(index_elements=["project_id", "idempotency_key"])
             if self._row(insert.returning(jobs.c.id)) is not None:
                 return self.get(job_id), True
-            known = self._row(same)  # which another transaction has just stored
-        if known is None or known["fingerprint"] != fingerprint:
+            existing = self._row(same)  # which another transaction has just stored
+        if existing is None or existing["fingerprint"] != fingerprint:
             raise Conflict(_KEY_TAKEN, field="Idempotency-Key")
-        return self.get(known["id"]), False
+        return self.get(existing["id"]), False
 
     def get(self, job_id: str) -> JobRecord:
         """The job. Raises NotFound."""
@@ -145,40 +145,40 @@ class Jobs(Repository):
         The page starts behind its cursor's key, the total is counted up to `count_up_to`, and a search of three
         characters or more looks trigrams up, so that none takes longer with the number of jobs.
         """
-        wanted: list[sa.ColumnElement[bool]] = [jobs.c.state != _DELETING]
+        conditions: list[sa.ColumnElement[bool]] = [jobs.c.state != _DELETING]
         key: sa.ColumnElement[Any] = jobs.c.key
         if project_id is not None:
-            wanted.append(jobs.c.project_id == project_id)
+            conditions.append(jobs.c.project_id == project_id)
         if name is not None:
-            wanted.append(jobs.c.name == name)
+            conditions.append(jobs.c.name == name)
         if search and "\0" in search:  # which neither engine has in a text
             return JobPage(jobs=[], total=0)
         if search:
             # SQLite's LIKE is case-blind by itself, and takes half the time without lower() around every name.
             contains = sa.Column.icontains if self._postgres else sa.Column.contains
-            wanted.append(
+            conditions.append(
                 sa.or_(*(contains(each, search, autoescape=True) for each in (jobs.c.name, jobs.c.model_name)))
             )
             if len(search) >= _LEAST_SEARCHED and self._postgres:
-                wanted.append(_TRIGRAMS.op("@>")(sa.func.tula_trigrams(sa.func.lower(search))))
+                conditions.append(_TRIGRAMS.op("@>")(sa.func.tula_trigrams(sa.func.lower(search))))
             elif len(search) >= _LEAST_SEARCHED:
                 phrase = '"' + search.replace('"', '""') + '"'
-                wanted += [_SEARCHED.c.rowid == jobs.c.key, _MATCH.op("MATCH")(phrase)]
+                conditions += [_SEARCHED.c.rowid == jobs.c.key, _MATCH.op("MATCH")(phrase)]
                 key = _SEARCHED.c.rowid  # in this order SQLite reads the matches and their jobs until the page is full
         if state is not None:
-            wanted.append(jobs.c.state == state)
+            conditions.append(jobs.c.state == state)
         elif not include_archived:
-            wanted.append(jobs.c.state != "archived")
-        counted = sa.select(jobs.c.key).where(*wanted)
+            conditions.append(jobs.c.state != "archived")
+        counted = sa.select(jobs.c.key).where(*conditions)
         some = (counted if self._postgres else counted.order_by(key.desc())).limit(count_up_to).subquery("some")
         total = self._scalar(sa.select(sa.func.count()).select_from(some))
-        page = sa.select(jobs.c.key).where(*wanted).order_by(*_ORDERS[order], key.desc()).limit(limit + 1)
+        page = sa.select(jobs.c.key).where(*conditions).order_by(*_ORDERS[order], key.desc()).limit(limit + 1)
         if cursor is not None:
             page = page.where(key < cursor)
         keys = self._connection.execute(page).scalars().all()
-        found = {row["key"]: _job_record(row) for row in self._rows(_SELECT_JOBS.where(jobs.c.key.in_(keys[:limit])))}
+        records = {row["key"]: _job_record(row) for row in self._rows(_SELECT_JOBS.where(jobs.c.key.in_(keys[:limit])))}
         following = str(keys[limit - 1]) if order == "newest" and len(keys) > limit else None
-        return JobPage(jobs=[found[each] for each in keys[:limit]], total=total, next_cursor=following)
+        return JobPage(jobs=[records[each] for each in keys[:limit]], total=total, next_cursor=following)
 
     def update(self, job_id: str, *, bump: bool = False, **values: Any) -> JobRecord:
         """Change columns of a job; `bump` also moves its data version, so that no cached fit is used again.

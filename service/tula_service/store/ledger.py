@@ -60,15 +60,15 @@ class Ledger(Repository):
 
     def list(self, job_id: str, *, followed: bool = False, limit: int = 200) -> Sequence[LedgerRecord]:
         """Entries of a job, newest first; one row for each outcome of an entry; `followed`: only those with one."""
-        wanted = [ledger.c.job_id == job_id, *([ledger_outcomes.c.run_id.is_not(None)] if followed else [])]
-        return self._records(*wanted, limit=limit)
+        conditions = [ledger.c.job_id == job_id, *([ledger_outcomes.c.run_id.is_not(None)] if followed else [])]
+        return self._records(*conditions, limit=limit)
 
     def latest(self, job_id: str, objective: Objective | None = None) -> LedgerRecord | None:
         """The newest entry of a job (for one objective)."""
-        wanted = [ledger.c.job_id == job_id]
+        conditions = [ledger.c.job_id == job_id]
         if objective is not None:
-            wanted.append(ledger.c.objective == objective)
-        return next(iter(self._records(*wanted, limit=1)), None)
+            conditions.append(ledger.c.objective == objective)
+        return next(iter(self._records(*conditions, limit=1)), None)
 
     def get(self, recommendation_id: str) -> LedgerRecord | None:
         """One entry by its id."""
@@ -76,8 +76,8 @@ class Ledger(Repository):
 
     def errors(self, *, limit: int = 1000) -> Sequence[float]:
         """Relative errors of the predictions whose outcome is known, over all jobs, newest first."""
-        known = sa.select(ledger_outcomes.c.error).join(ledger, ledger.c.id == ledger_outcomes.c.ledger_id)
-        newest = known.where(ledger_outcomes.c.error.is_not(None)).order_by(ledger.c.key.desc()).limit(limit)
+        errors = sa.select(ledger_outcomes.c.error).join(ledger, ledger.c.id == ledger_outcomes.c.ledger_id)
+        newest = errors.where(ledger_outcomes.c.error.is_not(None)).order_by(ledger.c.key.desc()).limit(limit)
         return self._connection.execute(newest).scalars().all()
 
     def outcomes(
@@ -96,11 +96,11 @@ class Ledger(Repository):
             query = query.where(jobs.c.project_id == project_id)
         return [(_record(row), row["job_name"], row["model_name"], row["spec"]) for row in self._rows(query)]
 
-    def _records(self, *wanted: sa.ColumnElement[bool], limit: int) -> Sequence[LedgerRecord]:
+    def _records(self, *conditions: sa.ColumnElement[bool], limit: int) -> Sequence[LedgerRecord]:
         statement = (
             sa.select(ledger, *_OUTCOME)
             .outerjoin(ledger_outcomes, ledger_outcomes.c.ledger_id == ledger.c.id)
-            .where(*wanted)
+            .where(*conditions)
             .order_by(ledger.c.key.desc(), ledger_outcomes.c.at.desc())
             .limit(limit)
         )

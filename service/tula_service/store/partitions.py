@@ -80,13 +80,13 @@ def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
     With those that an earlier `drop` has detached and could not finish.
     """
     tables = _tables(engine)
-    found = [name for name, attached in tables.items() if not attached]
+    names = [name for name, attached in tables.items() if not attached]
     with engine.connect() as connection:
         for name in (name for name, attached in tables.items() if attached):
             if _end_of(name) > before.year * 100 + before.month or _in_use(connection, name, before):
                 break
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 @contextmanager
@@ -131,8 +131,8 @@ def _in_use(connection: sa.Connection, table: str, before: datetime) -> bool:
     waiting = runs.c.state.not_in(FINAL_STATES) & jobs.c.state.not_in(("archived", "deleting"))
     used = sa.or_(waiting, runs.c.lease_expires_at >= before, runs.c.finished_at >= before)
     of_month = runs.c.key < _end_of(table) * KEYS_OF_A_MONTH
-    found = sa.select(runs.c.key).join(jobs, jobs.c.id == runs.c.job_id).where(of_month, used).limit(1)
-    return connection.execute(found).first() is not None
+    statement = sa.select(runs.c.key).join(jobs, jobs.c.id == runs.c.job_id).where(of_month, used).limit(1)
+    return connection.execute(statement).first() is not None
 
 
 def _alter(

@@ -16,13 +16,13 @@ class AnswerCache(Repository):
     ) -> str | None:
         """The cached answer called `name`, if it rests on exactly these versions, or on newer data if that will do."""
         version = answers.c.data_version
-        wanted = (
+        conditions = (
             answers.c.job_id == job_id,
             answers.c.name == name,
             answers.c.model_version == model_version,
             version >= data_version if or_newer else version == data_version,
         )
-        body: str | None = self._scalar(sa.select(answers.c.body).where(*wanted))
+        body: str | None = self._scalar(sa.select(answers.c.body).where(*conditions))
         return body
 
     def put(self, job_id: str, name: str, *, data_version: int, model_version: str, body: str) -> None:

@@ -136,8 +136,8 @@ class Runs(Repository):
 
     def output(self, run_key: int) -> str | None:
         """What is stored of a run's output."""
-        found: str | None = self._scalar(sa.select(run_outputs.c.text).where(run_outputs.c.run_key == run_key))
-        return found
+        text: str | None = self._scalar(sa.select(run_outputs.c.text).where(run_outputs.c.run_key == run_key))
+        return text
 
     def count_by_state(self) -> dict[RunState, int]:
         """The number of runs in each state."""
@@ -179,13 +179,11 @@ class Leases(Repository):
         another transaction has locked, SQLite has one writer at a time.
         """
         self._release_expired(job_id)
-        wanted = sa.select(runs.c.key).where(
-            runs.c.job_id == job_id, runs.c.state == "pending", runs.c.kind == "profile"
-        )
+        due = sa.select(runs.c.key).where(runs.c.job_id == job_id, runs.c.state == "pending", runs.c.kind == "profile")
         if max_nodes is not None:
-            wanted = wanted.where(runs.c.num_nodes <= max_nodes)
-        wanted = wanted.order_by(runs.c.position, runs.c.key).limit(1).with_for_update(skip_locked=True)
-        key = self._scalar(wanted)
+            due = due.where(runs.c.num_nodes <= max_nodes)
+        due = due.order_by(runs.c.position, runs.c.key).limit(1).with_for_update(skip_locked=True)
+        key = self._scalar(due)
         if key is None:
             return None
         (run,) = self._rows(_SELECT_RUNS.where(runs.c.key == key))
@@ -195,8 +193,8 @@ class Leases(Repository):
 
     def claim_launch(self, run: RunRecord) -> list[RunRecord]:
         """Lease, to the holder of `run` and for as long, the pending runs that differ in the local batch alone."""
-        wanted = sa.select(runs.c.key).where(*_same_launch(run), runs.c.state == "pending")
-        keys = list(self._connection.execute(wanted.with_for_update(skip_locked=True)).scalars())
+        pending = sa.select(runs.c.key).where(*_same_launch(run), runs.c.state == "pending")
+        keys = list(self._connection.execute(pending.with_for_update(skip_locked=True)).scalars())
         return self._lease(keys, run.holder, run.lease_s, run.lease_expires_at, run.lease)
 
     def _lease(
@@ -219,8 +217,8 @@ class Leases(Repository):
     def expired(self, job_ids: Sequence[str]) -> Sequence[str]:
         """Those of these jobs that have a training whose lease has expired."""
         lost = sa.and_(runs.c.kind == "train", runs.c.state.in_(_HELD), runs.c.lease_expires_at < self._now())
-        wanted = sa.select(runs.c.job_id).where(runs.c.job_id.in_(job_ids), lost).distinct()
-        return list(self._connection.execute(wanted).scalars())
+        statement = sa.select(runs.c.job_id).where(runs.c.job_id.in_(job_ids), lost).distinct()
+        return list(self._connection.execute(statement).scalars())
 
     def renew(self, run_id: str, *, lease_s: float | None = None, whole_launch: bool = False) -> bool:
         """Extend a held lease by `lease_s` (default: as claimed); False if it is no longer held.
@@ -232,10 +230,10 @@ class Leases(Repository):
             return False
         length = lease_s if lease_s is not None else row["lease_s"]
         if length is not None:
-            wanted = [runs.c.id == run_id]
+            conditions = [runs.c.id == run_id]
             if whole_launch and row["holder"] is not None:
-                wanted = [*_same_launch(_run_record(row)), runs.c.holder == row["holder"]]
-            held = sa.update(runs).where(*wanted, runs.c.state.in_(_HELD))
+                conditions = [*_same_launch(_run_record(row)), runs.c.holder == row["holder"]]
+            held = sa.update(runs).where(*conditions, runs.c.state.in_(_HELD))
             values = {"lease_s": length, "lease_expires_at": self._now() + timedelta(seconds=length)}
             return self._connection.execute(held.values(values)).rowcount > 0
         return True

@@ -69,14 +69,14 @@ class SampleFilter(BaseModel):
     def of_rows(self) -> list[sa.ColumnElement[bool]]:
         """The conditions on rows, without those on processes."""
         table = step_samples.c
-        found: list[sa.ColumnElement[bool]] = []
+        conditions: list[sa.ColumnElement[bool]] = []
         if self.warmup is not None:
-            found.append(table.warmup == self.warmup)
+            conditions.append(table.warmup == self.warmup)
         if self.first_step is not None:
-            found.append(table.step >= self.first_step)
+            conditions.append(table.step >= self.first_step)
         if self.last_step is not None:
-            found.append(table.step <= self.last_step)
-        return found
+            conditions.append(table.step <= self.last_step)
+        return conditions
 
 
 class Samples(Repository):
@@ -118,9 +118,9 @@ class Samples(Repository):
         self, run_key: int, *, rank: int = 0, first_step: int | None = None, last_step: int | None = None
     ) -> tuple[IntArray, FloatArray]:
         """Steps and step times of one rank's measuring rows, by step: the last 200,000 of them."""
-        wanted = SampleFilter(rank=rank, first_step=first_step, last_step=last_step)
-        found = self._measured(run_key, ("step", "step_time_s"), wanted, _MOST_STEP_TIMES)
-        return found["step"], found["step_time_s"]
+        rows = SampleFilter(rank=rank, first_step=first_step, last_step=last_step)
+        columns = self._measured(run_key, ("step", "step_time_s"), rows, _MOST_STEP_TIMES)
+        return columns["step"], columns["step_time_s"]
 
     def memory_by_rank(self, run_key: int, *, limit: int) -> dict[int, MemoryReading]:
         """The reading with the highest peak of each rank, for the `limit` ranks whose peaks are highest."""
@@ -131,11 +131,11 @@ class Samples(Repository):
             .where(table.run_key == run_key)
             .order_by(table.peak_bytes.desc(), source.rank)
         )
-        found: dict[int, MemoryReading] = {}
+        by_rank: dict[int, MemoryReading] = {}
         for row in self._rows(statement):
-            if len(found) < limit:
-                found.setdefault(row["rank"], MemoryReading(**same_fields(MemoryReading, row)))
-        return found
+            if len(by_rank) < limit:
+                by_rank.setdefault(row["rank"], MemoryReading(**same_fields(MemoryReading, row)))
+        return by_rank
 
     def summaries(self, job_id: str, summarise: Summarise) -> list[RunSummary]:
         """One summary for each run of the job that has samples or ran out of memory, oldest run first.
@@ -240,16 +240,16 @@ class Samples(Repository):
         if batch.timeline is not None:
             facts["timeline"] = batch.timeline.model_dump()
         table = sample_sources.c
-        known = self._row(
+        source = self._row(
             sa.select(sample_sources).where(
                 table.run_key == run_key, table.rank == batch.rank, table.boot_id == batch.boot_id
             )
         )
-        if known is not None:
-            changed = {name: value for name, value in facts.items() if value not in (None, known[name])}
+        if source is not None:
+            changed = {name: value for name, value in facts.items() if value not in (None, source[name])}
             if changed:
-                self._connection.execute(sa.update(sample_sources).where(table.key == known["key"]).values(**changed))
-            return int(known["key"])
+                self._connection.execute(sa.update(sample_sources).where(table.key == source["key"]).values(**changed))
+            return int(source["key"])
         if int(self._scalar(sa.select(sa.func.count()).where(table.run_key == run_key))) >= MAX_PROCESSES:
             raise InvalidInput(
                 f"Samples of {MAX_PROCESSES} processes of this run are stored: send boot_id, which names a process, "
@@ -269,8 +269,8 @@ class Samples(Repository):
     def _store_memory(self, source_key: int, run_key: int, reading: MemoryReading) -> bool:
         """Keep the newest reading with the highest peak of a process; False if that is the stored one already."""
         table = memory_readings.c
-        known = self._row(sa.select(*_MEMORY).where(table.source_key == source_key))
-        if known is not None and (reading.peak_bytes < known["peak_bytes"] or reading == MemoryReading(**known)):
+        stored = self._row(sa.select(*_MEMORY).where(table.source_key == source_key))
+        if stored is not None and (reading.peak_bytes < stored["peak_bytes"] or reading == MemoryReading(**stored)):
             return False
         higher = table.peak_bytes <= reading.peak_bytes
         self._put(memory_readings, {"source_key": source_key}, asdict(reading), where=higher, run_key=run_key)

@@ -231,13 +231,13 @@ class KnownRuns:
     def authorise(self, principal: Principal, run_id: str) -> tuple[int, str]:
         """The run's key and job. Raises NotFound both without such a run and for a caller who may not touch it."""
         with self._lock:
-            known = self._runs.get(run_id)
-        if known is None:
+            entry = self._runs.get(run_id)
+        if entry is None:
             with self._store.reading() as tx:
-                known = tx.telemetry.run_key(run_id)
+                entry = tx.telemetry.run_key(run_id)
             with self._lock:
-                self._runs[run_id] = known
-        run_key, job_id, project_id = known
+                self._runs[run_id] = entry
+        run_key, job_id, project_id = entry
         if not principal.may_touch(job_id=job_id, project_id=project_id):
             raise NotFound.of("run", run_id)
         return run_key, job_id

@@ -34,18 +34,18 @@ def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
         job = tx.jobs.get(run.job_id)
         cluster = cluster_of(job, run.configuration)
         probe = None if cluster is None else probe_of_run(measured, run.configuration, cluster)
-        if probe is not None and not known(tx, job, run.configuration):
+        if probe is not None and not is_probed(tx, job, run.configuration):
             tx.fabrics.add(job.project_id, probe.instance_type, probe.model_dump(mode="json"), job_id=job.id)
 
 
 def to_launch(tx: Transaction, job: JobRecord, run: wire.Run) -> wire.Run:
     """The run for its launcher: its ranks are to measure their links where no probe of as many is stored."""
-    if run.instruction is None or run.configuration.world_size < 2 or known(tx, job, run.configuration):
+    if run.instruction is None or run.configuration.world_size < 2 or is_probed(tx, job, run.configuration):
         return run
     return run.model_copy(update={"instruction": run.instruction.model_copy(update={"probe_s": _PROBE_S})})
 
 
-def known(tx: Transaction, job: JobRecord, configuration: wire.Configuration) -> bool:
+def is_probed(tx: Transaction, job: JobRecord, configuration: wire.Configuration) -> bool:
     """Whether a probe of as many ranks or more is stored for the configuration's cluster, or its cluster is gone.
 
     The one of most ranks counts (`fabric_of`), so that another of fewer would be in vain.
@@ -53,16 +53,16 @@ def known(tx: Transaction, job: JobRecord, configuration: wire.Configuration) ->
     cluster = cluster_of(job, configuration)
     if cluster is None:
         return True
-    found = probes_of(stored_probes(tx, job), cluster)
-    return any(each.num_nodes * each.ranks_per_node >= configuration.world_size for each in found)
+    probes = probes_of(stored_probes(tx, job), cluster)
+    return any(each.num_nodes * each.ranks_per_node >= configuration.world_size for each in probes)
 
 
 def list_fabrics(store: Store, principal: Principal) -> wire.FabricList:
     """The newest probes that the caller may see."""
     with store.reading() as tx:
-        found = tx.fabrics.list(principal.project_id, limit=_MOST_LISTED)
+        stored = tx.fabrics.list(principal.project_id, limit=_MOST_LISTED)
     return wire.FabricList(
-        fabrics=[_view(wire.read(wire.FabricProbe, probe), at, job_id) for probe, at, job_id in found]
+        fabrics=[_view(wire.read(wire.FabricProbe, probe), at, job_id) for probe, at, job_id in stored]
     )
 
 

@@ -164,10 +164,10 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
     if patch.share_launches is not None:
         changed["profiling"] = spec.profiling.model_copy(update={"share_launches": patch.share_launches})
     if patch.prices is not None:
-        known = {cluster.instance_type for cluster in spec.cluster}
-        for name in patch.prices.keys() - known:
+        types = {cluster.instance_type for cluster in spec.cluster}
+        for name in patch.prices.keys() - types:
             raise InvalidInput(
-                f"This job has no instance type {name!r}: use {', '.join(sorted(known))}.", field=f"prices.{name}"
+                f"This job has no instance type {name!r}: use {', '.join(sorted(types))}.", field=f"prices.{name}"
             )
         changed["cluster"] = [
             cluster.model_copy(update={"price": patch.prices.get(cluster.instance_type, cluster.price)})
@@ -192,9 +192,9 @@ def _check_model(spec: wire.JobSpec) -> None:
                 "16 GiB, or leave it out.",
                 field=f"cluster.{row}.memory_bytes_per_rank",
             )
-        found = contradiction(spec.model, cluster)
-        if found is not None:
-            raise InvalidInput(found[1], field=found[0].replace("cluster.", f"cluster.{row}."))
+        fault = contradiction(spec.model, cluster)
+        if fault is not None:
+            raise InvalidInput(fault[1], field=fault[0].replace("cluster.", f"cluster.{row}."))
         too_large = state_beyond_memory(spec.model, cluster)
         if too_large is not None:
             raise InvalidInput(too_large, field=f"cluster.{row}.memory_bytes_per_rank")

@@ -25,8 +25,8 @@ def entries(
     """Predicted and measured step times of a job, newest recommendation first; `followed`: only measured ones."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
-        found = tx.ledger.list(job_id, followed=followed, limit=limit)
-    return wire.Ledger(entries=list(found))
+        records = tx.ledger.list(job_id, followed=followed, limit=limit)
+    return wire.Ledger(entries=list(records))
 
 
 class Outcome(NamedTuple):
@@ -41,8 +41,8 @@ class Outcome(NamedTuple):
 def outcomes(store: Store, principal: Principal, *, limit: int = 1000) -> list[Outcome]:
     """Recommendations that a training run followed, over all jobs that the caller may see, newest first."""
     with store.reading() as tx:
-        found = tx.ledger.outcomes(project_id=principal.project_id, limit=limit)
-    return [Outcome(job_name, network, _device(entry, spec), entry) for entry, job_name, network, spec in found]
+        records = tx.ledger.outcomes(project_id=principal.project_id, limit=limit)
+    return [Outcome(job_name, network, _device(entry, spec), entry) for entry, job_name, network, spec in records]
 
 
 def _device(entry: LedgerRecord, spec: JsonObject) -> str:

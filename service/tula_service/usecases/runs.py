@@ -148,19 +148,19 @@ def _of_known_type(spec: wire.JobSpec, configuration: wire.Configuration) -> wir
     Without a type it is the job's only one, or the only one with as many ranks per node: agents that make a run by
     themselves know no names.
     """
-    known = [cluster.instance_type for cluster in spec.cluster]
-    if len(known) == 1 and spec.cluster[0].ranks_per_node == 1 and configuration.num_nodes == 1:
+    types = [cluster.instance_type for cluster in spec.cluster]
+    if len(types) == 1 and spec.cluster[0].ranks_per_node == 1 and configuration.num_nodes == 1:
         # A rank stands for a node in a job of one machine, of which an agent that makes a run sees all ranks.
         ranks = configuration.ranks_per_node
         configuration = replace(configuration, num_nodes=ranks, ranks_per_node=1)
-    if configuration.instance_type in known:
+    if configuration.instance_type in types:
         return configuration
     named = configuration.instance_type != DEFAULT_INSTANCE_TYPE
     fitting = [one.instance_type for one in spec.cluster if one.ranks_per_node == configuration.ranks_per_node]
-    candidates = known if len(known) == 1 else fitting
+    candidates = types if len(types) == 1 else fitting
     if named or len(candidates) != 1:
         raise InvalidInput(
-            f"Instance type {configuration.instance_type!r} is not in this job's cluster: use {', '.join(known)}.",
+            f"Instance type {configuration.instance_type!r} is not in this job's cluster: use {', '.join(types)}.",
             field="configuration.instance_type",
         )
     return replace(configuration, instance_type=candidates[0])
@@ -232,10 +232,10 @@ def list_runs(
         visible_job(tx, principal, job_id)
         return tx.runs.list(job_id, kind=kind, cursor=parse_cursor(cursor), limit=limit + 1)
 
-    found = with_vanished(store, read, lambda _: [job_id])
-    more = len(found) > limit
+    page = with_vanished(store, read, lambda _: [job_id])
+    more = len(page) > limit
     return wire.RunList(
-        runs=[view(run) for run in found[:limit]], next_cursor=str(found[limit - 1].key) if more else None
+        runs=[view(run) for run in page[:limit]], next_cursor=str(page[limit - 1].key) if more else None
     )
 
 
@@ -284,28 +284,28 @@ def view(record: RunRecord) -> wire.Run:
 
 
 def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
-    wanted = request.state
+    state = request.state
     run = tx.runs.get(run_id)
     allowed = RUN_TRANSITIONS.get((run.state, run.end_cause), frozenset())
-    if run.state in FINAL_STATES and wanted not in allowed and _repeats(run, wanted):
+    if run.state in FINAL_STATES and state not in allowed and _repeats(run, state):
         return _noted(tx, run, request)
     _check_holder(run, request)
-    if wanted == run.state == "running":
+    if state == run.state == "running":
         tx.leases.renew(
             run_id, lease_s=request.lease_s, whole_launch=run.kind == "profile" and request.holder is not None
         )
         return _noted(tx, run, request)
-    if wanted not in allowed:
-        raise Conflict(_refusal(run, wanted, allowed), field="state")
-    return _move(tx, run, wanted, request)
+    if state not in allowed:
+        raise Conflict(_refusal(run, state, allowed), field="state")
+    return _move(tx, run, state, request)
 
 
-def _repeats(run: RunRecord, wanted: RunState) -> bool:
+def _repeats(run: RunRecord, state: RunState) -> bool:
     """True if this report has been received before: launcher and agent may both report the end of a run."""
     mismatch = run.kind == "profile" and run.configuration_mismatch is not None
     refused = mismatch or run.end_cause == "no_samples"
     reported = "succeeded" if refused and run.state == "failed" else run.state
-    return wanted in (run.state, reported)
+    return state in (run.state, reported)
 
 
 def _check_holder(run: RunRecord, request: wire.RunPatch) -> None:
@@ -319,11 +319,11 @@ def _check_holder(run: RunRecord, request: wire.RunPatch) -> None:
         )
 
 
-def _refusal(run: RunRecord, wanted: RunState, allowed: frozenset[RunState]) -> str:
+def _refusal(run: RunRecord, state: RunState, allowed: frozenset[RunState]) -> str:
     if run.state in FINAL_STATES:
-        return f"The run is already {run.state} and stays so: register a new run instead of {wanted}."
+        return f"The run is already {run.state} and stays so: register a new run instead of {state}."
     names = ", ".join(sorted(allowed))
-    return f"A run that is {run.state} cannot become {wanted}: it can become {names}."
+    return f"A run that is {run.state} cannot become {state}: it can become {names}."
 
 
 def _noted(tx: Transaction, run: RunRecord, request: wire.RunPatch) -> RunRecord:
@@ -332,18 +332,18 @@ def _noted(tx: Transaction, run: RunRecord, request: wire.RunPatch) -> RunRecord
     return tx.runs.get(run.id)
 
 
-def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPatch) -> RunRecord:
+def _move(tx: Transaction, run: RunRecord, state: RunState, request: wire.RunPatch) -> RunRecord:
     message = request.message
     cause: EndCause | None = None
-    if wanted == "succeeded" and run.kind == "profile" and not tx.samples.recent(run.key, limit=1).step.size:
-        wanted, cause = "failed", "no_samples"
+    if state == "succeeded" and run.kind == "profile" and not tx.samples.recent(run.key, limit=1).step.size:
+        state, cause = "failed", "no_samples"
         message = _ONLY_WARMUP if run.num_samples else _MESSAGES[cause]
-    if wanted == "succeeded" and run.kind == "profile" and run.configuration_mismatch is not None:
+    if state == "succeeded" and run.kind == "profile" and run.configuration_mismatch is not None:
         # Its samples count for the configuration that ran.
-        wanted, message = "failed", run.configuration_mismatch
-    if wanted == "succeeded" and run.kind == "profile" and message is None:
+        state, message = "failed", run.configuration_mismatch
+    if state == "succeeded" and run.kind == "profile" and message is None:
         message = _too_few(tx, run)
-    if wanted == "cancelled" and run.kind == "train" and request.end_cause is not None:
+    if state == "cancelled" and run.kind == "train" and request.end_cause is not None:
         cause = request.end_cause
         message = " ".join(filter(None, (message, monitoring.spent_until_now(tx, run))))
     values: dict[str, Any] = {}
@@ -351,15 +351,15 @@ def _move(tx: Transaction, run: RunRecord, wanted: RunState, request: wire.RunPa
         values["message"] = message
     if request.dropped is not None:
         values["dropped"] = max(request.dropped, run.dropped)
-    if wanted == "out_of_memory":
+    if state == "out_of_memory":
         values["failed_local_batch_size"] = request.failed_local_batch_size or run.configuration.local_batch_size
-    if not tx.runs.transition(run.id, expected=[run.state], to=wanted, end_cause=cause, **values):
+    if not tx.runs.transition(run.id, expected=[run.state], to=state, end_cause=cause, **values):
         raise Conflict("The run changed its state in the meantime: read it and decide again.", field="state")
-    if wanted == "running":
+    if state == "running":
         tx.leases.renew(run.id, lease_s=request.lease_s)
     tx.samples.refresh(run.key, summarise)
     moved = tx.runs.get(run.id)
-    data = {"state": wanted, "message": message, "step_time_s": moved.step_time_s}
+    data = {"state": state, "message": message, "step_time_s": moved.step_time_s}
     tx.events.append(run.job_id, "run", run_id=run.id, data={k: v for k, v in data.items() if v is not None})
     _after_move(tx, moved)
     return moved
@@ -370,10 +370,12 @@ def _too_few(tx: Transaction, run: RunRecord) -> str | None:
     if run.instruction is None:
         return None
     times, precision = tx.samples.recent(run.key, rank=0).step_time_s.tolist(), float(run.instruction["precision"])
-    wanted = int(run.instruction["measuring_steps"])
-    if len(times) >= wanted or (precision > 0 and relative_error(times) <= precision):
+    measuring_steps = int(run.instruction["measuring_steps"])
+    if len(times) >= measuring_steps or (precision > 0 and relative_error(times) <= precision):
         return None
-    return f"{len(times)} of {wanted} steps were measured before the script ended: let it train for more epochs."
+    return (
+        f"{len(times)} of {measuring_steps} steps were measured before the script ended: let it train for more epochs."
+    )
 
 
 def _after_move(tx: Transaction, run: RunRecord) -> None:

@@ -85,10 +85,10 @@ def list_samples(store: Store, principal: Principal, job_id: str, query: SampleQ
 
 
 def _parsed(cursor: str) -> SampleCursor:
-    found = _CURSOR.fullmatch(cursor)
-    if found is None:
+    match = _CURSOR.fullmatch(cursor)
+    if match is None:
         raise InvalidInput("cursor must be the next_cursor of a page: leave it out to begin.", field="cursor")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
@@ -101,9 +101,9 @@ def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
         return False, None
     tx.samples.refresh(run.key, summarise)
     recent = tx.samples.recent(run.key, rank=0)
-    wanted = int(run.instruction["measuring_steps"])
-    if recent.step.size >= wanted:
-        return True, f"All {wanted} measuring steps are in."
+    measuring_steps = int(run.instruction["measuring_steps"])
+    if recent.step.size >= measuring_steps:
+        return True, f"All {measuring_steps} measuring steps are in."
     precision, times = float(run.instruction["precision"]), recent.step_time_s.tolist()
     elapsed_s = 0.0 if run.started_at is None else (tx.now() - run.started_at).total_seconds()
     if precision > 0 and relative_error(times, start_up_s=elapsed_s - sum(times)) <= precision:

@@ -130,8 +130,8 @@ def read_with_trend(
             total = steps.size
     names = _names(run, available)
     if query.column not in names:
-        known = ", ".join(names[:_MOST_NAMED]) + (", ..." if names[_MOST_NAMED:] else "") or "none yet"
-        raise NotFound(f"Run {query.run_id} has no column {query.column!r}: it has {known}.", field="column")
+        listed = ", ".join(names[:_MOST_NAMED]) + (", ..." if names[_MOST_NAMED:] else "") or "none yet"
+        raise NotFound(f"Run {query.run_id} has no column {query.column!r}: it has {listed}.", field="column")
     smooth = trend(steps, values, query.trend_points)
     raw = _series(query, names, total, *downsample(steps, values, query.max_points))
     return raw, None if smooth is None else _series(query, names, total, *smooth)
@@ -146,7 +146,7 @@ def compare(
     long series it is the trend. Of histories of more than 5 million steps in all, only the first in the given order are
     read. Raises NotFound.
     """
-    found: dict[str, TelemetrySeries] = {}
+    series: dict[str, TelemetrySeries] = {}
     chosen: list[str] = []
     left = _MOST_STEPS_COMPARED
     with store.reading() as tx:
@@ -163,13 +163,13 @@ def compare(
             if size is not None and (left >= 0 or not chosen):
                 chosen.append(run.id)
         sampled = (  # whose step times only samples have
-            (run_id, *tx.samples.step_times(tx.runs.get(run_id).key)) for run_id in chosen if run_id not in found
+            (run_id, *tx.samples.step_times(tx.runs.get(run_id).key)) for run_id in chosen if run_id not in series
         )
         for run_id, steps, values in itertools.chain(tx.telemetry.read_runs(chosen, column), sampled):
             drawn = trend(steps, values, query.trend_points) or downsample(steps, values, query.max_points)
             of_run = replace(query, run_id=run_id, column=column)
-            found[run_id] = _series(of_run, sorted(sizes[run_id]), sizes[run_id][column], *drawn)
-    return column, names, found
+            series[run_id] = _series(of_run, sorted(sizes[run_id]), sizes[run_id][column], *drawn)
+    return column, names, series
 
 
 def memory_of(store: Store, principal: Principal, run_id: str, *, limit: int = 16) -> dict[int, MemoryReading]:
