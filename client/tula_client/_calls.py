@@ -184,8 +184,8 @@ def _object(answer: Answer) -> dict[str, Any]:
 
 def _events(answer: Answer) -> list[wire.Event]:
     reader = EventReader()
-    found = map(reader.feed, _body(answer).decode().splitlines())
-    return [event for event in found if event is not None]
+    events = map(reader.feed, _body(answer).decode().splitlines())
+    return [event for event in events if event is not None]
 
 
 def _nothing(answer: Answer) -> None:

@@ -302,8 +302,8 @@ class ProfileRun:
 
     def __enter__(self) -> Self:
         job_id = self.client.send(_flows.job_id(self._job))
-        wanted = RunCreate(kind="profile", configuration=self._configuration)
-        self.run = self.client.create_run(job_id, wanted)
+        create = RunCreate(kind="profile", configuration=self._configuration)
+        self.run = self.client.create_run(job_id, create)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -69,14 +69,14 @@ def job_of(job: str | Path | Mapping[str, Any] | JobSpec) -> Flow[str]:
 
 def jobs_named(name: str, limit: int | None = None) -> Flow[list[JobSummary]]:
     """The jobs of that name that are not archived, newest first: all, or the first `limit`."""
-    found: list[JobSummary] = []
+    summaries: list[JobSummary] = []
     cursor: str | None = None
-    while limit is None or len(found) < limit:
+    while limit is None or len(summaries) < limit:
         page = yield from calls.jobs(search=name, limit=_PAGE, cursor=cursor)
-        found += [job for job in page.jobs if job.name == name]
+        summaries += [job for job in page.jobs if job.name == name]
         if (cursor := page.next_cursor) is None:
             break
-    return found[:limit]
+    return summaries[:limit]
 
 
 def runs(job_id: str) -> Flow[list[Run]]:
@@ -122,10 +122,10 @@ def plot(
 
 def to_dataframe(job_id: str, table: Table = "candidates") -> Flow[Any]:
     """A table as a pandas data frame; raises `MissingExtraError` without pandas."""
-    found = yield from rows(job_id, table)
+    table_rows = yield from rows(job_id, table)
     with needs_extra("a data frame"):
         import pandas
-    return pandas.DataFrame(found)
+    return pandas.DataFrame(table_rows)
 
 
 def rows(job_id: str, table: Table = "candidates") -> Flow[list[Row]]:
@@ -152,19 +152,19 @@ def rows(job_id: str, table: Table = "candidates") -> Flow[list[Row]]:
 
 
 def _pages(page: Callable[[str | None], Question[_P]]) -> Flow[list[_P]]:
-    found = [(yield from page(None))]
-    while (cursor := found[-1].next_cursor) is not None:
-        found.append((yield from page(cursor)))
-    return found
+    pages = [(yield from page(None))]
+    while (cursor := pages[-1].next_cursor) is not None:
+        pages.append((yield from page(cursor)))
+    return pages
 
 
 def _telemetry(job_id: str) -> Flow[list[Row]]:
     """Every point of every column that the first rank of each run has reported."""
-    found: list[Row] = []
+    points: list[Row] = []
     for run in (yield from runs(job_id)):
         for column in (yield from calls.series(run.id)).available:
-            found += yield from _points(run.id, column, None, None)
-    return found
+            points += yield from _points(run.id, column, None, None)
+    return points
 
 
 def _points(run_id: str, column: str, first: int | None, last: int | None) -> Flow[list[Row]]:
@@ -237,10 +237,10 @@ def save(spec: dict[str, Any], path: Path) -> None:
     write_file(path, content)
 
 
-def kind_of(path: Path, *known: str) -> str:
+def kind_of(path: Path, *kinds: str) -> str:
     """The suffix of a file to write, without its point; raises `UsageError` for one that is not `known`."""
-    if path.suffix.lower() not in known:
-        raise UsageError(f"--output: {path.name!r} must end in one of {', '.join(known)}")
+    if path.suffix.lower() not in kinds:
+        raise UsageError(f"--output: {path.name!r} must end in one of {', '.join(kinds)}")
     return path.suffix.lower()[1:]
 
 

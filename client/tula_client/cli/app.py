@@ -101,9 +101,9 @@ def build(arguments: Sequence[str] = ()) -> typer.Typer:
     on_scaling = typer.Typer(help="Show and set a job's gradient scaling.", no_args_is_help=True)
     _add(on_scaling, jobs.show_scaling, jobs.set_scaling)
     app.add_typer(on_scaling, name="scaling")
-    wanted = _first_word(arguments)
+    word = _first_word(arguments)
     for name, point in sorted(plugins().items()):
-        _add_plugin(app, name, point, load=wanted in (None, name))
+        _add_plugin(app, name, point, load=word in (None, name))
     return app
 
 
@@ -130,12 +130,12 @@ def _root(
         bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    context.obj = found = access(url)
+    context.obj = settings = access(url)
     # Also for every command that this one starts: the agent reads the environment alone.
-    if found.origin not in ("TULA_URL", "default"):
-        os.environ["TULA_URL"] = found.url
-    if found.token:
-        os.environ["TULA_TOKEN"] = found.token
+    if settings.origin not in ("TULA_URL", "default"):
+        os.environ["TULA_URL"] = settings.url
+    if settings.token:
+        os.environ["TULA_TOKEN"] = settings.token
 
 
 def _first_word(arguments: Sequence[str]) -> str | None:
@@ -152,13 +152,13 @@ def _first_word(arguments: Sequence[str]) -> str | None:
 def _add_plugin(app: typer.Typer, name: str, point: EntryPoint, *, load: bool) -> None:
     settings: dict[str, Any] | None = None
     try:
-        found: Any = point.load() if load else _unloaded
+        plugin: Any = point.load() if load else _unloaded
     except Exception as error:  # a broken package must not break the other commands
-        found, settings = _broken(name, point, error), {"ignore_unknown_options": True, "allow_extra_args": True}
-    if isinstance(found, typer.Typer):
-        app.add_typer(found, name=name)
+        plugin, settings = _broken(name, point, error), {"ignore_unknown_options": True, "allow_extra_args": True}
+    if isinstance(plugin, typer.Typer):
+        app.add_typer(plugin, name=name)
     else:
-        app.command(name, context_settings=settings)(found)
+        app.command(name, context_settings=settings)(plugin)
 
 
 def _unloaded() -> None:

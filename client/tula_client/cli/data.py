@@ -123,8 +123,8 @@ def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
     runs = [run for run in reversed(handle.runs()) if run.state in _STATUS]
     try:
         store = mlflow.MlflowClient()
-        found = store.get_experiment_by_name(name)
-        experiment = store.create_experiment(name) if found is None else found.experiment_id
+        existing = store.get_experiment_by_name(name)
+        experiment = store.create_experiment(name) if existing is None else existing.experiment_id
         for run in runs:
             single = {"mean_step_time_s": run.step_time_s, "predicted_step_time_s": run.predicted_step_time_s}
             for column in ("memory_bytes", "cost_usd", "total_time_s"):
@@ -138,21 +138,21 @@ def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
 
 def _measured(handle: JobHandle) -> defaultdict[str, Metrics]:
     """By run: what the first rank measured and logged."""
-    found: defaultdict[str, Metrics] = defaultdict(dict)
+    by_run: defaultdict[str, Metrics] = defaultdict(dict)
     for row in handle.rows("samples"):
         if row["rank"] == 0:
-            found[str(row["run_id"])] |= {(name, row["step"]): row[name] for name in _SERIES}
+            by_run[str(row["run_id"])] |= {(name, row["step"]): row[name] for name in _SERIES}
     for row in handle.rows("telemetry"):
-        found[str(row["run_id"])][row["column"], row["step"]] = row["value"]
-    return found
+        by_run[str(row["run_id"])][row["column"], row["step"]] = row["value"]
+    return by_run
 
 
 def _write_run(store: Any, experiment: str, run: Run, metrics: Metrics) -> None:
     from mlflow.entities import Metric, Param
 
-    known = store.search_runs([experiment], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
+    existing = store.search_runs([experiment], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
     start = int((run.started_at or run.created_at).timestamp() * 1000)
-    id = (known[0] if known else store.create_run(experiment, start, {_TAG: run.id}, run.id)).info.run_id
+    id = (existing[0] if existing else store.create_run(experiment, start, {_TAG: run.id}, run.id)).info.run_id
     about = {"job_id": run.job_id, "kind": run.kind, "state": run.state, "method": run.method, "message": run.message}
     for key, value in about.items():
         if value is not None:

@@ -69,23 +69,23 @@ def _devices() -> list[tuple[str, int]]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [line.rpartition(",") for line in done.stdout.splitlines()]
-    found = [(name.strip(), int(size) * 2**20) for name, _, size in rows if size.strip().isdecimal()]
+    devices = [(name.strip(), int(size) * 2**20) for name, _, size in rows if size.strip().isdecimal()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return found if visible is None else found[: sum(one.strip() not in ("", "-1") for one in visible.split(","))]
+    return devices if visible is None else devices[: sum(one.strip() not in ("", "-1") for one in visible.split(","))]
 
 
 def _varied(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
     """The command as a template, and its numbers by name of `_OPTIONS`; raises `UsageError` without a batch size."""
-    words, found = list(command), dict[str, int]()
+    words, values = list(command), dict[str, int]()
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
-        option = next((one for one, known in _OPTIONS.items() if known.fullmatch(_bare(name, equals))), None)
+        option = next((one for one, pattern in _OPTIONS.items() if pattern.fullmatch(_bare(name, equals))), None)
         at = index if equals else index + 1
         if option is None or at == len(words):
             continue
         value = value if equals else words[at]
         if value.isdecimal() and int(value) > 0:
-            found.setdefault(option, int(value))
+            values.setdefault(option, int(value))
         elif option != "ranks_per_node" or value not in ("auto", "gpu", "cpu"):
             continue
         if option != "epochs":
@@ -96,7 +96,7 @@ def _varied(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
             "the command has no batch size: write {local_batch_size} where the script takes it, as in "
             "`tula init -- torchrun train.py --batch-size {local_batch_size}`"
         )
-    return template.words, found
+    return template.words, values
 
 
 def _bare(name: str, equals: str) -> str:

@@ -72,11 +72,11 @@ def add(
     """Register a job without running it and print its recommendation; the same file finds the same job."""
     described = load_spec(spec)
     with Client() as client:
-        found = register(client, described)
-        answer = client.recommendation(found.job.id)
-    for text in found.notes:
+        registered = register(client, described)
+        answer = client.recommendation(registered.job.id)
+    for text in registered.notes:
         print(printable(text), file=sys.stderr)
-    title = Text.assemble((found.job.name, "bold"), f"  {found.job.id}")
+    title = Text.assemble((registered.job.name, "bold"), f"  {registered.job.id}")
     emit(answer, Group(title, recommendation_view(answer)), as_json)
 
 
@@ -97,16 +97,16 @@ def show(job: JobName, as_json: Json = False) -> None:
     """Show a job with its plan, its runs, its recommendation, and predictions beside measurements."""
     with Client() as client:
         handle = client.handle(job)
-        found, done, ledger = handle.status(), handle.runs(), client.ledger(handle.id)
-    body = {**found.model_dump(mode="json"), "runs": done, "ledger": ledger.entries}
-    emit(body, job_view(found, done, ledger), as_json)
+        registered, done, ledger = handle.status(), handle.runs(), client.ledger(handle.id)
+    body = {**registered.model_dump(mode="json"), "runs": done, "ledger": ledger.entries}
+    emit(body, job_view(registered, done, ledger), as_json)
 
 
 def runs(job: JobName, as_json: Json = False) -> None:
     """List the runs of a job, newest first, with measured and predicted step times."""
     with Client() as client:
-        found = client.handle(job).runs()
-    emit(found, _runs_view(found) if found else "No runs. Start them with tula tune SPEC.toml -- COMMAND.", as_json)
+        listed = client.handle(job).runs()
+    emit(listed, _runs_view(listed) if listed else "No runs. Start them with tula tune SPEC.toml -- COMMAND.", as_json)
 
 
 def edit(
@@ -127,17 +127,17 @@ def edit(
     """Change objective, limits and prices of a job, and print its recommendation; measurements are kept."""
     with Client() as client:
         handle = client.handle(job)
-        found = handle.status()
+        registered = handle.status()
         changed = {"deadline_s": deadline_s, "budget_usd": budget_usd}
-        known = {name: value or None for name, value in changed.items() if value is not None}
-        wanted: dict[str, Any] = {"objective": objective} if objective is not None else {}
-        if known:
-            wanted["limits"] = found.spec.limits.model_dump() | known
+        given = {name: value or None for name, value in changed.items() if value is not None}
+        patch: dict[str, Any] = {"objective": objective} if objective is not None else {}
+        if given:
+            patch["limits"] = registered.spec.limits.model_dump() | given
         if price:
-            wanted["prices"] = dict(_price(word, found) for word in price)
-        if not wanted:
+            patch["prices"] = dict(_price(word, registered) for word in price)
+        if not patch:
             raise UsageError("nothing is to be changed: give --objective, --deadline, --budget or --price")
-        client.patch_job(found.id, JobPatch.model_validate(wanted))
+        client.patch_job(registered.id, JobPatch.model_validate(patch))
         answer = handle.recommendation()
     emit(answer, recommendation_view(answer), as_json)
 
@@ -161,8 +161,8 @@ def _price(word: str, job: Job) -> tuple[str, dict[str, Any]]:
 def archive(job: JobName, as_json: Json = False) -> None:
     """Hide a job from lists; its measurements are kept."""
     with Client() as client:
-        found = client.archive_job(client.handle(job).id)
-    emit(found, f"Archived {found.name} ({found.id}).", as_json)
+        archived = client.archive_job(client.handle(job).id)
+    emit(archived, f"Archived {archived.name} ({archived.id}).", as_json)
 
 
 def delete(
@@ -172,15 +172,15 @@ def delete(
 ) -> None:
     """Delete a job with its measurements; this cannot be undone."""
     with Client() as client:
-        found = client.handle(job).status()
+        registered = client.handle(job).status()
         if not yes:
             if as_json:
                 raise UsageError("--json cannot ask: add --yes to delete")
-            question = printable(f"Delete {found.name} ({found.id}) and its measurements?")
+            question = printable(f"Delete {registered.name} ({registered.id}) and its measurements?")
             if not typer.confirm(question, err=True):
                 raise typer.Exit(1)
-        client.delete_job(found.id)
-    emit({"deleted": found.id}, f"Deleted {found.name} ({found.id}).", as_json)
+        client.delete_job(registered.id)
+    emit({"deleted": registered.id}, f"Deleted {registered.name} ({registered.id}).", as_json)
 
 
 def watch(job: JobName, as_json: Json = False) -> None:
@@ -493,9 +493,9 @@ def _state(one: Candidate) -> dict[str, bool]:
 def show_scaling(job: JobName, policy: Policy = "gain", as_json: Json = False) -> None:
     """Show the numbers set for a policy; what is not set follows the script."""
     with Client() as client:
-        found = client.scaling(client.handle(job).id, policy=policy).thresholds
-    assert found is not None  # no ETag was sent
-    emit(found, facts(_thresholds(found)), as_json)
+        thresholds = client.scaling(client.handle(job).id, policy=policy).thresholds
+    assert thresholds is not None  # no ETag was sent
+    emit(thresholds, facts(_thresholds(thresholds)), as_json)
 
 
 def set_scaling(
@@ -507,8 +507,8 @@ def set_scaling(
     """Set numbers of a policy; NAME=null returns one to the script."""
     patch = ScalingPatch.model_validate(dict(map(_pair, values)))
     with Client() as client:
-        found = client.patch_scaling(client.handle(job).id, patch, policy=policy)
-    emit(found, facts(_thresholds(found)), as_json)
+        stored = client.patch_scaling(client.handle(job).id, patch, policy=policy)
+    emit(stored, facts(_thresholds(stored)), as_json)
 
 
 def _pair(word: str) -> tuple[str, Any]:
@@ -518,8 +518,11 @@ def _pair(word: str) -> tuple[str, Any]:
     return name, None if value == "null" else value
 
 
-def _thresholds(found: ScalingThresholds) -> list[list[str]]:
-    return [["policy", found.policy], *([name.replace("_", " "), _setting(getattr(found, name))] for name in SETTINGS)]
+def _thresholds(thresholds: ScalingThresholds) -> list[list[str]]:
+    return [
+        ["policy", thresholds.policy],
+        *([name.replace("_", " "), _setting(getattr(thresholds, name))] for name in SETTINGS),
+    ]
 
 
 def _setting(value: float | str | None) -> str:

@@ -98,13 +98,13 @@ def tune(
             for note in registered.notes:
                 reporter.note(note)
             reporter.job(job)
-            wanted: tuple[Configuration, ...] = ()
+            configurations: tuple[Configuration, ...] = ()
             if again:
                 handle = client.handle(job.id)
                 candidates = (one.configuration for one in handle.recommendation().candidates)
-                wanted = to_measure_again(again, handle.runs(), candidates)
+                configurations = to_measure_again(again, handle.runs(), candidates)
             limits = {"max_parallel": max_parallel, "max_failures": max_failures}
-            tuned = work_through(runner, job, template, node_budget=nodes, again=wanted, **limits)
+            tuned = work_through(runner, job, template, node_budget=nodes, again=configurations, **limits)
             if not as_json and sys.stdin.isatty() and sys.stdout.isatty() and may_ask(tuned, then_run=then_run):
                 tuned = _with_waiting(client, tuned)
             trained = None
@@ -183,19 +183,19 @@ def run(
     template, stop = _templates(command, launcher, stop_command)
     with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json, quiet) as reporter:
         handle = client.handle(job)
-        found = handle.status()
-        template.check(found.spec)
+        registered = handle.status()
+        template.check(registered.spec)
         fixed: Configuration | None = None
         if configuration is None:
-            _note_change(client, found, reporter)
+            _note_change(client, registered, reporter)
         else:
             runs = {one.configuration: one for one in sorted(handle.runs(), key=lambda one: one.id == configuration)}
             candidates = (one.configuration for one in handle.recommendation().candidates)
             fixed = named_configuration(configuration, runs, candidates, "--configuration")
         options = {"time_limit_s": time_limit, "grace_s": _TRAINING_GRACE_S, "stop_template": stop}
-        with _runner(client, found, work_dir, reporter, **options) as runner:
-            wanted: dict[str, Any] = {"fresh": fresh, "reconfigure": reconfigure, "configuration": fixed}
-            trained = train(runner, found, template, method=method, max_restarts=max_restarts, **wanted)
+        with _runner(client, registered, work_dir, reporter, **options) as runner:
+            choices: dict[str, Any] = {"fresh": fresh, "reconfigure": reconfigure, "configuration": fixed}
+            trained = train(runner, registered, template, method=method, max_restarts=max_restarts, **choices)
     emit(_trained_plain(trained), _trained_view(trained), as_json)
 
 
@@ -309,12 +309,12 @@ def logs(
     work_dir: Folder = Path(".tula"),
 ) -> None:
     """Print what the newest command of a run wrote, on the machine that launched it."""
-    found = sorted(work_dir.glob(f"*/logs/{glob.escape(run_id)}-*.log"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    paths = sorted(work_dir.glob(f"*/logs/{glob.escape(run_id)}-*.log"), key=lambda path: path.stat().st_mtime)
+    if not paths:
         raise UsageError(
             f"RUN: no command of {run_id!r} has a log below {work_dir}: give --work-dir if tula launched it elsewhere"
         )
-    for line in found[-1].read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in paths[-1].read_text(encoding="utf-8", errors="replace").splitlines():
         print(printable(line))
 
 

@@ -101,7 +101,7 @@ def emit(value: Any, human: RenderableType, as_json: bool) -> None:
 
 def escaped(document: str) -> str:
     """The same JSON without characters that steer a terminal: they can only be within its strings."""
-    return _UNPRINTABLE_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
+    return _UNPRINTABLE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
 
 
 def _plain(value: BaseModel | Configuration) -> dict[str, Any]:

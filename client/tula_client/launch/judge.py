@@ -150,8 +150,8 @@ def ran_out_of_memory(lines: list[str]) -> bool:
         text = line[rank.end() :] if rank else line
         if _KILLED_OR_ABORTED.search(text):
             return True
-        if found := _TORCHRUN_STATUS.match(text):
-            status = int(found[1])  # that of the root cause is printed last
+        if match := _TORCHRUN_STATUS.match(text):
+            status = int(match[1])  # that of the root cause is printed last
         ranks.setdefault(rank[1] if rank else "", _LastException()).read(text)
     return status in (-signal.SIGKILL, _KILLED) or any(last.of_memory for last in ranks.values())
 

@@ -38,20 +38,20 @@ def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Re
 
     With `retry_failed`, the failed runs of a job that is found are planned again. Raises the client's errors.
     """
-    known = [(job, _differences(job, spec)) for job in _jobs_named(client, spec.name)]
-    usable = [(job, changes) for job, changes in known if not _fixed(changes)]
+    differing = [(job, _differences(job, spec)) for job in _jobs_named(client, spec.name)]
+    usable = [(job, changes) for job, changes in differing if not _fixed(changes)]
     notes: list[str] = []
     if usable:
         job, changes = next((one for one in usable if not one[1]), usable[0])
     else:
         job = client.register(spec).job
         changes = _differences(job, spec)
-        if known and job.id not in {one.id for one, _ in known}:
-            notes.append(_explain_new_job(spec.name, job, known))
+        if differing and job.id not in {one.id for one, _ in differing}:
+            notes.append(_explain_new_job(spec.name, job, differing))
     retried = retry_failed and any(run.state in ("failed", "out_of_memory") for run in job.plan)
     if changes or retried:
         spec = _completed(spec, job.spec)
-        wanted: dict[str, Any] = {
+        patch: dict[str, Any] = {
             "objective": spec.objective,
             "usd_per_hour_of_waiting": spec.usd_per_hour_of_waiting,
             "usd_per_kwh": spec.usd_per_kwh,
@@ -61,7 +61,7 @@ def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Re
             "share_launches": spec.profiling.share_launches,
             "retry_failed": retried,
         }
-        job = client.patch_job(job.id, JobPatch.model_validate(wanted))
+        job = client.patch_job(job.id, JobPatch.model_validate(patch))
     if changes:
         said = ", ".join(f"{path} {_text(before)} -> {_text(after)}" for path, (before, after) in changes.items())
         notes.append(f"Changed {job.name} ({job.id}), whose measurements are kept: {said}.")
@@ -130,9 +130,9 @@ def _text(value: Any) -> str:
     return "none" if value is None else str(value).removesuffix(".0")
 
 
-def _explain_new_job(name: str, job: Job, known: list[tuple[Job, Differences]]) -> str:
+def _explain_new_job(name: str, job: Job, differing: list[tuple[Job, Differences]]) -> str:
     """Why another job of this name was registered, and how to address each."""
-    nearest, differences = min(known, key=lambda each: len(_fixed(each[1])))
+    nearest, differences = min(differing, key=lambda each: len(_fixed(each[1])))
     return (
         f"Registered a new job {name!r} ({job.id}): the existing job {nearest.id} differs in "
         f"{', '.join(_fixed(differences))}, which cannot be changed. Use the ids of these jobs instead of their name, "

@@ -308,7 +308,7 @@ class Runner:
                 "which stays in the plan: let the script train for longer, and one launch measures it too."
             )
         self.release(*(run for run in runs if run not in begun))
-        found: list[tuple[Run, Outcome]] = []
+        outcomes: list[tuple[Run, Outcome]] = []
         for run in begun:
             complete = run is not largest and run.state in ("succeeded", "cancelled")
             stopped = run.state == "running" and status != 0 and largest.state == "cancelled"
@@ -319,8 +319,8 @@ class Runner:
             # The launch's time is that of its largest batch.
             took_s = self.clock() - active.started_at if run is largest else 0.0
             self.reporter.finished(ended, outcome, active.log, took_s)
-            found.append((ended, outcome))
-        return found
+            outcomes.append((ended, outcome))
+        return outcomes
 
     def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str], stopped: bool) -> tuple[Run, Outcome]:
         """One run of a command that ended with `status`, as the service then knows it, and its outcome.
@@ -369,8 +369,8 @@ class Runner:
         if not self.inherited.get("TULA_TOKEN"):
             return None
         if job_id not in self._tokens:
-            wanted = TokenCreate(name=self.holder, scope="agent", job_id=job_id, expires_in_s=LAUNCH_TOKEN_S)
-            self._tokens[job_id] = self.retrying(self.service.create_token, wanted)
+            create = TokenCreate(name=self.holder, scope="agent", job_id=job_id, expires_in_s=LAUNCH_TOKEN_S)
+            self._tokens[job_id] = self.retrying(self.service.create_token, create)
         return self._tokens[job_id].secret
 
     def _run_with_samples(self, run_id: str) -> Run:
@@ -445,10 +445,10 @@ class Runner:
 
 def _check_run(run: Run, job: Job, kind: RunKind, configuration: Configuration) -> Run:
     """`run`, if it is the run of `job` that was asked for; else raises `LaunchError` naming the first wrong field."""
-    wanted: dict[str, object] = {"job_id": job.id, "kind": kind, "configuration": configuration}
+    asked: dict[str, object] = {"job_id": job.id, "kind": kind, "configuration": configuration}
     if kind == "profile" or job.spec.limits.on_breach != "stop":
-        wanted["time_limit_s"] = None  # nothing stops such a run at its limits
-    for field_name, value in wanted.items():
+        asked["time_limit_s"] = None  # nothing stops such a run at its limits
+    for field_name, value in asked.items():
         if getattr(run, field_name) != value:
             raise LaunchError(
                 f"the service answered run {run.id} with {field_name} {getattr(run, field_name)}, where {value} was "

@@ -47,11 +47,11 @@ def _document(path: Path) -> dict[str, Any]:
 
 def faults(error: ValidationError) -> list[str]:
     """For each error, the field in dotted notation, what is wrong and what to do."""
-    found = []
+    sentences = []
     for one in error.errors(include_url=False, include_input=False):
         place = ".".join(map(str, one["loc"]))
-        found.append(f"{place}: {remedy(one)}" if place else remedy(one))
-    return found
+        sentences.append(f"{place}: {remedy(one)}" if place else remedy(one))
+    return sentences
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:

@@ -96,10 +96,10 @@ def _reap(child: subprocess.Popen[bytes]) -> int | None:
 def _descendants() -> list[int]:
     """Ids of all processes below this one, parents first, without zombies."""
     children = _children()
-    found = list(children.get(os.getpid(), []))
-    for pid in found:
-        found.extend(children.get(pid, []))
-    return found
+    pids = list(children.get(os.getpid(), []))
+    for pid in pids:
+        pids.extend(children.get(pid, []))
+    return pids
 
 
 def _children() -> dict[int, list[int]]:

@@ -44,9 +44,9 @@ class Template:
         if not self.words or not self.words[0].strip():
             raise UsageError("no command was given: write it after `--`, as in `tula tune job.toml -- torchrun ...`")
         for name in sorted(self.placeholders - PLACEHOLDERS.keys()):
-            known = ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
+            choices = ", ".join(f"{{{choice}}}" for choice in PLACEHOLDERS)
             raise UsageError(
-                f"the command holds the unknown placeholder {{{name}}}: use one of {known}, "
+                f"the command holds the unknown placeholder {{{name}}}: use one of {choices}, "
                 f"or write {{{{{name}}}}} for literal braces"
             )
 
@@ -94,8 +94,10 @@ class Template:
         """Raise `UsageError` if the job varies something for which the command has no placeholder."""
         for needed, varies, because in _needs(spec):
             if varies and not self._has(needed):
-                wanted = re.sub(r"\w+_\w+", r"{\g<0>}", needed)
-                raise UsageError(f"the command has no {wanted}, but {because}: add it where the launcher expects it")
+                placeholders = re.sub(r"\w+_\w+", r"{\g<0>}", needed)
+                raise UsageError(
+                    f"the command has no {placeholders}, but {because}: add it where the launcher expects it"
+                )
 
     @property
     def can_accumulate(self) -> bool:

@@ -58,11 +58,11 @@ def work_through(
 
 
 def to_measure_again(
-    wanted: Sequence[str], runs: Iterable[Run], candidates: Iterable[Configuration]
+    words: Sequence[str], runs: Iterable[Run], candidates: Iterable[Configuration]
 ) -> tuple[Configuration, ...]:
-    """The configurations that are `wanted` once more, each once.
+    """The configurations that `words` name, each once.
 
-    wanted: `failed`, `all`, a run's id, or nodes x local batch (x accumulation) as in `2x64`. runs: the job's, newest
+    words: `failed`, `all`, a run's id, or nodes x local batch (x accumulation) as in `2x64`. runs: the job's, newest
     first; the newest profiling run of a configuration says how it ended, and one that has not ended is not repeated.
     Raises `UsageError` for any other word.
     """
@@ -71,13 +71,13 @@ def to_measure_again(
         if run.kind == "profile":
             newest.setdefault(run.configuration, run)
     ended = {configuration: run for configuration, run in newest.items() if run.state in _ENDED}
-    found: list[Configuration] = []
-    for word in wanted:
+    configurations: list[Configuration] = []
+    for word in words:
         if word in ("failed", "all"):
-            found += [one for one, run in ended.items() if word == "all" or run.state == "failed"]
+            configurations += [one for one, run in ended.items() if word == "all" or run.state == "failed"]
         else:
-            found.append(named_configuration(word, newest, candidates))
-    return tuple(dict.fromkeys(found))
+            configurations.append(named_configuration(word, newest, candidates))
+    return tuple(dict.fromkeys(configurations))
 
 
 def named_configuration(
@@ -91,8 +91,8 @@ def named_configuration(
     fitting = [one for one, run in newest.items() if run.id == word]
     if shape is not None:
         numbers = (int(shape[1]), int(shape[2]), int(shape[3] or 1))
-        known = dict.fromkeys([*newest, *candidates])
-        fitting = [one for one in known if (one.num_nodes, one.local_batch_size, one.grad_accum_steps) == numbers]
+        choices = dict.fromkeys([*newest, *candidates])
+        fitting = [one for one in choices if (one.num_nodes, one.local_batch_size, one.grad_accum_steps) == numbers]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

@@ -26,8 +26,8 @@ _FOR_RAY = {"RAY_DEDUP_LOGS": "0"}
 def may_hold_files(folder: Path) -> bool:
     """True if there is a file below `folder`, or if that cannot be determined because a folder is unreadable."""
     errors: list[OSError] = []
-    found = any(files for _, _, files in os.walk(folder, onerror=errors.append))
-    return found or not all(isinstance(error, FileNotFoundError) for error in errors)
+    holds = any(files for _, _, files in os.walk(folder, onerror=errors.append))
+    return holds or not all(isinstance(error, FileNotFoundError) for error in errors)
 
 
 def _private(path: str, flags: int) -> int:
