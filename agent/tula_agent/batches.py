@@ -100,12 +100,12 @@ def sequence_length_of(batch: Any) -> int | None:
     shape, as next-token prediction has them. None where the batch is not of tokens.
     """
     if isinstance(batch, Mapping):
-        found: list[Any] = [batch.get("input_ids")]
+        inputs: list[Any] = [batch.get("input_ids")]
     else:
-        found = list(batch) if isinstance(batch, (list, tuple)) and len(batch) == 2 else [None]
-    if not all(hasattr(part, "element_size") and not part.dtype.is_floating_point for part in found):
+        inputs = list(batch) if isinstance(batch, (list, tuple)) and len(batch) == 2 else [None]
+    if not all(hasattr(part, "element_size") and not part.dtype.is_floating_point for part in inputs):
         return None
-    shapes = {tuple(part.shape) for part in found}
+    shapes = {tuple(part.shape) for part in inputs}
     shape = shapes.pop()
     return int(shape[1]) if len(shape) == 2 and not shapes else None
 

@@ -96,15 +96,15 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
     if not url.startswith(("http://", "https://")):
         logger.warning("TULA_URL is %r: give an http:// or https:// address; nothing is measured", url)
         return None
-    run_id, wanted = read.text("TULA_RUN_ID"), job or WantedJob("")
-    wanted = replace(wanted, name=(wanted.name or read.text("TULA_JOB")).strip())
-    makes_run = not run_id and bool(wanted.name)
+    run_id, job_to_join = read.text("TULA_RUN_ID"), job or WantedJob("")
+    job_to_join = replace(job_to_join, name=(job_to_join.name or read.text("TULA_JOB")).strip())
+    makes_run = not run_id and bool(job_to_join.name)
     if not makes_run and not is_id(run_id):
         remedy = "start the script with `tula run`, or name its job in TULA_JOB"
         logger.warning("TULA_RUN_ID is %r: %s; nothing is measured", run_id, remedy)
         return None
     process, _, measured = read.text(MEASURED_BY).partition(":")
-    if measured == (wanted.name if makes_run else run_id) and process != str(os.getpid()):
+    if measured == (job_to_join.name if makes_run else run_id) and process != str(os.getpid()):
         remedy = "call tula_agent.init() in the processes that train, and loop in none that starts them"
         logger.warning(
             "this process is left alone, since process %s, which started it, is measured: %s", process, remedy
@@ -128,7 +128,7 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
         planned_ranks=None if nodes is None or ranks_per_node is None else nodes * ranks_per_node,
         supervised=read.text("TULA_SUPERVISED").lower() not in _OFF,
         lease=read.number(int, 0, "TULA_LEASE"),
-        job=wanted if makes_run else None,
+        job=job_to_join if makes_run else None,
     )
 
 

@@ -81,8 +81,8 @@ def _generators(loader: Any) -> list[torch.Generator]:
     """The loader's own generators; samplers often share the loader's."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(holder, "generator", None) for holder in holders]
-    unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
+    generators = [getattr(holder, "generator", None) for holder in holders]
+    unique = {id(generator): generator for generator in generators if isinstance(generator, torch.Generator)}
     return list(unique.values())
 
 

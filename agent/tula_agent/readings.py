@@ -196,10 +196,10 @@ class Readings:
 
 def take(queue: deque[T]) -> list[T]:
     """All that `queue` holds, oldest first; it is empty then. Another thread may take from it meanwhile."""
-    found: list[T] = []
+    taken: list[T] = []
     with suppress(IndexError):
         # Not until it is empty, since a training thread may add as fast as this one takes; and one by one, so that what
         # was taken is kept.
         for _ in range(len(queue)):
-            found.append(queue.popleft())  # noqa: PERF401
-    return found
+            taken.append(queue.popleft())  # noqa: PERF401
+    return taken

@@ -158,9 +158,9 @@ def norm_squared(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     device = gradients[0].device
-    found = norms([g.coalesce().values() if g.is_sparse else g for g in gradients])
+    by_gradient = norms([g.coalesce().values() if g.is_sparse else g for g in gradients])
     # Stacked first: on a device, converting each norm by itself would be as many kernels.
-    stacked = torch.stack([norm if norm.device == device else norm.to(device) for norm in found])
+    stacked = torch.stack([norm if norm.device == device else norm.to(device) for norm in by_gradient])
     return stacked.to(wide_dtype(device)).square().sum()
 
 

@@ -22,7 +22,7 @@ _KNOWN = {
 
 def columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers and one-element tensors of `metrics` by column name: lower-case letters, digits and underscores."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name, value in metrics.items():
         numeric = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not numeric and not (hasattr(value, "numel") and value.numel() == 1):
@@ -30,5 +30,5 @@ def columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
         plain = re.sub(r"[^a-z0-9_]+", "_", name.lower()).strip("_")[:64]
         plain = _KNOWN.get(plain, plain)
         if plain and plain[0].isalpha():
-            found[plain] = value
-    return found
+            numbers[plain] = value
+    return numbers

@@ -35,9 +35,9 @@ class Finding:
     remedy: str = ""
 
 
-def _check(name: str, passed: bool, found: str, remedy: str, otherwise: State = "wrong") -> Finding:
+def _check(name: str, passed: bool, fact: str, remedy: str, otherwise: State = "wrong") -> Finding:
     """What was found of `name`: ok, or `otherwise` with its remedy."""
-    return Finding(name, "ok", found) if passed else Finding(name, otherwise, found, remedy)
+    return Finding(name, "ok", fact) if passed else Finding(name, otherwise, fact, remedy)
 
 
 def examine(environ: Mapping[str, str], client: httpx.Client, origin: str = "TULA_URL") -> list[Finding]:
@@ -67,13 +67,13 @@ def _torch() -> Iterator[Finding]:
     yield _check("torch", (major, minor) >= (2, 4), torch.__version__, "use torch 2.4 or newer")
     dist = torch.distributed
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available", lambda: False)()]
-    found = ", ".join(backends) or "no backend"
-    yield _check("distributed", bool(backends), found, "install a build of torch with gloo or nccl")
+    fact = ", ".join(backends) or "no backend"
+    yield _check("distributed", bool(backends), fact, "install a build of torch with gloo or nccl")
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        found = f"torch was built for CUDA {built} but sees no device" if built else "none: this torch is a CPU build"
+        fact = f"torch was built for CUDA {built} but sees no device" if built else "none: this torch is a CPU build"
         remedy = "check nvidia-smi and that the driver is new enough for this build"
-        yield _check("cuda", built is None, found, remedy, "warning")
+        yield _check("cuda", built is None, fact, remedy, "warning")
         return
     supported = torch.cuda.get_arch_list()
     for index in range(torch.cuda.device_count()):
@@ -100,8 +100,8 @@ def _ranks(environ: Mapping[str, str]) -> Iterator[Finding]:
         if rank is None and size is None:
             continue
         valid = (rank or "").isdigit() and (size or "").isdigit() and int(rank or 0) < int(size or 0)
-        found = f"rank {rank} of {size} ({names[0]})" if valid else f"{names[0]}={rank}, {names[1]}={size}"
-        yield _check("ranks", valid, found, "start the script with torchrun, or set both: 0 <= rank < size")
+        fact = f"rank {rank} of {size} ({names[0]})" if valid else f"{names[0]}={rank}, {names[1]}={size}"
+        yield _check("ranks", valid, fact, "start the script with torchrun, or set both: 0 <= rank < size")
         return
     yield Finding("ranks", "ok", "one process (no RANK in the environment)")
 
@@ -123,8 +123,8 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
         yield Finding("service", "wrong", f"{named} does not answer ({error})", remedy)
         return
     answers = health.status_code == 200
-    found = named if answers else f"{named} answers {health.status_code}"
-    yield _check("service", answers, found, "check TULA_URL: is this the service?")
+    fact = named if answers else f"{named} answers {health.status_code}"
+    yield _check("service", answers, fact, "check TULA_URL: is this the service?")
     if not answers:
         return
     if "date" in health.headers:
@@ -135,9 +135,9 @@ def _service(environ: Mapping[str, str], client: httpx.Client, origin: str) -> I
         remedy = "start a time service (chrony); measuring itself does not need it"
         yield _check("clock", agrees, "agrees with the service's" if agrees else apart, remedy, "warning")
     ready = client.get(url + routes.READY)
-    found = "reachable, schema current" if ready.status_code == 200 else _detail(ready)
+    fact = "reachable, schema current" if ready.status_code == 200 else _detail(ready)
     remedy = "see the service's log; a new version needs `tula migrate`"
-    yield _check("database", ready.status_code == 200, found, remedy)
+    yield _check("database", ready.status_code == 200, fact, remedy)
     token = environ.get("TULA_TOKEN")
     answer = client.get(url + routes.JOBS, headers={"authorization": f"Bearer {token}"} if token else {})
     if answer.status_code == 401:
@@ -165,8 +165,8 @@ def _disk(environ: Mapping[str, str]) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(spool).free
     size = f"{free / 2**30:.1f} GiB" if free >= 2**30 else f"{free // 2**20} MiB"
-    found, remedy = f"{size} free in {spool}", "free some, or set TULA_SPOOL_DIR"
-    yield _check("disk", free >= MIN_FREE_BYTES, found, remedy, "warning")
+    fact, remedy = f"{size} free in {spool}", "free some, or set TULA_SPOOL_DIR"
+    yield _check("disk", free >= MIN_FREE_BYTES, fact, remedy, "warning")
     waiting = spool_files(spool)
     if waiting:
         count = "1 file waits" if len(waiting) == 1 else f"{len(waiting)} files wait"

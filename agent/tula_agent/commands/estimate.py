@@ -48,32 +48,32 @@ def estimate(
 
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # a trace, before our sentence
     try:
-        found = estimate_memory(model, sample, optimizer)
+        estimated = estimate_memory(model, sample, optimizer)
     except Exception as error:  # the user's model raises what it likes
         raise typer.BadParameter(f"the model cannot be run on what {factory} returned ({_first_line(error)})") from None
-    largest = {f"{device} {size} GiB": found.largest_local_batch_size(size * _GIB) for size in sizes}
-    safe = {f"{device} {size} GiB": found.safe_local_batch_size(size * _GIB) for size in sizes}
+    largest = {f"{device} {size} GiB": estimated.largest_local_batch_size(size * _GIB) for size in sizes}
+    safe = {f"{device} {size} GiB": estimated.safe_local_batch_size(size * _GIB) for size in sizes}
     capacity = float(min(sizes)) * _GIB if sizes else None
-    described = found.model_spec(factory.rpartition(":")[2], _name(optimizer), capacity)
-    known = {name: _toml(value) for name, value in described.items() if value is not None}
+    described = estimated.model_spec(factory.rpartition(":")[2], _name(optimizer), capacity)
+    lines = {name: _toml(value) for name, value in described.items() if value is not None}
     if write is not None and before is not None:
         part = write.with_name(f".{write.name}.part")  # the file as a whole, or as it was
-        part.write_text(with_model(before, known), encoding="utf-8")
+        part.write_text(with_model(before, lines), encoding="utf-8")
         load_spec(part)
         part.replace(write)
     if as_json:
-        facts = {name: value for name, value in vars(found).items() if name != "allocations"}
-        plain = {**facts, "total_bytes": found.total_bytes(batch), "largest_local_batch_size": largest}
+        facts = {name: value for name, value in vars(estimated).items() if name != "allocations"}
+        plain = {**facts, "total_bytes": estimated.total_bytes(batch), "largest_local_batch_size": largest}
         plain["safe_local_batch_size"] = safe
         typer.echo(json.dumps({**plain, "model": described}))
         return
-    static, total = format_size(found.total_bytes(0)), format_size(found.total_bytes(batch))
+    static, total = format_size(estimated.total_bytes(0)), format_size(estimated.total_bytes(batch))
     state = "parameters, gradients and optimizer state"
     if optimizer is None:
         state = "parameters and gradients (no optimizer given)"
-    typer.echo(f"parameters: {found.parameters:,}")
-    typer.echo(f"FLOPs of an example, forward and backward: {found.flops_per_sample:.3g}")
-    typer.echo(f"activations of an example: {format_size(found.activation_bytes_per_sample)}")
+    typer.echo(f"parameters: {estimated.parameters:,}")
+    typer.echo(f"FLOPs of an example, forward and backward: {estimated.flops_per_sample:.3g}")
+    typer.echo(f"activations of an example: {format_size(estimated.activation_bytes_per_sample)}")
     typer.echo(f"memory at batch {batch}: {total}, of it {static} {state}")
     for name, most in largest.items():
         typer.echo(f"largest batch on {name}: {safe[name]} (safe), {most} (expected)")
@@ -81,7 +81,7 @@ def estimate(
         typer.echo(f"\nwritten into the [model] of {write}")
         return
     typer.echo("\n[model]")
-    for name, value in known.items():
+    for name, value in lines.items():
         typer.echo(f"{name} = {value}")
 
 
@@ -139,8 +139,8 @@ def _capacities(device: str | None) -> tuple[int, ...]:
     name = known_device(device)
     sizes = capacities_gib(device, DEVICES[name]) if name is not None else ()
     if not sizes:
-        known = ", ".join(sorted(name for name, each in DEVICES.items() if each.capacities_gib))
-        raise typer.BadParameter(f"--device: the memory of {device!r} is unknown: give one of {known}")
+        names = ", ".join(sorted(name for name, each in DEVICES.items() if each.capacities_gib))
+        raise typer.BadParameter(f"--device: the memory of {device!r} is unknown: give one of {names}")
     return sizes
 
 

@@ -46,7 +46,7 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
         apart = len(ranks) > 1 and per_node > 1
         budget_s = total_s / 2.0 if apart else total_s
         launch_s = _mean(every, device, [_own_launch_time_s(device)])[0]
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "backend": _backend(every, device),
             "num_nodes": len(ranks),
             "ranks_per_node": per_node,
@@ -59,11 +59,11 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
                 group = dist.new_group(members, timeout=_GROUP_WITHIN)
                 if dist.get_rank() in members:
                     groups.append(group)
-            found["in_node"] = _readings(groups[-1], device, budget_s)
+            fields["in_node"] = _readings(groups[-1], device, budget_s)
     finally:
         for group in groups:
             dist.destroy_process_group(group)
-    return found
+    return fields
 
 
 def _own_launch_time_s(device: torch.device) -> float:
@@ -76,15 +76,15 @@ def _own_launch_time_s(device: torch.device) -> float:
 
 def _backend(group: Any, device: torch.device) -> str:
     """What reduces tensors of `device`, of a configuration such as `cpu:gloo,cuda:nccl`."""
-    found = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))[device.type]
-    if found not in _LARGEST_BYTES:
-        raise ValueError(f"{found} is not probed, only {' and '.join(_LARGEST_BYTES)}")
-    return found
+    backend = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))[device.type]
+    if backend not in _LARGEST_BYTES:
+        raise ValueError(f"{backend} is not probed, only {' and '.join(_LARGEST_BYTES)}")
+    return backend
 
 
 def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[str, float]]:
     """From small to large, until the next size would exceed the time; every rank takes the same decisions."""
-    found: list[dict[str, float]] = []
+    readings: list[dict[str, float]] = []
     size, end = _SMALLEST_BYTES, time.monotonic() + budget_s
     largest = _LARGEST_BYTES[_backend(group, device)]
     while size <= largest:
@@ -95,25 +95,25 @@ def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[st
         times = _mean(group, device, _times(buffer, group, repeats))
         middle = statistics.median(times)
         spread = _SD_PER_DEVIATION * statistics.median(abs(each - middle) for each in times) / middle
-        found.append({"size_bytes": size, "time_s": middle, "relative_sd": spread, "repeats": len(times)})
+        readings.append({"size_bytes": size, "time_s": middle, "relative_sd": spread, "repeats": len(times)})
         size *= _GROWTH
         needed_s = middle * _GROWTH * (_WARM_UP + _LEAST_REPEATS)
         left_s = _reduced(group, device, [end - time.monotonic() - needed_s], dist.ReduceOp.MIN)[0]
-        if left_s < 0.0 and len(found) >= _LEAST_SIZES:
+        if left_s < 0.0 and len(readings) >= _LEAST_SIZES:
             break
-    return found
+    return readings
 
 
 def _times(buffer: torch.Tensor, group: Any, repeats: int) -> list[float]:
     """Seconds of each all-reduce on this rank."""
-    found = []
+    times = []
     for _ in range(repeats):
         start = time.perf_counter()
         dist.all_reduce(buffer, group=group)
         if buffer.is_cuda:
             torch.cuda.synchronize(buffer.device)
-        found.append(time.perf_counter() - start)
-    return found
+        times.append(time.perf_counter() - start)
+    return times
 
 
 def _mean(group: Any, device: torch.device, seconds: Sequence[float]) -> list[float]:

@@ -296,10 +296,10 @@ def _convolution_backward_flops(
 
     PyTorch's own formula leaves groups out, which makes a depthwise convolution as dear as a full one.
     """
-    transposed, wanted = bool(rest[4]), rest[7]
+    transposed, gradients = bool(rest[4]), rest[7]
     positions = inputs if transposed else grad
     forward = 2 * weight.numel() * len(inputs) * math.prod(positions.shape[2:])
-    return forward * sum(map(bool, wanted[:2]))
+    return forward * sum(map(bool, gradients[:2]))
 
 
 def _scalar(output: Any) -> torch.Tensor:

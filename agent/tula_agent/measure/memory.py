@@ -86,8 +86,8 @@ def context_bytes(device: torch.device) -> int | None:
     """
     try:
         nvml, handle = _open(device)
-        found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        mine = [p for p in found if p.pid == os.getpid()] or (found if len(found) == 1 else [])
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        mine = [p for p in processes if p.pid == os.getpid()] or (processes if len(processes) == 1 else [])
         held = int(mine[0].usedGpuMemory)
     except Exception:
         return None
@@ -229,22 +229,22 @@ class MemoryMonitor:
 
     def _components(self, device: torch.device) -> dict[str, Any]:
         """The components as known now; activations are the peak without everything static."""
-        found: dict[str, Any] = {
+        parts: dict[str, Any] = {
             "method": "cuda_allocator",
             "capacity_bytes": capacity_bytes(device, self._ranks_per_node),
         }
         outside: int | None = 0
         if device.type == "cuda":
-            found |= allocator_reading(torch.cuda.memory_stats(device), self._retries_before)
-            found["context_bytes"] = context_bytes(device)
+            parts |= allocator_reading(torch.cuda.memory_stats(device), self._retries_before)
+            parts["context_bytes"] = context_bytes(device)
         else:
-            found["method"], found["peak_bytes"] = "peak_rss", resident_bytes(peak=True)
+            parts["method"], parts["peak_bytes"] = "peak_rss", resident_bytes(peak=True)
             if self._resident_before is not None:
-                found["context_bytes"] = max(0, self._resident_before - self._counted.get("parameter_bytes", 0))
-            outside = found.get("context_bytes")
+                parts["context_bytes"] = max(0, self._resident_before - self._counted.get("parameter_bytes", 0))
+            outside = parts.get("context_bytes")
         if outside is not None and "parameter_bytes" in self._counted:
-            found["activation_bytes"] = max(0, found["peak_bytes"] - outside - sum(self._counted.values()))
-        return {name: value for name, value in (found | self._counted).items() if value is not None}
+            parts["activation_bytes"] = max(0, parts["peak_bytes"] - outside - sum(self._counted.values()))
+        return {name: value for name, value in (parts | self._counted).items() if value is not None}
 
     def observe(self, memory: Mapping[str, Any], local_batch_size: int, fixed_bytes: int = 0) -> None:
         """Keep the peak after steps with at most `local_batch_size` examples; ignored where a component is unknown.

@@ -96,10 +96,10 @@ class AgsRule:
         self._reduction = to_host(
             torch.cat([torch.stack([reading.norm_sq, self._gate.variability, gate]), reading.served])
         )
-        found = self._in_force(gate.device, numbers)
+        factors = self._in_force(gate.device, numbers)
         if self._ags is not None and self._due:
             self._refresh(reading, self._ags, numbers)
-        return GatedFactors(found, gate)
+        return GatedFactors(factors, gate)
 
     def _in_force(self, device: torch.device, numbers: Numbers) -> Gradients:
         if self._ags is None:
@@ -122,21 +122,21 @@ class AgsRule:
         """UPDATEGRADSCALE of Algorithm 1: by a probe where the script allows one, else from ranks and micro-steps."""
         statistics = self._statistics
         statistics.count(reading.examples)
-        found: Gradients = []
+        factors: Gradients = []
         if ags.model is not None and ags.loss is not None:
             probed = _probe(statistics, ags.model, ags.loss, numbers.small_batch_size)
             if probed is not None:
                 part, whole = map(_squares, (probed[0], statistics.gradients()))
-                found = self._by_element(part, whole, numbers, probed[1])
+                factors = self._by_element(part, whole, numbers, probed[1])
         elif statistics.tap.mode != "element":
             return  # due since this step: the next one is tapped
         else:
-            found = self._from_parts(reading, numbers)
+            factors = self._from_parts(reading, numbers)
         self._due = False
-        if not found:
+        if not factors:
             return
-        self._factors, self._found_for, self._found_with = found, statistics.parameters(), numbers
-        means = [factor.to(torch.float32).mean() for factor in found if factor is not None]
+        self._factors, self._found_for, self._found_with = factors, statistics.parameters(), numbers
+        means = [factor.to(torch.float32).mean() for factor in factors if factor is not None]
         self._mean_factor = float(torch.stack([m.to(means[0].device) for m in means]).mean()) if means else 1.0
 
     def _from_parts(self, reading: Reading, numbers: Numbers) -> Gradients:
@@ -290,11 +290,11 @@ def probe_gradients(
     mode would give a different, smaller gradient. Every rank must call it in the same step.
     """
     module = model.module if hasattr(model, "module") and isinstance(model.module, nn.Module) else model
-    wanted = [p for p in parameters if p.requires_grad]
-    devices = sorted({p.device.index for p in wanted if p.device.type == "cuda" and p.device.index is not None})
+    trained = [p for p in parameters if p.requires_grad]
+    devices = sorted({p.device.index for p in trained if p.device.type == "cuda" and p.device.index is not None})
     with torch.random.fork_rng(devices=devices), _buffers_kept(module), torch.enable_grad():
-        found = torch.autograd.grad(loss(module, batch), wanted, allow_unused=True)
-    by_parameter = {id(p): g for p, g in zip(wanted, found, strict=True)}
+        found = torch.autograd.grad(loss(module, batch), trained, allow_unused=True)
+    by_parameter = {id(p): g for p, g in zip(trained, found, strict=True)}
     gradients = [by_parameter.get(id(p)) for p in parameters]
     if ranks.size == 1:
         return gradients

@@ -158,9 +158,9 @@ class Served:
         Raises ValueError naming a field of a wrong type or out of its range.
         """
         names = [field.name for field in fields(cls)]
-        known = {name: answer[name] for name in (*names, "policy") if answer.get(name) is not None}
+        numbers = {name: answer[name] for name in (*names, "policy") if answer.get(name) is not None}
         try:
-            read = wire.ScalingThresholds.model_validate(known, strict=True)
+            read = wire.ScalingThresholds.model_validate(numbers, strict=True)
         except ValidationError as error:
             wrong = error.errors()[0]
             raise ValueError(f"{wrong['loc'][0]} = {wrong['input']!r:.40}: {remedy(wrong)}") from None

@@ -88,12 +88,12 @@ class Ranks:
 def owners(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     """The rank that reads each tensor of these sizes: largest first, each to the rank with the least so far."""
     loads = [(0, rank) for rank in range(ranks)]
-    found = [0] * len(sizes)
+    rank_of = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         load, rank = loads[0]
-        found[index] = rank
+        rank_of[index] = rank
         heapq.heapreplace(loads, (load + sizes[index], rank))
-    return tuple(found)
+    return tuple(rank_of)
 
 
 def to_host(vector: torch.Tensor) -> AsyncReduction:

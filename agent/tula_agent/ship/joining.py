@@ -101,9 +101,9 @@ class Joining:
         if not self._host_given:
             channel.set(_host(channel, channel.rank), socket.gethostname())
             self._host_given = True
-        found = channel.wait(f"run/{channel.world_size}", within_s)
-        if found is not None:
-            self._known(_checked(found) if found else None)
+        answer = channel.wait(f"run/{channel.world_size}", within_s)
+        if answer is not None:
+            self._known(_checked(answer) if answer else None)
 
     # The first rank.
 
@@ -188,8 +188,8 @@ class Joining:
                 before = _checked(self._mark.read_text())
         if not before or self._process.config.plan is not None:
             return {}
-        found = _ask(service, "GET", routes.RUN.format(run_id=before), may_miss=True)
-        latest = found and found["job_id"] == job_id and found.get("end_cause") != "superseded"
+        answer = _ask(service, "GET", routes.RUN.format(run_id=before), may_miss=True)
+        latest = answer and answer["job_id"] == job_id and answer.get("end_cause") != "superseded"
         return {"continues": before} if latest else {}
 
     def _nodes(self) -> tuple[int, int]:

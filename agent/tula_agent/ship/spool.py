@@ -143,5 +143,5 @@ def read_records(path: Path) -> Iterator[SpooledRequest]:
 
 def spool_files(directory: Path) -> list[Path]:
     """Spool files in `directory`, oldest first, without those of requests that the service has refused."""
-    found = [path for path in directory.iterdir() if path.suffix in (SUFFIX, TAKEN)]
-    return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
+    paths = [path for path in directory.iterdir() if path.suffix in (SUFFIX, TAKEN)]
+    return sorted(paths, key=lambda path: (path.stat().st_mtime, path.name))

@@ -134,12 +134,12 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
     `within_limits_is_likely` is False.
     """
     limits, objective = goal.limits, OBJECTIVES[goal.objective]
-    excluded = tuple(found for estimate in estimates for found in _breaches(estimate, limits))
-    out = {found.estimate.key for found in excluded}
+    excluded = tuple(exclusion for estimate in estimates for exclusion in _breaches(estimate, limits))
+    out = {exclusion.estimate.key for exclusion in excluded}
     allowed = [estimate for estimate in estimates if estimate.key not in out]
     likely = bool(allowed)
     if not likely:
-        hopeless = {found.estimate.key for found in excluded if found.certain}
+        hopeless = {exclusion.estimate.key for exclusion in excluded if exclusion.certain}
         hopeful = [estimate for estimate in estimates if estimate.key not in hopeless]
         allowed = sorted(hopeful, key=lambda e: (-limits.margin(e), tie_break(e)))[:1]
     if not allowed:
@@ -167,7 +167,7 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
 
 
 def _hard(excluded: Sequence[Exclusion]) -> set[tuple[Configuration, bool]]:
-    return {found.estimate.key for found in excluded if found.limit not in ("deadline_s", "budget_usd")}
+    return {exclusion.estimate.key for exclusion in excluded if exclusion.limit not in ("deadline_s", "budget_usd")}
 
 
 def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
@@ -183,4 +183,4 @@ def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
         for name, value, limit in limits.of_totals(estimate)
         if value.high > limit
     ]
-    return sorted(broken, key=lambda found: not found.certain)
+    return sorted(broken, key=lambda exclusion: not exclusion.certain)

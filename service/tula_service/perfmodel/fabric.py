@@ -121,11 +121,11 @@ def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relativ
         line = np.logaddexp(log_alpha, log_beta + np.log(sizes))
         return np.append((line - log_s) / sd, (log_costs - start) / _WEAK_SD)
 
-    found = least_squares(residuals, start, loss="huber")
-    missed = np.abs(residuals(found.x)[: sizes.size])
+    solution = least_squares(residuals, start, loss="huber")
+    missed = np.abs(residuals(solution.x)[: sizes.size])
     excess = float(np.sum(np.minimum(missed**2, 2.0 * missed))) / max(sizes.size - 2, 1)
     readings = np.array([np.log(sizes[order]), log_s[order]])
-    return AllReduceCost(found.x, np.linalg.inv(found.jac.T @ found.jac) * max(excess, 1.0), readings)
+    return AllReduceCost(solution.x, np.linalg.inv(solution.jac.T @ solution.jac) * max(excess, 1.0), readings)
 
 
 @dataclass(frozen=True)
@@ -198,14 +198,14 @@ def with_fabric(
     `nearest_form`. The basis stays.
     """
     mean, sd = prior.mean.copy(), prior.sd.copy()
-    known = set(prior.in_seconds)
+    in_seconds = set(prior.in_seconds)
     gradient_bytes, messages = float(buckets.size_bytes.sum()), buckets.size_bytes.size
     nodes, line, line_sd = np.array([1]), np.zeros(2), np.ones(2)
     inner = fabric.within(ranks_per_node, gradient_bytes, messages)
     if inner is not None and (inner_sd := math.hypot(inner[1], _OF_A_STEP_SD)) < sd[AT.intra]:
         sd[AT.intra], sd[AT.intra_growth] = inner_sd, min(sd[AT.intra_growth], _SHARED_LINK_SD)
         mean[AT.intra] = math.log(inner[0]) - mean[AT.intra_growth] * math.log(ranks_per_node / 2.0) - mean[AT.compute]
-        known.add(AT.intra)
+        in_seconds.add(AT.intra)
     if fabric.num_nodes > 1 and max_nodes > 1:
         nodes = 2 ** np.arange(1, max(math.ceil(math.log2(max_nodes)), 2) + 1)
         each = (fabric.between(int(n), ranks_per_node, gradient_bytes, messages) for n in nodes)
@@ -214,12 +214,12 @@ def with_fabric(
         line_sd = np.array([math.hypot(max(log_sds), _OF_A_STEP_SD), min(sd[AT.inter_growth], _GROWTH_SD)])
     if buckets.ready_s is not None and nodes[-1] * ranks_per_node > 1 and sd[AT.overlap] > _OVERLAP_SD:
         start, start_sd = np.append(line, mean[AT.overlap]), np.append(line_sd, sd[AT.overlap])
-        found = nearest_form(buckets, fabric, nodes, ranks_per_node, start, start_sd)
-        line, mean[AT.overlap], sd[AT.overlap] = found[:2], found[2], _OVERLAP_SD
+        nearest = nearest_form(buckets, fabric, nodes, ranks_per_node, start, start_sd)
+        line, mean[AT.overlap], sd[AT.overlap] = nearest[:2], nearest[2], _OVERLAP_SD
     if nodes[0] > 1 and line_sd[0] < sd[AT.inter]:
         mean[AT.inter] = line[0] - mean[AT.shared_link] * math.log(ranks_per_node) - mean[AT.compute]
         mean[AT.inter_growth] = line[1]
         sd[AT.inter], sd[AT.inter_growth] = line_sd
         sd[AT.shared_link] = min(sd[AT.shared_link], _SHARED_LINK_SD)
-        known.add(AT.inter)
-    return replace(prior, mean=mean, sd=sd, in_seconds=tuple(sorted(known)))
+        in_seconds.add(AT.inter)
+    return replace(prior, mean=mean, sd=sd, in_seconds=tuple(sorted(in_seconds)))

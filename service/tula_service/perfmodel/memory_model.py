@@ -142,12 +142,12 @@ class MemoryModel:
 
 def predict_peaks(models: Mapping[str, MemoryModel], configurations: Sequence[Configuration]) -> list[Interval | None]:
     """Peak bytes of a rank of each configuration; None where its instance type has no memory model."""
-    found = {}
+    peaks = {}
     for c in configurations:
         if (model := models.get(c.instance_type)) is not None:
             peak, more = model.predict(c.local_batch_size), model.shards.extra_bytes(c.world_size)
-            found[c] = Interval(peak.mean + more, peak.low + more, peak.high + more)
-    return [found.get(c) for c in configurations]
+            peaks[c] = Interval(peak.mean + more, peak.low + more, peak.high + more)
+    return [peaks.get(c) for c in configurations]
 
 
 def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), beside: Beside = Beside()) -> MemoryModel:
@@ -227,10 +227,10 @@ def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[F
     root = np.ones(len(table))
     for _ in range(_ROUNDS):
         weighted = design * root[:, None]
-        found, _ = nnls(weighted, value * root)
-        root = np.sqrt(2.0 / (1.0 + (value - design @ found) ** 2))
+        line, _ = nnls(weighted, value * root)
+        root = np.sqrt(2.0 / (1.0 + (value - design @ line) ** 2))
     inverse = np.linalg.pinv(weighted)  # of readings that differ by many orders of magnitude, the square is singular
-    return found * scale, np.asarray(inverse @ inverse.T * np.outer(scale, scale))
+    return line * scale, np.asarray(inverse @ inverse.T * np.outer(scale, scale))
 
 
 def _usable(observed: MemoryObservations) -> tuple[FloatArray, FloatArray, list[str]]:

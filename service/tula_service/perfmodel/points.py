@@ -146,8 +146,8 @@ class StepTimeObservations:
         """Step times measured at these points; `columns` are of OPTIONAL, and those not measured are left out."""
         where = Points.of(points)
         given = {name: values for name, values in columns.items() if values is not None}
-        known = dict.fromkeys(cls.OPTIONAL, np.full(len(where), np.nan)) | given
-        arrays = {name: np.asarray(values, dtype=np.float64) for name, values in known.items()}
+        filled = dict.fromkeys(cls.OPTIONAL, np.full(len(where), np.nan)) | given
+        arrays = {name: np.asarray(values, dtype=np.float64) for name, values in filled.items()}
         return cls(points=where, step_time_s=np.asarray(step_time_s, dtype=np.float64), **arrays)
 
     def __len__(self) -> int:

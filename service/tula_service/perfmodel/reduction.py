@@ -46,8 +46,8 @@ class InputWait:
         """Seconds of waiting, shape (n,), in steps that take `rest_s` without; as measured where it was."""
         loading = self.s_per_example * points.local_batch_size * points.grad_accum_steps
         waits = np.maximum(loading - self.hidden * rest_s, 0.0)
-        known = [self.measured_s.get(row) for row in points.rows()]
-        return np.array([wait if seen is None else seen for wait, seen in zip(waits, known, strict=True)])
+        measured = [self.measured_s.get(row) for row in points.rows()]
+        return np.array([wait if seen is None else seen for wait, seen in zip(waits, measured, strict=True)])
 
 
 NO_WAIT = InputWait(0.0, 0.0, 0.0, {})
@@ -93,9 +93,12 @@ def fit_input_wait(observations: StepTimeObservations) -> InputWait:
         return NO_WAIT
     scale = float(columns[:, 0].max())
     for _ in range(_MOST_ROUNDS):
-        known = np.vstack([columns[waiting] / [scale, 1.0], [0.0, _HIDES_NOTHING]])
-        found = lsq_linear(known, np.append(share[waiting], 0.0), bounds=([0.0, 0.0], [np.inf, 1.0])).x / [scale, 1.0]
-        predicted = np.maximum(columns @ found, 0.0)
+        design = np.vstack([columns[waiting] / [scale, 1.0], [0.0, _HIDES_NOTHING]])
+        solution = lsq_linear(design, np.append(share[waiting], 0.0), bounds=([0.0, 0.0], [np.inf, 1.0])).x / [
+            scale,
+            1.0,
+        ]
+        predicted = np.maximum(columns @ solution, 0.0)
         before, waiting = waiting, waiting | (predicted > _LEAST_SHARE)
         if (before == waiting).all():
             break
@@ -103,7 +106,7 @@ def fit_input_wait(observations: StepTimeObservations) -> InputWait:
     dof = _PRIOR_DOF + max(int(waiting.sum()) - 2, 0)
     variance = (_PRIOR_DOF * _PRIOR_SD**2 + float(missed @ missed)) / dof
     measured = dict(zip(compress(points.rows(), reported), input_s.tolist(), strict=True))
-    return InputWait(float(found[0]), float(found[1]), float(np.sqrt(variance)), measured)
+    return InputWait(float(solution[0]), float(solution[1]), float(np.sqrt(variance)), measured)
 
 
 def of_type(by_type: Mapping[str, V], name: str, otherwise: V) -> V:
@@ -131,9 +134,9 @@ def merge_repeats(observations: StepTimeObservations) -> tuple[StepTimeObservati
         times = observations.step_time_s[group]
         extremes.append((times.min(), times.max()))
         for name in StepTimeObservations.OPTIONAL:
-            known = getattr(observations, name)[group]
-            known = known[np.isfinite(known)]
-            columns[name].append(float(np.median(known)) if known.size else math.nan)
+            values = getattr(observations, name)[group]
+            values = values[np.isfinite(values)]
+            columns[name].append(float(np.median(values)) if values.size else math.nan)
         # The error of the middle follows from those within the runs and from how they differ.
         middle = float(np.median(np.log(times)))
         between = _SD_PER_DEVIATION * float(np.median(np.abs(np.log(times) - middle)))
