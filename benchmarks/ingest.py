@@ -8,6 +8,8 @@ before and after each case: a fraction is of the mean of both. `cpu_s_per_millio
 service's processes per million step values, which other work on the machine changes less than it changes rates.
 `agents` is what agents send, samples and telemetry of ten steps in turn: as many requests a second are as many agents
 that send one a second. It is measured with one, two and four workers, and with two replicas on one Postgres.
+`alone` and `beside_fits` are one agent that sends one request after another, without and with four users who ask
+what-if questions of 924 candidates all the time (`--only fits` measures nothing else).
 `--smoke` runs every case for a fraction of a second with one worker: it only shows that the benchmark works.
 """
 
@@ -17,6 +19,7 @@ import itertools
 import shutil
 import sqlite3
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +27,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import psutil
 import psycopg
@@ -36,12 +40,19 @@ from benchmarks.support.server import Server, make_token, migrate
 from tula_service.domain import NewChunk, NewRun
 from tula_service.store import DEFAULT_PROJECT_ID, Store
 from tula_service.store.telemetry import INSERT, chunk_row
-from tula_wire import Configuration
+from tula_wire import Configuration, routes
 
 COLUMNS = ("step_time_s", "loss", "grad_norm", "lr")
 VARIANTS = 8
 RUNS = 8
 SAMPLES, AGENT_STEPS = 500, 10
+WIDE = {
+    "model": {"name": "wide"},
+    "dataset": {"size": 100_000},
+    "cluster": [{"instance_type": f"type-{place}", "max_nodes": 64, "ranks_per_node": 8} for place in range(12)],
+    "batch": {"min_local_batch_size": 1, "max_local_batch_size": 4096, "max_grad_accum_steps": 64},
+}
+"""A job of 924 candidates."""
 SMOKE = Load(processes=1, connections=2, warmup_s=0.2, measure_s=0.4)
 
 
@@ -139,6 +150,47 @@ def measure(databases: Databases, server: Server, load: Load, kind: str, steps: 
 KINDS = {"telemetry": telemetry_requests, "samples": sample_requests, "agents": agent_requests}
 
 
+@contextmanager
+def questions(server: Server, header: str) -> Iterator[list[int]]:
+    """Four users ask what-if questions of three jobs of many candidates; the statuses of the answers so far."""
+    headers = dict([header.strip().split(": ", 1)])
+    statuses: list[int] = []
+    ended = threading.Event()
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client, ThreadPoolExecutor(4) as users:
+        jobs = []
+        for number in range(3):
+            made = client.post(routes.JOBS, json=WIDE | {"name": f"wide-{number}"}).raise_for_status().json()
+            jobs.append(routes.JOB_PREDICTIONS.format(job_id=made["job"]["id"]))
+
+        def ask(user: int) -> None:
+            while not ended.is_set():
+                statuses.append(client.get(jobs[user % len(jobs)]).status_code)
+
+        asked = [users.submit(ask, user) for user in range(4)]
+        try:
+            yield statuses
+        finally:
+            ended.set()
+        for user in asked:
+            user.result()
+
+
+def beside_fits(
+    engine: str, databases: Databases, load: Load, figures: dict[str, float], rows: list[tuple[str, ...]]
+) -> None:
+    """One agent alone, and beside questions that each take a fit."""
+    one = replace(load, processes=1, connections=1)
+    with databases.serve(1) as server:
+        alone, _ = measure(databases, server, one, "agents", AGENT_STEPS)
+        with questions(server, databases.header) as statuses:
+            busy, _ = measure(databases, server, one, "agents", AGENT_STEPS)
+    for name, measured in (("alone", alone), ("beside_fits", busy)):
+        figures[f"{engine}.{name}.p50_ms"], figures[f"{engine}.{name}.p99_ms"] = measured.p50_ms, measured.p99_ms
+        _show(f"{engine}, one agent, {name}", measured, measured.per_s * AGENT_STEPS, "", rows)
+    figures[f"{engine}.beside_fits.ratio"] = busy.p50_ms / alone.p50_ms
+    figures[f"{engine}.beside_fits.answers"] = statuses.count(200)
+
+
 def replicas(databases: Databases, servers: Sequence[Server], load: Load) -> list[Measured]:
     """Agents of several services at once."""
     requests = agent_requests(databases.run_ids, AGENT_STEPS)
@@ -207,13 +259,16 @@ def main() -> None:
     parser = parser_of("ingest", __doc__)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--engines", nargs="*", default=["sqlite", "postgres"], choices=["sqlite", "postgres"])
+    parser.add_argument("--only", default="all", choices=["all", "fits"])
     wanted = parser.parse_args()
     load = SMOKE if wanted.smoke else Load(measure_s=wanted.seconds)
     figures: dict[str, float] = {}
     rows: list[tuple[str, ...]] = []
     with all_databases(wanted.engines) as found:
         for engine, databases in found.items():
-            _engine(engine, databases, load, 1 if wanted.smoke else 2, figures, rows)
+            if wanted.only == "all":
+                _engine(engine, databases, load, 1 if wanted.smoke else 2, figures, rows)
+            beside_fits(engine, databases, load, figures, rows)
     print_table("Ingest", ("case", "requests/s", "step values/s", "p50 ms", "p99 ms", "failed", "CPU us/request"), rows)
     for key, value in figures.items():
         print(f"{key} = {value:,.3f}")

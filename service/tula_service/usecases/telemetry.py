@@ -68,7 +68,7 @@ class TelemetryIngest:
                     new = replace(new, names=admitted, values=np.array(list(columns.values()), np.float64))
                     row = chunk_row(run_key, new)
                 stored = tx.telemetry.add(run_id, new, row)
-                tx.leases.check(run_id, lease)  # now that no claim can come between: the chunk holds the run's row
+                tx.leases.check(run_id, lease)  # a claim that comes between this and the commit comes after the chunk
         except sa.exc.IntegrityError as error:
             self._runs.forget(run_id)
             raise partitions.refusal(self._store.engine, run_key, error) from None

@@ -71,7 +71,8 @@ def test_an_expired_lease_is_given_to_another_and_its_old_holder_is_refused(
     assert caught.value.field == "holder"
 
 
-def test_agents_of_a_lease_that_is_over_are_told_so_and_change_nothing(cluster: Cluster, clock: ManualClock) -> None:
+def test_agents_of_a_lease_that_is_over_are_told_so_and_change_nothing(store: Store, clock: ManualClock) -> None:
+    cluster = Cluster(store)
     run = claimed(cluster, lease_s=60.0, whole_launch=True)
     assert run.lease > 0
     clock.advance(61.0)
