@@ -282,13 +282,15 @@ class _History:
     def __init__(self) -> None:
         self._kept: list[_Piece] = []
         self._new: list[_Piece] = []
+        self._num_new = 0
         self._stride = 1
         self._left_out = 0
 
     def add(self, steps: IntArray, values: FloatArray) -> None:
         """Take the points of the next chunk."""
         self._new.append((steps, values))
-        if _size(self._new) >= MOST_POINTS // 4:
+        self._num_new += steps.size
+        if self._num_new >= MOST_POINTS // 4:
             self._thin()
 
     def points(self) -> Series:
@@ -300,8 +302,8 @@ class _History:
     def _thin(self) -> None:
         if self._new:
             self._kept.append(self._thinned(*_in_order(self._new), self._stride))
-            self._new = []
-        if _size(self._kept) > MOST_POINTS:
+            self._new, self._num_new = [], 0
+        if sum(steps.size for steps, _ in self._kept) > MOST_POINTS:
             self._stride *= 2
             self._kept = [self._thinned(*_in_order(self._kept), 2)]
 
@@ -309,10 +311,6 @@ class _History:
         kept = _thinned(steps, values, stride)
         self._left_out += steps.size - kept[0].size
         return kept
-
-
-def _size(pieces: Iterable[_Piece]) -> int:
-    return sum(steps.size for steps, _ in pieces)
 
 
 def _thinned(steps: IntArray, values: FloatArray, stride: int) -> _Piece:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -68,6 +69,31 @@ def test_no_query_costs_more_of_a_longer_run(
     long = trained(sqlite_store, job.id, num_chunks=400, num_samples=15_000)
     cheap, dear = (cost_of(sqlite_store, lambda tx, run=run: read(tx, run)) for run in (short, long))
     assert dear <= 1.2 * cheap + 2
+
+
+def test_a_chart_of_a_history_four_times_as_long_takes_four_times_the_work(sqlite_store: Store) -> None:
+    """Counted in calls of Python functions: each chunk is taken once, whatever came before it."""
+    job = a_job(sqlite_store)
+
+    def calls(run: RunRecord) -> int:
+        count = 0
+
+        def note(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        with sqlite_store.reading() as tx:
+            tx.telemetry.read(run.key, "loss")
+            sys.setprofile(note)
+            try:
+                tx.telemetry.read(run.key, "loss")
+            finally:
+                sys.setprofile(None)
+        return count
+
+    short = trained(sqlite_store, job.id, num_chunks=100, num_samples=0)
+    long = trained(sqlite_store, job.id, num_chunks=400, num_samples=0)
+    assert calls(long) < 4.4 * calls(short)
 
 
 def test_a_run_has_a_bounded_number_of_columns_and_keeps_those_that_it_has(store: Store) -> None:
