@@ -97,7 +97,7 @@ class GainRule:
     def factors(self, step: int, numbers: Numbers) -> float:
         """Return the learning rate's factor, from the steps before this one; measures this one and clips its spike."""
         self._receive()
-        measurement = self._measure()
+        measurement = self._measure(numbers)
         factor = self._state.factor = self._factor(numbers)
         if self._clip is not None and self._scales and (measurement is not None or self._state.noise.count):
             self._clip(self._statistics.gradients(), clip=factor > 1.0)
@@ -157,7 +157,7 @@ class GainRule:
         self._state.noise.change_batch(factor)
         self.matrix_noise = [noise / factor for noise in self.matrix_noise]
 
-    def _measure(self) -> torch.Tensor | None:
+    def _measure(self, numbers: Numbers) -> torch.Tensor | None:
         """Return the step's measurement, to be summed over ranks."""
         statistics = self._statistics
         if statistics.tap.mode is None:
@@ -167,7 +167,8 @@ class GainRule:
             if places != statistics.matrices:  # no measurement is on its way here, so none has other matrices
                 statistics.matrices, self.matrix_noise = places, []
             return statistics.measure()
-        if self._scales and statistics.tap.parts:
+        ratio = statistics.batch_ratio(numbers.small_batch_size) or 1.0  # at the base batch there is nothing to scale
+        if self._scales and statistics.tap.parts and ratio > 1.0:
             statistics.warn(NO_SMALL_BATCH)
         return None
 

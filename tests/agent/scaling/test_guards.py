@@ -28,6 +28,18 @@ def test_a_small_batch_size_without_a_global_batch_size_is_an_error_at_the_first
     optimizer.step()
 
 
+@pytest.mark.parametrize(("small_batch_size", "said"), [(None, 0), (16, 0), (4, 1)])
+def test_one_rank_without_micro_steps_is_told_only_above_the_base_batch(small_batch_size, said, caplog):
+    model = network()
+    optimizer = TulaOptimizer(sgd(model), global_batch_size=16, small_batch_size=small_batch_size)
+    with caplog.at_level(logging.WARNING):
+        for batch in batches(4):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    assert len([each for each in warnings_of(caplog) if "with one rank and no accumulation" in each]) == said
+
+
 def test_clipping_by_value_is_left_out_with_one_warning(caplog):
     model = network()
     optimizer = TulaOptimizer(sgd(model))
