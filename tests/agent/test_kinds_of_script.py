@@ -75,7 +75,7 @@ def test_batches_that_a_script_keeps_are_measured_in_one_launch_for_each(sink: S
     assert {(run, body["local_batch_size"]) for run, body in found} == {("small", 2)}
 
 
-@pytest.mark.parametrize("variables", [{"TULA_KIND": "train"}, PROFILE, PROFILE | {"TULA_COLUMN": "4=small"}])
+@pytest.mark.parametrize("variables", [{"TULA_KIND": "train"}, PROFILE, PROFILE | {"TULA_SMALLER_BATCHES": "4=small"}])
 def test_ranks_that_step_unequally_often_train_to_their_end(
     sink: Sink, launch: Launch, variables: dict[str, str]
 ) -> None:
