@@ -272,7 +272,9 @@ class Recommendation(WireModel):
     max_local_batch_size: dict[str, int] = Field(
         {}, description="Examples per micro-step by instance type, of the memory model."
     )
-    max_sensible_batch_size: int | None = optional("Examples per step; a larger batch hardly improves one.")
+    max_sensible_batch_size: int | None = optional(
+        "Examples per step; a larger batch hardly improves one. Null until a run of 100 steps has shown the noise."
+    )
     model: ModelReport = Field(description="The model behind the predictions.")
 
 

@@ -68,7 +68,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
         "frontier": [estimate.configuration for estimate in choice.frontier],
         "menu": _menu(answer),
         "max_local_batch_size": dict(evidence.memory.max_local_batch_size),
-        "max_sensible_batch_size": None if answer.efficiency is None else answer.efficiency.max_sensible_batch_size,
+        "max_sensible_batch_size": _max_sensible_batch_size(answer),
         "model": model_report(answer, cross_validated_error),
     }
 
@@ -498,6 +498,13 @@ def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
         return ""
     other = "" if quick is choice.runner_up else f" {_named(quick)} {_difference(choice, chosen, quick)};"
     return f"Larger batches tend to generalise worse:{other} ask for time or cost where quality can bear it."
+
+
+def _max_sensible_batch_size(answer: Answer) -> int | None:
+    """The batch that the gradient noise supports; None while only the start of runs has shown it, which is far off."""
+    if answer.efficiency is None or answer.data.settled_noise_scale is None:
+        return None
+    return answer.efficiency.max_sensible_batch_size
 
 
 def _learning_rate(answer: Answer, c: Configuration) -> LearningRate:

@@ -386,7 +386,7 @@ def test_profiling_runs_report_the_noise_scale_before_any_training(cluster: Clus
     cluster.work(job_id)
     known = cluster.recommendation(job_id, "time_to_quality")
     assert "noise scale of 200 examples, as profiling saw it; it grows during training" in known.why
-    assert known.max_sensible_batch_size == 200 + 2 * 64
+    assert known.max_sensible_batch_size is None, "forty steps do not show it"
     factors = {c.global_batch_size: c.learning_rate_factor for c in known.candidates}
     assert factors[64] == pytest.approx(1.0)
     assert factors[256] == pytest.approx((1 + 800 / 64) / (1 + 800 / 256))
