@@ -72,7 +72,7 @@ TOKEN_CACHE_S: Final = 1.0
 
 
 def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits: Fits | None = None) -> FastAPI:
-    """The service on a migrated database; without `fits` it fits in its own threads, which delays other requests.
+    """The service on a migrated database; without started `fits` it fits in its threads, which delays other requests.
 
     Raises SchemaMismatch when the schema is not that of this version.
     """
@@ -103,7 +103,6 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         anyio.to_thread.current_default_thread_limiter().total_tokens = settings.threads - settings.threads // 2
-        store.fits.start()
         daily = None
         if not settings.read_only:
             make_partitions = partial(_make_partitions, store)
@@ -177,7 +176,9 @@ def _tracer() -> Any:
 
 def create_app_from_environment() -> FastAPI:
     """The factory that uvicorn's workers call; `tula serve` writes its settings into the environment."""
-    app = create_app(Settings.read(), fits=Fits(own_process=True))
+    fits = Fits()
+    fits.start()
+    app = create_app(Settings.read(), fits=fits)
     # A page that is rendered holds the interpreter for this long before another request may have it: at Python's own
     # 5 ms, each of the dozen turns that a request needs waits for as long.
     sys.setswitchinterval(0.0005)

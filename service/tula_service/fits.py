@@ -1,7 +1,7 @@
 """Fits: computed one at a time, in a process of their own, so that none takes the interpreter from requests.
 
 The process begins with the service and ends with it, also with one that is killed; one that has died is replaced. What
-passes between the two is plain data that pickles. A store that no service opened computes in the caller's thread.
+passes between the two is plain data that pickles.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Final, ParamSpec, Protocol, TypeVar
@@ -34,17 +34,21 @@ class Compute(Protocol):
 
 
 class Fits:
-    """The queue before the one computation; `own_process`: that runs in another process. Threads share it."""
+    """The queue before the one computation, which threads share.
 
-    def __init__(self, *, own_process: bool = False) -> None:
+    It computes in the caller's thread until a process is ready: at once after `start()`, none waits for that to import
+    SciPy, and a store that no service opened has no process.
+    """
+
+    def __init__(self) -> None:
         self._turn = threading.Lock()
-        self._own_process = own_process
         self._pool: ProcessPoolExecutor | None = None
+        self._ready: Future[None] | None = None
 
-    def start(self) -> None:
-        """Start the process, if there is to be one: it imports while the service begins to answer."""
-        if self._own_process:
-            self._started().submit(_import_analysis)
+    def start(self) -> Future[None]:
+        """Start the process; the result comes once it is ready to compute."""
+        self._ready = self._started().submit(_import_analysis)
+        return self._ready
 
     def close(self) -> None:
         """End the process once it has computed what it is at."""
@@ -62,7 +66,8 @@ class Fits:
                 "More fits are requested than the service can compute: retry, or ask less often.", retry_after_s=5.0
             )
         try:
-            yield self._in_process if self._own_process else _in_thread
+            has_process = self._ready is not None and self._ready.done()
+            yield self._in_process if has_process else _in_thread
         finally:
             self._turn.release()
 
