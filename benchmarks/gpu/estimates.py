@@ -4,10 +4,13 @@
 
 `ceiling.*` are from readings: of a batch and its fourfold, the larger one as near to a quarter of the memory as was
 measured, with what `estimate_memory` counts of parameters, gradients and optimizer, and what it replays of the
-allocator. `ceiling.counted.*` are those of `estimate_memory` alone. `median` and `worst` are the errors of the largest
-batch that is expected to fit; `unsafe` is the share of rows where the one that is promised (with a probability of 95 %,
-or `safe_local_batch_size`) is no smaller than the smallest batch that failed; `used` is the median of promised over
-largest, and `least_used` the least.
+allocator. `ceiling.launch.*` are from the batches that the first launch of a plan reads where nothing was counted: the
+smallest, its eightfold and its 32-fold, as far as they ran. `ceiling.counted.*` are those of `estimate_memory` alone.
+`peak.*` are the errors of what is allocated at the largest batch that was measured, by `estimate_memory`, and
+`peak.read.*` those from the readings of `ceiling.*`: the rest of the ceiling's error is what the allocator adds.
+`median` and `worst` of a ceiling are the errors of the largest batch that is expected to fit; `unsafe` is the share of
+rows where the one that is promised (with a probability of 95 %, or `safe_local_batch_size`) is no smaller than the
+smallest batch that failed; `used` is the median of promised over largest, and `least_used` the least.
 
 The largest batch of the report is known to a sixteenth, the step of its search, and by one step after smaller batches;
 what is expected here is for ten steps of a fresh process.
@@ -32,6 +35,7 @@ from benchmarks.gpu.tables import BISECTIONS, Trainer
 from benchmarks.support.report import median, print_table, write_json
 from tula_agent import MemoryEstimate, estimate_memory
 from tula_service.perfmodel.memory_model import Beside, MemoryObservations, fit_memory
+from tula_wire.memory import RESERVED_RATIO
 
 _QUARTER, _APART = 0.26, 4
 _RESERVED_SD = 0.1
@@ -56,18 +60,22 @@ def counted(row: Row, estimate: MemoryEstimate) -> Ceiling:
     return _ceiling(row, estimate.largest_local_batch_size(capacity), estimate.safe_local_batch_size(capacity))
 
 
-def read(row: Row, estimate: MemoryEstimate) -> Ceiling:
-    """What the service says once two batches were read."""
-    capacity = row["capacity_bytes"]
-    batches = batches_to_read(row)
+def read(row: Row, estimate: MemoryEstimate, batches: Sequence[int], reserved: float) -> tuple[Ceiling, float]:
+    """What the service says once these batches were read, and how far the peak at the largest batch is off.
+
+    `reserved` is what the allocator takes over its peak.
+    """
     at = [row["batches"][str(batch)] for batch in batches]
     static = estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes
-    observed = MemoryObservations(batches, [float(each["peak_bytes"]) for each in at], static_bytes=float(static))
-    context = max(each["context_bytes"] for each in at)
-    model = fit_memory(observed, beside=Beside(context, 0.0, estimate.reserved_ratio(capacity), _RESERVED_SD))
-    return _ceiling(
-        row, *(model.max_local_batch_size(capacity, safety_probability=p) for p in (_AS_LIKELY_AS_NOT, _SAFETY))
+    observed = MemoryObservations(batches, [float(reading["peak_bytes"]) for reading in at], static_bytes=float(static))
+    context = float(max(reading["context_bytes"] for reading in at))
+    model = fit_memory(observed, beside=Beside(context, 0.0, reserved, _RESERVED_SD))
+    bounds = (
+        model.max_local_batch_size(row["capacity_bytes"], safety_probability=p) for p in (_AS_LIKELY_AS_NOT, _SAFETY)
     )
+    largest = max(map(int, row["batches"]))
+    allocated = model.predict(largest).mean - context
+    return _ceiling(row, *bounds), allocated / row["batches"][str(largest)]["peak_bytes"] - 1.0
 
 
 def batches_to_read(row: Row) -> list[int]:
@@ -78,15 +86,33 @@ def batches_to_read(row: Row) -> list[int]:
     return [max((b for b in batches if _APART * b <= larger), default=batches[0]), larger]
 
 
+def batches_of_launch(row: Row) -> list[int]:
+    """The smallest, its eightfold and its 32-fold, as far as they were measured."""
+    batches = sorted(map(int, row["batches"]))
+    return [batch for batch in batches if batch in (batches[0], 8 * batches[0], 32 * batches[0])]
+
+
 def _ceiling(row: Row, expected: int, promised: int) -> Ceiling:
     largest = row["largest_measured"]
     step = max(1, max(map(int, row["batches"])) >> BISECTIONS)
     return Ceiling(expected / largest, promised / largest, (largest + step) / largest)
 
 
-def errors(folder: Path, only: str = "") -> dict[str, tuple[float, Ceiling, Ceiling]]:
-    """By network and precision: how far the peak at its largest batch is off, and both ceilings."""
-    found = {}
+@dataclass(frozen=True)
+class Errors:
+    """Of one network in one precision: relative errors of the peak at its largest batch, counted and from readings, and
+    the ceilings from readings, from those of a launch, and counted."""
+
+    peak: float
+    peak_read: float
+    read: Ceiling
+    launch: Ceiling
+    counted: Ceiling
+
+
+def errors(folder: Path, only: str = "") -> dict[str, Errors]:
+    """The errors by network and precision, of a device's report."""
+    rows = {}
     known, cpu = networks(smoke=False), torch.device("cpu")
     for name, row in Results(folder, "tables").rows.items():
         network, precision = name.split()
@@ -96,9 +122,12 @@ def errors(folder: Path, only: str = "") -> dict[str, tuple[float, Ceiling, Ceil
         with trainer.autocast():
             estimate = estimate_memory(trainer.model, known[network].batch(2, cpu), trainer.optimizer)
         largest = max(map(int, row["batches"]))
-        peak = row["batches"][str(largest)]["peak_bytes"]
-        found[name] = (estimate.total_bytes(largest) / peak - 1.0, read(row, estimate), counted(row, estimate))
-    return found
+        peak = estimate.total_bytes(largest) / row["batches"][str(largest)]["peak_bytes"] - 1.0
+        reserved = estimate.reserved_ratio(row["capacity_bytes"])
+        ceiling, peak_read = read(row, estimate, batches_to_read(row), reserved)
+        launch, _ = read(row, estimate, batches_of_launch(row), RESERVED_RATIO)
+        rows[name] = Errors(peak, peak_read, ceiling, launch, counted(row, estimate))
+    return rows
 
 
 def figures_of(prefix: str, ceilings: Sequence[Ceiling]) -> dict[str, float]:
@@ -120,26 +149,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="only rows whose name has this in it")
     parser.add_argument("--json", type=Path, help="keep the figures in this file")
     options = parser.parse_args(arguments)
-    found = errors(options.folder, options.only)
-    if not found:
+    of_rows = errors(options.folder, options.only)
+    if not of_rows:
         parser.error(f"{options.folder} has no row whose network is known here and that --only names.")
-    peaks, from_readings, alone = zip(*found.values(), strict=True)
-    off = sorted(map(abs, peaks))
-    figures = {"peak.median": median(off), "peak.worst": off[-1]}
-    figures |= figures_of("ceiling", from_readings) | figures_of("ceiling.counted", alone)
-    rows = [
-        [name, f"{100 * peak:+.1f} %", *(f"{100 * (part - 1.0):+.1f} %" for part in _parts(*both))]
-        for name, (peak, *both) in found.items()
-    ]
-    header = ["network", "peak", "readings: expected", "promised", "no run: expected", "promised"]
-    print_table("against the device", header, rows)
+    scored = [*of_rows.values()]
+    figures: dict[str, float] = {}
+    for prefix, off in (("peak", [row.peak for row in scored]), ("peak.read", [row.peak_read for row in scored])):
+        figures |= {f"{prefix}.median": median([*map(abs, off)]), f"{prefix}.worst": max(map(abs, off))}
+    figures |= figures_of("ceiling", [row.read for row in scored])
+    figures |= figures_of("ceiling.launch", [row.launch for row in scored])
+    figures |= figures_of("ceiling.counted", [row.counted for row in scored])
+    cells = [[name, *(f"{100 * off:+.1f} %" for off in _parts(row))] for name, row in of_rows.items()]
+    header = ["network", "peak", "from readings", "readings: expected", "promised"]
+    header += ["launch: expected", "promised", "no run: expected", "promised"]
+    print_table("against the device", header, cells)
     print("; ".join(f"{name} {value:.3f}" for name, value in figures.items()))
     write_json(options.json, figures)
     return 0
 
 
-def _parts(*ceilings: Ceiling) -> list[float]:
-    return [part for each in ceilings for part in (each.expected, each.promised)]
+def _parts(row: Errors) -> list[float]:
+    ceilings = (row.read, row.launch, row.counted)
+    return [row.peak, row.peak_read, *(part - 1.0 for c in ceilings for part in (c.expected, c.promised))]
 
 
 if __name__ == "__main__":
