@@ -140,19 +140,19 @@ def _configurations_of(answer: Answer, question: WhatIf) -> tuple[Configuration,
     """Every configuration that the question asks about, sorted. Raises InvalidInput for none or too many."""
     spec, size = answer.data.spec, answer.data.spec.dataset.size
     _check(spec, question)
-    found: set[Configuration] = set()
+    configurations: set[Configuration] = set()
     for cluster in spec.cluster:
         if question.instance_type and cluster.instance_type not in question.instance_type:
             continue
         candidates = [c for c in answer.evidence.candidates if c.instance_type == cluster.instance_type]
         for nodes in question.num_nodes or sorted({c.num_nodes for c in candidates}):
-            found |= _on_cluster(cluster, nodes, spec.batch.grad_accum_steps, candidates, question)
-            if len(found) > MOST_CONFIGURATIONS:
+            configurations |= _on_cluster(cluster, nodes, spec.batch.grad_accum_steps, candidates, question)
+            if len(configurations) > MOST_CONFIGURATIONS:
                 raise InvalidInput(
                     f"This asks for more than {MOST_CONFIGURATIONS} configurations: ask for fewer.", field="num_nodes"
                 )
-    fitting = {c for c in found if c.global_batch_size <= size}
-    if not found:
+    fitting = {c for c in configurations if c.global_batch_size <= size}
+    if not configurations:
         ranks = {cluster.ranks_per_node for cluster in spec.cluster}
         worlds = sorted({nodes * each for nodes in question.num_nodes or (1,) for each in ranks})
         most = max(cluster.max_nodes for cluster in spec.cluster)
@@ -162,8 +162,8 @@ def _configurations_of(answer: Answer, question: WhatIf) -> tuple[Configuration,
             f"({', '.join(map(str, worlds))}).{beyond}",
             field="global_batch_size",
         )
-    if not fitting or (fitting != found and question.num_nodes and question.local_batch_size):
-        largest = max(c.global_batch_size for c in found)
+    if not fitting or (fitting != configurations and question.num_nodes and question.local_batch_size):
+        largest = max(c.global_batch_size for c in configurations)
         raise _too_large(largest, size, "local_batch_size" if question.local_batch_size else "num_nodes")
     return tuple(sorted(fitting))
 
@@ -178,11 +178,11 @@ def _check(spec: wire.JobSpec, question: WhatIf) -> None:
         )
     if largest > spec.dataset.size:
         raise _too_large(largest, spec.dataset.size, "global_batch_size")
-    known = [cluster.instance_type for cluster in spec.cluster]
+    types = [cluster.instance_type for cluster in spec.cluster]
     for name in question.instance_type:
-        if name not in known:
+        if name not in types:
             raise InvalidInput(
-                f"Instance type {name!r} is not in this job's cluster: use {', '.join(known)}.", field="instance_type"
+                f"Instance type {name!r} is not in this job's cluster: use {', '.join(types)}.", field="instance_type"
             )
 
 

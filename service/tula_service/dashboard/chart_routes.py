@@ -44,8 +44,8 @@ def get_job_chart(
     """A chart of a job: frontier, tradeoff, memory, step_breakdown, accuracy or quality."""
     job = jobs.get(*user, job_id)
     if name == "quality":
-        found = compare_runs(user, job_id, column, trend=trend, cursor=cursor, only=run)
-        return JSONResponse(quality_chart(job, found.runs, logarithmic=logarithmic, over=over))
+        compared = compare_runs(user, job_id, column, trend=trend, cursor=cursor, only=run)
+        return JSONResponse(quality_chart(job, compared.runs, logarithmic=logarithmic, over=over))
     if name == "accuracy":
         trainings = runs.list_runs(*user, job_id, kind="train", limit=MAX_TRAININGS).runs
         return JSONResponse(accuracy(job, ledger.entries(*user, job_id), trainings))
@@ -60,10 +60,10 @@ def get_job_chart(
 def get_chart(name: str, user: CurrentUser) -> JSONResponse:
     """A chart of the accuracy page: accuracy (predicted against measured) or calibration (of intervals)."""
     _check_known("service", name, ("accuracy", "calibration"))
-    found = ledger.outcomes(*user)
+    outcomes = ledger.outcomes(*user)
     if name == "calibration":
-        return JSONResponse(calibration([each.entry for each in found]))
-    return JSONResponse(accuracy_of_all([(f"{each.network} on {each.device}", each.entry) for each in found]))
+        return JSONResponse(calibration([each.entry for each in outcomes]))
+    return JSONResponse(accuracy_of_all([(f"{each.network} on {each.device}", each.entry) for each in outcomes]))
 
 
 @router.get(routes.RUN_CHART)
@@ -90,17 +90,17 @@ def _run_chart(user: User, name: str, where: SeriesQuery, logarithmic: bool) -> 
     run = runs.get(*user, where.run_id)
     reported = columns_of(*user, run.id)
     _check_known("run", name, (*RUN_CHARTS, *reported))
-    found, trends = {}, {}
+    series, trends = {}, {}
     for column in drawn_columns(name):
         if column in reported:
-            found[column], smooth = read_with_trend(*user, replace(where, column=column))
+            series[column], smooth = read_with_trend(*user, replace(where, column=column))
             if smooth is not None:
                 trends[column] = smooth
-    if name == "memory" and not found and (readings := memory_of(*user, run.id)):
+    if name == "memory" and not series and (readings := memory_of(*user, run.id)):
         return rank_memory(run, readings)
-    return run_chart(name, run, found, trends, logarithmic=logarithmic)
+    return run_chart(name, run, series, trends, logarithmic=logarithmic)
 
 
-def _check_known(kind: str, name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise NotFound(f"A {kind} has no chart {name!r}: choose one of {', '.join(known)}.", field="name")
+def _check_known(kind: str, name: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        raise NotFound(f"A {kind} has no chart {name!r}: choose one of {', '.join(names)}.", field="name")

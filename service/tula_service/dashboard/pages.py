@@ -86,18 +86,18 @@ def jobs_page(
     cursor: Cursor = None,
 ) -> HTMLResponse:
     """Jobs, searched, filtered and sorted by their address so that a view can be shared."""
-    wanted: Any = state if state in get_args(JobState) else None
+    known_state: Any = state if state in get_args(JobState) else None
     sorted_by: Any = order if order in get_args(JobOrder) else "newest"
     page = jobs.list_jobs(
         *user,
         search=search or None,
-        state=wanted,
+        state=known_state,
         include_archived=archived,
         order=sorted_by,
         cursor=cursor,
         limit=PAGE if sorted_by == "newest" else MAX_SORTED,
     )
-    kept = {"search": search, "state": wanted or ""} | ({"archived": "true"} if archived else {})
+    kept = {"search": search, "state": known_state or ""} | ({"archived": "true"} if archived else {})
     kept = {name: value for name, value in kept.items() if value}
     following = f"/?{urlencode({**kept, 'cursor': page.next_cursor})}" if page.next_cursor else None
     newest = f"/?{urlencode(kept)}" if cursor is not None else None
@@ -107,7 +107,7 @@ def jobs_page(
         page=page,
         counted=JOBS_COUNTED,
         search=search,
-        state_wanted=wanted or "",
+        state_wanted=known_state or "",
         archived=archived,
         order=sorted_by,
         orders=ORDERS,
@@ -190,10 +190,10 @@ def what_if(
         usd_per_node_hour=usd_per_node_hour,
         deadline_s=None if deadline_hours is None else deadline_hours * 3600,
     )
-    found = read(Predictions, recommendations.predict(*user, job_id, question)).candidates
+    candidates = read(Predictions, recommendations.predict(*user, job_id, question)).candidates
     asked = [
         each
-        for each in found
+        for each in candidates
         if (not micro_steps or each.configuration.grad_accum_steps in micro_steps) and spot in (None, each.spot)
     ]
     ranked = sorted(asked, key=lambda each: (each.excluded_by is not None, each.total_time_s.value))
@@ -215,33 +215,33 @@ def quality_page(
 ) -> HTMLResponse:
     """Training runs side by side, by any column that they reported: a table of all, and a chart of all or of `run`."""
     job = jobs.get(*user, job_id)
-    found = compare_runs(user, job_id, column, trend=trend, cursor=cursor)
-    view = {"column": found.column, "logarithmic": logarithmic, "trend": trend, "over": over, "cursor": cursor}
+    comparison = compare_runs(user, job_id, column, trend=trend, cursor=cursor)
+    view = {"column": comparison.column, "logarithmic": logarithmic, "trend": trend, "over": over, "cursor": cursor}
     asked = [(name, value) for name, value in view.items() if value is not None]
     return _page(
         user,
         "quality.html",
         job=job,
-        compared=_compared(found.runs, found.column),
-        columns=found.columns,
+        compared=_compared(comparison.runs, comparison.column),
+        columns=comparison.columns,
         view=view,
         chosen=run,
         chart_query=urlencode([*asked, *(("run", each) for each in run)]),
-        older=found.next_cursor,
-        advice=_lost_regularisation(user, job_id, found),
+        older=comparison.next_cursor,
+        advice=_lost_regularisation(user, job_id, comparison),
     )
 
 
 @router.get("/accuracy")
 def accuracy_page(user: CurrentUser) -> HTMLResponse:
     """Predicted against measured over all jobs: the evidence for believing a prediction."""
-    found = [each for each in ledger.outcomes(*user) if each.entry.error is not None]
+    outcomes = [each for each in ledger.outcomes(*user) if each.entry.error is not None]
     groups: dict[tuple[str, str], list[ledger.Outcome]] = {}
-    for each in found:
+    for each in outcomes:
         groups.setdefault((each.network, each.device), []).append(each)
     rows = [_accuracy(*names, group) for names, group in sorted(groups.items())]
-    newest = [] if user.principal == PUBLIC else found[:MAX_FOLLOWED]
-    return _page(user, "accuracy.html", rows=rows, overall=_accuracy("", "", found), newest=newest)
+    newest = [] if user.principal == PUBLIC else outcomes[:MAX_FOLLOWED]
+    return _page(user, "accuracy.html", rows=rows, overall=_accuracy("", "", outcomes), newest=newest)
 
 
 @router.get("/runs/{run_id}")
@@ -305,14 +305,14 @@ def compare_runs(
     points = min(_MOST_POINTS, max(_LEAST_POINTS, _POINTS_OF_ALL // max(1, len(listed))))
     query = SeriesQuery("", "", max_points=points, trend_points=min(trend, points))
     drawn, columns, series = compare(*user, job_id, listed, column, query)
-    found = [QualityRun(run, series[run.id]) for run in listed if run.id in series]
-    return Comparison(drawn, columns, found, page.next_cursor)
+    drawn_runs = [QualityRun(run, series[run.id]) for run in listed if run.id in series]
+    return Comparison(drawn, columns, drawn_runs, page.next_cursor)
 
 
-def _lost_regularisation(user: User, job_id: str, found: Comparison) -> str | None:
+def _lost_regularisation(user: User, job_id: str, comparison: Comparison) -> str | None:
     """A sentence where finished trainings show that a larger batch lost regularisation, by what they logged."""
     names = ("loss", "validation_accuracy")
-    if not {*names} <= {*found.columns}:
+    if not {*names} <= {*comparison.columns}:
         return None
     loss, accuracy = (
         {each.run.id: each for each in compare_runs(user, job_id, name, trend=0, cursor=None).runs} for name in names
@@ -349,16 +349,16 @@ def _ranked(recommendation: Recommendation) -> list[Candidate]:
     return sorted(recommendation.candidates, key=place)
 
 
-def _accuracy(network: str, device: str, found: list[ledger.Outcome]) -> dict[str, Any]:
+def _accuracy(network: str, device: str, outcomes: list[ledger.Outcome]) -> dict[str, Any]:
     """A row of the page of accuracy: relative errors of the step time, and the share of intervals that held."""
-    errors = sorted(each.entry.error for each in found if each.entry.error is not None)
+    errors = sorted(each.entry.error for each in outcomes if each.entry.error is not None)
     sizes = sorted(map(abs, errors))
-    held = [each.entry.within_interval for each in found if each.entry.within_interval is not None]
+    held = [each.entry.within_interval for each in outcomes if each.entry.within_interval is not None]
     return {
         "network": network,
         "device": device,
-        "runs": len(found),
-        "jobs": len({each.entry.job_id for each in found}),
+        "runs": len(outcomes),
+        "jobs": len({each.entry.job_id for each in outcomes}),
         "median": median(sizes) if sizes else None,
         "most": sizes[math.ceil(0.9 * len(sizes)) - 1] if sizes else None,
         "bias": median(errors) if errors else None,
@@ -366,10 +366,10 @@ def _accuracy(network: str, device: str, found: list[ledger.Outcome]) -> dict[st
     }
 
 
-def _compared(found: list[QualityRun], column: str) -> list[dict[str, Any]]:
+def _compared(runs: list[QualityRun], column: str) -> list[dict[str, Any]]:
     """A row per run, the least loss first, else the greatest value."""
     rows: list[dict[str, Any]] = []
-    for each in found:
+    for each in runs:
         values = [value for value in each.series.values if value is not None]
         if values:
             rows.append({"run": each.run, "last": values[-1], "least": min(values), "most": max(values)})

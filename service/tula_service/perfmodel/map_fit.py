@@ -134,15 +134,15 @@ class Posterior:
         a network, and each repetition would count as another job that measured it. How well the job fits the form
         widens or narrows what was measured, and nothing else.
         """
-        found, generic, in_seconds = self._moments([m.covariance for m in self.members]), generic_prior(), _IN_SECONDS
+        own, generic, in_seconds = self._moments([m.covariance for m in self.members]), generic_prior(), _IN_SECONDS
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
-        now, before, usual = (prior.sd**-2.0 for prior in (found, self.prior, generic))
+        now, before, usual = (prior.sd**-2.0 for prior in (own, self.prior, generic))
         measured = now > before
-        started = in_seconds @ [found.mean[AT.compute], *generic.mean[AT.floor :]]
-        weighted = measured * (now * (in_seconds @ found.mean) - before * (in_seconds @ self.prior.mean)) / factor
+        started = in_seconds @ [own.mean[AT.compute], *generic.mean[AT.floor :]]
+        weighted = measured * (now * (in_seconds @ own.mean) - before * (in_seconds @ self.prior.mean)) / factor
         precision = measured * (now - before) / factor + usual
         taught = (weighted + usual * started) / precision
-        return replace(found, mean=np.linalg.solve(in_seconds, taught), sd=precision**-0.5)
+        return replace(own, mean=np.linalg.solve(in_seconds, taught), sd=precision**-0.5)
 
     def _moments(self, covariances: Sequence[FloatArray]) -> StepTimePrior:
         """A prior with the mean and deviation of theta over all members, whose covariances are these; collectives,
@@ -285,7 +285,7 @@ def _levenberg_marquardt(
     and the prior, and their slopes in theta."""
     from scipy.optimize import leastsq  # imported on use: it slows the start of the service
 
-    known, root = np.isfinite(targets.log_compute), cholesky(prior.precision)
+    has_compute, root = np.isfinite(targets.log_compute), cholesky(prior.precision)
     timed = np.isfinite(targets.log_once)
     of_once = np.zeros((int(timed.sum()), theta.size))
     of_once[:, [AT.compute, AT.once]] = 1.0 / _COMPUTE_NOISE
@@ -296,14 +296,14 @@ def _levenberg_marquardt(
 
     def residuals(at: FloatArray) -> FloatArray:
         terms = terms_at(tuple(at.tolist()))
-        compute = (terms.compute - targets.log_compute)[known] / _COMPUTE_NOISE
+        compute = (terms.compute - targets.log_compute)[has_compute] / _COMPUTE_NOISE
         once = (terms.once - targets.log_once)[timed] / _COMPUTE_NOISE
         return np.concatenate([whitener @ (terms.step - targets.log_step), compute, once, root @ (at - prior.mean)])
 
     def slopes(at: FloatArray) -> FloatArray:
         terms = terms_at(tuple(at.tolist()))
-        compute = terms.compute_slopes[known] / _COMPUTE_NOISE
+        compute = terms.compute_slopes[has_compute] / _COMPUTE_NOISE
         return np.concatenate([whitener @ terms.step_slopes, compute, of_once, root])
 
-    found = leastsq(residuals, theta, Dfun=slopes, full_output=True, ftol=_TOLERANCE, xtol=_TOLERANCE)
-    return found[0], found[2]["fvec"], slopes(found[0])
+    solution = leastsq(residuals, theta, Dfun=slopes, full_output=True, ftol=_TOLERANCE, xtol=_TOLERANCE)
+    return solution[0], solution[2]["fvec"], slopes(solution[0])

@@ -184,14 +184,14 @@ class _State:
 
     def launch(self, asked: Configuration, purpose: str) -> Plan:
         """The launch that measures this configuration, with further local batches."""
-        found = self.batches_of(self.affordable, launch_of(asked), asked)
-        return Plan(tuple(PlannedRun(c, purpose) for c in found), None)
+        batches = self.batches_of(self.affordable, launch_of(asked), asked)
+        return Plan(tuple(PlannedRun(c, purpose) for c in batches), None)
 
     def batches_of(self, among: Iterable[Configuration], launch: Launch, *asked: Configuration) -> list[Configuration]:
         """What a launch measures: `asked`, and the smallest, largest and middle batch, as far as it may."""
         batches = sorted(c for c in among if launch_of(c) == launch)
-        wanted = [*asked, *batches[:1], *batches[-1:], *batches[len(batches) // 2 :][:1]]
-        return sorted([*dict.fromkeys(wanted)][: self.batches])
+        chosen = [*asked, *batches[:1], *batches[-1:], *batches[len(batches) // 2 :][:1]]
+        return sorted([*dict.fromkeys(chosen)][: self.batches])
 
     def tells_split(self, launch: Launch) -> bool:
         """True where a run of this launch measured how a step splits into compute and exposed communication."""
@@ -227,7 +227,7 @@ def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> 
 
     `two`: as the paper has it (IV-B), the largest batch on the largest and the smallest on the smallest cluster.
     """
-    found: list[Configuration] = []
+    corners: list[Configuration] = []
     for name in sorted({c.instance_type for c in candidates}):
         of_type = [c for c in candidates if c.instance_type == name]
         sizes = [c.world_size for c in of_type]
@@ -235,8 +235,8 @@ def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> 
             cluster = [c for c in of_type if c.world_size == size]
             cluster.sort(key=lambda c: (c.local_batch_size, c))
             ends = [cluster[-1], cluster[0]]
-            found += ends if not two else ends[:1] if size == max(sizes) else ends[1:]
-    return list(dict.fromkeys(found))
+            corners += ends if not two else ends[:1] if size == max(sizes) else ends[1:]
+    return list(dict.fromkeys(corners))
 
 
 def first_launches(candidates: Sequence[Configuration], *, probed: Collection[str] = ()) -> list[Launch]:
@@ -260,8 +260,8 @@ def _first_launches(state: _State) -> list[PlannedRun]:
     begun = launches_of(state.used)
     told = {launch.instance_type for launch in begun if state.tells_split(launch)}
     design = first_launches(state.candidates, probed=state.priors.probed)
-    wanted = [launch for launch in design if launch in begun or launch.instance_type not in told]
-    first = sorted(wanted, key=lambda launch: launch not in begun)
+    needed = [launch for launch in design if launch in begun or launch.instance_type not in told]
+    first = sorted(needed, key=lambda launch: launch not in begun)
     missing = [launch for launch in first if launch not in begun]
     sizes, among = [c.world_size for c in state.candidates], (*state.used, *state.affordable)
     runs = []
@@ -274,8 +274,8 @@ def _first_launches(state: _State) -> list[PlannedRun]:
 def _next_design_runs(state: _State, goal: Goal) -> list[PlannedRun]:
     """The runs of the design that are still to be planned."""
     num_types = len({c.instance_type for c in state.candidates})
-    wanted = _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (num_types - 1)
-    missing = min(wanted - len(state.used), state.runs_left)
+    num_runs = _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (num_types - 1)
+    missing = min(num_runs - len(state.used), state.runs_left)
     if missing <= 0:
         return []
     chosen = design(state.candidates, state.priors, missing, goal=goal, allowed=state.affordable, used=state.used)
@@ -305,7 +305,7 @@ def _place(value: int, among: Sequence[int]) -> str:
 def design(
     candidates: Sequence[Configuration],
     priors: Priors,
-    wanted: int,
+    num_runs: int,
     *,
     goal: Goal | None = None,
     allowed: Collection[Configuration] | None = None,
@@ -336,8 +336,8 @@ def design(
                 continue
             at = [row for row in rows if (candidates[row].instance_type, candidates[row].world_size) == (name, size)]
             first.append(at if value is None or end is min else sorted(at, key=value.__getitem__)[:1])
-    known = [row for row, c in enumerate(candidates) if c in used]
-    return [candidates[row] for row in greedy_design(model, candidates, wanted, rows, known, first, weights)]
+    used_rows = [row for row, c in enumerate(candidates) if c in used]
+    return [candidates[row] for row in greedy_design(model, candidates, num_runs, rows, used_rows, first, weights)]
 
 
 def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: Goal) -> FloatArray:
@@ -357,16 +357,16 @@ def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: G
 def greedy_design(
     model: StepTimeModel,
     candidates: Sequence[Configuration],
-    wanted: int,
+    num_runs: int,
     allowed: Iterable[int],
-    known: Iterable[int],
+    used: Iterable[int],
     first: Iterable[Sequence[int]],
     weights: FloatArray,
 ) -> list[int]:
-    """Row numbers of up to `wanted` runs, in order, that leave the least weighted variance; deterministic.
+    """Row numbers of up to `num_runs` runs, in order, that leave the least weighted variance; deterministic.
 
     Each pick minimises the posterior variance of log step time under a model without measurements, summed over the
-    rows, or over 128 of them that are evenly spread: no step time is needed, so the runs may go in parallel. `known`
+    rows, or over 128 of them that are evenly spread: no step time is needed, so the runs may go in parallel. `used`
     rows will be measured anyway; one row of each group in `first` comes before all others (the largest cluster of each
     instance type). `weights`, shape (n,), say how much the variance of each row matters.
     """
@@ -376,10 +376,10 @@ def greedy_design(
     for name in set(points.instance_type):
         at = points.rows_of(name)
         variance[at] = model.posterior_for(name).predict(points.take(at))[1]
-    opening, left, due = [list(group) for group in first if group], sorted(set(allowed)), list(known)
+    opening, left, due = [list(group) for group in first if group], sorted(set(allowed)), list(used)
     removed = np.zeros((len(points), 0))
     chosen: list[int] = []
-    while due or (len(chosen) < wanted and left):
+    while due or (len(chosen) < num_runs and left):
         if due:
             row = due.pop()
         else:
@@ -399,7 +399,7 @@ def greedy_design(
 def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> FloatArray:
     """Covariance of log step time, shape (len(first), len(second)), under a model without measurements: that of its
     parameters and of the residual. Instance types count as independent."""
-    found = np.zeros((len(first), len(second)))
+    covariance = np.zeros((len(first), len(second)))
     for name in set(first.instance_type) & set(second.instance_type):
         rows, columns = first.rows_of(name), second.rows_of(name)
         one, other, posterior = first.take(rows), second.take(columns), model.posterior_for(name)
@@ -409,8 +409,8 @@ def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> Flo
             for each in (one, other)
         )
         residual = residual_covariance(one, other, member.scales) + member.scales.own**2 * same_points(one, other)
-        found[np.ix_(rows, columns)] = residual + slopes @ member.covariance @ others.T
-    return found
+        covariance[np.ix_(rows, columns)] = residual + slopes @ member.covariance @ others.T
+    return covariance
 
 
 def _refine_choice(state: _State, choice: Choice) -> Plan:
@@ -448,10 +448,10 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
     its run answers whether it does.
     """
     barred, limits = choice.barred, choice.goal.limits
-    known = {e.key for e in choice.estimates if e.measured or e is choice.chosen}
+    measured = {e.key for e in choice.estimates if e.measured or e is choice.chosen}
 
     def rank(estimate: Estimate) -> tuple[float, float, int, Configuration]:
-        sds = 0.0 if estimate.key in known else _BOUND_SDS
+        sds = 0.0 if estimate.key in measured else _BOUND_SDS
         excess = (_bound(value, sds) - math.log(limit) for _, value, limit in limits.of_totals(estimate))
         bound = _bound(choice.goal.value(estimate), sds)
         # Among equals the smaller cluster: its run costs less.
@@ -461,7 +461,7 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
     possible = [
         estimate
         for estimate in choice.estimates
-        if estimate.key not in barred and (estimate.key in known or estimate.configuration in runnable)
+        if estimate.key not in barred and (estimate.key in measured or estimate.configuration in runnable)
     ]
     return min(possible, key=rank, default=None)
 

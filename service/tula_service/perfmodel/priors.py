@@ -81,8 +81,8 @@ class StepTimePrior:
     @property
     def precision(self) -> FloatArray:
         """The inverse of theta's covariance, shape (11, 11)."""
-        known = to_seconds(self.in_seconds)
-        return np.asarray(known.T @ (known / self.sd[:, None] ** 2))
+        transform = to_seconds(self.in_seconds)
+        return np.asarray(transform.T @ (transform / self.sd[:, None] ** 2))
 
     def without_accumulation(self) -> StepTimePrior:
         """The same of steps that never accumulate: their compute holds what comes once, and nothing tells it apart."""
@@ -349,9 +349,9 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
         lambda_1=1e6,
         lambda_2=1e6,
     ).fit(parts, np.array([job.log_ratio for job in usable]), sample_weight=certainty)
-    wanted = np.zeros((1, parts.shape[1]))
-    wanted[0, :2] = everywhere_sd, math.hypot(on_device_sd, error.device_sd)
-    shift, spread = ridge.predict(wanted, return_std=True)
+    this_job = np.zeros((1, parts.shape[1]))
+    this_job[0, :2] = everywhere_sd, math.hypot(on_device_sd, error.device_sd)
+    shift, spread = ridge.predict(this_job, return_std=True)
     mean, sd = guess.mean.copy(), guess.sd.copy()
     mean[AT.compute] += shift[0]
     mean[[AT.floor, AT.intra, AT.inter]] -= shift[0]  # launches and links take as long as before, relative to another c
@@ -359,7 +359,7 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
     return replace(guess, mean=mean, sd=sd)
 
 
-def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, wanted: Hardware) -> StepTimePrior:
+def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, other: Hardware) -> StepTimePrior:
     """The prior of a network on one instance type from its runs on another, basis `transfer`.
 
     The shape is kept. With W the memory bandwidth of a device and L that of a link, c' = c W / W', a' = a c / c' and
@@ -369,7 +369,7 @@ def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, wanted: Har
     """
 
     def times(name: str) -> float | None:
-        before, after = getattr(measured, name), getattr(wanted, name)
+        before, after = getattr(measured, name), getattr(other, name)
         return None if before is None or after is None else math.log(after / before)
 
     shape = prior_from_jobs([learnt])
@@ -379,7 +379,7 @@ def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, wanted: Har
         faster = times("peak_tflops")
     sd[AT.compute] = _UNKNOWN_TYPE_SD
     if faster is not None:
-        sd[AT.compute] = math.hypot(learnt.sd[AT.compute], _BETWEEN_TYPES_SD, measured.figures_sd, wanted.figures_sd)
+        sd[AT.compute] = math.hypot(learnt.sd[AT.compute], _BETWEEN_TYPES_SD, measured.figures_sd, other.figures_sd)
         mean[AT.compute] -= faster
         mean[[AT.floor, *collectives]] += faster
     mean[AT.inter] -= times("inter_node_gbps") or 0.0

@@ -165,7 +165,7 @@ class Samples(Repository):
     def page(
         self,
         job_id: str,
-        wanted: SampleFilter,
+        only: SampleFilter,
         *,
         cursor: SampleCursor | None = None,
         limit: int = 500,
@@ -176,34 +176,34 @@ class Samples(Repository):
         and the steps are not in that key: a page ends after MOST_READ rows or MOST_PROCESSES processes with the rows
         that matched, even none, and the next page continues there.
         """
-        found: list[RowMap] = []
+        page: list[RowMap] = []
         unread = MOST_READ
-        sources = self._processes(job_id, wanted, cursor)
+        sources = self._processes(job_id, only, cursor)
         table = step_samples.c
         for source, after in sources[:MOST_PROCESSES]:
             rows = [table.source_key == source, table.sequence > after]
             reached = after
-            if wanted.of_rows:
+            if only.of_rows:
                 read, reached = self._reach(source, after, unread)
                 unread -= read
-                rows += [table.sequence <= reached, *wanted.of_rows]
+                rows += [table.sequence <= reached, *only.of_rows]
             statement = (
                 sa.select(step_samples, runs.c.id.label("run_id"), sample_sources.c.boot_id)
                 .join(sample_sources, sample_sources.c.key == table.source_key)
                 .join(runs, runs.c.key == table.run_key)
                 .where(*rows)
                 .order_by(table.sequence)
-                .limit(limit + 1 - len(found))
+                .limit(limit + 1 - len(page))
             )
-            found += self._rows(statement)
-            if len(found) > limit:
-                last = found[limit - 1]
-                return found[:limit], (int(last["source_key"]), int(last["sequence"]))
+            page += self._rows(statement)
+            if len(page) > limit:
+                last = page[limit - 1]
+                return page[:limit], (int(last["source_key"]), int(last["sequence"]))
             if unread <= 0:
-                return found, (source, reached)
+                return page, (source, reached)
         if len(sources) > MOST_PROCESSES:
-            return found, (sources[MOST_PROCESSES - 1][0], _WHOLE)
-        return found, None
+            return page, (sources[MOST_PROCESSES - 1][0], _WHOLE)
+        return page, None
 
     def count_processes(self) -> int:
         """The number of processes that have sent samples of runs that are running now."""
@@ -215,25 +215,25 @@ class Samples(Repository):
         """Delete up to `limit` sample rows of a job; returns their number."""
         return self._purge(step_samples, job_id, limit)
 
-    def _measured(self, run_key: int, names: Sequence[str], wanted: SampleFilter, limit: int) -> dict[str, Any]:
+    def _measured(self, run_key: int, names: Sequence[str], only: SampleFilter, limit: int) -> dict[str, Any]:
         """Columns of the last measuring rows that are wanted; of one rank, those among the last of all ranks."""
         table = step_samples.c
         statement = sa.select(*(table[name] for name in names), table.rank.label("sender")).where(
-            table.run_key == run_key, table.warmup.is_(False), *wanted.of_rows
+            table.run_key == run_key, table.warmup.is_(False), *only.of_rows
         )
         newest = statement.order_by(table.step.desc(), table.rank)
-        if wanted.rank is not None:  # the rank is not in the index: without a limit, all rows of others would be read
+        if only.rank is not None:  # the rank is not in the index: without a limit, all rows of others would be read
             some = newest.limit(max(limit, MOST_READ)).subquery("some")
-            newest = sa.select(some).where(some.c.sender == wanted.rank)  # in the order of the subquery, unsorted
+            newest = sa.select(some).where(some.c.sender == only.rank)  # in the order of the subquery, unsorted
         rows = self._connection.execute(newest.limit(limit)).all()[::-1]
         columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) or [()] * (len(names) + 1)
-        found: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
         for name, values in zip(names, columns[:-1], strict=True):
             if name.endswith("_s"):
-                found[name] = np.array(values, np.float64)  # NULL becomes NaN
+                arrays[name] = np.array(values, np.float64)  # NULL becomes NaN
             else:
-                found[name] = np.array([-1 if each is None else each for each in values], np.int64)
-        return found
+                arrays[name] = np.array([-1 if each is None else each for each in values], np.int64)
+        return arrays
 
     def _source(self, run_key: int, batch: SampleBatch) -> int:
         facts = {name: getattr(batch, name) for name in _SEEN}
@@ -348,7 +348,7 @@ class Samples(Repository):
         count, last = self._connection.execute(sa.select(sa.func.count(), sa.func.max(some.c.sequence))).one()
         return int(count), after if last is None else int(last)
 
-    def _processes(self, job_id: str, wanted: SampleFilter, cursor: SampleCursor | None) -> list[SampleCursor]:
+    def _processes(self, job_id: str, only: SampleFilter, cursor: SampleCursor | None) -> list[SampleCursor]:
         """The next processes of the job, one more than a page reads, each with the sequence number to read after."""
         key = sample_sources.c.key
         statement = (
@@ -358,10 +358,10 @@ class Samples(Repository):
             .order_by(key)
             .limit(MOST_PROCESSES + 1)
         )
-        if wanted.run_id is not None:
-            statement = statement.where(runs.c.id == wanted.run_id)
-        if wanted.rank is not None:
-            statement = statement.where(sample_sources.c.rank == wanted.rank)
+        if only.run_id is not None:
+            statement = statement.where(runs.c.id == only.run_id)
+        if only.rank is not None:
+            statement = statement.where(sample_sources.c.rank == only.rank)
         if cursor is not None:
             statement = statement.where(key >= cursor[0] if cursor[1] < _WHOLE else key > cursor[0])
         keys = self._connection.execute(statement).scalars().all()

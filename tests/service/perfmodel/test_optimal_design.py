@@ -84,14 +84,14 @@ def test_a_design_is_that_of_the_whole_matrix(cells: set[tuple[int, int, int, in
     points = Points.of(candidates)
     assert prior_covariance(model, points, points) == pytest.approx(whole, rel=1e-9)
     open_rows = [row for row in range(len(candidates)) if row != 1]
-    design = greedy_design(model, candidates, 4, allowed=open_rows, known=[1], first=[], weights=weights)
+    design = greedy_design(model, candidates, 4, allowed=open_rows, used=[1], first=[], weights=weights)
     assert design == picked(whole, 4, [1], weights)
 
 
 def test_a_design_spends_its_runs_where_variance_matters() -> None:
     candidates = [replace(make_configuration(1, 1, 32), instance_type=name) for name in ("a", "b", "c")]
     weights = np.array([0.1, 1.0, 0.5])
-    design = greedy_design(model_of(candidates), candidates, 2, allowed=[0, 1, 2], known=[], first=[], weights=weights)
+    design = greedy_design(model_of(candidates), candidates, 2, allowed=[0, 1, 2], used=[], first=[], weights=weights)
     assert design == [1, 2]
 
 

@@ -37,8 +37,8 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
 def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
     """The same of recommendations that a training run followed, each with what it was of."""
     title = "All jobs: predicted against measured"
-    found = [(name, row) for name, entry in entries if (row := _entry_row(entry)) is not None]
-    rows = [row | {"configuration": f"{name}: {row['configuration']}"} for name, row in found]
+    named_rows = [(name, row) for name, entry in entries if (row := _entry_row(entry)) is not None]
+    rows = [row | {"configuration": f"{name}: {row['configuration']}"} for name, row in named_rows]
     return _agreement(title, rows) if rows else vega.message(title, _NONE_FOLLOWED)
 
 
@@ -108,10 +108,10 @@ def _agreement(title: str, rows: list[Row]) -> Spec:
     interval = {"x": vega.field("low:Q"), "x2": {"field": "high"}, "y": y, "color": colour}
     point = {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tips}
     # An interval of a first guess is a hundredfold wide.
-    known: Spec = {"where": "datum.low !== null", "strokeWidth": 1.5, "opacity": 0.6, "clip": True}
+    with_interval: Spec = {"where": "datum.low !== null", "strokeWidth": 1.5, "opacity": 0.6, "clip": True}
     chart = vega.layered(
         vega.layer("agreement", "line", {"x": x, "y": y}, strokeDash=[5, 4], color=FAINT),
-        vega.layer("runs", "rule", interval, **known),
+        vega.layer("runs", "rule", interval, **with_interval),
         vega.layer("runs", "point", point, filled=True, size=70, opacity=1),
         width=HEIGHT + 60,
     )

@@ -48,12 +48,12 @@ def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidat
         ("balanced", recommendation.balanced),
         ("knee", next((each for each in recommendation.candidates if each.configuration == at_knee), None)),
     )
-    found: dict[tuple[Configuration, bool], tuple[str, Candidate]] = {}
+    by_key: dict[tuple[Configuration, bool], tuple[str, Candidate]] = {}
     for name, each in named:
         if each is not None:
             key = each.configuration, each.spot
-            found[key] = (f"{found[key][0]}, {name}", each) if key in found else (name, each)
-    return list(found.values())
+            by_key[key] = (f"{by_key[key][0]}, {name}", each) if key in by_key else (name, each)
+    return list(by_key.values())
 
 
 def frontier(job: Job, recommendation: Recommendation) -> Spec:
@@ -166,10 +166,10 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
 def _best_of_places(candidates: Sequence[Candidate], quantity: Quantity) -> list[tuple[Candidate, Estimate]]:
     """The best candidate for each cluster size and global batch, allowed ones first, in drawing order."""
     best: dict[tuple[str, int, int], tuple[Candidate, Estimate]] = {}
-    offered = [(each, found) for each in candidates if (found := _estimate(each, quantity)) is not None]
-    for candidate, found in sorted(offered, key=lambda each: (each[0].excluded_by is not None, each[1].value)):
+    offered = [(each, estimate) for each in candidates if (estimate := _estimate(each, quantity)) is not None]
+    for candidate, estimate in sorted(offered, key=lambda each: (each[0].excluded_by is not None, each[1].value)):
         c = candidate.configuration
-        best.setdefault((c.instance_type, c.num_nodes, candidate.global_batch_size), (candidate, found))
+        best.setdefault((c.instance_type, c.num_nodes, candidate.global_batch_size), (candidate, estimate))
     return [best[key] for key in sorted(best)]
 
 
@@ -239,20 +239,20 @@ def _rules(ruled: list[Row]) -> list[Spec]:
 def memory(job: Job, recommendation: Recommendation) -> Spec:
     """Peak memory of one rank (equation 3, fitted) against local batch size."""
     title = f"{job.name}: memory of a rank"
-    found = {
+    out_of_memory = {
         (c.configuration.instance_type, c.configuration.local_batch_size): c.memory_bytes
         for c in recommendation.candidates
         if c.memory_bytes is not None
     }
-    if not found:
+    if not out_of_memory:
         return vega.message(title, "No memory reading yet: the first profiling runs bring them.")
     profiled = [c.configuration for c in recommendation.candidates if c.profiled]
     read = {(each.instance_type, each.local_batch_size) for each in profiled}
     ceilings = {c.instance_type: c.memory_bytes_per_rank for c in job.spec.cluster if c.memory_bytes_per_rank}
-    unit = vega.bytes_unit([*(e.value for e in found.values()), *ceilings.values()])
+    unit = vega.bytes_unit([*(e.value for e in out_of_memory.values()), *ceilings.values()])
     curve: list[Row] = [
         {"type": kind, "batch": batch, "profiled": (kind, batch) in read} | unit.interval(estimate)
-        for (kind, batch), estimate in sorted(found.items())
+        for (kind, batch), estimate in sorted(out_of_memory.items())
     ]
     limits: list[Row] = [
         {"value": most / unit.size, "label": "memory of " + ("a rank" if kind == DEFAULT_INSTANCE_TYPE else kind)}

@@ -105,7 +105,7 @@ def run_chart(
     areas = []
     for panel in panels:
         values = {column: _values(series[column]) for column in panel.columns if column in series}
-        columns = [column for column, found in values.items() if found]
+        columns = [column for column, numbers in values.items() if numbers]
         if not columns:
             continue
         fitting = _UNITS.get(columns[0])
@@ -118,8 +118,8 @@ def run_chart(
         areas.append([*_lines(panel, rows, smooth, unit, logarithmic), *_level(columns[0], unit, run)])
         datasets |= rows | smooth
     if not areas:
-        wanted = " or ".join(drawn_columns(name))
-        return vega.message(title, f"Nothing received yet. {source}\nThis chart draws {wanted}.")
+        needed = " or ".join(drawn_columns(name))
+        return vega.message(title, f"Nothing received yet. {source}\nThis chart draws {needed}.")
     # The selection is of one panel, so that it exists once however many there are.
     areas[0][0]["params"] = [{"name": _BRUSH, "select": {"type": "interval", "encodings": ["x"]}}]
     if len(areas) == 1:
@@ -135,7 +135,7 @@ def _lines(
     panel: Panel, rows: Mapping[str, list[Row]], smooth: Mapping[str, list[Row]], unit: Unit, logarithmic: bool
 ) -> list[Spec]:
     """A line for each column, and over it its trend."""
-    positive = all(row["value"] > 0 for found in rows.values() for row in found)
+    positive = all(row["value"] > 0 for points in rows.values() for row in points)
     scale: Spec = {"domain": [0, 1]} if panel.columns == ("scaled_share",) else {"zero": False}
     if logarithmic and positive:
         scale = {"type": "log", "nice": False}
@@ -181,7 +181,7 @@ def _level(column: str, unit: Unit, run: Run) -> list[Spec]:
     return vega.ruled(rows, {"y": vega.field("value:Q")}, align="left", x=4, dy=-7)
 
 
-def _rows(found: TelemetrySeries, unit: Unit) -> list[Row]:
+def _rows(series: TelemetrySeries, unit: Unit) -> list[Row]:
     """Values to six figures: more cannot be drawn, and half of what a long series sends would be digits.
 
     Steps without a value are left out: between nulls no line is drawn, and what is logged at every tenth step stands
@@ -190,17 +190,17 @@ def _rows(found: TelemetrySeries, unit: Unit) -> list[Row]:
     size = unit.size
     return [
         {"step": step, "value": float(f"{value / size:.6g}")}
-        for step, value in zip(found.steps, found.values, strict=True)
+        for step, value in zip(series.steps, series.values, strict=True)
         if value is not None and not isinf(value / size)
     ]
 
 
-def _values(found: TelemetrySeries) -> list[float]:
-    return [value for value in found.values if value is not None]
+def _values(series: TelemetrySeries) -> list[float]:
+    return [value for value in series.values if value is not None]
 
 
-def _subtitle(found: Sequence[TelemetrySeries], trends: Sequence[TelemetrySeries]) -> str:
-    reduced = [each for each in found if each.downsampled]
+def _subtitle(series: Sequence[TelemetrySeries], trends: Sequence[TelemetrySeries]) -> str:
+    reduced = [each for each in series if each.downsampled]
     notes = []
     if reduced:
         notes.append(f"{len(reduced[0].steps):,} of {reduced[0].total_points:,} points, peaks and dips kept")
@@ -319,5 +319,5 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
 def _split(reading: MemoryReading) -> list[int]:
     """Bytes of each of `_COMPONENTS`; they add up to the peak unless the components alone exceed it."""
     parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "batch_bytes")
-    known = [getattr(reading, part) or 0 for part in parts]
-    return [*known, max(0, reading.peak_bytes - sum(known))]
+    sizes = [getattr(reading, part) or 0 for part in parts]
+    return [*sizes, max(0, reading.peak_bytes - sum(sizes))]

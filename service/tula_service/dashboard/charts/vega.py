@@ -67,11 +67,11 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Round numbers between two positive ends, three to nine of them where the range allows; none for a narrow one."""
     for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        found = [float(f"{digit * 10.0**power:.6g}") for power in powers for digit in digits]
-        found = [value for value in found if low <= value <= high]
-        if len(found) >= 4:
-            return found
-    return found if len(found) == 3 else []
+        ticks = [float(f"{digit * 10.0**power:.6g}") for power in powers for digit in digits]
+        ticks = [value for value in ticks if low <= value <= high]
+        if len(ticks) >= 4:
+            return ticks
+    return ticks if len(ticks) == 3 else []
 
 
 def _fitting(units: Sequence[Unit], values: Iterable[float]) -> Unit:
