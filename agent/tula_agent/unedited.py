@@ -262,7 +262,7 @@ class UneditedLoop:
     def _micro_steps(self) -> int:
         """Of the step that ends."""
         usual, batches, backwards = self._recorder.timer.grad_accum_steps, self._batches, self._backwards
-        replays = self._loads and self._steps_of_batch > self._usual_steps
+        replays = self._loads and not batches and self._steps_of_batch > self._usual_steps
         if backwards == usual or replays or not (batches or backwards):
             return usual  # of batches that were fetched ahead, fewer were seen than there are
         return min(batches, backwards) or max(batches, backwards)

@@ -88,6 +88,17 @@ def test_ranks_that_step_unequally_often_train_to_their_end(
     assert sink.states[-1] == "succeeded"
 
 
+def test_batches_of_a_loader_that_is_new_at_each_step_are_its_micro_steps(sink: Sink, launch: Launch) -> None:
+    """Also where the run is to have another number of them, and data sets go on one rank alone."""
+    done = launch(
+        "with_hook.py", str(SCRIPTS / "kinds.py"), "loader_per_step", ranks=2, TULA_GRAD_ACCUM_STEPS="1", **PROFILE
+    )
+    assert "complete" not in done.stdout
+    measured = {(body["local_batch_size"], body["grad_accum_steps"]) for body in sink.samples if body["rank"] == 0}
+    assert measured == {(8, 2)}
+    assert sink.states == ["running", "succeeded"]
+
+
 def test_accumulation_that_rises_while_it_is_measured_is_said(sink: Sink, launch: Launch) -> None:
     done = launch("with_hook.py", str(SCRIPTS / "kinds.py"), "accumulation_rises", ranks=2, **PROFILE)
     assert done.stderr.count("accumulation rose from 1 to 2 micro-steps a step while it was measured") == 1

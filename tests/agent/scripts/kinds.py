@@ -88,6 +88,20 @@ def loader_per_episode_of_three() -> None:
     loader_per_episode(3)
 
 
+def loader_per_step() -> None:
+    """Meta learning whose step takes several batches of a task; the first rank lets the tasks go."""
+    model, optimizer = classifier()
+    kept = []
+    for _ in range(4 * PASSES):
+        data = examples(32)
+        if dist.get_rank() > 0:
+            kept.append(data)
+        for x, y in itertools.islice(DataLoader(data, BATCH), 2):
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def evaluated_with_gradients() -> None:
     """Forgets `no_grad` around its evaluation."""
     model, optimizer = classifier()
