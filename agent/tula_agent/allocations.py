@@ -53,7 +53,7 @@ class _Block:
 class CachingAllocator:
     """The allocator of one process on a device that has `capacity_bytes` left for it.
 
-    `reserved` bytes are taken from the device now, and were `most_reserved` at most; `retries` requests had to wait
+    It holds `reserved` bytes of the device now and held `most_reserved` at its peak; `retries` requests had to wait
     until free segments were given back.
     """
 
@@ -150,10 +150,10 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class AllocationModel:
-    """What a process's first steps allocate, at any batch: each size is a line through those of two traced batches.
+    """Tells what a process's first steps allocate at any batch: a line through each size at two traced batches.
 
-    `first`, `second`: the events at `first_batch` and `second_batch` examples. Both must allocate in the same order;
-    what is released, and when, is taken from the second, since a collection of garbage may come at any time.
+    `first`, `second`: the events at `first_batch` and `second_batch` examples. Both must allocate in the same order.
+    All releases come from `second`, since garbage may be collected at any time.
     """
 
     first_batch: int
@@ -162,7 +162,7 @@ class AllocationModel:
     second: Sequence[Allocation]
 
     def __post_init__(self) -> None:
-        """Raise ValueError where the traces are not of the same operations."""
+        """Raise ValueError where the two traces do not make the same allocations."""
         if self._sizes(self.first).keys() != self._sizes(self.second).keys():
             raise ValueError("the model allocates in another order at another batch size")
 

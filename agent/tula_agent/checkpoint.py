@@ -194,7 +194,10 @@ def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def _facts_of(optimizer: Any) -> str | None:
-    """What must be equal where the state is read: torch would leave out what fits nowhere, learning rates included."""
+    """Return what must be equal where the optimizer's state is read; None without an optimizer.
+
+    Torch would leave out what fits nowhere, learning rates included.
+    """
     if optimizer is None:
         return None
     sizes = [len(group["params"]) for group in optimizer.param_groups]

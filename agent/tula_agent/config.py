@@ -17,14 +17,14 @@ from tula_agent.guard import logger
 N = TypeVar("N", int, float)
 
 DEFAULT_WARMUP_STEPS, DEFAULT_MEASURE_STEPS = 5, 30
-"""Of a profiling run whose environment does not give them; those of a job's specification."""
+"""Steps of a profiling run whose environment does not state them; a job's specification has the same defaults."""
 
 _LONGEST_PROBE_S = 60.0
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")
 _OFF = ("", "0", "false", "no")
 
 MEASURED_BY = "TULA_MEASURED_BY"
-"""Set by the process that measures a run, for the processes that it starts: they belong to no run."""
+"""A process that measures a run sets it for the processes that it starts, which belong to no run."""
 
 UNKNOWN_RUN = "unknown-run"
 """Stands for the id of a run that the agent makes by itself, in requests and keys."""
@@ -133,9 +133,9 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
 
 
 def keep_children_out(config: AgentConfig) -> None:
-    """From now on a process that this one starts does not join its run: an evaluation, a training for a search.
+    """Keep the processes that this one starts out of its run, such as an evaluation or the trainings of a search.
 
-    They inherit the variables that name the run, and each would report as the rank that started it.
+    Such a process inherits the variables that name the run, and would report as the rank that started it.
     """
     os.environ[MEASURED_BY] = f"{os.getpid()}:{config.job.name if config.job else config.run_id}"
 
@@ -173,7 +173,7 @@ def _plan(read: _Environment) -> ProfilePlan | None:
 
 
 def _smaller_batches(text: str) -> tuple[tuple[int, str], ...]:
-    """The batches in TULA_SMALLER_BATCHES, as in `8=run-1,16=run-2`; none where it can't be read."""
+    """Return the batches in TULA_SMALLER_BATCHES, as in `8=run-1,16=run-2`; empty where the text can't be read."""
     pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     batches = tuple(sorted((int(size), run) for size, _, run in pairs if size.isdecimal() and is_id(run)))
     if len(batches) == len(pairs) and all(size >= 1 for size, _ in batches):

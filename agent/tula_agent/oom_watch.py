@@ -5,10 +5,10 @@ minutes). So the rank that notices publishes it in the ranks' key-value store an
 every rank looks in the store once a second, and ends its process EXIT_WITHIN_S after the notice if it still runs. The
 rank that noticed may host the store, so it keeps it open until the others have acknowledged, or two looks have passed.
 
-Noticed are an exception that ends the process, one that the script reports with `run.report_out_of_memory`, and one of
-CUDA that the script catches without reporting it. The allocator counts those, but also the ones that torch itself
-catches while it looks for the fastest kernel. So a count ends a training only where two ranks agree that nothing goes
-on: this rank stands still in the middle of a step, and so does another, which has waited as long.
+A rank notices an exception that ends the process, an exception that the script reports with `run.report_out_of_memory`,
+and a CUDA error that the script catches without reporting it. The allocator counts such errors, but also those that
+torch itself catches while it looks for the fastest kernel. So a count ends a training only where two ranks agree that
+nothing goes on: this rank stands still in the middle of a step, and so does another rank, which has waited as long.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ EXIT_WITHIN_S: Final = 10.0
 """Seconds from the notice to the end of every rank: enough for clean-up and for the agent's last requests."""
 LOOK_EVERY_S: Final = 1.0
 STALLED_S: Final = 60.0
-"""A rank stands still after so long without a batch in the middle of a step, and ten times its longest wait so far."""
+"""Seconds in a step without a batch after which a rank stands still; ten times its longest wait, if that is more."""
 _TIMES_LONGEST: Final = 10.0
 _SETTLED_AFTER: Final = 3
-"""Batches before which no rank stands still: in the first ones torch compiles and chooses kernels."""
+"""Batches after which a rank may stand still: during the first ones torch compiles and chooses kernels."""
 EXIT_CODE: Final = 137
 """What a shell shows for a process that the kernel killed for its memory; launchers recognise it."""
 _KEY: Final = "out_of_memory"
@@ -42,18 +42,18 @@ _SIGNS: Final = ("out of memory", "can't allocate memory", "not enough memory", 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for what torch, CUDA libraries, NumPy and Python raise when memory is exhausted, on device or host."""
+    """Return True for what torch, CUDA libraries, NumPy and Python raise when a device or the host is out of memory."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
 
 
 class OomWatch:
-    """The thread that watches on one rank.
+    """Watches one rank from a thread of its own.
 
-    channel: answers the connection to the other ranks, waiting at most the seconds given to it, or None while there is
-    none; None itself on a single rank. report: sends message and batch to the service. progress: the batches so far,
-    and whether a step is under way that its optimizer has not ended yet.
+    channel: returns the connection to the other ranks after at most the seconds that it is given, or None while there
+    is no connection; a single rank has None in place of the function. report: sends message and batch to the service.
+    progress: returns the number of batches so far, and whether a step is under way that its optimizer has not ended.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class OomWatch:
         self._end = end
         self._exit_within_s = exit_within_s
         self._look_every_s = look_every_s
-        # Errors counted at the last look, and at the last one before the batch that is worked on.
+        # Errors counted at the last look, and at the last look before the present batch.
         self._counted = self._counted_before = 0
         self._batches, self._moved_at, self._longest_s = 0, time.monotonic(), 0.0
         self._suspicions = 0
@@ -93,9 +93,9 @@ class OomWatch:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Watch from now on, on a daemon thread; called on the thread that trains, whose device is the one to ask.
+        """Start the daemon thread that watches the device of the calling thread, which is the one that trains.
 
-        A single rank leaves nobody waiting: it has no thread.
+        A single rank leaves nobody waiting, so it starts no thread.
         """
         if self._channel is None:
             return
@@ -106,7 +106,7 @@ class OomWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """The run is over: stop watching."""
+        """Stop watching: the run is over."""
         self._closed.set()
 
     def close(self, within_s: float) -> None:
@@ -121,7 +121,7 @@ class OomWatch:
         self._channel = None
 
     def notify(self, message: str | None, local_batch_size: int | None = None) -> None:
-        """This rank is out of memory: notify the other ranks and the service, and end all processes."""
+        """Notify the other ranks and the service that this rank is out of memory, and end all processes."""
         with self._lock:
             if self._noticed.is_set():
                 return
@@ -171,7 +171,7 @@ class OomWatch:
                     channel.set(f"heard/{self._rank}", True)
 
     def _stands_still(self) -> bool:
-        """True where no batch has come for long in the middle of a step; an evaluation is none."""
+        """Return True where a step is under way and no batch has come for long; an evaluation is no step."""
         (batches, in_step), now, counted = self._progress(), time.monotonic(), self._count()
         if batches != self._batches or not in_step:
             if in_step:
@@ -183,10 +183,10 @@ class OomWatch:
         return batches >= _SETTLED_AFTER and now - self._moved_at >= waits_s
 
     def _others_agree(self, channel: Any, stands_still: bool) -> bool:
-        """True where an error was counted here, and another rank stands still too; answers another rank's question."""
+        """Return True where this rank counted an error and another stands still too; answer another rank's question."""
         if not stands_still:
             return False
-        if channel.has(_SUSPECTED):  # also where an error was counted here too: both wait for an answer
+        if channel.has(_SUSPECTED):  # answered even where this rank counted an error: both ranks wait
             rank, number = channel.get(_SUSPECTED)
             if rank != self._rank:
                 channel.set(f"waits/{rank}/{number}", True)
@@ -198,9 +198,9 @@ class OomWatch:
         return False
 
     def _schedule_exit(self) -> None:
-        """End this process if it still runs in `exit_within_s`; a hung collective or destructor would not end.
+        """End this process after `exit_within_s` if it still runs; a hung collective or destructor would not end.
 
-        The timer refers to this object, and so keeps the store open in which others may still look.
+        The timer refers to this object, and so keeps the store open, in which other ranks may still look.
         """
         timer = threading.Timer(self._exit_within_s, lambda: self._end(EXIT_CODE))
         timer.daemon = True
@@ -208,9 +208,9 @@ class OomWatch:
 
 
 def cuda_oom_count(device: int | None) -> int:
-    """Out-of-memory errors of this process's CUDA allocator on `device` so far; 0 without CUDA.
+    """Return the number of out-of-memory errors of this process's CUDA allocator on `device` so far; 0 without CUDA.
 
-    device: an index; the current device is another one on each thread.
+    device: an index, since each thread has a current device of its own.
     """
     if device is None:
         return 0

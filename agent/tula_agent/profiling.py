@@ -85,7 +85,7 @@ class Profiling:
 
     `plan` is None in a training run. It comes from the environment only: a service that could turn a training into a
     profiling run could end it. `stop_soon` is called on the shipping thread and takes effect at the next step that all
-    ranks share. launch: its batches, each of which is measured so.
+    ranks share. launch: the batches to measure, each with a warm-up of its own.
     """
 
     def __init__(self, plan: ProfilePlan | None, launch: Launch, guard: Guard) -> None:
@@ -105,7 +105,7 @@ class Profiling:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the batch that is due which do not count."""
+        """Steps at the beginning of the present batch that do not count."""
         if self.plan is None:
             return TRAIN_WARMUP_STEPS
         further = self._launch.first_step > 0
@@ -118,11 +118,11 @@ class Profiling:
 
     @property
     def timed_steps(self) -> int:
-        """Steps after warm-up of the batch that is measured whose time counts."""
+        """Number of steps of the present batch, after its warm-up, whose time counts."""
         return len(self._times)
 
     def use(self, agreement: StopAgreement) -> None:
-        """From now on the ranks of `agreement` train with this one."""
+        """Take the ranks of `agreement` as those that train with this one from now on."""
         self._agreement = agreement
         self.pending = self.pending or not agreement.joined
 
@@ -136,7 +136,7 @@ class Profiling:
             self.plan = replace(self.plan, smaller_batches=())
 
     def measure_alone(self) -> None:
-        """Decide for this rank, and wait for no other: ranks that step unequally often share no step to end at."""
+        """Decide for this rank alone: ranks that step unequally often share no step at which all could end."""
         self._agreement, self.pending = StopAgreement(None, self._guard), False
         self.drop_smaller_batches()
 

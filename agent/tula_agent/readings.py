@@ -148,9 +148,10 @@ class Readings:
     `deque.append` and `popleft` are atomic, so the training thread takes no lock. Over `limit` entries a new one is
     dropped and counted. `steps`: timing, warm-up, sampled; `comm`: DDP's times of earlier steps, of which the oldest
     are dropped, since the steps are kept; `device`: steps that the device times, added before they end; `memory`: the
-    newest breakdown by local batch; `energy_per_step_j`: the newest joules of a step, by local batch; `timelines`: what
-    `measure/ddp.py` found for it; `all_reduces`: what a probe found; `epochs_before`: the epochs that earlier processes
-    of this training completed (None: unknown); `expects_comm`: every rank reports `CommTiming`s.
+    newest breakdown by local batch; `energy_per_step_j`: the newest joules of a step, by local batch; `timelines`: the
+    timeline of buckets from `measure/ddp.py`, by local batch; `all_reduces`: the result of a probe; `epochs_before`:
+    the epochs that earlier processes of this training completed (None: unknown); `expects_comm`: every rank reports
+    `CommTiming`s.
     """
 
     def __init__(self, limit: int) -> None:

@@ -42,13 +42,13 @@ EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
 Telemetry has every step."""
 MEMORY_EVERY_STEPS = 1000
 BUCKETS_TIMED_FROM = 2
-"""Steps of a launch until buckets are timed: DDP orders them in the first. Of further batches from their first step on,
-since hooks on every parameter slow a step, and fewer warm-up steps hide that."""
+"""Steps of a launch until buckets are timed, since DDP orders its buckets in the first step. Further batches are timed
+from their first step on: hooks on every parameter slow a step, and these have fewer warm-up steps to hide that."""
 WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP = 2, 24
-"""When accumulation is known: two steps in a row of a watched optimizer show it, or the steps of any in so many."""
+"""Steps at which accumulation is known: a watched optimizer shows it in two steps in a row, any other by its calls."""
 REQUEST_TIMEOUT_S = 5.0
 _FEW_OPTIMIZERS = 8
-"""Where more are watched, there is one for each parameter, which steps within the backward pass."""
+"""Most optimizers that are timed: a script with more has one for each parameter, which steps in the backward pass."""
 _LASTING = 3
 """Steps in a row of another batch size than the usual one that are more than the end of an epoch."""
 
@@ -664,7 +664,7 @@ class Recorder:
         smaller = self.plan.smaller_batches if self.plan is not None else ()
         if self.launch.differs(smaller):
             if self.leads and self.launch.cut_to is not None and self._batch_size is not None:
-                self._report("pending", self.launch.run_id)  # it had begun
+                self._report("pending", self.launch.run_id)  # the run had begun
             self.launch.use(smaller)
             self._batch_size = None
 
@@ -692,7 +692,7 @@ class Recorder:
                 logger.warning(text, batches, seen)
 
     def _say_what_changes(self, step: int) -> None:
-        """A profiling run sees the beginning of a training: say what suggests that later steps are others."""
+        """Warn of what suggests that later steps differ: a profiling run sees only the beginning of a training."""
         if self.timer.rose_from and not self._said_rise:
             self._said_rise = True
             text = (
@@ -714,7 +714,7 @@ class Recorder:
                 logger.warning(text, 100.0 * frozen / total)
 
     def _read_memory(self) -> None:
-        """Some tens of microseconds. Never raises."""
+        """Read the memory, in some tens of microseconds. Never raises."""
         if not self.guard.works("memory"):
             return
         with self.guard("memory"):

@@ -1,8 +1,8 @@
 """Every private part of PyTorch that the agent uses, in one place: torch may change these without notice.
 
-Each function says why the public interface does not suffice. Its private names worked with torch 2.4.1, of the oldest
-version that the agent supports, and with 2.13.0, unless it says otherwise. Where a name that may be missing is missing,
-a function answers None or False, and the agent measures less.
+Each function says why the public interface does not suffice. The private names worked with torch 2.4.1 (the agent
+supports 2.4 and later) and with 2.13.0, unless a function says otherwise. Where torch lacks a name that it may lack,
+the function returns None or False, and the agent measures less.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def default_store() -> Any | None:
-    """The key-value store of the default process group, to which there is no public function.
+    """Return the key-value store of the default process group, for which there is no public function; None without one.
 
     The ranks exchange the address of the agent's own store through it: any other way needs a port agreed beforehand.
     """
@@ -41,20 +41,21 @@ def default_store() -> Any | None:
 
 
 def loader_iterator_class() -> Any | None:
-    """What every DataLoader iterates with; a script's own loaders and those of frameworks offer no other way to all."""
+    """Return the class with which every DataLoader iterates; no public name reaches the loaders of all frameworks."""
     return getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
 
 
 def has_yielded(value: object) -> bool:
-    """True for what iterates over a DataLoader and has given a batch; nothing public says that a script uses one."""
+    """Return True for an iterator over a DataLoader that has given a batch; no public name tells whether one exists."""
     kind = loader_iterator_class()
     return kind is not None and issubclass(type(value), kind) and getattr(value, "_num_yielded", 1) > 0
 
 
 def index_sampler(iterator: Any) -> Any:
-    """What gives the indices of each batch to an iterator over a DataLoader, which does not keep its loader; or None.
+    """Return the sampler from which an iterator over a DataLoader takes the indices of each batch, or None.
 
-    It is the loader's batch sampler, whose `batch_size` states the size of batches, or else its sampler.
+    It is the loader's batch sampler, whose `batch_size` states the size of batches, or else its sampler. An iterator
+    does not keep its loader, so no public name leads there.
     """
     return getattr(iterator, "_index_sampler", None)
 
@@ -63,23 +64,23 @@ def index_sampler(iterator: Any) -> Any:
 
 
 def joins_uneven_inputs(model: Any) -> bool:
-    """True under `with model.join()`, of which DDP keeps a private record only."""
+    """Return True under `with model.join()`, which DDP records in a private attribute only."""
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 
 def ddp_models(models: Iterable[torch.nn.Module]) -> list[Any]:
-    """The DistributedDataParallel modules among `models`, also inside the wrapper of `torch.compile` (`_orig_mod`)."""
+    """Return the DDP modules among `models`, also those inside the wrapper of `torch.compile` (`_orig_mod`)."""
     inner = [getattr(model, "_orig_mod", model) for model in models]
     return [model for model in inner if isinstance(model, torch.nn.parallel.DistributedDataParallel)]
 
 
 def has_ddp_statistics(model: Any) -> bool:
-    """True where DDP times its own reductions (`_get_ddp_logging_data`); there is no public way to those times."""
+    """Return True where DDP times its own reductions (`_get_ddp_logging_data`); no public name gives those times."""
     return hasattr(model, "_get_ddp_logging_data")
 
 
 def ddp_statistics(model: Any) -> Mapping[str, Any]:
-    """DDP's times of one iteration in nanoseconds: `iteration`, `backward_comm_time`, and what of it is hidden."""
+    """Return DDP's times of one iteration in nanoseconds: `iteration`, `backward_comm_time`, and its hidden part."""
     statistics: Mapping[str, Any] = model._get_ddp_logging_data()
     return statistics
 
@@ -92,7 +93,7 @@ def set_ddp_statistics_interval(model: Any, steps: int) -> None:
 
 
 def ddp_buckets(model: Any) -> list[list[int]] | None:
-    """The parameters of each bucket, by their place among those that need a gradient, in the order of reduction.
+    """Return the parameters of each bucket, as places among those that need a gradient, in the order of reduction.
 
     None until DDP has ordered its buckets by the first backward pass, and where it never does (unused parameters).
     """
@@ -101,7 +102,7 @@ def ddp_buckets(model: Any) -> list[list[int]] | None:
 
 
 def ddp_model_in_forward() -> Any | None:
-    """The DDP module whose forward runs now; a framework that hides its DDP module offers no other way to it.
+    """Return the DDP module whose forward runs now; a framework that hides its DDP module offers no other way to it.
 
     Seen in 2.13.0.
     """
@@ -112,7 +113,7 @@ def ddp_model_in_forward() -> Any | None:
 
 
 def is_sharded(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.Module] = ()) -> bool:
-    """True for FSDP, either version, and tensor parallelism: no rank holds these parameters, or their gradients, whole.
+    """Return True for FSDP 1 and 2 and tensor parallelism: no rank holds these parameters, or their gradients, whole.
 
     Give `models` where they are at hand: FSDP 1 wraps modules. Classes are compared by name, since importing FSDP costs
     a second; with `use_orig_params` FSDP 1 marks parameters by `_fsdp_flattened` only.
@@ -128,9 +129,9 @@ def is_sharded(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.Mod
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that this rank holds, any other tensor as it is. Starts no collective.
+    """Return the part of a DTensor that this rank holds, and any other tensor as it is; start no collective.
 
-    `to_local` is public, the type's module is not in 2.4: `torch.distributed._tensor`, and `.tensor` since.
+    `to_local` is public, but the module of DTensor was private in 2.4: `torch.distributed._tensor`, now `.tensor`.
     """
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
@@ -140,9 +141,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norm of each dense tensor (0-d), in float32 or wider.
+    """Return the norm of each dense tensor (0-d), in float32 or wider.
 
-    `_foreach_norm` takes one kernel per device and type; one call per tensor costs some 5 us of the host.
+    `_foreach_norm` takes one kernel per device and type; a call for each tensor would cost the host some 5 us each.
     """
     if any(tensor.dtype in _HALVES for tensor in tensors):
         # A norm in half precision would be off by up to half a percent, or infinite.
@@ -151,7 +152,7 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def norm_squared(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """|G|^2 over all tensors, float64 on the first tensor's device (0-d); 0 of none.
+    """Return |G|^2 over all tensors (0-d), in the widest type of the first tensor's device; 0 without tensors.
 
     `torch.nn.utils.get_total_norm` is public from 2.6 and has no `dtype`.
     """
@@ -165,7 +166,7 @@ def norm_squared(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The widest real type that `device` computes in."""
+    """Return the widest real type that `device` computes in."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -191,7 +192,7 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """The type that autocast computes in here, on a GPU before a processor; None where it is off."""
+    """Return the type that autocast computes in here, on a GPU rather than on a processor; None where it is off."""
     return next((torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
 
 
@@ -231,8 +232,8 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events: list[Allocation] = []
         self._steps: list[tuple[int, int]] = []  # (last key, number of events) as each step began
         self._last_key = 0
-        self._keys = {storage_key(tensor): 0 for tensor in own}  # by memory
-        self._left_out: dict[int, int] = {}  # by key, the number of events before it
+        self._keys = {storage_key(tensor): 0 for tensor in own}  # by `storage_key`
+        self._left_out: dict[int, int] = {}  # by key, how many events come before `leave_out`
         self._fused: set[int] = set()
         self._uncounted: set[int] = set()
         self._last_made: torch.Tensor | None = None
@@ -264,9 +265,10 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.step_flops = self.step_operations = 0
 
     def events_with_step_repeated(self, times: int) -> list[Allocation]:
-        """Return the events and, `times` more, those of the last step, which releases what the step before it left.
+        """Return the events, followed by those of the last step `times` more.
 
-        A step leaves its gradients to the next one, in the order of the step before.
+        Each repeat releases what the step before it left: a step leaves its gradients to the next one, in the same
+        order.
         """
         (before, _), (began, place) = self._steps[-2:]
         earlier, later = began - before, self._last_key - began
@@ -291,7 +293,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.append(Allocation(key, None))
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """Count `tensor` in `peak` no longer; its events stay."""
+        """Stop counting `tensor` in `peak`; its events stay."""
         self._left_out[self._keys[storage_key(tensor)]] = len(self._events)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -318,7 +320,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _fuse(self, last: torch.Tensor, made: torch.Tensor) -> None:
-        """Take the operation that made `last` and its reader, which made `made`, for one kernel."""
+        """Treat two operations as one kernel: the one that made `last`, and the one that read it and made `made`."""
         key = self._keys[storage_key(last)]
         if made.dtype == torch.float32:  # log_softmax, which reads half precision
             self._fused.add(key)
@@ -352,5 +354,5 @@ def _may_be_fused(func: Any, args: Any, made: torch.Tensor) -> bool:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory, also where they have no data: `data_ptr()` raises for those."""
+    """Return a number that tensors share where they share memory, even without data, where `data_ptr()` would raise."""
     return int(tensor.untyped_storage()._cdata)

@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 _AHEAD = ("accelerate", "lightning", "pytorch_lightning")
 """Frameworks whose loaders fetch a batch ahead of the one that is trained on; the Trainer uses accelerate's."""
 _SAY_AFTER = 3
-"""Steps after which it is known what can't be seen."""
+"""Steps after which the loop knows what it can't see, and says so."""
 _MOST_STEPS_A_BATCH = 8
-"""Steps of the optimizer on one batch: a GAN's critic takes some. After more, no batch is asked for any more."""
+"""Most steps of the optimizer on one batch (a GAN's critic takes some); a script that takes more asks for no batch."""
 _LOADERS_KEPT = 8
 _FOLLOW_AFTER = 32
-"""Steps of another optimizer, without one of the watched optimizer between them, after which its phase is over."""
+"""Steps of another optimizer, with none of the watched one between them, that end the phase of the watched one."""
 
 
 class UneditedLoop:
-    """Drives a `Run` as `Run.steps` does, from what a script does anyway: it asks loaders, runs backwards, and steps.
+    """Drives a `Run` as `Run.steps` does, from what a script does anyway: ask for batches, run backward passes, step.
 
-    Begins after the first step of an optimizer, once the process group exists. Other threads than the main one are left
-    alone: the end of a profiling run could not end the script from there.
+    The loop begins after the first step of an optimizer, once the process group exists. It watches the main thread
+    alone, since the end of a profiling run could not end the script from another thread.
 
-    A step is over with the optimizer. It ends where the script then asks for a batch, so that what a script does
-    between two steps counts; at the optimizer, where it asks for none (without a DataLoader; with `itertools.cycle`,
-    which keeps batches) or a framework asks for a batch ahead. All loaders that are asked for every step
-    belong to it; the one whose batches have the run's size says how large a step is. Batches of another loader, after
-    which those of training go on without a backward pass, and batches without gradients are an evaluation, which
-    belongs to no step.
+    The optimizer's step completes a step of training. The step ends when the script then asks for a batch, so that what
+    a script does between two steps counts. It ends at the optimizer where the script asks for no batch (it has no
+    DataLoader, or `itertools.cycle` keeps the batches) or a framework asks for a batch ahead. All loaders that the
+    script asks at every step belong to training; the loader whose batches have the run's size says how large a step is.
+    Batches without gradients are an evaluation, and so are batches of another loader that no backward pass follows
+    before the next batch of training. An evaluation belongs to no step.
 
-    Micro-steps are backward passes, but no more of them than batches: a GAN has several passes over one batch. And no
-    more batches than passes: the first rank of some frameworks fetches for the others. A launch that is to measure
-    several batches cuts them as a loader hands them out, but not where a framework is loaded that fetches ahead.
+    A step has as many micro-steps as backward passes or as batches, whichever is fewer: a GAN makes several passes over
+    one batch, and the first rank of some frameworks fetches batches for the others. A launch that measures several
+    batch sizes cuts batches as a loader hands them out, but not under a framework that fetches ahead.
     """
 
     def __init__(self, run: Run, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
@@ -60,22 +60,22 @@ class UneditedLoop:
         self._steps_of_others: Counter[int] = Counter()  # by identity, since the last step of the watched one
         self._left = False
         self._size = recorder.config.local_batch_size or 1
-        self._numbers: dict[int, tuple[int, Any]] = {}  # of datasets, with a weak reference to each, by identity
+        self._numbers: dict[int, tuple[int, Any]] = {}  # by a dataset's identity, with a weak reference
         self._next_number = count()
-        # Loaders, by `_key`: the batches of each that was asked since the last step, and the size of the last of them.
+        # By a loader's `_key`: how many batches it has given since the last step, and the size of the last one.
         self._counts: Counter[int] = Counter()
         self._sizes: dict[int, int] = {}
-        self._asked_before: set[int] = set()  # for the step before
+        self._asked_before: set[int] = set()  # in the step before
         self._last: int | None = None
-        self._recent: deque[int] = deque(maxlen=_LOADERS_KEPT)  # those whose batch came last before a step
+        self._recent: deque[int] = deque(maxlen=_LOADERS_KEPT)  # loaders whose batch came last before a step
         self._training: set[int] = set()
         self._main: int | None = None  # the loader of training whose batches have the size that counts
         # Since the last end of a step.
         self._stepped = False
-        self._runs = False  # its clock
+        self._runs = False  # the step's clock
         self._evaluated = False
         self._batches = self._backwards = 0
-        self._ended = False  # the loader of training, and no step has come since
+        self._ended = False  # True: the loader of training has ended, and no step has come since
         self._ahead = False  # a framework fetches one batch ahead
         self._steps_of_batch, self._usual_steps = 0, 1  # steps since a loader was asked, and the most of them so far
         self._replaying: str | None = None  # the run whose batches the script keeps and takes again
@@ -104,7 +104,7 @@ class UneditedLoop:
         if self._hook is not None:
             self._hook.remove()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        parameters.sort(key=lambda parameter: parameter.grad is None)  # one that backwards do reach comes first
+        parameters.sort(key=lambda parameter: parameter.grad is None)  # one that backward passes reach comes first
         if parameters:
             this = weakref.ref(self)
 
@@ -116,16 +116,16 @@ class UneditedLoop:
             self._hook = parameters[0].register_post_accumulate_grad_hook(accumulated)
 
     def ran_backward(self) -> None:
-        """A backward pass has reached the optimizer's parameters."""
+        """Count a backward pass that has reached the optimizer's parameters."""
         self._backwards += 1
         self._sees_backwards = True
-        if self._stepped:  # within the backward pass, or of another network: no time of the optimizer alone
+        if self._stepped:  # the optimizer steps within the pass, or the pass is another network's: no time of its own
             self._recorder.timer.forget_optimizer()
         if self._last is not None and self._last not in self._training:
-            self._evaluated = False  # its batch is trained on
+            self._evaluated = False  # the other loader's batch is trained on
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer` has stepped."""
+        """Take notice of a step of `optimizer`."""
         if not self._run.active or not self._is_followed(optimizer):
             return
         self._steps += 1
@@ -141,7 +141,7 @@ class UneditedLoop:
         if not self._loads:
             self._recorder.measure_whole_batches("no batch comes from a DataLoader")
         if not self._loads or self._ahead or ended:
-            # After its end: the last step of a loader that is a batch ahead, or of a script that steps once more.
+            # After the loader's end comes the last step of a loader that is a batch ahead, or one more of the script.
             self._boundary()
             if ended:
                 self._leave_loop()
@@ -189,7 +189,7 @@ class UneditedLoop:
         self._counts.clear()
 
     def wants_batch(self, iterator: Any) -> None:
-        """The script asks `iterator` for a batch."""
+        """Take notice that the script asks `iterator` for a batch."""
         if not self._measures():
             return
         if self._stepped:
@@ -207,7 +207,7 @@ class UneditedLoop:
             self._evaluated = True
 
     def has_batch(self, iterator: Any, batch: Any) -> Any:
-        """`iterator` has delivered; returns what the script gets of `batch`."""
+        """Take notice that `iterator` has delivered `batch`, and return what the script gets of it."""
         if not (self._measures() and torch.is_grad_enabled()):
             return batch
         key, sampler = self._key(iterator), index_sampler(iterator)
@@ -234,7 +234,7 @@ class UneditedLoop:
         return batch
 
     def ended(self, iterator: Any) -> None:
-        """`iterator` has no more batches."""
+        """Take notice that `iterator` has no more batches."""
         if self._measures() and self._is_training(iterator):
             self._ended, self._runs = True, False
 
@@ -245,10 +245,11 @@ class UneditedLoop:
         return torch.is_grad_enabled() and (not self._training or self._key(iterator) in self._training)
 
     def _key(self, iterator: Any) -> int:
-        """Equal for the iterators of one loader in all epochs: the number of its dataset, in the order of their use.
+        """Return the number of the loader's dataset, in the order in which the script first used its datasets.
 
-        Not its identity: one that has gone leaves that to another, by chance, and ranks that take another loader for
-        the same would not end at the same step.
+        All iterators over one loader share the number, in every epoch. The dataset's identity would not do: a new
+        dataset may by chance get the identity of one that is gone. A rank on which that happens would take two loaders
+        for one, and would not end at the same step as the others.
         """
         dataset = getattr(iterator, "_dataset", iterator)
         identity, numbers = id(dataset), self._numbers
@@ -260,17 +261,17 @@ class UneditedLoop:
         return numbers[identity][0]
 
     def _micro_steps(self) -> int:
-        """Of the step that ends."""
+        """Return the number of micro-steps of the step that ends."""
         usual, batches, backwards = self._recorder.timer.grad_accum_steps, self._batches, self._backwards
         replays = self._loads and not batches and self._steps_of_batch > self._usual_steps
         if backwards == usual or replays or not (batches or backwards):
-            return usual  # of batches that were fetched ahead, fewer were seen than there are
+            return usual  # where batches are fetched ahead, a step may show fewer than it has
         return min(batches, backwards) or max(batches, backwards)
 
     def _boundary(self) -> None:
         """End the step under way. A profiling run that has enough leaves the script, all ranks after the same step.
 
-        Where the script can't be left so, it trains on unmeasured, and the launcher ends it.
+        A script that can't be left in this way trains on unmeasured until the launcher ends it.
         """
         self._recorder.timer.stepped_after(self._micro_steps(), self._size)
         self._run.batch_done()
@@ -287,7 +288,7 @@ class UneditedLoop:
         raise SystemExit(0)
 
     def _leave_loop(self) -> None:
-        """What comes until the next batch of training, and the step under way, are not measured."""
+        """Drop the step under way, and measure nothing until the next batch of training."""
         self._run.end_loop()
         self._forget_step()
 
@@ -326,7 +327,7 @@ _loop: UneditedLoop | None = None
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer` has stepped; the first that does so once the process group exists begins the run."""
+    """Take notice of a step of `optimizer`; the first one once the process group exists begins the run."""
     global _run, _loop
     if threading.current_thread() is not threading.main_thread():
         return
@@ -339,7 +340,7 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _see_batches(loop: UneditedLoop, guard: Guard) -> None:
-    """Let `loop` see every batch of every DataLoader, also of those that are being iterated over."""
+    """Let `loop` see every batch of every DataLoader, even where the script iterates over it already."""
     kind = loader_iterator_class()
     if kind is None:
         return
@@ -356,6 +357,6 @@ def _see_batches(loop: UneditedLoop, guard: Guard) -> None:
             raise
         with guard("seeing batches"):
             return loop.has_batch(iterator, batch)
-        return batch  # of an exception, which the guard has logged
+        return batch  # reached after an exception, which the guard has logged
 
     kind.__next__ = seen

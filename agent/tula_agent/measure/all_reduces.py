@@ -1,4 +1,4 @@
-"""Times all-reduces over the ranks there are, after the warm-up of a profiling run: a probe of their links."""
+"""Times all-reduces over the ranks of a profiling run, after its warm-up: a probe of their links."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _GROUP_WITHIN = timedelta(seconds=60)
 
 
 def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
-    """What the ranks measure together in about `total_s` seconds, as `tula_wire.AllReduces` has it; the same on all.
+    """Return what the ranks measure together in about `total_s` seconds, as fields of `tula_wire.AllReduces`.
 
-    All ranks of the default group call it at the same place. It makes separate groups, so that a rank that is missing
-    meets none of the collectives of training. Raises ValueError for another backend than gloo and NCCL, and where nodes
-    have different numbers of ranks.
+    All ranks of the default group call it at the same place, and all get the same answer. It makes groups of its own,
+    so that a missing rank disturbs no collective of training. Raises ValueError for another backend than gloo and NCCL,
+    and where nodes have different numbers of ranks.
     """
     nodes: list[str] = [""] * dist.get_world_size()
     every = dist.new_group(timeout=_GROUP_WITHIN)
@@ -67,7 +67,7 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
 
 
 def _own_launch_time_s(device: torch.device) -> float:
-    """Return NaN where it can't be measured: a rank that raised would leave the others waiting for the mean."""
+    """Return the launch time in seconds; NaN where measuring fails, since others would wait for a rank that raised."""
     try:
         return launch_time_s(device)
     except Exception:
@@ -75,7 +75,7 @@ def _own_launch_time_s(device: torch.device) -> float:
 
 
 def _backend(group: Any, device: torch.device) -> str:
-    """What reduces tensors of `device`, of a configuration such as `cpu:gloo,cuda:nccl`."""
+    """Return the backend that reduces tensors of `device`, from a configuration such as `cpu:gloo,cuda:nccl`."""
     backend = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))[device.type]
     if backend not in _LARGEST_BYTES:
         raise ValueError(f"{backend} is not probed, only {' and '.join(_LARGEST_BYTES)}")
@@ -83,7 +83,7 @@ def _backend(group: Any, device: torch.device) -> str:
 
 
 def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[str, float]]:
-    """From small to large, until the next size would exceed the time; every rank takes the same decisions."""
+    """Return times from small sizes to large, until the next size would exceed `budget_s`; all ranks decide alike."""
     readings: list[dict[str, float]] = []
     size, end = _SMALLEST_BYTES, time.monotonic() + budget_s
     largest = _LARGEST_BYTES[_backend(group, device)]

@@ -58,7 +58,7 @@ class CommSplit:
         self._iteration = -1
         self._synced_step: int | None = None
         self._boundaries_to_skip = 0
-        self._reductions = [1] * len(timed)  # in a step, by model: without `no_sync` each micro-step has one
+        self._reductions = [1] * len(timed)  # of a step, by model: each micro-step makes one without `no_sync`
         self._counted_at: tuple[list[int], int] | None = None  # iterations by model, at the first reading in a step
         for model in timed:
             set_ddp_statistics_interval(model, self._interval)

@@ -13,11 +13,11 @@ _LEAST_S = 1.0  # the counter moves some ten times a second
 
 
 class EnergyMeter:
-    """Joules that this rank's device takes for a step: its mean power since `begin`, times the mean time of a step.
+    """Measures the joules of a step on this rank's device: mean power since `begin`, times the mean time of a step.
 
-    What a script does between steps, such as an evaluation, counts in the power and in no step's time. `read_j` returns
-    the joules that a device has taken so far, None where nothing counts them. Both ends are read without waiting for
-    the device, so steps that are queued there count at the end that they run in.
+    What a script does between steps, such as an evaluation, counts in the mean power but in no step's time. `read_j`
+    returns the joules that a device has taken so far, None where nothing counts them. No reading waits for the device,
+    so the steps that are queued at the first reading count, and the steps that are queued at the last do not.
     """
 
     def __init__(
@@ -30,20 +30,20 @@ class EnergyMeter:
         self._steps, self._in_steps_s = 0, 0.0
 
     def begin(self, local_batch_size: int | None, device: torch.device | None) -> None:
-        """The measured steps of a batch begin now."""
+        """Begin with the measured steps of a batch."""
         joules = self._read_j(device)
         self._begin = None if joules is None else (local_batch_size, self._clock(), joules)
         self._steps, self._in_steps_s = 0, 0.0
 
     def add_step(self, step_time_s: float) -> None:
-        """Count a step that took so many seconds."""
+        """Count a step that took `step_time_s` seconds."""
         self._steps += 1
         self._in_steps_s += step_time_s
 
     def joules_per_step(self, local_batch_size: int | None, device: torch.device | None) -> float | None:
-        """Return the mean of the steps since `begin`.
+        """Return the mean joules of a step since `begin`.
 
-        None without a counter, within the first second, and for another batch than the one that has begun.
+        None without a counter, within the first second, and for another batch than that of `begin`.
         """
         if self._begin is None or not self._steps:
             return None

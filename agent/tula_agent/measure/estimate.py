@@ -19,15 +19,17 @@ from tula_wire.memory import SURE, room_bytes
 
 _RECOMPUTED = 4.0 / 3.0
 _EXAMPLES = 128
-"""With few, the peak lies where the weights are largest, with many where the activations are."""
+"""Examples of a dry run: with few, memory peaks where the weights are largest, with many where the activations are."""
 _STEPS = 10
-"""Replayed for the largest batch: by then the allocator's blocks have settled, and later steps find the same ones."""
+"""Steps of a replay for the largest batch: by then the allocator's blocks have settled, and later steps reuse them."""
 _NORMALIZES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Equation 3 before anything has run; bytes on one rank, FLOPs of forward and backward per sample.
+    """What training takes on one rank, before anything has run (equation 3); sizes in bytes.
+
+    `flops_per_sample` counts the forward and the backward pass.
 
     `activation_bytes_per_sample` is what one more example holds at the peak of forward and backward pass: what autograd
     keeps, gradients of activations and, with `activation_checkpointing` (some of the forward pass is recomputed), what
@@ -36,9 +38,10 @@ class MemoryEstimate:
     `allocations` is what a process allocates in its first ten steps, in order; None where that order depends on the
     batch.
     `operations_per_step` is how many operations of forward and backward pass start a kernel, and
-    `convolution_elements_per_sample` the most elements of an example in a convolution's input or output, None without
-    one.
-    `precision` is as in a job specification: that of autocast where it was on, else that of most parameters.
+    `convolution_elements_per_sample` the most elements of an example in a convolution's input or output; None without
+    a convolution.
+    `precision` names, as in a job specification, the type of autocast where it was on, else the type of most
+    parameters.
     """
 
     parameters: int
@@ -57,24 +60,25 @@ class MemoryEstimate:
     allocations: AllocationModel | None = field(default=None, repr=False, compare=False)
 
     def total_bytes(self, local_batch_size: int) -> int:
-        """Memory at `local_batch_size` examples (equation 3)."""
+        """Return the bytes on one rank at `local_batch_size` examples (equation 3)."""
         static = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.fixed_activation_bytes
         return static + local_batch_size * (self.activation_bytes_per_sample + self.batch_bytes_per_sample)
 
     def largest_local_batch_size(self, capacity_bytes: float) -> int:
-        """Return the largest batch of which ten steps are expected to fit; 0 when not even one example does.
+        """Return the largest batch at which ten steps are expected to fit; 0 when not even one example fits.
 
-        By a replay of PyTorch's caching allocator, which takes more from the device than is allocated, in what is left
-        beside the context; where the model allocates in another order at another batch, by the bytes alone.
+        The answer comes from a replay of PyTorch's caching allocator, which takes more from the device than is
+        allocated, in the memory that the context leaves. Where the model allocates in another order at another batch,
+        it comes from the bytes alone.
         """
         return self._largest_within(room_bytes(capacity_bytes))
 
     def safe_local_batch_size(self, capacity_bytes: float) -> int:
-        """Return a batch that fits even where kernels need work space, which no count sees; 0 where none does."""
+        """Return a batch that leaves room for the work space of kernels, which no count includes; 0 where none does."""
         return self._largest_within(SURE * room_bytes(capacity_bytes))
 
     def reserved_ratio(self, capacity_bytes: float) -> float:
-        """Return the bytes that the allocator takes from a full device over those that are allocated, at least 1."""
+        """Return how many bytes the allocator takes from a full device for each allocated byte; at least 1."""
         room = room_bytes(capacity_bytes)
         largest = self.largest_local_batch_size(capacity_bytes)
         return max(1.0, room / self.total_bytes(largest)) if largest else 1.0
@@ -89,7 +93,7 @@ class MemoryEstimate:
         return bisect_left(batches, True, key=lambda batch: not allocations.fits(batch, room))
 
     def model_spec(self, name: str, optimizer: str = "momentum", capacity_bytes: float | None = None) -> dict[str, Any]:
-        """The `model` of a job specification (`POST /v1/jobs`) for a cold start, on devices of this capacity."""
+        """Return the `model` of a job specification (`POST /v1/jobs`) for a cold start on devices of this capacity."""
         return {
             "name": name,
             "parameters": self.parameters,
@@ -155,7 +159,7 @@ def _allocation_model(first_batch: int, once: _DryRun, twice: _DryRun) -> Alloca
 
 
 def _precision_of(model: torch.nn.Module) -> str:
-    """As `ModelSpec.precision` names it: of autocast, else of most parameters; tf32 where the script allows it."""
+    """Return, as in `ModelSpec.precision`, the type of autocast, else of most parameters; tf32 where it is allowed."""
     dtype = autocast_dtype()
     if dtype is None:
         sizes: dict[torch.dtype, int] = {}
@@ -167,9 +171,9 @@ def _precision_of(model: torch.nn.Module) -> str:
 
 
 def state_ratios(optimizer: torch.optim.Optimizer | None) -> list[float]:
-    """Return bytes per byte of a parameter of each state tensor, by one step of such an optimizer on a small parameter.
+    """Return the size of each state tensor of `optimizer`, in bytes for each byte of a parameter; empty without one.
 
-    Empty without an optimizer.
+    The sizes are read off an optimizer of the same class after a step on a small parameter.
     """
     if optimizer is None:
         return []
@@ -209,10 +213,11 @@ class _Step(nn.Module):
 
 @dataclass(frozen=True)
 class _DryRun:
-    """What some steps would take: `peak_bytes` without parameters, buffers, inputs and gradients of parameters.
+    """What training would take at one batch.
 
-    `flops` and `operations` of one forward and backward pass; `convolution_elements`: the most in a convolution's input
-    or output. `recomputes`: modules ran again within the backward pass.
+    `peak_bytes` leaves out parameters, buffers, inputs and gradients of parameters. `flops` and `operations` count one
+    forward and backward pass. `convolution_elements`: the most elements in a convolution's input or output.
+    `recomputes`: modules ran again within the backward pass. `allocations`: the events of ten steps, in order.
     """
 
     peak_bytes: int
@@ -224,9 +229,9 @@ class _DryRun:
 
 
 def _dry_run(model: torch.nn.Module, sample: Any, times: int, state_ratios: Sequence[float]) -> _DryRun:
-    """Run two steps at `times` the sample's batch, the second of which is repeated; the first makes optimizer state.
+    """Return what training takes at `times` the sample's batch, from two steps, the second of which is repeated.
 
-    `state_ratios`: see the function of that name.
+    The first step also makes the optimizer's state. `state_ratios`: what the function of that name returned.
     """
     step = _Step(model)
     with tensors_without_data() as convert:
@@ -246,7 +251,7 @@ def _dry_run(model: torch.nn.Module, sample: Any, times: int, state_ratios: Sequ
             tensor.register_post_accumulate_grad_hook(leave_out)  # type: ignore[no-untyped-call]
         named = dict(inputs) if isinstance(inputs, Mapping) else {}
         arguments = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        torch.clear_autocast_cache()  # weights that were cast in an earlier run are of another mode
+        torch.clear_autocast_cache()  # it may hold weights that an earlier run cast in another mode
         for tensor in {storage_key(t): t for t in state.values()}.values():
             trace.allocate(tensor.untyped_storage().nbytes())
         _take_steps(
@@ -292,7 +297,7 @@ def _take_steps(
 def _convolution_backward_flops(
     grad: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: Any
 ) -> int:
-    """FLOPs of the gradients of a convolution: as many as of its forward pass for each of inputs and weights.
+    """Return the FLOPs of a convolution's backward pass: as many as forward for each of the two gradients it computes.
 
     PyTorch's own formula leaves groups out, which makes a depthwise convolution as dear as a full one.
     """
@@ -303,7 +308,10 @@ def _convolution_backward_flops(
 
 
 def _scalar(output: Any) -> torch.Tensor:
-    """A loss for the backward pass: the output's `loss` if any (transformers), else the sum of the outputs."""
+    """Return a loss for the backward pass: the output's `loss` if any (transformers), else the sum of the outputs.
+
+    Raises ValueError where no output needs a gradient.
+    """
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return loss

@@ -14,10 +14,11 @@ _LAYERS, _WIDTH, _REPEATS = 50, 8, 4
 
 
 def launch_time_s(device: torch.device) -> float:
-    """Return the seconds of an operation too small to keep `device` busy, as a training step has them; some 10 ms.
+    """Return the seconds that an operation of a training step takes where it is too small to keep `device` busy.
 
-    Forward and backward pass through fifty tiny layers, over as many operations as `estimate_memory` counts there; the
-    fastest of some repeats. It draws no random number and keeps nothing.
+    It is the time of a forward and backward pass through fifty tiny layers, the fastest of some repeats, divided by the
+    number of operations that `estimate_memory` counts there. The probe takes some 10 ms, draws no random number and
+    keeps nothing.
     """
     weight = torch.zeros(_WIDTH, _WIDTH, device=device, requires_grad=True)
     bias = torch.zeros(_WIDTH, device=device, requires_grad=True)

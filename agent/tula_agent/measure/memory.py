@@ -111,9 +111,9 @@ def device_use(device: torch.device | None) -> dict[str, float]:
 
 
 def total_energy_j(device: torch.device | None) -> float | None:
-    """Joules that a CUDA device has taken since its driver was loaded; None for another device or without NVML.
+    """Return the joules that a CUDA device has taken since its driver was loaded; None for others or without NVML.
 
-    All processes on the device count.
+    The counter includes all processes on the device.
     """
     if device is None or device.type != "cuda":
         return None
@@ -138,7 +138,7 @@ def _open(device: torch.device) -> tuple[Any, Any]:
 def allocator_reading(statistics: Mapping[str, Any], retries_before: int = 0) -> dict[str, int]:
     """Return the peaks and the retries that `torch.cuda.memory_stats` holds, by their names in a `MemoryBreakdown`.
 
-    The retries are those since the first `retries_before`. Each one was a request that found the device full.
+    The first `retries_before` retries are left out. Each retry was a request that found the device full.
     """
     return {
         "peak_bytes": int(statistics.get("allocated_bytes.all.peak", 0)),
@@ -206,7 +206,7 @@ class MemoryMonitor:
         return memory
 
     def report_retries(self, memory: Mapping[str, Any]) -> None:
-        """Warn once where a batch runs only since the allocator gave cached memory back; `memory` as of `read`."""
+        """Warn once where a batch fits only because the allocator gave cached memory back; `memory` is from `read`."""
         retries = memory.get("alloc_retries") or 0
         if retries and not self._retries_reported:
             self._retries_reported = True

@@ -15,15 +15,15 @@ from tula_agent.readings import Interval, StepTiming
 _PATIENCE = 8
 """Steps' worth of micro-steps to wait for a watched optimizer's first step."""
 POOL_SIZE = 256
-"""Events at most: four a step, so that 64 steps may be in flight; a step beyond that has wall time only."""
+"""Most events: a step takes four, so that 64 steps may be in flight; a step beyond them has wall time only."""
 
 
 class StepTimer:
     """Turns the loop's two moments, batch wanted and batch ready, into timings of optimizer steps.
 
     A step is over at the first boundary after the optimizer has stepped; where no optimizer is watched, after
-    `grad_accum_steps` micro-steps. A step that the optimizer skips (an inf under AMP) ends by count too: by that of two
-    steps in a row, since a script may accumulate otherwise than it was configured.
+    `grad_accum_steps` micro-steps. A step that the optimizer skips (an inf under AMP) ends by count too, at the number
+    of micro-steps that two steps in a row have shown, since a script may accumulate otherwise than configured.
     """
 
     # Runs with cold caches at every step; `__slots__` halves its cost.
@@ -38,7 +38,7 @@ class StepTimer:
         self.rose_from = 0  # the number of micro-steps that was usual before it first rose; 0: it never did
         self._clock = clock
         self._expected = grad_accum_steps
-        self._known = False  # `_expected`, by watching
+        self._known = False  # True: `_expected` rests on what was watched
         self._last = 0
         self._stepped = False
         self._started: float | None = None
@@ -50,7 +50,7 @@ class StepTimer:
 
     @property
     def grad_accum_steps(self) -> int:
-        """Micro-steps per step: configured or, if not, observed."""
+        """Micro-steps per step: as configured, until two steps in a row show another number; 1 while none is known."""
         return self._expected or 1
 
     @property
@@ -60,13 +60,14 @@ class StepTimer:
 
     @property
     def in_step(self) -> bool:
-        """True from a batch until the optimizer steps, unless what follows is left out."""
+        """True from a batch until the optimizer steps, but not between `leave_out` and `count_again`."""
         return bool(self._sizes) and not self._stepped and self._left_at is None
 
     def optimizer_stepped(self, timed: bool = False) -> None:
-        """An optimizer's step is called. The step's first call is `timed`, unless it holds the gradients too.
+        """Take notice that an optimizer's step is called; `timed` unless that call computes the gradients too.
 
-        One without a batch is none of training: torch.distributed.checkpoint fills an optimizer's state by it.
+        A call without a batch is no step of training: torch.distributed.checkpoint makes one to fill an optimizer's
+        state. The time of the step counts from its first call.
         """
         if not self._sizes:
             return
@@ -77,11 +78,11 @@ class StepTimer:
         self._stepped = True
 
     def forget_optimizer(self) -> None:
-        """What runs since the optimizer's call is more than its step: that time is not known."""
+        """Drop the time of the optimizer's step, since more than that step has run since its call."""
         self._optimizer_at = None
 
     def want_batch(self) -> StepTiming | None:
-        """The loop asks for a batch: the boundary. Returns the step that ended here, if one did."""
+        """Take notice that the loop asks for a batch, and return the timing of the step that ends here, if one does."""
         now = self._wanted = self._clock()
         if self._started is None or not self._sizes:
             self._started = now
@@ -107,32 +108,35 @@ class StepTimer:
         return timing
 
     def wanted(self) -> None:
-        """The loop asks for a batch, in the middle of a step."""
+        """Take notice that the loop asks for a batch in the middle of a step."""
         self._wanted = self._clock()
 
     def waited(self) -> None:
-        """The loop has what it asked for."""
+        """Count the time since the loop asked for a batch as waiting for data."""
         self._input += self._clock() - self._wanted
 
     def batch_ready(self, local_batch_size: int | None) -> None:
-        """The loader has delivered a batch."""
+        """Count a batch that the loader has delivered."""
         self.waited()
         self._sizes.append(local_batch_size)
         self.batches += 1
 
     def stepped_after(self, micro_steps: int, local_batch_size: int) -> None:
-        """The optimizer has stepped after so many micro-steps; of those whose batch was not seen, this is the size."""
+        """Take notice that the optimizer has stepped after `micro_steps`.
+
+        Micro-steps whose batch was not seen have the size of the last batch that was, else `local_batch_size`.
+        """
         if self._started is not None:
             sizes = self._sizes or [local_batch_size]
             self._sizes = (sizes + sizes[-1:] * micro_steps)[:micro_steps]
             self._stepped = True
 
     def more_micro_steps(self, count: int) -> None:
-        """`count` further micro-steps were fetched with the last batch and have its size."""
+        """Count `count` further micro-steps, which were fetched with the last batch and have its size."""
         self._sizes += self._sizes[-1:] * count
 
     def pause(self) -> None:
-        """The loop is left: the time until its next batch (evaluation, a checkpoint) belongs to no step."""
+        """Leave the loop: the time until its next batch (evaluation, a checkpoint) belongs to no step."""
         self._begin(None)
         self._left_at = None
 
@@ -140,7 +144,7 @@ class StepTimer:
         self._started, self._input, self._sizes, self._stepped, self._optimizer_at = started, 0.0, [], False, None
 
     def leave_out(self) -> None:
-        """The time from now until `count_again` belongs to no step, also in the middle of one."""
+        """Leave out the time from now until `count_again`, even in the middle of a step."""
         self._left_at = self._clock()
 
     def count_again(self) -> None:
@@ -183,23 +187,23 @@ class DeviceClock:
         self._broken = False
 
     def begin(self) -> None:
-        """A step begins; an unfinished one before it is discarded."""
+        """Begin a step; an unfinished step before it is discarded."""
         self.drop()
         start = self._mark()
         self._open = None if start is None else Interval(self._free, start)
 
     def batch(self) -> None:
-        """Its first batch has arrived."""
+        """Mark that the step's first batch has arrived."""
         if self._open is not None and self._open.batch is None:
             self._open.batch = self._mark()
 
     def optimizer(self) -> None:
-        """Its first optimizer is about to step."""
+        """Mark that the step's first optimizer is about to step."""
         if self._open is not None and self._open.optimizer is None and not self.capturing():
             self._open.optimizer = self._mark()
 
     def end(self) -> Interval | None:
-        """The step is over: poll the result for its times; None when it was not marked."""
+        """End the step and return its interval, to be polled for its times; None where the step was not marked."""
         interval, self._open = self._open, None
         if interval is None:
             return None
@@ -235,7 +239,7 @@ class DeviceClock:
 
 
 def clock_for(device: torch.device) -> DeviceClock | None:
-    """The clock of `device`; None for everything but CUDA (and ROCm)."""
+    """Return the clock of `device`; None for everything but CUDA (and ROCm)."""
     if device.type != "cuda":
         return None
 

@@ -39,9 +39,9 @@ DAMPING = 0.25
 ROWS = 256
 """A matrix with more rows is cut into blocks of rows, each with its own D: the root costs the cube of the rows."""
 MOST_OPERATIONS = 0.05
-"""Of the operations of the forward and backward passes, by count; the largest matrices are left out above it."""
+"""Most operations of turning, as a share of the forward and backward passes; above it the largest matrices stay."""
 POSITIONS = 64
-"""At which a convolution's weight is assumed to be used for each example: 8 x 8; a dense layer's is used at one."""
+"""Positions at which a convolution is assumed to use its weight for each example (8 x 8); a dense layer has one."""
 
 FROZEN = (
     "gradient scaling: gc.freeze() hides the model's modules, so embeddings are not recognised: give their weights a "
@@ -166,8 +166,9 @@ class Shape:
 def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
     """Return for each of `parameters` whether it is the table of an embedding in a module that this process keeps.
 
-    An optimizer sees tensors only, so it asks the garbage collector for modules: once, some tens of milliseconds. The
-    collector does not show what `gc.freeze` hid: a warning says so where a parameter is hidden. No module's code runs.
+    An optimizer holds tensors only, so the modules come from the garbage collector, once, in some tens of milliseconds.
+    The collector does not show what `gc.freeze` hid; a warning says so where a parameter is hidden. The search runs no
+    module's code.
     """
     objects = gc.get_objects()
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -192,7 +193,7 @@ def matrix_shape(parameter: torch.Tensor) -> Shape | None:
 
 @lru_cache(maxsize=8)
 def affordable(shapes: tuple[Shape, ...], batch_size: float | None, *, host: bool) -> tuple[bool, ...]:
-    """Which of the matrices are turned: all, or all but the largest, so that the count stays in MOST_OPERATIONS.
+    """Return which matrices are turned: all, or all but the largest, so that the count stays within MOST_OPERATIONS.
 
     The count of a step's forward and backward passes is 6 operations for each weight, position and example of the
     global batch; without a batch size all are turned. Every rank finds the same, from shapes alone.
@@ -213,7 +214,7 @@ def affordable(shapes: tuple[Shape, ...], batch_size: float | None, *, host: boo
 def sgd_update(
     parameter: torch.Tensor, group: Mapping[str, Any], buffer: torch.Tensor | None, rate: float | torch.Tensor
 ) -> torch.Tensor:
-    """U of the step w <- w - rate U that torch's SGD has just taken, from what that step left behind.
+    """Return U of the step w <- w - rate U that torch's SGD has just taken, from what that step left behind.
 
     `parameter`: after the step, with its gradient; `group`: its options; `buffer`: its momentum buffer, if it has one.
     """
@@ -247,7 +248,7 @@ class _Matrix:
         return update.mT if self.shape.transposed else update
 
     def step(self, correction: torch.Tensor, factor: float) -> None:
-        """w <- w - rate (D - U): what makes of the step along U one along D."""
+        """Apply w <- w - rate (D - U), which turns the step taken along U into a step along D."""
         matrix = correction.view(self.shape.rows, self.shape.columns)
         change = (matrix.mT if self.shape.transposed else matrix).reshape(self.parameter.shape)
         self.parameter.sub_((self.group["lr"] * factor * change).to(self.parameter.dtype))
@@ -259,7 +260,7 @@ class Directions:
     So the replicas stay equal bit for bit on unequal devices too, and N ranks have an Nth of the work each. Corrections
     travel in bfloat16, in one exchange a step: their last bits matter to no training, their bytes to slow networks.
 
-    `left_out`: the matrices whose steps are not turned, since all would cost too much. Embeddings, whose rows are no
+    `left_out`: how many matrices keep their steps, since turning all would cost too much. Embeddings, whose rows are no
     directions of a map, keep their steps, and so does a parameter group with `direction=False`.
     """
 
@@ -271,7 +272,7 @@ class Directions:
 
     @property
     def acts(self) -> bool:
-        """True where the steps of all matrices are turned, but for groups that are to keep theirs."""
+        """True where the steps of all matrices are turned, except in groups with `direction=False`."""
         groups = self._inner.param_groups
         return self._turns and not self.left_out and any(group.get("direction", True) for group in groups)
 
@@ -282,7 +283,8 @@ class Directions:
     def plan(self, batch_size: float | None) -> tuple[int, ...]:
         """Find which matrices are turned at this global batch; all ranks call it within a step.
 
-        Returns the places, among all parameters, of the matrices whose noise must be known: also of those left out.
+        Returns the places, among all parameters, of the matrices whose noise must be known. These include the matrices
+        that are left out.
         """
         matrices = self._matrices()
         self._choose(matrices, batch_size)
@@ -326,9 +328,9 @@ class Directions:
         ]
 
     def _find_tables(self, parameters: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Return the places of embeddings' tables: those that any rank finds, since ranks may keep other modules.
+        """Return the places of the embedding tables that any rank finds, since ranks may keep different modules.
 
-        A sum over ranks, so all of them reach this at the same step.
+        It sums over ranks, so all ranks must call it at the same step.
         """
         flags = torch.tensor(embeddings(parameters), dtype=torch.float32, device="cpu").to(parameters[0].device)
         return frozenset(place for place, ranks in enumerate(self._ranks.sum_(flags).tolist()) if ranks)
@@ -336,7 +338,7 @@ class Directions:
     def _correct(
         self, matrices: Sequence[_Matrix], factor: float, noise: Mapping[int, float]
     ) -> dict[int, torch.Tensor]:
-        """Return D - U of each of these, by its place; one batch of products for each shape and device."""
+        """Return D - U of each matrix, by its place; each shape and device takes one batch of products."""
         groups: dict[tuple[int, int, torch.device], list[_Matrix]] = {}
         for matrix in matrices:
             groups.setdefault((matrix.shape.rows, matrix.shape.columns, matrix.parameter.device), []).append(matrix)
@@ -356,7 +358,7 @@ class Directions:
     def _exchange(
         self, shares: Sequence[Sequence[_Matrix]], corrected: Mapping[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """The corrections of all ranks' shares, from those of this rank's; equal on all ranks."""
+        """Return the corrections of all ranks by place, the same on all; `corrected` has those of this rank's share."""
         most = max(sum(matrix.parameter.numel() for matrix in share) for share in shares)
         device = shares[0][0].parameter.device
         parcel = torch.zeros(most, dtype=torch.bfloat16, device=device)

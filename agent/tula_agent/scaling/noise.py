@@ -32,7 +32,7 @@ def noise_moments(small_norm_sq: float, large_norm_sq: float, samples: float) ->
 
 
 def is_usable(small_norm_sq: float, large_norm_sq: float, samples: float) -> bool:
-    """Return False for the numbers of a step that say nothing: infinite, empty, or of a single part."""
+    """Return False where a step's numbers say nothing: infinite or zero norms, or a batch of a single part."""
     return samples > 1.0 and math.isfinite(small_norm_sq + large_norm_sq) and large_norm_sq > 0.0
 
 

@@ -22,7 +22,7 @@ from tula_agent.scaling.statistics import DISTURBED, NO_SMALL_BATCH, GradientSta
 from tula_agent.scaling.taps import TapMode
 from tula_agent.torch_private import foreach_mul_, norm_squared, wide_dtype
 
-STATE_SIZE = 13  # numbers of `GainRule.state`, before one a parameter
+STATE_SIZE = 13  # length of `GainRule.state` without its number for each parameter
 DENSE_STEPS = 512  # every one of the first steps is measured, then one in eight
 MEASURE_DENSE_STEPS = 128  # of the policy `measure`: a launch of three batches has at most 105 steps
 SPARSE_EVERY = 8
@@ -139,13 +139,13 @@ class GainRule:
             return
         moments, noise = reading.moments(), reading.matrix_noise()
         if not is_usable(*moments):
-            return  # a step that a GradScaler skipped counts nothing
+            return  # leave out a step that a GradScaler skipped
         before = statistics.batch_size
         statistics.count(reading.examples)
         now = statistics.batch_size
         if before and now and now != before:  # as in a launch that measures several batches
             self._change_batch(now / before)
-        state.noise.update(*moments)  # of the batch of now: averages are converted before
+        state.noise.update(*moments)  # at the present batch, to which `_change_batch` has converted the averages
         kept = self.matrix_noise if len(self.matrix_noise) == len(noise) else noise
         self.matrix_noise = [_KEEP * old + (1.0 - _KEEP) * new for old, new in zip(kept, noise, strict=True)]
         # Equation 5 compares a step with the one before it: unknown where only one in eight is measured.
@@ -206,7 +206,8 @@ class GainRule:
         self._state = GainState(average, factor, samples, norm, int(measured_at), variability)
         by_parameter = enumerate(() if self._directions is None else numbers)
         by_place = {place: noise for place, noise in by_parameter if not math.isnan(noise)}
-        # Equal on all ranks without asking the others: one rank may load alone, as a copy does.
+        # The saved numbers say which matrices count, so the ranks agree without a collective: one rank may load alone,
+        # as when its optimizer is copied.
         self._statistics.matrices, self.matrix_noise = tuple(by_place), list(by_place.values())
         self._reduction, self._sent_at = None, int(sent_at)
         statistics = self._statistics

@@ -85,11 +85,11 @@ class Identity(NamedTuple):
 
 
 class RequestBuilder:
-    """Takes from `readings`, joins, and answers requests.
+    """Takes measurements from `readings`, joins those of one step, and returns requests.
 
     identity, is_training: asked at each call, since a process may join another group or become a profiling run.
     device_use: numbers of the device at this moment, sent as telemetry of the newest step.
-    launch: its batches; samples go to the run of their batch, telemetry to that of the whole batch.
+    launch: the batches; samples go to the run of their batch, telemetry to the run of the whole batch.
     channel: the connection to the other ranks, or None as long as there is none. Ranks other than the first send their
     `CommTiming`s to the first, and only a summary of their steps with their memory to the service. The reported world
     size counts `model_parallel_size` processes as one rank.
@@ -134,7 +134,7 @@ class RequestBuilder:
 
     def collect(self, last: bool = False) -> list[SpooledRequest]:
         """Requests that are due; `last` waits a moment for the other ranks and then keeps nothing back."""
-        leads, ended = self._identity().rank == 0, take(self._launch.ended)  # before their last steps
+        leads, ended = self._identity().rank == 0, take(self._launch.ended)  # before `steps`, to miss no last step
         self._ended += ended if leads else []
         taken = take(self._readings.steps)
         self._device.update(take(self._readings.device))

@@ -30,8 +30,8 @@ class SpooledRequest:
     """A request without its token.
 
     `values`: how many measurements are lost if it is dropped. `keep`: write it to disk while the service is away; a
-    heartbeat is not worth that. `lease`: the number of the lease under which it was measured, by which the service
-    refuses it once another has taken over the run, also where it is sent days later.
+    heartbeat is not worth that. `lease`: the number of the lease under which it was measured; once another lease has
+    taken over the run, the service refuses the request, even days later.
     """
 
     method: Literal["POST", "PATCH"]

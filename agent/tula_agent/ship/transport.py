@@ -22,10 +22,10 @@ from tula_wire.text import printable
 
 @contextmanager
 def _without_its_command(name: str) -> Iterator[None]:
-    """Inside, the package `name` is imported as without its optional command-line client.
+    """Let the package `name` be imported inside as if its optional command-line client were not installed.
 
-    That of httpx imports rich, which draws from the global `random` as it is imported: a script that is measured would
-    draw other numbers than one that is not.
+    The client of httpx imports rich, which draws from the global `random` on import: a measured script would draw other
+    random numbers than an unmeasured one.
     """
     part = f"{name}._main"
     sys.modules.setdefault(part, None)  # type: ignore[arg-type]
@@ -42,12 +42,12 @@ with _without_its_command("httpx"):
 Verdict = Literal["delivered", "refused", "retry"]
 _RETRIED = {408, 425, 429}
 _OUR_PROBLEMS = "urn:tula:problem:"
-"""With what the `type` of a refusal by the service begins."""
+"""Prefix of the `type` of a refusal by the service."""
 MAX_RETRY_AFTER_S = 300.0
 MAX_ANSWER_BYTES = 64 * 2**10
 """A longer answer is not read to its end: no Tula service gives an agent one."""
 _PIECE_BYTES = 2**16
-_ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"')  # RFC 9110, section 8.8.3: only such a one is sent back
+_ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"')  # RFC 9110, section 8.8.3: only such a tag is sent back
 
 
 @dataclass(frozen=True)
