@@ -3,7 +3,7 @@
     python -m benchmarks.cold_start [--steps FILE] [--json OUT] [--draws 20] [--smoke]
 
 FILE has single-device step times (columns as tests/data/single_device.csv, and `activation_elements_per_sample`, the
-outputs of layers, where they are known). Every row is guessed by the product's own
+outputs of layers, and others of `model` in job.toml, where they are known). Every row is guessed by the product's own
 prior, with and without histories drawn at random (the same in every run) from other networks of the same source:
 `here` is the number of jobs on the same GPU, `elsewhere` on others; `same` precision, or `any`. Keys are
 `cold.<precision>.<here>.<elsewhere>.median` and `.p90` of the factor by which the guess is off, less 1 (0.5: half as
@@ -20,13 +20,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tula_wire as wire
 from benchmarks.support.grids import DATA, read_rows
 from benchmarks.support.report import mean, median, parser_of, percentile, print_table, write_json
-from tula_service.analysis.hardware import BYTES_PER_NUMBER, facts_of, hardware_of
+from tula_service.analysis.hardware import BYTES_PER_NUMBER, facts_of, hardware_of, slow_from
 from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.priors import (
     KEPT_PER_OUTPUT,
@@ -88,10 +88,12 @@ def read(path: Path) -> list[Timing]:
             precision=precision,
             activation_bytes_per_sample=kept or None,
             operations_per_step=int(row.get("operations_per_step") or 0) or None,
+            convolution_elements_per_sample=int(row.get("convolution_elements_per_sample") or 0) or None,
             activation_checkpointing=row.get("activation_checkpointing") == "1",
         )
         batch = float(row["local_batch_size"])
         guess = prior_from_hardware(facts_of(model), hardware, reference_batch_size=batch)
+        guess = replace(guess, slow_from=slow_from(model, [cluster]).get(cluster.instance_type, math.inf))
         log_ratio = math.log(float(row["step_time_s"])) - log_step_s(guess)
         found.append(Timing(row["source"], row["gpu"], row["network"], row["precision"], batch, guess, log_ratio))
     return found
@@ -123,7 +125,7 @@ def log_step_s(guess: StepTimePrior) -> float:
     """log step time at the reference batch size on one device."""
     batch = float(guess.reference_batch_size or 1.0)
     point = Points(num_nodes=[1.0], world_size=[1.0], local_batch_size=[batch])
-    return float(log_terms(guess.without_accumulation().mean, point, batch).compute[0])
+    return float(log_terms(guess.without_accumulation().mean, point, batch, guess.slow_from).compute[0])
 
 
 def mixed(timings: Sequence[Timing]) -> dict[str, float]:

@@ -155,23 +155,28 @@ def _guessed_activation_bytes(flops_per_sample: float, parameter_count: float, b
     return math.exp(min(max(guess, _LOG_BYTES[0]), _LOG_BYTES[1]))
 
 
-def slow_from(spec: wire.JobSpec) -> dict[str, float]:
+def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> dict[str, float]:
     """The local batch from which on a convolution has 2^31 elements, by type of known GPUs; {} if none was counted.
 
     cuDNN then takes slower kernels. Processors have no such limit, and of unknown devices nothing is known.
     """
-    elements = spec.model.convolution_elements_per_sample
+    elements = model.convolution_elements_per_sample
     if elements is None:
         return {}
-    devices = {cluster.instance_type: known_device(cluster.accelerator) for cluster in spec.cluster}
+    devices = {cluster.instance_type: known_device(cluster.accelerator) for cluster in clusters}
     return {name: MANY_ELEMENTS / elements for name, device in devices.items() if device not in (None, PROCESSOR)}
 
 
 def guesses_of(spec: wire.JobSpec) -> list[str]:
-    """What the prior guesses because the specification leaves it out, one sentence each with its remedy."""
+    """What the first guess does not know of the job, one sentence each with its remedy."""
     sentences = []
     if spec.model.flops_per_sample is None:
         sentences.append("The model's FLOPs per sample are unknown and were guessed: give model.flops_per_sample.")
+    if spec.model.convolution_elements_per_sample is not None and spec.model.precision in ("bf16", "fp16"):
+        sentences.append(
+            f"Convolutions in {spec.model.precision} may take longer than guessed where model and images are not in "
+            "channels-last memory: call model.to(memory_format=torch.channels_last), and the same of the images."
+        )
     names = [f"model.{name}" for name in _COUNTED if getattr(spec.model, name) is None]
     if names:
         sentences.append(f"The first guess of the step time is wider without {', '.join(names)}: give what is missing.")

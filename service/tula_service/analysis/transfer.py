@@ -152,7 +152,7 @@ def prior_of(
                 probed.add(name)
         if prior is not None:
             believed[name] = prior
-    return Priors(believed, figures.hardware, frozenset(probed), slow_from(spec))
+    return Priors(believed, figures.hardware, frozenset(probed), slow_from(spec.model, spec.cluster))
 
 
 def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:

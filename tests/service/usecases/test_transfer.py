@@ -214,6 +214,11 @@ def test_a_specification_hears_of_what_it_lacks_and_of_nothing_that_it_has() -> 
     for name in counted:
         (said,) = hardware.guesses_of(spec(model={key: full[key] for key in full if key != name}, cluster=[on]))
         assert [each for each in counted if f"model.{each}" in said] == [name]
+    for precision, said in (("fp16", 1), ("fp32", 0)):
+        convolutional = full | {"precision": precision, "convolution_elements_per_sample": 802_816}
+        sentences = hardware.guesses_of(spec(model=convolutional, cluster=[on]))
+        assert [sentence for sentence in sentences if "torch.channels_last" in sentence] == sentences
+        assert len(sentences) == said
 
 
 def test_a_precision_makes_the_first_guess_faster_on_tensor_cores_and_narrower() -> None:
