@@ -21,7 +21,7 @@ _NO_KNEE = KneeFinding(None, "no knee: there is no candidate within the limits."
 class Exclusion:
     """One limit that a candidate breaks; `certain` is False when only the interval's upper end breaks it.
 
-    `share` is what it takes of the limit, at the upper end: above 1.
+    `share` is the candidate's value at the upper end over the limit: above 1.
     """
 
     estimate: Estimate
@@ -34,11 +34,11 @@ class Exclusion:
 class Choice:
     """A recommendation and what it was chosen from. `chosen` is None when no candidate keeps the limits.
 
-    `estimates` are of all candidates, on demand in their order and then on spot; the `ineligible` could not be chosen.
-    `excluded` has every limit that every candidate breaks, of one candidate the decisive one first.
+    `estimates` covers all candidates, on demand in their order and then on spot; the `ineligible` ones could not be
+    chosen. `excluded` holds every limit that every candidate breaks, the decisive limit of a candidate first.
     `within_limits_is_likely` is False when every candidate might break a limit and the one least likely to was taken.
-    `best_is_excluded`: deadline or budget exclude what would have been chosen without them. `merit`: what the
-    chosen candidate is the best in, as the end of a sentence. `menu` are up to five points of the frontier of what the
+    `best_is_excluded` says that deadline or budget exclude what would have been chosen without them. `merit` ends a
+    sentence: it says in what the chosen candidate is the best. `menu` has up to five points of the frontier of what the
     objective may choose, the chosen one among them, the fastest first.
     """
 
@@ -60,7 +60,8 @@ class Choice:
 
     @property
     def barred(self) -> set[tuple[Configuration, bool]]:
-        """The keys of estimates that no deadline or budget lets in: too large a batch, or they never finish."""
+        """Return the keys of estimates that no deadline or budget lets in: their batch is too large, or they never
+        finish."""
         refused = {e.key for e in self.estimates if not self.goal.may_choose(e.configuration)}
         return _hard(self.excluded) | (refused - ({self.chosen.key} if self.chosen else set()))
 
@@ -97,9 +98,9 @@ def price_candidates(
     memory: Mapping[str, MemoryModel] | None = None,
     assumed_peak: Interval | None = None,
 ) -> tuple[Estimate, ...]:
-    """Time and cost of every candidate, on demand and then on interruptible capacity; arguments as in `recommend`.
+    """Return time and cost of every candidate, on demand and then on spot capacity; arguments as in `recommend`.
 
-    `assumed_peak` bytes count where no memory model is.
+    Where there is no memory model, `assumed_peak` stands in for the peak, in bytes.
     """
     if missing := sorted({c.instance_type for c in candidates} - {*goal.offers, *goal.spot_offers}):
         raise ObservationError(f"no price for instance type {missing[0]!r}; add an offer for it.")
@@ -127,10 +128,10 @@ def price_candidates(
 
 
 def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
-    """The best candidate for the goal's objective inside its limits.
+    """Return the best candidate for the goal's objective inside its limits.
 
     A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
-    broken limit is rare. If none does, the one whose mean keeps them by the widest margin is taken, and
+    broken limit is rare. If no candidate does, the choice takes the one whose mean keeps them by the widest margin, and
     `within_limits_is_likely` is False.
     """
     limits, objective = goal.limits, OBJECTIVES[goal.objective]
@@ -171,7 +172,7 @@ def _hard(excluded: Sequence[Exclusion]) -> set[tuple[Configuration, bool]]:
 
 
 def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
-    """Every limit that a candidate breaks, those that it surely breaks first."""
+    """Return every limit that a candidate breaks, the limits that it surely breaks first."""
     batch, most = estimate.configuration.global_batch_size, limits.max_global_batch_size
     broken = []
     if most is not None and batch > most:

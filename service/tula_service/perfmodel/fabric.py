@@ -15,13 +15,13 @@ from tula_service.perfmodel.step_time_form import AT
 
 _LEAST_SD = 0.05
 _WEAK_SD = 5.0
-"""Of log alpha and log beta before the readings, so that sizes that show only one of them leave the other wide."""
+"""Deviation of log alpha and log beta before the readings: sizes that show only one of them leave the other wide."""
 _INTERVAL_DOF = 10.0
 _MOST_BUCKETS = 100_000
 BUCKET_BYTES = 25 * 2**20
-"""What DistributedDataParallel reduces at once, unless a script sets another `bucket_cap_mb`."""
+"""Bytes that DistributedDataParallel reduces at once, unless a script sets another `bucket_cap_mb`."""
 _LEAST_BETWEEN_SHARE = 0.1
-_OF_A_STEP_SD = 0.25  # of the log of a step's collectives, beside all-reduces of the same bytes on idle ranks
+_OF_A_STEP_SD = 0.25  # of the log of a step's collectives around all-reduces of the same bytes on idle ranks
 _GROWTH_SD = 0.1  # of k_intra and k_inter around a ring's growth
 _OVERLAP_SD = 0.5  # of log(g - 1) where buckets were timed
 _PACES = (0.5, 1.0, 2.0, 4.0)
@@ -49,9 +49,10 @@ class AllReduceCost:
         return self._interval(1)
 
     def ring(self, probed: int, ranks: int, messages: float, size_bytes: float) -> tuple[float, float]:
-        """Seconds of `size_bytes` in so many messages over a ring of `ranks`, and the standard deviation of their
-        logarithm, from a probe of `probed` ranks: a ring of N takes 2 (N - 1) hops of s / N bytes each. On as many
-        ranks as were probed, what the readings beside this size miss the line by counts too: the line sums what may
+        """Return the seconds of `size_bytes` in `messages` messages over a ring of `ranks`, and the sd of their log.
+
+        A probe measured `probed` ranks; a ring of N takes 2 (N - 1) hops of s / N bytes each. On as many ranks as were
+        probed, the seconds also follow the readings next to this size where these miss the line: the line sums what may
         overlap, and a chord between readings lies above it.
         """
         hops = (ranks - 1) / (probed - 1)
@@ -73,9 +74,9 @@ class AllReduceCost:
 
 @dataclass(frozen=True)
 class Fabric:
-    """What a probe measured over all ranks of so many nodes, and over the ranks of one node where that was apart.
+    """What a probe measured over all ranks of its nodes, and over the ranks of one node where it measured them apart.
 
-    `launch_s`: seconds that one kernel takes to launch; None where no device was probed.
+    `launch_s` is how many seconds one kernel takes to launch; None where no device was probed.
     """
 
     num_nodes: int
@@ -85,17 +86,20 @@ class Fabric:
     launch_s: float | None = None
 
     def within(self, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float] | None:
-        """Seconds of a node's collectives and the sd of their log; None where a node was not measured apart."""
+        """Return the seconds of a node's collectives and the sd of their log.
+
+        Return None for a node of one rank, and where the probe did not measure a node apart.
+        """
         cost = self.all_ranks if self.num_nodes == 1 else self.in_node
         return None if cost is None or ranks < 2 else cost.ring(self.ranks_per_node, ranks, messages, size_bytes)
 
     def whole(self, nodes: int, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float]:
-        """Seconds of a collective over all ranks of so many nodes, and the sd of its log."""
+        """Return the seconds of a collective over `nodes` nodes of `ranks` ranks each, and the sd of their log."""
         probed = self.num_nodes * self.ranks_per_node
         return self.all_ranks.ring(probed, nodes * ranks, messages, size_bytes)
 
     def between(self, nodes: int, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float]:
-        """What several nodes of so many ranks add to `within`, in seconds, and the sd of its log."""
+        """Return the seconds that `nodes` nodes of `ranks` ranks each add to `within`, and the sd of their log."""
         whole, log_sd = self.whole(nodes, ranks, size_bytes, messages)
         inner = self.within(ranks, size_bytes, messages)
         added = max(whole - (inner[0] if inner else 0.0), _LEAST_BETWEEN_SHARE * whole)
@@ -103,10 +107,10 @@ class Fabric:
 
 
 def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relative_sd: Sequence[float]) -> AllReduceCost:
-    """alpha and beta by Huber's loss on log seconds, weighted by the errors of the medians (`relative_sd`).
+    """Fit alpha and beta by Huber's loss on log seconds, weighted by the errors of the medians (`relative_sd`).
 
-    A library changes its algorithm with the size, so readings count as 5 % off at least, and what they miss the line by
-    widens both. Raises ObservationError unless sizes and seconds are positive.
+    A library changes its algorithm with the size, so each reading counts as at least 5 % off, and the misfit of the
+    readings widens both. Raises ObservationError unless sizes and seconds are positive.
     """
     from scipy.optimize import least_squares  # imported on use: most starts of the service fit no probe
 
@@ -130,8 +134,10 @@ def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relativ
 
 @dataclass(frozen=True)
 class Buckets:
-    """The gradients that a step reduces: bytes of each bucket in the order of reduction, and seconds until each was
-    complete in a step of one local batch, both of shape (n,); without times, how much is hidden is not known.
+    """The gradients that a step reduces: `size_bytes` of each bucket in the order of reduction, shape (n,).
+
+    `ready_s`, shape (n,), are the seconds until each bucket was complete in a step of one local batch; without them,
+    the share of the communication that is hidden stays unknown.
     """
 
     size_bytes: FloatArray
@@ -146,13 +152,16 @@ class Buckets:
 
     @classmethod
     def of(cls, gradient_bytes: float) -> Buckets:
-        """So many bytes in buckets of 25 MiB; of more than 2.6 TB in larger ones, where latency counts for nothing."""
+        """Return `gradient_bytes` in buckets of 25 MiB; of more than 2.6 TB in larger ones, where latency counts for
+        nothing."""
         number = min(max(math.ceil(gradient_bytes / BUCKET_BYTES), 1), _MOST_BUCKETS)
         return cls(np.full(number, gradient_bytes / number))
 
     def end_s(self, reduce_s: FloatArray, pace: float = 1.0) -> float:
-        """When the last bucket is reduced, where each takes `reduce_s`, one after another, and a backward pass `pace`
-        times as long."""
+        """Return the second at which the last bucket is reduced, if each takes `reduce_s`, one after another.
+
+        The backward pass takes `pace` times as long as the timed one.
+        """
         end = 0.0
         for ready, seconds in zip(np.asarray(self.ready_s) * pace, reduce_s, strict=True):
             end = max(float(ready), end) + float(seconds)
@@ -162,11 +171,11 @@ class Buckets:
 def nearest_form(
     buckets: Buckets, fabric: Fabric, nodes: FloatArray, ranks_per_node: int, mean: FloatArray, sd: FloatArray
 ) -> FloatArray:
-    """log seconds between two nodes, its growth, and log(g - 1), of the form that is nearest to simulated steps.
+    """Return log seconds between two nodes, its growth, and log(g - 1) of the form that is nearest to simulated steps.
 
-    mean, sd, shape (3,): the three before the simulation. A bucket is reduced once it is complete and the one before is
-    done; what ends after the backward pass is exposed. Local batches of half to four times the timed one are simulated,
-    by a backward pass as many times as long.
+    `mean` and `sd`, shape (3,), describe the three before the simulation. A bucket is reduced once it is complete and
+    the one before is done; what ends after the backward pass is exposed. The simulation covers half to four times the
+    timed local batch, with a backward pass as many times as long.
     """
     from scipy.optimize import least_squares
 
@@ -190,12 +199,12 @@ def nearest_form(
 def with_fabric(
     prior: StepTimePrior, fabric: Fabric, *, buckets: Buckets, max_nodes: int, ranks_per_node: int
 ) -> StepTimePrior:
-    """`prior` with the collectives of a probe of the same nodes where those are known better from it.
+    """Return `prior` with the collectives of a probe of the same nodes where the probe knows them better.
 
     A step reduces `buckets` by a ring, T(N) = sum of alpha(N) + beta(N) bytes. s_inter and k_inter are the line through
     log T over log n/2 for 2 nodes to `max_nodes`; s_intra is T of one node at the job's ranks. Both are in seconds, so
-    compute readings on one node leave them as they are. Where the buckets were timed, the line and g are those of
-    `nearest_form`. The basis stays.
+    compute readings on one node leave them as they are. Where the buckets were timed, `nearest_form` gives the line and
+    g. The basis stays.
     """
     mean, sd = prior.mean.copy(), prior.sd.copy()
     in_seconds = set(prior.in_seconds)

@@ -7,10 +7,11 @@ With S(B) = floor(E D / B) steps in all, b the base batch and N the gradient noi
                                       or S(B) >= 5,000   in either case )
 
 In 271 trainings of five small networks, the number of steps predicted a loss of more than a point far better than the
-noise scale did: with these constants none of 13 (network, epochs) lost more, and 12 of them did without. They belong to
-the rule that a training scales its steps by. Of networks that they were not chosen on, one lost 2.3 ± 2.2 points.
-`docs/gradient-scaling.md` has the table. Long trainings lose nothing far beyond the noise scale: ResNet-50 on ImageNet
-keeps its accuracy at 8,192 examples and 14,000 steps (Goyal et al. 2017), so there the noise only warns.
+noise scale did: of 13 pairs (network, epochs), none lost more with these constants, and 12 did without. The constants
+hold for the rule by which a training scales its steps. Of the networks that did not serve to choose them, one lost
+2.3 ± 2.2 points. `docs/gradient-scaling.md` has the table. Long trainings lose nothing far beyond the noise scale:
+ResNet-50 on ImageNet keeps its accuracy at 8,192 examples and 14,000 steps (Goyal et al. 2017), so there the noise only
+warns.
 """
 
 from __future__ import annotations

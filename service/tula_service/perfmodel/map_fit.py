@@ -32,10 +32,10 @@ from tula_service.perfmodel.step_time_form import (
 
 _TOLERANCE = 1e-5  # of the squared misfit and of theta: a shift of predictions far below their intervals
 _OUTLIER_SDS = 3.0
-_POINTS_FOR_A_CASE = 10  # of fewer, replays get worse: an outlier cannot be distinguished from a job that strays
+_POINTS_FOR_A_CASE = 10  # with fewer, replays get worse: an outlier looks like a job that strays
 _PRIOR_DOF = 6.0
 _IN_SECONDS = to_seconds(COLLECTIVES)
-_COMPUTE_NOISE = 0.07  # of log compute time and of log optimizer time: how far the timed phases of a step are from them
+_COMPUTE_NOISE = 0.07  # of log compute time and of log optimizer time, around the timed phases of a step
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,10 @@ class Posterior:
         return replace(own, mean=np.linalg.solve(in_seconds, taught), sd=precision**-0.5)
 
     def _moments(self, covariances: Sequence[FloatArray]) -> StepTimePrior:
-        """A prior with the mean and deviation of theta over all members, whose covariances are these; collectives,
-        which are known better than what is relative to c, in seconds."""
+        """Return a prior with the mean and deviation of theta over all members, whose covariances are these.
+
+        The prior holds collectives in seconds, since they are known better than what is relative to c.
+        """
         thetas = np.array([member.theta for member in self.members])
         mean = self.member_weights @ thetas
         variances = np.array([np.diag(_IN_SECONDS @ each @ _IN_SECONDS.T) for each in covariances])
@@ -162,7 +164,8 @@ class Posterior:
 
 
 def targets_of(observations: StepTimeObservations, repeats: FloatArray, scales: ResidualScales) -> Targets:
-    """What the fit has to meet on rows of `repeats` runs each, shape (n,): a mean of k has 1/k of their variance."""
+    """Return what the fit has to meet on rows of `repeats` runs each, shape (n,): a mean of k runs has 1/k of their
+    variance."""
     compute = np.where(
         np.isfinite(observations.compute_time_s),
         observations.compute_time_s,
@@ -202,7 +205,7 @@ def fit_posterior(
     prior: StepTimePrior,
     reference_batch_size: float,
 ) -> Posterior:
-    """One Laplace approximation for each hypothesis, weighted by its evidence; deterministic."""
+    """Fit one Laplace approximation for each hypothesis, weighted by its evidence; deterministic."""
     centre, points = prior.mean.copy(), targets.points
     beliefs, shares = zip(*hypotheses(prior.scales), strict=True)
     covariances = [residual_covariance(points, points, scales) for scales in beliefs]
@@ -236,11 +239,11 @@ def _fit_member(
     targets: Targets,
     reference: float,
 ) -> Member:
-    """The Laplace approximation around the maximum a posteriori, which is searched from `theta` on.
+    """Return the Laplace approximation around the maximum a posteriori; the search starts at `theta`.
 
-    `shared` is the covariance of the residuals at `scales`, shape (n, n), without what each point has alone.
-    A point further than three deviations from what the others predict for it is treated as a separate case, the worst
-    one first, at most one in ten: its own prediction keeps it, and it influences no other.
+    `shared` is the covariance of the residuals at `scales`, shape (n, n), without what each point has alone. A point
+    further than three deviations from what the others predict for it is treated as a separate case, the worst point
+    first, at most one in ten: its own prediction keeps it, and it influences no other.
     """
     measured = targets.log_step.size
     own = np.full(measured, scales.own**2)
@@ -281,8 +284,10 @@ def _levenberg_marquardt(
     whitener: FloatArray,
     reference: float,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """theta at the maximum, and there the whitened log residuals of steps, readings of compute and of what comes once,
-    and the prior, and their slopes in theta."""
+    """Return theta at the maximum, and there the whitened residuals and their slopes in theta.
+
+    The residuals belong to log step times, readings of compute and of what comes once, and the prior, in this order.
+    """
     from scipy.optimize import leastsq  # imported on use: it slows the start of the service
 
     has_compute, root = np.isfinite(targets.log_compute), cholesky(prior.precision)

@@ -2,10 +2,10 @@
 
     M(b) = max(M_static + k b, M_2 + k_2 b)
 
-M_static: parameters, gradients, optimizer state; k: activations and batch. A peak is the largest of several moments of
-a step, each with a line of its own: the first is a weighted line through what was read and what was counted, the
-second that through the two largest readings, where these rise faster. `tula_wire.memory` has the formula that the agent
-evaluates.
+M_static counts parameters, gradients and optimizer state; k counts activations and batch. A peak is the largest of
+several moments of a step, and each moment grows along a line of its own: the first line is a weighted fit to readings
+and counts, and the second passes through two readings at large batches where these rise faster. `tula_wire.memory` has
+the formula that the agent evaluates.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tula_wire.format import size
 from tula_wire.memory import usable_bytes
 
 _READING_SD = 0.04
-_WORK_SPACE_SD = 0.07  # of the smallest reading: the work space of a small batch is that of another kernel
-_PREDICTION_SD = 0.05  # what a reading at any batch differs from the line
+_WORK_SPACE_SD = 0.07  # of the smallest reading: a small batch runs other kernels, with another work space
+_PREDICTION_SD = 0.05  # how far a reading at any batch lies from the line
 _ANALYSIS_SD = 0.15  # of bytes per sample
 _OVER_ANALYSIS = 1.1  # rounding, fragmentation and work space add to the bytes that can be counted
 _UNCOUNTED_STATIC, _UNCOUNTED_SD = 0.7, 0.7  # of the smallest reading, where nothing was counted
@@ -39,11 +39,12 @@ _NORMAL_END = float(special.ndtri(0.5 + LEVEL / 2.0))
 
 @dataclass(frozen=True)
 class MemoryObservations:
-    """What was read and counted of one rank's memory on one instance type; the columns are of shape (n,), (n,), (m,).
+    """Readings and counts of one rank's memory on one instance type; the columns have shapes (n,), (n,) and (m,).
 
     `out_of_memory_batch_sizes` are local batches that did not fit into `capacity_bytes`. `static_bytes` is what does
-    not grow with the batch (parameters, gradients, optimizer state), with its relative error. `bytes_per_sample` counts
-    activations and inputs of one example; the device is taken to need 10 % more. None: not counted.
+    not grow with the batch (parameters, gradients, optimizer state), and `static_sd` its relative error.
+    `bytes_per_sample` counts activations and inputs of one example; the fit assumes that the device needs 10 % more.
+    None: not counted.
     """
 
     local_batch_size: FloatArray | Sequence[float] = ()
@@ -66,23 +67,24 @@ class MemoryObservations:
 
 @dataclass(frozen=True)
 class Shards:
-    """Static memory that the ranks share (ZeRO, FSDP), bytes of all shards together; curves are of `most_ranks`."""
+    """Static memory that the ranks share (ZeRO, FSDP), bytes of all shards together; lines hold for `most_ranks`
+    ranks."""
 
     total_bytes: float = 0.0
     most_ranks: int = 1
 
     def extra_bytes(self, world_size: int) -> float:
-        """What one of so many ranks holds beyond one of `most_ranks`, at least nothing."""
+        """Return the bytes that one of `world_size` ranks holds beyond one of `most_ranks`, at least 0."""
         return self.total_bytes * max(0.0, 1.0 / world_size - 1.0 / self.most_ranks)
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What the device holds beside the peak that was read: readings and the line are without it, predictions with it.
+    """The memory of the device outside the peak that was read: predictions include it, readings and lines do not.
 
-    `context_bytes` are the context and communicators, with their standard deviation. `reserved` is what the allocator
-    takes from a full device over what is allocated, with the standard deviation of its logarithm: it counts where a
-    batch must fit, and in no prediction.
+    `context_bytes` is the memory of context and communicators, and `context_sd_bytes` its standard deviation.
+    `reserved` is what the allocator takes from a full device, over what is allocated, and `reserved_sd` the standard
+    deviation of its logarithm: this factor counts where a batch must fit, and in no prediction.
     """
 
     context_bytes: float = 0.0
@@ -93,9 +95,10 @@ class Beside:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Fitted lines of bytes; `notes` name what the data leave open.
+    """The fitted lines of bytes; `notes` name what the data leave open.
 
-    `covariance` is that of (static, per example); `upper` is the second line, (bytes, bytes per example).
+    `covariance` covers `static_bytes` and `bytes_per_sample`, shape (2, 2); `upper` is the second line: (bytes, bytes
+    per example).
     """
 
     notes: tuple[str, ...]
@@ -108,14 +111,15 @@ class MemoryModel:
     upper: tuple[float, float] = (0.0, 0.0)
 
     def predict(self, local_batch_size: float) -> Interval:
-        """Peak bytes on the device at a local batch, what is beside the allocator included."""
+        """Return the peak bytes on the device at a local batch, including what the device holds outside the
+        allocator."""
         allocated, sd = self._allocated(local_batch_size)
         mean = allocated + self.beside.context_bytes
         width = math.exp(min(_NORMAL_END * sd / mean, WIDEST_LOG))
         return Interval(mean, mean / width, mean * width)
 
     def fits(self, local_batch_size: float, capacity_bytes: float) -> float:
-        """Probability that this local batch fits into the capacity; 0 from the smallest batch that did not."""
+        """Return the probability that this local batch fits into the capacity; 0 from the smallest failed batch on."""
         if local_batch_size >= self.failed_from:
             return 0.0
         allocated, sd = self._allocated(local_batch_size)
@@ -132,7 +136,8 @@ class MemoryModel:
         return bisect_left(batches, True, key=lambda b: self.fits(b, capacity_bytes) < safety_probability)
 
     def _allocated(self, local_batch_size: float) -> tuple[float, float]:
-        """Bytes by the higher line, and the standard deviation of the peak, the context's included."""
+        """Return the bytes by the higher line, and the standard deviation of the peak, including that of the
+        context."""
         row = np.array([1.0, local_batch_size])
         lines = (self.static_bytes, self.bytes_per_sample), self.upper
         allocated = max(1.0, *(static + each * local_batch_size for static, each in lines))
@@ -151,13 +156,13 @@ def predict_peaks(models: Mapping[str, MemoryModel], configurations: Sequence[Co
 
 
 def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), beside: Beside = Beside()) -> MemoryModel:
-    """Fit the line to the readings, to counted bytes, and to an out-of-memory event.
+    """Fit the lines to the readings, to counted bytes, and to an out-of-memory event.
 
-    Counted static bytes are the reading at a batch of 0. Where nothing was counted, 0.7 of the smallest reading, give
-    or take as much, stand in for it, so that a single batch leaves the growth open, and a note is added. A batch
-    that ran out of memory counts as a reading of the capacity if the line was below that. With `shards`, readings and
-    counted bytes are of one of `shards.most_ranks`; with `beside`, without the context. Raises ObservationError with
-    neither a reading nor bytes per sample.
+    Counted static bytes act as a reading at a batch of 0. Where nothing was counted, 0.7 of the smallest reading, give
+    or take as much, stand in for them, so that a single batch leaves the growth open, and the model gets a note. A
+    batch that ran out of memory counts as a reading of the capacity if the line lay below the capacity there. With
+    `shards`, readings and counted bytes belong to one of `shards.most_ranks` ranks; with `beside`, they exclude the
+    context. Raises ObservationError with neither a reading nor bytes per sample.
     """
     batches, peaks, notes = _usable(observed)
     static, counted = observed.static_bytes, observed.bytes_per_sample
@@ -195,14 +200,17 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
 
 
 def _reading_sds(peaks: FloatArray) -> FloatArray:
-    """Standard deviation of each reading: a share of it, and the work space of kernels, a share of the smallest."""
+    """Return the standard deviation of each reading, shape (n,).
+
+    It combines a share of the reading itself and, for the work space of kernels, a share of the smallest reading.
+    """
     return np.hypot(_READING_SD * peaks, _WORK_SPACE_SD * peaks.min()) if peaks.size else peaks
 
 
 def _upper_line(batches: FloatArray, peaks: FloatArray, slope_of_all: float) -> tuple[float, float]:
-    """(bytes, bytes per example) through the largest batch and the next one of at most half its size.
+    """Return (bytes, bytes per example) of the line through the largest batch and the next of at most half its size.
 
-    (0, 0) unless a third batch, smaller still, was read and the line rises clearly faster than that through all.
+    Return (0, 0) unless a third, smaller batch was read and this line rises clearly faster than the line through all.
     """
     read = {batch: float(np.median(peaks[batches == batch])) for batch in np.unique(batches).tolist()}
     halves = [batch for batch in read if 2.0 * batch <= max(read)]
@@ -215,9 +223,10 @@ def _upper_line(batches: FloatArray, peaks: FloatArray, slope_of_all: float) -> 
 
 
 def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[FloatArray, FloatArray]:
-    """The non-negative (static, per example) of rows (of static, of an example, value, sd), and its covariance.
+    """Return the non-negative (static, per example) that fits the rows best, and its covariance.
 
-    Weights are those of Student's t with one degree of freedom, so that of three rows the one that jumps counts least.
+    A row is (factor of static, factor of per example, value, sd). Student's t with one degree of freedom gives the
+    weights, so that the outlier among three rows counts least.
     """
     from scipy.optimize import nnls  # imported on use: it slows the start of the service
 
@@ -229,7 +238,7 @@ def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[F
         weighted = design * root[:, None]
         line, _ = nnls(weighted, value * root)
         root = np.sqrt(2.0 / (1.0 + (value - design @ line) ** 2))
-    inverse = np.linalg.pinv(weighted)  # of readings that differ by many orders of magnitude, the square is singular
+    inverse = np.linalg.pinv(weighted)  # the square is singular where readings differ by many orders of magnitude
     return line * scale, np.asarray(inverse @ inverse.T * np.outer(scale, scale))
 
 

@@ -32,21 +32,22 @@ from tula_wire.format import multiple
 _NEARLY_BEST = 1.1
 """`balanced` gives up a tenth of the best for a smaller batch, which generalises better, and for fewer nodes."""
 _KNEE_WITHIN = 3.0
-"""A knee is looked for up to so many times the least time: what takes longer is no choice, and would move it."""
+"""The search for a knee ends at this multiple of the least time: slower candidates are no choice and would move it."""
 _FEWEST_FOR_A_KNEE = 3
 _ROUNDING = 1e-6  # of the range of log cost: a curve that bends less is straight
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be chosen: for which training, at which prices, within which limits, and by how many steps.
+    """What a choice is for: the training, the prices, the limits, and how many steps a candidate needs.
 
     `offers` are on-demand prices and `spot_offers` prices of interruptible capacity, both by instance type; every
     instance type needs one of the two. `steps_factor` is how many times as many steps a candidate needs for the same
-    quality, 1 where it is not given. `priced`: costs are money; else they are node-hours. `usd_per_hour_of_waiting` is
-    what an hour of the training's duration costs its owner. `guard` says which batches keep the accuracy, None: all.
-    `batch_normalization`: the network has such layers, which lose accuracy where they normalize over many examples.
-    `power_w` is that of a rank's device by instance type, of every type or of none.
+    quality, 1 where it names none. `priced` says that costs are money; else they are node-hours.
+    `usd_per_hour_of_waiting` is what an hour of the training's duration costs its owner. `guard` says which batches
+    keep the accuracy; None allows all. `batch_normalization` says that the network has such layers, which lose accuracy
+    where they normalize over many examples. `power_w` is the power of a rank's device by instance type, for every type
+    or for none.
     """
 
     objective: Name
@@ -62,17 +63,18 @@ class Goal:
     power_w: Mapping[str, Interval] = field(default_factory=dict)
 
     def normalized_too_widely(self, local_batch_size: int) -> int:
-        """Examples of a rank and micro-step beyond what batch normalization bears, twice the base batch."""
+        """Return how many examples of a rank and micro-step exceed what batch normalization bears: twice the base
+        batch."""
         if not self.batch_normalization or self.guard is None:
             return 0
         return max(0, local_batch_size - 2 * self.guard.base_batch_size)
 
     def value(self, estimate: Estimate) -> Interval:
-        """What the objective ranks by: the smaller, the better."""
+        """Return what the objective ranks by: the smaller, the better."""
         return OBJECTIVES[self.objective].value(self, estimate)
 
     def may_choose(self, configuration: Configuration) -> bool:
-        """False where the objective refuses the global batch, whatever the candidate takes and costs."""
+        """Return False where the objective refuses the global batch, whatever the candidate takes and costs."""
         return OBJECTIVES[self.objective].may_choose(self, configuration.global_batch_size)
 
 
@@ -85,11 +87,11 @@ class KneeFinding:
 
 
 class Objective:
-    """Least time, and what the other objectives do otherwise.
+    """The objective of least time, and the base of the other objectives.
 
-    `needs_prices`: without prices a job cannot have it. `needs_efficiency`: estimates count the steps that a batch
-    needs for the quality of the smallest one. `by_cost`: tables list candidates by cost. `is_compromise`: it gives up
-    time or money for a smaller batch.
+    `needs_prices` says that a job without prices cannot have it. `needs_efficiency` says that estimates count the steps
+    that a batch needs for the quality of the smallest one. `by_cost` says that tables list candidates by cost.
+    `is_compromise` says that the objective gives up time or money for a smaller batch.
     """
 
     needs_prices = False
@@ -133,8 +135,8 @@ class _Cost(Objective):
         return sorted(allowed, key=lambda e: (e.cost_usd.expected, e.time_s.expected, tie_break(e)))
 
     def next_best(self, ranked: Sequence[Estimate]) -> Estimate | None:
-        # The rank is by expected cost, where a cheaper but less sure one may come after the chosen one. The predicted
-        # values are printed beside each other, so the next best is the next that is not cheaper by these.
+        # The rank is by expected cost, where a cheaper but less sure estimate may come after the chosen one. Users see
+        # the predicted costs side by side, so the next best is the next estimate whose predicted cost is no lower.
         return next((e for e in ranked[1:] if e.cost_usd.mean >= ranked[0].cost_usd.mean), None)
 
     def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
@@ -142,7 +144,7 @@ class _Cost(Objective):
 
 
 class _Compromise(Objective):
-    """Of time and cost: the least product of the two, which needs no scale; time alone without prices."""
+    """The least product of time and cost, which needs no scale; the least time without prices."""
 
     is_compromise = True
 
@@ -160,7 +162,8 @@ class _Compromise(Objective):
 
 
 class _Balanced(_Compromise):
-    """A compromise among the batches that keep the accuracy; money and waiting together where waiting has a price."""
+    """A compromise among the batches that keep the accuracy; the least sum of cost and waiting where waiting has a
+    price."""
 
     def value(self, goal: Goal, estimate: Estimate) -> Interval:
         if goal.priced and goal.usd_per_hour_of_waiting is not None:
@@ -188,7 +191,7 @@ class _Balanced(_Compromise):
         return [chosen, *(e for e in ranked if e is not chosen)]
 
     def _near(self, goal: Goal, ranked: Sequence[Estimate]) -> list[Estimate]:
-        """Those that are nearly as good as the best, in the order given."""
+        """Return the estimates that are nearly as good as the best, in the order given."""
         best = min(self.value(goal, e).expected for e in ranked)
         return [e for e in ranked if self.value(goal, e).expected <= _NEARLY_BEST * best]
 
@@ -237,7 +240,7 @@ class _Knee(_Compromise):
 
 
 class _Energy(Objective):
-    """The least energy of the accelerators; the least time before a run has reported power."""
+    """The least energy of the accelerators; the least time until a run has reported power."""
 
     def value(self, goal: Goal, estimate: Estimate) -> Interval:
         return estimate.energy_kwh or estimate.time_s

@@ -27,7 +27,7 @@ _DESIGN_RUNS = 4
 _RUNS_PER_FURTHER_TYPE = 2
 _BATCHES_PER_LAUNCH = 3
 _APART = 4
-_WORTH_A_LAUNCH = 0.0125  # expected gain of what the goal wants small; docs/model.md says on which grids it was chosen
+_WORTH_A_LAUNCH = 0.0125  # expected gain that pays for a launch; docs/model.md says on which grids it was chosen
 _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 _BOUND_SDS = 2.0  # replays of half of the public grids with 3 % noise: 1.5 to 2.5 give the same regret, 1 gives more
 _MOST_JUDGED = 128  # candidates whose variance a design looks at: so a plan of thousands needs 0.2 s and 50 MiB
@@ -36,7 +36,7 @@ _FORBIDDEN = 1e3
 
 
 class Launch(NamedTuple):
-    """What one launch fixes: it can measure the configurations that differ in the local batch alone."""
+    """The properties that one launch fixes: it can measure configurations that differ in the local batch alone."""
 
     instance_type: str
     num_nodes: int
@@ -45,22 +45,22 @@ class Launch(NamedTuple):
 
 
 def launch_of(configuration: Configuration) -> Launch:
-    """The launch that can measure a configuration."""
+    """Return the launch that can measure a configuration."""
     c = configuration
     return Launch(c.instance_type, c.num_nodes, c.world_size, c.grad_accum_steps)
 
 
 def launches_of(configurations: Iterable[Configuration]) -> frozenset[Launch]:
-    """The launches that can measure these configurations."""
+    """Return the launches that can measure these configurations."""
     return frozenset(launch_of(c) for c in configurations)
 
 
 @dataclass(frozen=True)
 class PlanBudget:
-    """How much may be spent on profiling in all. GPU-seconds count ranks times seconds; None means without limit.
+    """The limits of all profiling together. GPU-seconds count ranks times seconds; None means no limit.
 
-    `by_default`: `max_runs` is the default and not the user's number. `share_launches`: a launch measures up to three
-    local batches, and `max_runs` counts launches.
+    `by_default` says that `max_runs` is the default and not the user's number. With `share_launches`, a launch measures
+    up to three local batches, and `max_runs` counts launches.
     """
 
     max_runs: int = 6
@@ -84,7 +84,8 @@ class PlannedRun:
 class Plan:
     """Runs that may go in parallel. `stop_reason` is set when there are none because profiling is over.
 
-    No runs and no reason: wait for the pending runs or, where none is pending, nothing keeps the limits.
+    Where a plan has neither runs nor a reason, the pending runs must end first or, where none is pending, no candidate
+    keeps the limits.
     """
 
     runs: tuple[PlannedRun, ...]
@@ -102,19 +103,19 @@ def plan(
     pending: Collection[Configuration] = (),
     unavailable: Collection[Configuration] = (),
 ) -> Plan:
-    """What to profile next, deterministically.
+    """Decide what to profile next, deterministically.
 
-    `full`: every candidate. `partial`: smallest and largest batch on smallest and largest cluster. `paper`: two of
-    these corners, smallest batch on smallest cluster and largest on largest. `adaptive`: first the four most
-    informative runs (largest cluster first), then `_refine_choice`. With `budget.share_launches`, a launch measures up
-    to three batches of its cluster; the first is the largest cluster, then comes the smallest, unless the first told
-    how a step splits into compute and communication. Where the links between nodes were probed, the smallest comes
-    alone.
+    `full` takes every candidate. `partial` takes the smallest and the largest batch on the smallest and the largest
+    cluster. `paper` takes two of these corners: the smallest batch on the smallest cluster and the largest batch on the
+    largest. `adaptive` takes the four most informative runs (largest cluster first), then follows `_refine_choice`.
+    With `budget.share_launches`, a launch measures up to three batches of its cluster: the first launch takes the
+    largest cluster, the second the smallest, unless the first told how a step splits into compute and communication.
+    Where a probe measured the links between nodes, the launch of the smallest cluster comes alone.
 
     `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
-    measured, `recommendation` is the answer that the user gets for `goal`; by default that of the same arguments.
-    `pending` runs have been handed out; `unavailable` configurations failed and are neither planned nor chosen. Raises
-    ObservationError where all have.
+    measured, `recommendation` is the answer that the user gets for `goal`; by default the planner computes it from the
+    same arguments. `pending` runs have been handed out; `unavailable` configurations failed and are neither planned nor
+    chosen. Raises ObservationError where all candidates failed.
     """
     left = tuple(c for c in dict.fromkeys(candidates) if c not in set(unavailable))
     if not left:
@@ -138,10 +139,11 @@ def plan(
 
 
 class _State:
-    """What planning decides from; `model` is None before the first measurement.
+    """The facts that planning decides from; `model` is None before the first measurement.
 
-    `used` were measured or are pending, `unused` are neither, and of those the budget pays for the `affordable`. A
-    launch measures up to `batches` local batches, or one configuration; `runs_left` counts launches.
+    `used` configurations were measured or are pending, `unused` candidates are neither, and `affordable` holds the
+    unused ones that the budget pays for. A launch measures up to `batches` local batches, or one configuration;
+    `runs_left` counts launches.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class _State:
         self.runs_left = limit - sum(math.ceil(count / self.batches) for count in launched)
 
     def exhausted(self) -> str | None:
-        """Why no further run is possible, None if one is."""
+        """Return why no further run is possible, or None if one is."""
         budget = self.budget
         if not self.unused:
             return "Every candidate has been profiled."
@@ -183,18 +185,18 @@ class _State:
         return None
 
     def launch(self, asked: Configuration, purpose: str) -> Plan:
-        """The launch that measures this configuration, with further local batches."""
+        """Return the plan of the launch that measures this configuration, with further local batches."""
         batches = self.batches_of(self.affordable, launch_of(asked), asked)
         return Plan(tuple(PlannedRun(c, purpose) for c in batches), None)
 
     def batches_of(self, among: Iterable[Configuration], launch: Launch, *asked: Configuration) -> list[Configuration]:
-        """What a launch measures: `asked`, and the smallest, largest and middle batch, as far as it may."""
+        """Return what a launch measures: `asked`, then the smallest, largest and middle batch while there is room."""
         batches = sorted(c for c in among if launch_of(c) == launch)
         chosen = [*asked, *batches[:1], *batches[-1:], *batches[len(batches) // 2 :][:1]]
         return sorted([*dict.fromkeys(chosen)][: self.batches])
 
     def tells_split(self, launch: Launch) -> bool:
-        """True where a run of this launch measured how a step splits into compute and exposed communication."""
+        """Return True where a run of this launch measured how a step splits into compute and exposed communication."""
         seen = None if self.model is None else self.model.observations
         if seen is None:
             return False
@@ -206,7 +208,10 @@ class _State:
         return launch_of(c) if self.budget.share_launches else c
 
     def _affordable(self) -> Iterator[Configuration]:
-        """Those whose run the rest of the GPU-seconds pays for; of a launch, with the smaller batches before it."""
+        """Yield the unused candidates whose run the rest of the GPU-seconds pays for.
+
+        A launch measures its batches in ascending order, so that each needs the seconds of the smaller batches too.
+        """
         budget, needed = self.budget, defaultdict[object, float](float)
         most = math.inf if budget.max_gpu_seconds is None else budget.max_gpu_seconds
         left = most - budget.spent_gpu_seconds
@@ -223,9 +228,10 @@ class _State:
 
 
 def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> list[Configuration]:
-    """Smallest and largest batch on the largest and the smallest cluster of each type.
+    """Return the smallest and the largest batch on the largest and the smallest cluster of each type.
 
-    `two`: as the paper has it (IV-B), the largest batch on the largest and the smallest on the smallest cluster.
+    With `two`, as in the paper (IV-B), return the largest batch on the largest cluster and the smallest on the
+    smallest.
     """
     corners: list[Configuration] = []
     for name in sorted({c.instance_type for c in candidates}):
@@ -240,9 +246,9 @@ def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> 
 
 
 def first_launches(candidates: Sequence[Configuration], *, probed: Collection[str] = ()) -> list[Launch]:
-    """Of each instance type the largest and the smallest cluster; of those in `probed` the smallest alone.
+    """Return the largest and the smallest cluster of each instance type, but the smallest alone of a type in `probed`.
 
-    The links between nodes of the latter are known. Of several launches at one cluster, the one with the least
+    A probe has told the links between nodes of the latter. Of several launches at one cluster, the one with the least
     accumulation counts as the largest.
     """
     chosen: list[Launch] = []
@@ -256,7 +262,10 @@ def first_launches(candidates: Sequence[Configuration], *, probed: Collection[st
 
 
 def _first_launches(state: _State) -> list[PlannedRun]:
-    """The rest of the launches that every search begins with; of a type whose first one told the split, no further."""
+    """Return the runs that are missing from the launches that every search begins with.
+
+    A type whose first launch told the split needs no second launch.
+    """
     begun = launches_of(state.used)
     told = {launch.instance_type for launch in begun if state.tells_split(launch)}
     design = first_launches(state.candidates, probed=state.priors.probed)
@@ -272,7 +281,7 @@ def _first_launches(state: _State) -> list[PlannedRun]:
 
 
 def _next_design_runs(state: _State, goal: Goal) -> list[PlannedRun]:
-    """The runs of the design that are still to be planned."""
+    """Return the runs that the design still lacks."""
     num_types = len({c.instance_type for c in state.candidates})
     num_runs = _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (num_types - 1)
     missing = min(num_runs - len(state.used), state.runs_left)
@@ -311,12 +320,12 @@ def design(
     allowed: Collection[Configuration] | None = None,
     used: Collection[Configuration] = (),
 ) -> list[Configuration]:
-    """The most informative candidates; of a type the largest cluster comes first, then the smallest: what lies beyond a
-    cluster that was never measured is predicted worst.
+    """Return the most informative candidates, the largest cluster of each type first, then the smallest.
 
-    With a goal, the largest cluster runs its would-be best batch, and what matters is the variance of
-    candidates that may be chosen: one that is expected to be twice as dear as the best counts a quarter of it.
-    `allowed` are those to choose from (all); `used` configurations have been measured or will be.
+    The model predicts worst what lies beyond every measured cluster. With a goal, the largest cluster runs its would-be
+    best batch, and the design minimises the variance of candidates that may be chosen: a candidate that is expected to
+    be twice as dear as the best counts a quarter of it. The design chooses from `allowed` (default: all); `used`
+    configurations have been measured or will be.
     """
     # The prior's own uncertainty, not the fit's: a design fixed before measuring does as well as one re-planned after
     # every run, and all of its runs may go in parallel.
@@ -341,7 +350,7 @@ def design(
 
 
 def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: Goal) -> FloatArray:
-    """log of what the goal wants small, shape (n,), at each candidate's best offer; 1000 where the goal forbids it.
+    """Return the log of the goal's value at each candidate's best offer, shape (n,); 1000 where the goal forbids it.
 
     Memory is not known yet, so a price per GB-hour counts as if every rank held one GB.
     """
@@ -397,8 +406,10 @@ def greedy_design(
 
 
 def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> FloatArray:
-    """Covariance of log step time, shape (len(first), len(second)), under a model without measurements: that of its
-    parameters and of the residual. Instance types count as independent."""
+    """Return the covariance of log step time under a model without measurements, shape (len(first), len(second)).
+
+    The parameters and the residual both contribute. Instance types count as independent.
+    """
     covariance = np.zeros((len(first), len(second)))
     for name in set(first.instance_type) & set(second.instance_type):
         rows, columns = first.rows_of(name), second.rows_of(name)
@@ -414,12 +425,12 @@ def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> Flo
 
 
 def _refine_choice(state: _State, choice: Choice) -> Plan:
-    """The next launch that may change or verify the choice, or why there is none. In this order:
+    """Return the next launch that may change or verify the choice, or the reason why there is none. In this order:
 
     1. Verification: the choice itself, if it was not measured.
-    2. Contender: the candidate with the lowest confidence bound, until that is a measured one.
+    2. Contender: the candidate with the lowest confidence bound, unless that candidate was measured.
 
-    A launch of several batches needs an expected gain for 2.
+    Where a launch measures several batches, step 2 needs a minimum expected gain.
     """
     chosen = choice.chosen
     if chosen is not None and not chosen.measured and chosen.configuration in state.affordable:
@@ -440,12 +451,12 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
 
 
 def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estimate | None:
-    """The estimate with the lowest confidence bound (Cox and John 1992) of what is to be small; None without one.
+    """Return the estimate with the lowest confidence bound of the goal's value (Cox and John 1992), if there is one.
 
     Of the unmeasured estimates only `runnable` ones count. Their bound is two standard deviations of the logarithm
-    below the mean; a measured one and the choice count with their means. Deadline and budget come before the value: the
-    least excess over the limits wins, by the same bounds. A candidate that may not fit into memory is among them, since
-    its run answers whether it does.
+    below the mean; measured estimates and the choice count with their means. Deadline and budget come before the value:
+    the estimate with the least excess over the limits wins, by the same bounds. A candidate that may not fit into
+    memory takes part too, since its run answers whether it does.
     """
     barred, limits = choice.barred, choice.goal.limits
     measured = {e.key for e in choice.estimates if e.measured or e is choice.chosen}
@@ -454,7 +465,7 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
         sds = 0.0 if estimate.key in measured else _BOUND_SDS
         excess = (_bound(value, sds) - math.log(limit) for _, value, limit in limits.of_totals(estimate))
         bound = _bound(choice.goal.value(estimate), sds)
-        # Among equals the smaller cluster: its run costs less.
+        # Among equals the smaller cluster wins, since its run costs less.
         c = estimate.configuration
         return (round(max([0.0, *excess]), 3), round(bound, 3), c.world_size, c)
 
@@ -467,11 +478,11 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
 
 
 def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
-    """How much of its value the best choice is expected to lose by the launch that promises most (0.01 = 1 %).
+    """Return the share of its value that the best choice is expected to lose by the most promising launch (0.01 = 1 %).
 
-    It is the sum of the expected improvements (Jones 1998) of the logarithm over all unmeasured batches of a launch,
-    each at its better offer, since one run measures it for both. The improvement of the best batch is no larger, nor is
-    that of the few which the launch measures. Infinite while the choice may break a limit.
+    The gain of a launch is the sum of the expected improvements (Jones 1998) of the logarithm over all its unmeasured
+    batches, each at its better offer, since one run measures both offers. Neither the best batch nor the few that the
+    launch measures improve the choice by more than this sum. The gain is infinite while the choice may break a limit.
     """
     if choice.chosen is None or not choice.within_limits_is_likely:
         return math.inf
@@ -490,5 +501,5 @@ def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
 
 
 def _bound(value: Interval, sds: float) -> float:
-    """log of a value so many standard deviations below its mean; a large negative number if the value is 0."""
+    """Return the log of a value `sds` standard deviations below its mean; a large negative number if the value is 0."""
     return math.log(max(value.mean, 1e-300)) - sds * value.log_sd

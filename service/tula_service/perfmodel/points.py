@@ -87,10 +87,9 @@ class Points:
 
     @cached_property
     def logarithms(self) -> FloatArray:
-        """Natural logarithms of local batch, ranks in a node, nodes, micro-steps, and those before the last (-69 for
-        none).
+        """Return natural logarithms, shape (5, n), cached because a fit asks for them a hundred times.
 
-        Shape (5, n). A fit asks for them a hundred times.
+        They are of local batch, ranks in a node, nodes, micro-steps, and micro-steps before the last (-69 for none).
         """
         ranks, earlier = self.world_size / self.num_nodes, np.maximum(self.grad_accum_steps - 1.0, 1e-30)
         return np.asarray(np.log([self.local_batch_size, ranks, self.num_nodes, self.grad_accum_steps, earlier]))
@@ -114,8 +113,8 @@ class StepTimeObservations:
     """Measured step times; every column has shape (n,), NaN means "not measured" where it is allowed.
 
     `relative_sd` is the standard error of that row's mean step time over the mean (0.02 = 2 %). Several rows of the
-    same configuration are welcome; contradictions widen the intervals. `compute_time_s` is without the waits for data,
-    `input_time_s`, which are a part of the step; `optimizer_time_s` is the part of it that comes once a step.
+    same configuration are welcome; contradictions widen the intervals. `compute_time_s` excludes the waits for data,
+    `input_time_s`, which are a part of the step; `optimizer_time_s` is the part of the compute that comes once a step.
     """
 
     OPTIONAL: ClassVar = ("relative_sd", "compute_time_s", "exposed_comm_time_s", "input_time_s", "optimizer_time_s")

@@ -14,7 +14,7 @@ SECONDS_PER_HOUR = 3600.0
 _BYTES_PER_GB = 1e9
 JOULES_PER_KWH = 3.6e6
 _HOPELESS_EXPONENT = 50.0
-_MENU = 5  # points: more are no menu
+_MENU = 5  # points: with more it is no menu
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Offer:
     spot: Spot | None = None
 
     def usd_per_s(self, configuration: Configuration, *, gb_per_rank: float = 0.0) -> float:
-        """What a configuration costs in a second when each rank holds so many gigabytes of memory."""
+        """Return what a configuration costs in a second when each rank holds `gb_per_rank` gigabytes of memory."""
         per_rank = self.usd_per_rank_hour + gb_per_rank * self.usd_per_gb_hour
         hourly = configuration.num_nodes * self.usd_per_node_hour + configuration.world_size * per_rank
         return hourly / SECONDS_PER_HOUR
@@ -54,8 +54,8 @@ class Training:
 class Estimate:
     """One candidate with everything that a choice looks at; `terms` splits the mean step time, in seconds.
 
-    `energy_kwh` is of the accelerators, None where no power was read. A candidate has one estimate on demand and one on
-    interruptible capacity (`spot`), where both have a price.
+    `energy_kwh` is the energy of the accelerators, None where no run reported power. A candidate has one estimate on
+    demand and one on interruptible capacity (`spot`), where both have a price.
     """
 
     configuration: Configuration
@@ -125,12 +125,12 @@ def price(
     steps_factor: float = 1.0,
     power_w: Interval | None = None,
 ) -> Estimate:
-    """Time (4a) and cost (4b) of one candidate.
+    """Return the estimate of one candidate with its time (4a) and cost (4b).
 
-    T = E * D / B * t_step * spot slowdown * steps factor; C = T * (n * usd_per_node_hour
-    + world_size * (usd_per_rank_hour + peak_GB * usd_per_gb_hour)). `steps_factor` is how many more steps it needs for
-    the same quality; `power_w` is that of a rank's device while it trains. Raises ObservationError when a price needs a
-    peak that is not known.
+    T = E * D / B * t_step * spot slowdown * steps factor; C = T * (n * usd_per_node_hour + world_size *
+    (usd_per_rank_hour + peak_GB * usd_per_gb_hour)). `steps_factor` is how many times as many steps the candidate needs
+    for the same quality; `power_w` is the power of a rank's device while it trains. Raises ObservationError when a
+    price needs a peak that is not known.
     """
     slowdown = spot_slowdown(offer.spot, configuration.num_nodes)
     epoch_steps = training.dataset_size / configuration.global_batch_size * steps_factor
@@ -167,8 +167,11 @@ def pareto_frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
 
 
 def menu_of(frontier: Sequence[Estimate], chosen: Estimate) -> tuple[Estimate, ...]:
-    """Up to five points to choose among, the fastest first: the ends of the frontier, the chosen one, and then always
-    the point that lies farthest, in the logarithm of time, from those taken."""
+    """Return up to five points to choose among, the fastest first.
+
+    The ends of the frontier and the chosen point are among them. Each further point is the one that lies farthest, in
+    the logarithm of time, from the points already taken.
+    """
     points = sorted({e.key: e for e in (*frontier, chosen)}.values(), key=lambda e: (e.time_s.mean, tie_break(e)))
     times = [math.log(max(e.time_s.mean, 1e-300)) for e in points]
     taken = {0, len(points) - 1, next(row for row, e in enumerate(points) if e.key == chosen.key)}
@@ -179,7 +182,7 @@ def menu_of(frontier: Sequence[Estimate], chosen: Estimate) -> tuple[Estimate, .
 
 
 def usd_per_hour_saved(faster: Estimate, slower: Estimate) -> float | None:
-    """What each hour that one takes less than the other costs; None where it saves no time, or is no dearer."""
+    """Return the price of each hour that `faster` saves over `slower`; None where it saves or costs nothing."""
     saved_s, more = slower.time_s.mean - faster.time_s.mean, faster.cost_usd.mean - slower.cost_usd.mean
     return more / saved_s * SECONDS_PER_HOUR if saved_s > 0.0 and more > 0.0 else None
 

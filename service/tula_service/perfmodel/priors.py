@@ -33,23 +33,23 @@ _UNKNOWN_GBPS = 10.0
 _BETWEEN_JOBS_SD = 0.25
 _TAUGHT_CLUSTERS = 2
 _LEAST_TAUGHT = 0.05  # of what the generic prior knows: below it, a difference of two roundings would be an estimate
-_WORTH_OF_BETWEEN_SD = 2.0  # that usual spread weighs as much as so many jobs
+_WORTH_OF_BETWEEN_SD = 2.0  # the number of jobs that the usual spread weighs as much as
 _BETWEEN_TYPES_SD, _UNKNOWN_TYPE_SD = 0.5, 1.0
 _EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD = 0.5, 0.4, 0.5  # of log(c / guess)
-_WORTH_OF_NETWORK_SD = 6.0  # the prior of _NETWORK_SD weighs as much as so many jobs
+_WORTH_OF_NETWORK_SD = 6.0  # the number of jobs that the prior of _NETWORK_SD weighs as much as
 _BELIEVED_SDS = 4.0
 _OF_ARITHMETIC, _OF_ACTIVATIONS, _OF_PARAMETERS = 0.634, 18.5, 30.7
 """From timm's table (Apache-2.0: 765 rows, one RTX 3090 with AMP) and the rows of Lambda's, TensorFlow's, DLPerf's and
 mxnet-finetuner's (BSD-3-Clause, Apache-2.0: eleven devices), each network or device left out in turn when scored."""
 FLOOR_S: Final = 0.03
-"""Launches and the optimizer where operations were not counted, for all accelerators: batch sweeps on one device in
-Pollux's and DLPerf's tables (Apache-2.0) have floors of 7 to 215 ms, around 30. No table has small batches on another
-class of devices."""
+"""Seconds that launches and the optimizer take on any accelerator where operations were not counted: batch sweeps on
+one device in Pollux's and DLPerf's tables (Apache-2.0) have floors of 7 to 215 ms, around 30. No table covers small
+batches on another class of devices."""
 LAUNCH_S: Final = 30e-6
-"""Of one operation on the host of an accelerator that no probe timed, PyTorch without compilation: steps of 8 examples
-over their counted operations took 23 to 50 us on an H100."""
+"""Seconds that the host of an accelerator takes to launch one operation where no probe timed it, in PyTorch without
+compilation: steps of 8 examples, divided by their counted operations, took 23 to 50 us on an H100."""
 _LOG_BEND_OF_A_QUEUE: Final = math.log(3.0)
-"""h = 4: the host queues operations while the device computes, so of the two the longer one counts."""
+"""h = 4: the host queues operations while the device computes, so the longer of the two times counts."""
 KEPT_PER_OUTPUT: Final = 2.0
 """Numbers that autograd keeps for each output of a layer: a convolution's and its activation's."""
 
@@ -58,10 +58,10 @@ KEPT_PER_OUTPUT: Final = 2.0
 class StepTimePrior:
     """A Gaussian over the parameters of the form `overlap`, in the order and encoding of `step_time_form`.
 
-    `absolute`: c is known; without it at least one measurement is needed. `reference_batch_size` is b_ref,
-    None for "the largest batch in question". `in_seconds` are entries that the form has relative to c and that are
-    known in seconds: for them `sd` is that of log(entry * c), however little is known of c itself. `slow_from` is the
-    local batch from which on convolutions are slower.
+    `absolute` says that c is known; without it a fit needs at least one measurement. `reference_batch_size` is b_ref;
+    None stands for "the largest batch in question". `in_seconds` lists entries that the form states relative to c,
+    although they are known in seconds: their `sd` is the deviation of log(entry * c), however little is known of c
+    itself. `slow_from` is the smallest local batch at which convolutions are slower.
     """
 
     mean: FloatArray
@@ -80,12 +80,15 @@ class StepTimePrior:
 
     @property
     def precision(self) -> FloatArray:
-        """The inverse of theta's covariance, shape (11, 11)."""
+        """Return the inverse of theta's covariance, shape (11, 11)."""
         transform = to_seconds(self.in_seconds)
         return np.asarray(transform.T @ (transform / self.sd[:, None] ** 2))
 
     def without_accumulation(self) -> StepTimePrior:
-        """The same of steps that never accumulate: their compute holds what comes once, and nothing tells it apart."""
+        """Return this prior for steps that never accumulate.
+
+        The compute of such a step includes what comes once a step, since no measurement tells the two apart.
+        """
         mean, sd = self.mean.copy(), self.sd.copy()
         mean[AT.once], sd[AT.once] = ABSENT, _ABSENT_SD
         return replace(self, mean=mean, sd=sd)
@@ -93,16 +96,17 @@ class StepTimePrior:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a network without running it.
+    """The facts of a network that are known without running it.
 
-    `flops_per_sample` is one forward pass, a multiplication and an addition counted as two. Of one device are the bytes
-    that a sample leaves for the backward pass and those of parameters in single precision. `flops_sd` is how uncertain
-    the logarithm of the compute is by what was guessed of it, 0 where all was counted, and `rule_sd` how far the
-    roofline is from it otherwise, which is more without a precision. `volumes` is how often the parameters' bytes pass
-    a link in a step: 2 for an all-reduce, or a reduce-scatter and one gathering; 3 where the backward pass gathers
-    parameters again. `idle_samples`: a device of a pipeline waits for as long as so many examples take: with m
-    micro-batches and p stages a step takes m + p - 1 of them. `operations` of a micro-step start a kernel; None where
-    they were not counted.
+    `flops_per_sample` counts one forward pass, and a multiplication and an addition as two.
+    `activation_bytes_per_sample` are the bytes that a sample leaves on one device for the backward pass, and
+    `parameter_bytes` the bytes of the parameters on one device in single precision. `flops_sd` is the uncertainty that
+    guesses cause in the logarithm of the compute, 0 where everything was counted. `rule_sd` is how far the roofline
+    misses that logarithm otherwise; it is larger where the precision is unknown. `volumes` is how often the bytes of
+    the parameters pass a link in a step: 2 for an all-reduce, or for a reduce-scatter and one gathering; 3 where the
+    backward pass gathers the parameters again. `idle_samples` is the number of examples whose compute a device of a
+    pipeline waits for: with m micro-batches and p stages, a step takes the time of m + p - 1 micro-batches.
+    `operations` is how many operations of a micro-step start a kernel, or None where they were not counted.
     """
 
     parameter_count: float
@@ -123,11 +127,12 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What is known of an instance type; None where it is not.
+    """The figures of an instance type; None stands for an unknown figure.
 
-    Network bandwidths in gigabits per second; peak in teraflop per second and memory bandwidth in gigabytes per second,
-    both of one rank's device. `figures_sd` is how uncertain the logarithms of those two are: 0 from a data sheet.
-    `device` is equal for equal devices. `launch_s`: what the host takes to start an operation, where a probe timed it.
+    Network bandwidths are in gigabits per second. The peak in teraflop per second and the memory bandwidth in gigabytes
+    per second describe one rank's device. `figures_sd` is the uncertainty of the logarithms of these two, 0 for a data
+    sheet. Equal devices have an equal `device`. `launch_s` is how many seconds the host takes to start an operation,
+    where a probe timed it.
     """
 
     peak_tflops: float | None = None
@@ -139,16 +144,17 @@ class Hardware:
 
     @property
     def device_sd(self) -> float:
-        """How uncertain the logarithm of the device's speed is; where no peak is known it is a guess."""
+        """Return the uncertainty of the logarithm of the device's speed; without a known peak the speed is a guess."""
         return _UNKNOWN_DEVICE_SD if self.peak_tflops is None else self.figures_sd
 
 
 @dataclass(frozen=True)
 class Priors:
-    """What is believed before a job's own runs, by instance type; a type that is not in `believed` starts generic.
+    """The belief about each instance type before a job's own runs; a type that `believed` lacks starts generic.
 
-    `hardware` carries what was measured on one type over to another that was not. `probed` are types whose links
-    between nodes a probe measured. `slow_from` are the local batches from which on convolutions are slower.
+    The fit uses `hardware` to carry the measurements of one type over to a type without any. `probed` names the types
+    whose links between nodes a probe measured. `slow_from` is the smallest local batch of a type at which convolutions
+    are slower.
     """
 
     believed: Mapping[str, StepTimePrior] = field(default_factory=dict)
@@ -158,12 +164,13 @@ class Priors:
 
 
 def generic_prior() -> StepTimePrior:
-    """The prior of any synchronous data-parallel job, from 43 measured grids.
+    """Return the prior of any synchronous data-parallel job, made from 43 measured grids.
 
-    Centres and widths were chosen by the error of held-out predictions on grids of Pollux (Apache-2.0), Gavel (MIT),
-    ElasticFlow, DLPerf and TensorFlow's benchmarks (Apache-2.0), and rounded: at the largest batch a third of compute
-    is floor, two ranks of a node add 4 % of it, two nodes 30 %, and about a third of what can overlap does not. What
-    comes once a step, 3 % of it, was chosen on tables of training with accumulation that are not in the project.
+    The error of held-out predictions on grids of Pollux (Apache-2.0), Gavel (MIT), ElasticFlow, DLPerf and TensorFlow's
+    benchmarks (Apache-2.0) decided the centres and widths, which were then rounded: at the largest batch a third of
+    compute is floor, two ranks of a node add 4 % of compute, two nodes add 30 %, and about a third of what can overlap
+    does not. Tables of training with accumulation, which are not in the project, decided the share that comes once a
+    step, 3 % of compute.
     """
     return StepTimePrior(
         mean=np.array(
@@ -174,19 +181,17 @@ def generic_prior() -> StepTimePrior:
 
 
 def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batch_size: float) -> StepTimePrior:
-    """A prior with a scale, for a job that has no runs: basis `prior`.
+    """Return a prior with a scale, for a job that has no runs: basis `prior`.
 
-    Compute of a step on one device is a roofline, off by about 1.3 either way,
+    A roofline gives the compute of a step on one device, off by about 1.3 either way,
 
         t(b) = b (arithmetic 3 F / peak + activations A / W) + parameters P / W + floor
 
-    where the operations of a step were counted, (g^4 + l^4)^(1/4) with g the terms in b and l the parameters' and
-    `operations` launches;
-
-    with F the FLOPs of one forward pass per sample, A the bytes that one sample leaves for the backward pass, P the
-    bytes of parameters, W the memory bandwidth. Between nodes,
-    s_inter = volumes * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). Unknown figures of the
-    hardware are guessed, and c is wider.
+    or, where the operations of a step were counted, (g^4 + l^4)^(1/4): g has the terms in b, and l the term of the
+    parameters and `operations` launches. F is the FLOPs of one forward pass per sample, A the bytes that one sample
+    leaves for the backward pass, P the bytes of parameters, and W the memory bandwidth. Between nodes,
+    s_inter = volumes * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). A guess stands in for
+    an unknown figure of the hardware, and makes c wider.
     """
     base = generic_prior()
     b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])
@@ -218,9 +223,9 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
 class ScaleError:
     """Error of the hardware-based prior for a job of any network, at its reference batch size.
 
-    `log_ratio` is log(fitted c / c of `prior_from_hardware`), 0 before a fit, `sd` its own uncertainty (guessed FLOPs,
-    runs that left c open), `device_sd` that of the figures of `device` (`Hardware.device_sd`), and `rule_sd` is that of
-    the rule.
+    `log_ratio` is log(fitted c / c of `prior_from_hardware`), 0 before a fit, and `sd` its own uncertainty (guessed
+    FLOPs, runs that left c open). `device_sd` is the uncertainty that the figures of `device` cause
+    (`Hardware.device_sd`), and `rule_sd` the uncertainty of the rule.
     """
 
     log_ratio: float
@@ -232,7 +237,7 @@ class ScaleError:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What the runs of one network on one instance type taught, and what is known of both without them."""
+    """What the runs of one network on one instance type taught, and the facts of both that are known without runs."""
 
     learned: StepTimePrior
     facts: ModelFacts
@@ -240,7 +245,7 @@ class Lesson:
 
     @property
     def scale_error(self) -> ScaleError:
-        """How far the prior from hardware figures is from what the runs taught."""
+        """Return how far the prior from hardware figures is from what the runs taught."""
         b_ref = self.learned.reference_batch_size or 1.0
         guess = prior_from_hardware(self.facts, self.hardware, reference_batch_size=b_ref)
         return ScaleError(
@@ -256,9 +261,10 @@ class Lesson:
 class Lessons:
     """What earlier jobs teach, sorted by how much they have in common with a job.
 
-    `same_network` and `other_networks` ran on the hardware of the job, by instance type; with each of another network
-    stands how many times as many parameters the job has, None where a count is unknown. `other_hardware` is the same
-    network on hardware that the job does not have. `scales` are of any network on any hardware.
+    `same_network` and `other_networks` hold what runs on the hardware of the job taught, by instance type. Beside each
+    prior of another network stands the ratio of the job's parameters to those of that network, None where a count is
+    unknown. `other_hardware` holds what runs of the same network taught on hardware that the job does not have.
+    `scales` covers any network on any hardware.
     """
 
     same_network: Mapping[str, tuple[StepTimePrior, ...]] = field(default_factory=dict)
@@ -277,11 +283,12 @@ def prior_of_type(
     measured: bool,
     measured_clusters: int = 0,
 ) -> StepTimePrior | None:
-    """The prior of a network on the instance type `name`; `hardware` is of every type of the job.
+    """Return the prior of a network on the instance type `name`, or None for the generic prior.
 
-    `measured`: the job has runs, which tell its scale better than the scales of other jobs do. Then it is None, so
-    generic, unless earlier jobs ran on this hardware. `measured_clusters`: how many cluster sizes of this type have
-    runs; beyond two of them the job's own collectives say more than those of other networks, which then do harm.
+    `hardware` covers every type of the job. `measured` says that the job has runs: they tell its scale better than the
+    scales of other jobs do, so the answer is None unless earlier jobs ran on this hardware. `measured_clusters` is how
+    many cluster sizes of this type have runs: from three on, the job's own collectives say more than the collectives of
+    other networks, which would then do harm.
     """
     if name in lessons.same_network:
         return prior_from_jobs(lessons.same_network[name])
@@ -311,16 +318,16 @@ def prior_of_type(
 
 
 def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[ScaleError]) -> StepTimePrior:
-    """`guess` (of `prior_from_hardware`, with this error) with its compute scale corrected by the guesses of others.
+    """Return `guess` (of `prior_from_hardware`, with this error), its compute scale corrected by errors of other jobs.
 
     log(c / guess) = everywhere + device + network: the effect of a team's framework, precision and kernels on every
-    network, their effect on one device, and that of the network itself. The first two are normal around 0 (sd 0.5 and
-    0.4, plus `device_sd`); the third has a sd that is estimated from the jobs, 0.5 before any. All three shrink with
-    the `rule_sd` of the guess: the first two by its square, since a rule that knows precision and memory traffic
-    leaves less in common. Jobs with a wider one count less. `earlier` has each network at most once per device: a
-    repetition would count as another that agrees. A job that is off by more than four sd was described wrongly (FLOPs
-    in another unit) and is ignored. Widths are from step times of six networks on eight devices in two precisions
-    (Lambda's TensorFlow benchmark, BSD-3-Clause).
+    network, their effect on one device, and the effect of the network itself. The first two are normal around 0 (sd 0.5
+    and 0.4, plus `device_sd`); the jobs decide the sd of the third, which is 0.5 before any job. All three shrink with
+    the `rule_sd` of the guess: the first two by its square, since a rule that knows precision and memory traffic leaves
+    less in common. Jobs with a wider `rule_sd` count less. `earlier` has each network at most once per device: a
+    repetition would count as another job that agrees. A job that is off by more than four sd was described wrongly
+    (FLOPs in another unit) and is ignored. Widths are from step times of six networks on eight devices in two
+    precisions (Lambda's TensorFlow benchmark, BSD-3-Clause).
     """
     widths, share = (_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD), error.rule_sd / UNKNOWN_PRECISION_SD
     everywhere_sd, on_device_sd = share**2 * _EVERYWHERE_SD, share**2 * _DEVICE_SD
@@ -360,11 +367,11 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
 
 
 def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, other: Hardware) -> StepTimePrior:
-    """The prior of a network on one instance type from its runs on another, basis `transfer`.
+    """Return the prior of a network on one instance type from its runs on another, basis `transfer`.
 
     The shape is kept. With W the memory bandwidth of a device and L that of a link, c' = c W / W', a' = a c / c' and
-    s' = s (c / c') (L / L'): step times of networks follow memory bandwidth more closely than peak arithmetic, which
-    each generation of devices uses to another degree. If a figure of either type is unknown, nothing moves and c is
+    s' = s (c / c') (L / L'): step times of networks follow memory bandwidth more closely than peak arithmetic, of which
+    each generation of devices reaches another share. If a figure of either type is unknown, nothing moves and c is
     wider; c is also wider if the figures are uncertain.
     """
 
@@ -393,17 +400,18 @@ def prior_from_jobs(
     scale: StepTimePrior | None = None,
     gradient_ratios: Sequence[float | None] = (),
 ) -> StepTimePrior:
-    """The prior of the next job from k earlier ones on the same hardware (`Posterior.without_prior`); basis transfer.
+    """Return the prior of the next job, basis `transfer`, from k earlier jobs on the same hardware.
 
-    Each posterior holds the generic prior, which is divided out before they are combined: what a job did not measure,
-    it does not teach. The next job differs from the others as they differ from one another, so its deviation is
-    sqrt(between^2 + own^2 / k), never the error of the mean alone. Collectives carry over in seconds.
+    Each posterior (`Posterior.without_prior`) holds the generic prior, which is divided out before they are combined: a
+    job teaches nothing of what it did not measure. The next job differs from the others as they differ from one
+    another, so its deviation is sqrt(between^2 + own^2 / k), never the error of the mean alone. Collectives carry over
+    in seconds.
 
     The compute scale c belongs to one network: it comes from `scale` (of `prior_from_hardware`), or, when the jobs are
-    runs of the same network, from them. With `scale`, the jobs are other networks: their collectives carry over as
-    seconds per gradient byte, c s / (4 P). `gradient_ratios` are this network's parameters over theirs, one for each
-    posterior; None where a count is unknown, and then the job teaches nothing of collectives. What no job teaches is
-    that of `scale`, or generic without.
+    runs of the same network, from their runs. With `scale`, the jobs are other networks: their collectives carry over
+    as seconds per gradient byte, c s / (4 P). `gradient_ratios` are this network's parameters over theirs, one for each
+    posterior; a job with None, where a count is unknown, teaches nothing of collectives. What no job teaches comes from
+    `scale`, or from the generic prior without it.
     """
     generic, base, collectives = generic_prior(), scale or generic_prior(), list(COLLECTIVES)
     b_ref = base.reference_batch_size
@@ -444,8 +452,11 @@ def prior_from_jobs(
 def _predictive(
     means: FloatArray, precision: FloatArray, centre: FloatArray, sd: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Mean and deviation of the next job's parameters from the estimates of k others, shape (k, 11) each, and from
-    what is believed without them, shape (11,) each."""
+    """Return the mean and deviation of the next job's parameters, shape (11,) each.
+
+    `means` and `precision`, shape (k, 11), are estimates from k other jobs; `centre` and `sd`, shape (11,), are the
+    belief without these.
+    """
     usual = np.minimum(_BETWEEN_JOBS_SD, 0.5 * sd)
     known = precision > 0.0
     own = np.where(known, 1.0 / np.maximum(precision, 1e-12), 0.0)

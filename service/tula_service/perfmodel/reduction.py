@@ -1,7 +1,7 @@
-"""From measured step times to what the forms of the step time fit.
+"""Reduce measured step times to what the forms of the step time fit.
 
-The forms describe a step that waits for no data: the waits are taken out and kept apart. Repeats of one configuration
-are merged.
+The forms describe a step that waits for no data, so this module takes the waits out, keeps them apart, and merges
+repeats of one configuration.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tula_service.perfmodel.points import FloatArray, PointKey, Points, StepTime
 
 V = TypeVar("V")
 
-_LEAST_SHARE = 0.01  # of a step: below it, a wait is that of taking a batch from a full queue
-_HIDES_NOTHING = 0.02  # how strongly, where the runs do not tell loading from hiding
+_LEAST_SHARE = 0.01  # of a step: a shorter wait is the time that taking a batch from a full queue needs
+_HIDES_NOTHING = 0.02  # the weight of h = 0 where the runs do not tell loading from hiding
 _LEAST_REST = 0.02  # of a step
 _PRIOR_DOF, _PRIOR_SD = 3.0, 0.1
 _MOST_ROUNDS = 5
@@ -29,12 +29,15 @@ _SD_PER_DEVIATION = 1.48  # standard deviation over the median absolute deviatio
 
 @dataclass(frozen=True)
 class InputWait:
-    """How long a step waits for data: a loader needs so long for each example, and a share of the step's rest hides it.
+    """How long a step waits for data on one instance type.
+
+    A loader takes `s_per_example` seconds (L) for each example, and the share `hidden` (h) of the rest of the step
+    hides that time:
 
         t_input = max(0, L m b - h (t - t_input))        m b examples of a rank a step; 0 <= h <= 1
 
-    A loader in the training process hides nothing (h = 0), workers that fill a queue hide up to all of the rest
-    (h = 1). Of one instance type: L in seconds, h, the relative error of a wait, and the waits that were measured, s.
+    A loader in the training process hides nothing (h = 0); workers that fill a queue hide up to all of it (h = 1).
+    `relative_sd` is the relative error of a wait, and `measured_s` holds the measured waits in seconds.
     """
 
     s_per_example: float
@@ -43,7 +46,10 @@ class InputWait:
     measured_s: Mapping[PointKey, float]
 
     def predict(self, points: Points, rest_s: FloatArray) -> FloatArray:
-        """Seconds of waiting, shape (n,), in steps that take `rest_s` without; as measured where it was."""
+        """Return the seconds of waiting, shape (n,), in steps that take `rest_s` without a wait.
+
+        A point whose wait was measured keeps the measured wait.
+        """
         loading = self.s_per_example * points.local_batch_size * points.grad_accum_steps
         waits = np.maximum(loading - self.hidden * rest_s, 0.0)
         measured = [self.measured_s.get(row) for row in points.rows()]
@@ -55,11 +61,12 @@ NO_WAIT = InputWait(0.0, 0.0, 0.0, {})
 
 @dataclass(frozen=True)
 class ReducedObservations:
-    """Measured step times without what the forms do not describe, and that apart.
+    """Measured step times without the waits for data, and these waits.
 
-    `merged` has one row for each configuration, and `extremes` are the least and the largest step time of its runs, s,
-    shape (n, 2). By instance type, the one with most rows first, are its rows with the number of runs that each is made
-    of, shape (rows,), and how a step waits for data.
+    `merged` has one row for each configuration, and `extremes`, shape (n, 2), holds the least and the largest step time
+    of its runs in seconds. `by_type` holds the rows of each instance type, with the number of runs that each row
+    merges, shape (rows,); `input_waits` describes how a step waits for data on each type. In both, the type with most
+    rows comes first.
     """
 
     merged: StepTimeObservations
@@ -69,7 +76,7 @@ class ReducedObservations:
 
 
 def reduce_observations(observations: StepTimeObservations) -> ReducedObservations:
-    """Take waits out of measured steps, then merge repeats."""
+    """Take the waits out of measured steps, merge repeats, and return both results."""
     measured = observations.by_type()
     waits = {name: fit_input_wait(rows) for name, rows in measured.items()}
     merged, repeats, extremes = merge_repeats(_without_waits(observations))
@@ -80,7 +87,10 @@ def reduce_observations(observations: StepTimeObservations) -> ReducedObservatio
 
 
 def fit_input_wait(observations: StepTimeObservations) -> InputWait:
-    """Least squares, relative to the step, over the rows of one type that wait or would."""
+    """Fit the wait of one instance type to its rows by least squares, relative to the step.
+
+    Only rows that wait, or that the fit expects to wait, count. Return `NO_WAIT` where no row waits.
+    """
     from scipy.optimize import lsq_linear  # imported on use: few jobs wait for data
 
     reported, points = np.isfinite(observations.input_time_s), observations.points
@@ -110,12 +120,15 @@ def fit_input_wait(observations: StepTimeObservations) -> InputWait:
 
 
 def of_type(by_type: Mapping[str, V], name: str, otherwise: V) -> V:
-    """What is known of a type; of one of which nothing is, what is known of the first: of the one measured most."""
+    """Return the entry of the type `name`, else that of the first type, which was measured most, else `otherwise`."""
     return by_type.get(name, next(iter(by_type.values()), otherwise))
 
 
 def _without_waits(observations: StepTimeObservations) -> StepTimeObservations:
-    """The runs as the forms count them, without waits for data; what is less than was measured is known less surely."""
+    """Return the observations without their waits for data, as the forms count a step.
+
+    The absolute error stays the same, so that the relative error of the shorter step grows.
+    """
     rest_s = observations.step_time_s - np.nan_to_num(observations.input_time_s)
     step_s = np.maximum(rest_s, _LEAST_REST * observations.step_time_s)
     relative_sd = observations.relative_sd * observations.step_time_s / step_s
@@ -123,8 +136,11 @@ def _without_waits(observations: StepTimeObservations) -> StepTimeObservations:
 
 
 def merge_repeats(observations: StepTimeObservations) -> tuple[StepTimeObservations, FloatArray, FloatArray]:
-    """One row for each configuration, by the median of three or more and the geometric mean of two; of how many rows
-    each is made, shape (n,); and the least and the largest step time of these, s, shape (n, 2)."""
+    """Merge the rows of each configuration into one: the median of three or more, the geometric mean of two.
+
+    Return the merged rows, the number of rows that each one merges, shape (n,), and the least and the largest step time
+    of these in seconds, shape (n, 2).
+    """
     points = observations.points
     groups: defaultdict[object, list[int]] = defaultdict(list)
     for row, key in enumerate(points.rows()):
@@ -137,7 +153,7 @@ def merge_repeats(observations: StepTimeObservations) -> tuple[StepTimeObservati
             values = getattr(observations, name)[group]
             values = values[np.isfinite(values)]
             columns[name].append(float(np.median(values)) if values.size else math.nan)
-        # The error of the middle follows from those within the runs and from how they differ.
+        # The error of the middle combines the errors within the runs and the spread between them.
         middle = float(np.median(np.log(times)))
         between = _SD_PER_DEVIATION * float(np.median(np.abs(np.log(times) - middle)))
         within = float(np.nan_to_num(columns["relative_sd"].pop()))

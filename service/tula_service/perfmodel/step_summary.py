@@ -12,12 +12,12 @@ _OF_TWO_OR_THREE = 3.0  # the variance of t with two degrees of freedom or fewer
 
 
 def summarise(samples: SampleColumns) -> dict[str, float | int | None]:
-    """Figures of a run by name, times in seconds and None where nothing was measured: of each column the robust mean,
-    so that slow steps that recur count as they do in a long run.
+    """Return the figures of a run by name: the robust mean of each column, which counts slow steps that recur in full.
 
-    One row for each step and rank. Step times are averaged over the ranks first: ranks of one step wait for each other,
-    so only steps count as independent in `relative_sd`, the standard error of `step_time_s` over it. A straggler is
-    named when it was the slowest rank in more than half of the steps.
+    Times are in seconds, None where nothing was measured. `samples` has one row for each step and rank. Step times are
+    averaged over the ranks first: ranks of one step wait for each other, so only steps count as independent in
+    `relative_sd`, the standard error of `step_time_s` over its mean. A straggler is named when it was the slowest rank
+    in more than half of the steps.
     """
     steps, which = np.unique(samples.step, return_inverse=True)
     mean, error = robust_mean(np.bincount(which, weights=samples.step_time_s) / np.maximum(np.bincount(which), 1))
@@ -33,7 +33,7 @@ def summarise(samples: SampleColumns) -> dict[str, float | int | None]:
 
 
 def _relative_sd(mean: float, error: float | None, steps: int) -> float:
-    """The standard error over the mean, wider where so few steps tell little of their spread: by the sd of Student's t.
+    """Return the relative standard error, wider by the sd of Student's t where few steps tell little of their spread.
 
     The error of four steps counts as 1.7 times, that of sixteen as 1.07 times what it would be with a known spread.
     """

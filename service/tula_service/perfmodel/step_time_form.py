@@ -63,14 +63,15 @@ COLLECTIVES: Final = (AT.intra, AT.inter)
 ABSENT: Final = -60.0
 """The logarithm of a part that a step does not have."""
 LOG_SLOWER: Final = math.log(1.28)
-"""What compute takes more from a convolution of 2^31 elements on: 18 to 39 % for VGG11 and AlexNet on an H100."""
+"""Compute is slower from a convolution of 2^31 elements on: by 18 to 39 % for VGG11 and AlexNet on an H100."""
 _LARGEST_EXPONENT: Final = 20.0
-"""The form does not change above it: far from the data, one step of the search may ask for exp(700) and more."""
+"""The form does not change above this exponent: far from the data, a step of the search may ask for exp(700)."""
 _LOG_2 = math.log(2.0)
 
 
 def to_seconds(entries: Sequence[int]) -> FloatArray:
-    """The matrix, shape (11, 11), that turns these entries of theta, which are relative to c, into logs of seconds."""
+    """Return the matrix, shape (11, 11), that turns these entries of theta, which are relative to c, into logs of
+    seconds."""
     matrix = np.eye(NUM_PARAMETERS)
     matrix[list(entries), AT.compute] = 1.0
     return matrix
@@ -104,9 +105,9 @@ class LogStepTimes:
 
 
 def log_terms(theta: FloatArray, points: Points, reference_batch_size: float, slow_from: float = math.inf) -> Terms:
-    """The form at `theta` of shape (11,), for n points; `communication` is -60 where there is one rank only.
+    """Return the terms of the form at `theta`, shape (11,), for n points; `communication` is -60 on a single rank.
 
-    `slow_from` is the local batch from which on a convolution is so large that its kernels are slower.
+    `slow_from` is the smallest local batch at which a convolution is so large that its kernels are slower.
     """
     c, a, log_q, log_bend, s_intra, k_intra, s_inter, k_inter, k_share, log_overlap, log_once = theta.tolist()
     log_q, log_bend, log_overlap = (min(entry, _LARGEST_EXPONENT) for entry in (log_q, log_bend, log_overlap))
@@ -196,7 +197,8 @@ def residual_variance(scales: ResidualScales) -> float:
 
 
 def same_points(first: Points, second: Points) -> npt.NDArray[np.bool_]:
-    """Where both are the same configuration, shape (len(first), len(second)); instance types are not compared."""
+    """Return where both are the same configuration, shape (len(first), len(second)); instance types are not
+    compared."""
     same = np.ones((len(first), len(second)), dtype=np.bool_)
     for name in Points.COLUMNS:
         same &= getattr(first, name)[:, None] == getattr(second, name)[None, :]

@@ -26,8 +26,8 @@ _RANGE_TOLERANCE = 1.05
 class StepTimePredictions:
     """Predictions as columns of shape (n,), seconds; compute + exposed communication + waiting for data = mean.
 
-    `low_s` and `high_s` hold 90 % of measured step times, noise included. `extrapolated`: outside what was measured.
-    `measured`: profiled itself.
+    `low_s` and `high_s` hold 90 % of measured step times, noise included. `extrapolated` points lie outside what was
+    measured; `measured` points were profiled themselves.
     """
 
     mean_s: FloatArray
@@ -48,14 +48,15 @@ class StepTimePredictions:
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """A fitted model. `basis` is what it rests on. `observations` are what was fitted, one row for each configuration,
-    and `extremes` the least and the largest step time of its runs, s, shape (n, 2).
+    """A fitted model of the step time; `basis` is what it rests on.
 
-    `posteriors` are of the instance types that were measured, that with most runs first; others have what is believed
-    of them at `reference_batch_size`, unless a prior says another. `paper_fits` holds the paper's form where the job
-    asked for it and enough was measured; every other prediction is that of the form `overlap`. All of these are of the
-    step without its waits for data, which `input_waits` adds: by instance type, an unmeasured one as that which was
-    measured most. `accumulates`: some candidate or run has several micro-steps, so that what comes once a step counts.
+    `observations` are what was fitted, one row for each configuration, and `extremes`, shape (n, 2), the least and the
+    largest step time of its runs in seconds. `posteriors` covers the instance types that were measured, the type with
+    most runs first; any other type rests on its prior or on the type measured most, at `reference_batch_size` unless
+    that prior names another batch. `paper_fits` holds the paper's form where the job asked for it and enough was
+    measured; the form `overlap` makes every other prediction. All of these describe a step without its waits for data.
+    `input_waits` adds the waits by instance type; a type without an entry waits like the type that was measured most.
+    `accumulates` says that some candidate or run has several micro-steps, so that what comes once a step counts.
     """
 
     form: StepTimeForm
@@ -112,7 +113,7 @@ class StepTimeModel:
         return prior_posterior(of_steps, prior.reference_batch_size or self.reference_batch_size)
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
-        """Outside the box of what was measured on that instance type, or across nodes when nothing was."""
+        """Return which points lie outside the box of what was measured on their type: all, where nothing was."""
         outside = np.ones(len(points), dtype=np.bool_)
         seen = Points.of([]) if self.observations is None else self.observations.points
         for name in set(seen.instance_type):
@@ -135,10 +136,10 @@ def fit_step_time(
     """Fit the step time of every instance type that was measured.
 
     `candidates` only sets b_ref (the largest batch in question), which makes the generic prior mean the same before and
-    after the largest batch is profiled. A type that was measured less, or not at all, starts from the one that was
-    measured most, moved by what the hardware of the two differs in. `form` RING or PARAMETER_SERVER predicts by the
-    paper's equation 2 wherever enough was measured to fit it. Raises ObservationError when there is neither a
-    measurement nor a prior with a scale.
+    after the largest batch is profiled. A type that was measured less, or not at all, starts from the type that was
+    measured most, moved by the difference of their hardware. `form` RING or PARAMETER_SERVER predicts by the paper's
+    equation 2 wherever enough was measured to fit it. Raises ObservationError when there is neither a measurement nor a
+    prior with a scale.
     """
     prior = prior or Priors()
     if observations is None or not len(observations):
@@ -159,7 +160,7 @@ def fit_step_time(
         posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest)
         if form != "overlap":
             paper_fits[name] = fit_paper_form(rows, form)
-    # Where all that is known of several nodes is a probe of their links, the predictions rest on that.
+    # Where only a probe of the links tells of several nodes, the predictions rest on that probe.
     probed = float(observations.points.num_nodes.max()) == 1.0 and prior.probed & set(posteriors)
     return StepTimeModel(
         form=form,
@@ -183,7 +184,7 @@ def unmeasured_model(
     form: StepTimeForm = "overlap",
     interval_scale: float = 1.0,
 ) -> StepTimeModel:
-    """The model of no data. With a prior that knows no scale its times mean nothing; planning reads its covariance."""
+    """Return the model without data. Without a scale its times mean nothing; planning reads its covariance."""
     given = prior.believed.values()
     return StepTimeModel(
         form=form,
@@ -198,7 +199,7 @@ def unmeasured_model(
 
 
 def _believed(name: str, posteriors: Mapping[str, Posterior], priors: Priors) -> StepTimePrior | None:
-    """The prior of a type: this job's own runs on the type measured most, unless earlier jobs know the scale better."""
+    """Return the prior of a type: the runs on the type measured most, unless earlier jobs know the scale better."""
     own = priors.believed.get(name)
     if not posteriors:
         return own
