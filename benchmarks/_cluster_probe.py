@@ -1,4 +1,4 @@
-"""Prints a probe between the namespaces of `benchmarks.support.cluster`, as JSON: one rank on each of so many nodes."""
+"""Prints a probe between the namespaces of `benchmarks.support.cluster`, as JSON; each node has one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS = "TULA_BENCHMARK_PROBE_S"
 
 
 def rank_main() -> None:
-    """A namespace has the name of its host: say that each rank is on a separate node, as torchrun does."""
+    """Probe as one rank on a node of its own, and say so as torchrun does: namespaces share the name of their host."""
     os.environ["GROUP_RANK"] = os.environ["RANK"]
     dist.init_process_group("gloo")
     measured = time_all_reduces(torch.device("cpu"), float(os.environ[SECONDS]))

@@ -212,7 +212,7 @@ class Bench:
         return figures
 
     def shared_launches(self) -> dict[str, float]:
-        """What shared launches cost against a launch for each of the same runs, and how far their step times agree."""
+        """Return what shared launches cost compared with a launch for each run, and how well their step times agree."""
         shared, single, repeat = self.both_ways("waits", self.job_command(10_000), self.waits, repeats=2)
         joint, apart, again = map(_step_times, (shared, single, repeat))
         chosen = [_key(tuned["recommendation"]["chosen"]["configuration"]) for tuned in (shared, single, repeat)]
@@ -238,10 +238,10 @@ class Bench:
         return figures
 
     def both_ways(self, name: str, command: list[str], space: str, *, repeats: int) -> list[dict[str, Any]]:
-        """A plan of shared launches, and `repeats` times a launch for each of its runs."""
+        """Work through a plan of shared launches, and `repeats` times through a launch for each of its runs."""
         budget = min(RUNS_COMPARED, self.size.num_candidates)
         found = [self.work(name, command, space, budget)]
-        wanted = sorted(_step_times(found[0]), reverse=True)  # as a plan does, so that one launch probes the links
+        wanted = sorted(_step_times(found[0]), reverse=True)  # largest first, so that one launch probes the links
         found += [self.work(f"{name}-{i}", command, space, len(wanted), wanted) for i in range(repeats)]
         times = [_step_times(each) for each in found]
         print_table(
@@ -361,7 +361,7 @@ class Bench:
     def work(
         self, project: str, command: list[str], space: str, budget: int, again: Sequence[tuple[int, int]] = ()
     ) -> dict[str, Any]:
-        """What `tula tune` does once it has started, and prints: shared launches, or a launch for each of `again`."""
+        """Do what `tula tune` does, with shared launches or a launch for each of `again`, and return what it prints."""
         client, environment = self.project(project)
         folder = self.folder / project
         wanted = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in again)

@@ -1,18 +1,19 @@
-"""How far the first guess of a step time is off, before any run: from hardware figures alone, and after earlier jobs.
+"""Measures how far the first guess of a step time is off: from hardware figures alone, and after earlier jobs.
 
     python -m benchmarks.cold_start [--steps FILE] [--json OUT] [--draws 20] [--smoke]
 
 FILE has single-device step times (columns as tests/data/single_device.csv, and `activation_elements_per_sample`, the
-outputs of layers, and others of `model` in job.toml, where they are known). Every row is guessed by the product's own
-prior, with and without histories drawn at random (the same in every run) from other networks of the same source:
-`here` is the number of jobs on the same GPU, `elsewhere` on others; `same` precision, or `any`. Keys are
+outputs of layers, and others of `model` in job.toml, where they are known). The product's own prior guesses every row,
+with and without histories that are drawn at random (the same in every run) from other networks of the same source:
+`here` is the number of earlier jobs on the same GPU, `elsewhere` the number on others; they have the `same` precision,
+or `any`. Keys are
 `cold.<precision>.<here>.<elsewhere>.median` and `.p90` of the factor by which the guess is off, less 1 (0.5: half as
 long again, or by a third too short), and `.coverage` of its 90 % intervals. `.without` is the median factor of the same
 targets from hardware figures alone. A history that no row has is left out.
-`cold.all.median` and `.p90` are of every batch in FILE, without history, `cold.small.*` of batches up to 32; all other
-figures are of the largest batch of each network.
-`cold.mixed.0.0.median` and `.p90` are of the mixed-precision rows of FILE without history; without FILE, of timm's 765
-on one RTX 3090, which the product's numbers were fitted to.
+`cold.all.median` and `.p90` cover every batch in FILE, without history, and `cold.small.*` batches up to 32; all other
+figures cover the largest batch of each network.
+`cold.mixed.0.0.median` and `.p90` cover the mixed-precision rows of FILE without history; without FILE, they cover
+timm's 765 rows on one RTX 3090, to which the product's numbers were fitted.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def read(path: Path) -> list[Timing]:
 
 
 def of_largest_batch(timings: Sequence[Timing]) -> list[Timing]:
-    """The row of the largest batch of each network and precision on a device, in order."""
+    """Return the rows of the largest batch of each network and precision on a device, in order."""
     largest: dict[tuple[str, ...], float] = {}
     for each in timings:
         largest[_of(each)] = max(each.batch, largest.get(_of(each), 0.0))
@@ -112,7 +113,7 @@ def _of(timing: Timing) -> tuple[str, ...]:
 
 
 def every_batch(timings: Sequence[Timing]) -> dict[str, float]:
-    """Errors without history over all batches, and over the small ones."""
+    """Return the errors without history over all batches, and over the small ones."""
     figures: dict[str, float] = {}
     for name, most in (("all", math.inf), ("small", _SMALL_BATCH)):
         factors = [math.exp(abs(each.log_ratio)) - 1.0 for each in timings if each.batch <= most]

@@ -1,4 +1,4 @@
-"""Eight nodes predicted from one rank's timeline and a probe of the links: real DDP over gloo between namespaces.
+"""Predicts eight nodes from one rank's timeline and a probe of the links: real DDP over gloo between namespaces.
 
     python -m benchmarks.fabric [--smoke] [--json OUT]        (root, iproute2)
 

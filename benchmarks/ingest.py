@@ -1,4 +1,4 @@
-"""Telemetry and samples through real HTTP with tokens and durable commits, and the driver alone.
+"""Sends telemetry and samples through real HTTP with tokens and durable commits, and through the driver alone.
 
     python -m benchmarks.ingest [--json OUT] [--seconds 6] [--smoke]
 
@@ -152,7 +152,7 @@ KINDS = {"telemetry": telemetry_requests, "samples": sample_requests, "agents": 
 
 @contextmanager
 def questions(server: Server, header: str) -> Iterator[list[int]]:
-    """Four users ask what-if questions of three jobs of many candidates; the statuses of the answers so far."""
+    """Let four users ask what-if questions of three jobs of many candidates; yield the statuses of their answers."""
     headers = dict([header.strip().split(": ", 1)])
     statuses: list[int] = []
     ended = threading.Event()
@@ -178,7 +178,7 @@ def questions(server: Server, header: str) -> Iterator[list[int]]:
 def beside_fits(
     engine: str, databases: Databases, load: Load, figures: dict[str, float], rows: list[tuple[str, ...]]
 ) -> None:
-    """One agent alone, and beside questions that each take a fit."""
+    """Measure one agent alone, and again while users ask questions that each take a fit."""
     one = replace(load, processes=1, connections=1)
     with databases.serve(1) as server:
         alone, _ = measure(databases, server, one, "agents", AGENT_STEPS)
@@ -192,7 +192,7 @@ def beside_fits(
 
 
 def replicas(databases: Databases, servers: Sequence[Server], load: Load) -> list[Measured]:
-    """Agents of several services at once."""
+    """Measure agents of several services at once."""
     requests = agent_requests(databases.run_ids, AGENT_STEPS)
     load = replace(load, processes=max(1, load.processes // len(servers)))
     with ThreadPoolExecutor() as threads:

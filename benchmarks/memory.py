@@ -2,11 +2,11 @@
 
     python -m benchmarks.memory [--grids FILE] [--json OUT] [--smoke]
 
-Which readings count is decided by the readings alone, never by the model: a device that runs out of memory reports
-whatever it had reached, so a workload's readings end before the first one that does not rise, that is within 5 % of the
-device's capacity, or that is above 70 % of it and rose per example by less than 0.7 of the rise before (work space
-shrinks when memory is short). Workloads with fewer than three readings left are not scored, and counted. `memory.raw.*`
-are the same figures without the last two rules. Where the table has a column `analytic_bytes` (a count of tensors),
+The readings alone decide which of them count, never the model: a device that runs out of memory reports whatever it had
+reached, so a workload's readings end before the first one that does not rise, that is within 5 % of the device's
+capacity, or that is above 70 % of it and rose per example by less than 0.7 of the rise before (work space shrinks when
+memory is short). Workloads with fewer than three readings left are counted but not scored. `memory.raw.*` are the same
+figures without the last two rules. Where the table has a column `analytic_bytes` (a count of tensors),
 `memory.analytic.*` are the figures with its slope as prior, and `memory.counted_one.*` those from the smallest batch
 alone and that slope (`python -m benchmarks._count_memory` makes such a table). `memory.three.*` are those from the
 three smallest batches, `memory.apart.*` those from a batch and its fourfold, for the largest that is four times as
@@ -19,8 +19,8 @@ without it. A family is the letters that a network's name begins with.
 
 `ceiling.*` take the largest reading as the capacity and the two smallest as read: `ceiling.median` and `ceiling.worst`
 are the errors of the largest batch that is as likely to fit as not; `ceiling.unsafe` is the share of workloads whose
-promised batch (with a safety of 95 %) is larger than the one that was read there, and `ceiling.used` the median of the
-one over the other. All figures are fractions.
+promised batch (with a safety of 95 %) is larger than the batch of that reading, and `ceiling.used` is the median of the
+promised batch over that batch. All figures are fractions.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def score(
 
 
 def ceiling(workloads: Sequence[MemoryWorkload], static: Mapping[str, float]) -> dict[str, float]:
-    """How far the largest batch from the two smallest is off, how often the promised one is too large, and its use."""
+    """Return how far the largest batch from the two smallest is off, how often the promise fails, and what it uses."""
     offs, shares = [], []
     for workload in workloads:
         valid = valid_readings(workload)

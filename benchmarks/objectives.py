@@ -4,9 +4,9 @@
 
 For each workload and objective the planner spends at most six runs, which see the table's step times with `--noise`
 (standard deviation of their logarithm); what it then recommends is judged by the table. A rank-hour has one price. The
-training has `--examples` in all (1.28e8: a hundred epochs of ImageNet), of which the guard of `balanced` allows the
-batches that keep the accuracy of the smallest, as for a job of unknown noise and optimizer; the least is over all.
-Figures are over five draws of that noise, since an answer at the edge of a rule turns on a few percent. Keys, for
+training has `--examples` in all (1.28e8: a hundred epochs of ImageNet). The guard of `balanced` allows the batches that
+keep the accuracy of the smallest, as for a job of unknown noise and optimizer; the least is over all batches. Figures
+are over five draws of the noise, since an answer at the edge of a rule turns on a few percent. Keys, for
 `balanced`, `time`, `cost`, `knee` and `kneedle`: `<objective>.time_over_least.mean`, `.geometric` and `.p90`, the same
 of `.cost_over_least`, `.dominated` (share of answers with a candidate that is both faster and cheaper by more than the
 noise), `.place` (mean place of the batch in the range: 0 smallest, 1 largest, in log). `kneedle` is the rule of Kneedle
@@ -18,9 +18,10 @@ the rule of `balanced` where every step time is known without noise, `measured` 
 end of the range of local batches or of ranks moves by one doubling: inwards from the whole table, and outwards from the
 table less one doubling at all four ends, since no table has rows beyond its own. `.inward.p90` and `.outward.p90` are
 its two halves, `.allowed.p90` counts only the moves after which the earlier answer is still a candidate, and
-`.answer_kept.p90` those of them that go inwards: they take away other candidates alone. The same for the answers of
-`sensitivity.time`, and for what the truth imposes, where every step time is known: `.balanced.known` by the rule of
-`balanced`, `.balanced.product` by the least time x cost, and `.balanced.least` of the least time alone.
+`.answer_kept.p90` only the inward moves among them, which take away nothing but other candidates. `sensitivity.time.*`
+say the same of the answers of `time`. Three more say what the truth imposes where every step time is known:
+`.balanced.known` by the rule of `balanced`, `.balanced.product` by the least time x cost, and `.balanced.least` by the
+least time alone.
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ _CURVE_POINTS = 129
 
 @dataclass
 class Judged:
-    """Of one workload: by objective (time over least, cost over least, dominated, place) of each draw of the noise, and
-    of each move of the range whether it is inward and, by rule, (factor, earlier answer allowed) in the first draw."""
+    """The figures of one workload.
+
+    `answers`: by objective, (time over least, cost over least, dominated, place) of each draw of the noise.
+    `moved`: of each move of the range, whether it goes inwards and, by rule, (factor, earlier answer allowed) in the
+    first draw.
+    """
 
     answers: dict[str, list[tuple[float, float, float, float]]] = field(
         default_factory=lambda: {name: [] for name in (*OBJECTIVES, *ALSO)}
@@ -67,13 +72,13 @@ class Judged:
 
 
 def goal_for(objective: Objective, workload: Workload, examples: float) -> Goal:
-    """Training at one price for each rank-hour, of batches that keep the accuracy of the workload's smallest."""
+    """Return the goal of a training at one price a rank-hour, with batches that keep the accuracy of the smallest."""
     guard = AccuracyGuard(examples, min(c.global_batch_size for c in workload.candidates))
     return Goal(objective, Training(examples), {"default": Offer(usd_per_rank_hour=3600.0)}, guard=guard)
 
 
 def noisy(workload: Workload, noise: float, draw: int) -> Workload:
-    """The workload as profiling sees it; the same for the same name and draw."""
+    """Return the workload as profiling sees it; the same for the same name and draw."""
     dice = np.random.default_rng((zlib.crc32(workload.name.encode()), draw))
     factors = np.exp(noise * dice.standard_normal(len(workload.candidates)))
     seen = {c: workload.step_time_s[c] * float(f) for c, f in zip(workload.candidates, factors, strict=True)}
@@ -81,7 +86,7 @@ def noisy(workload: Workload, noise: float, draw: int) -> Workload:
 
 
 def answer(seen: Workload, name: Objective | Literal["kneedle"], examples: float) -> Placement:
-    """What is recommended after at most six runs."""
+    """Return the configuration that is recommended after at most six runs."""
     runs, choice = recommended(seen, goal_for("knee" if name == "kneedle" else name, seen, examples))
     if name == "kneedle":
         return kneedle(seen, runs)

@@ -6,20 +6,20 @@
 `--by-source` also gives the figures of each source beside those of all others. It is no held-out test: constants of
 the search and of the residual were chosen on these grids (docs/model.md lists which).
 Runs report the split of a step into compute and exposed communication where the source has it (`--sync`). `random4`
-and `random6` are runs drawn at random, one of them on the largest cluster, in five draws. Of each plan, `median` and
-`p90` are over the median errors of the workloads, `geometric` is the geometric mean of these, `coverage` the mean over
-workloads. `by_configuration.*` are over all configurations of all workloads, and
-`by_configuration.coverage.extrapolated` over those outside of what was measured. `regret.*.geometric` is the geometric
-mean of 1 + regret, less 1.
-`columns`: a launch measures up to three batches of a cluster; `columns.launches` and `columns.batches` are how many the
-planner asked for, a cluster that is launched twice counted twice. `columns1`, `columns2` and `columns3`, with every
-batch, are the errors on the other clusters after the largest cluster, the smallest as well, and one between them too.
+and `random6` are runs drawn at random, one of them on the largest cluster, in five draws. For each plan, `median`,
+`p90` and `geometric` (the geometric mean) summarise the median errors of the workloads, and `coverage` is the mean over
+workloads. `by_configuration.*` cover all configurations of all workloads, and `by_configuration.coverage.extrapolated`
+only configurations outside of what was measured. `regret.*.geometric` is the geometric mean of 1 + regret, less 1.
+`columns`: a launch measures up to three batches of a cluster; `columns.launches` and `columns.batches` count what the
+planner asked for, where a cluster that is launched twice counts twice. `columns1`, `columns2` and `columns3` are the
+errors on the other clusters after launches with every batch: on the largest cluster, on the smallest as well, and on
+one between them too.
 `noise.*`: what profiling reads differs from the truth by `--noise` (a log standard deviation, one value a run), in
-`--draws` draws. The regret is that of the true times, and `noise.coverage.chosen` is how often the true time of the
-configuration that was chosen for least time or cost lies inside its 90 % interval. Beside every mean M, M.low and
-M.high are the ends of a 90 % interval by resampling workloads. `plan_ms.4096` and `plan_mib.4096` are the time and the
-memory of the first plan of a job of 4,096 candidates.
-All figures are fractions (0.04 = 4 %) except those, `fit_ms`, launches and runs.
+`--draws` draws. The true times give the regret, and `noise.coverage.chosen` is how often the true time of the
+configuration that was chosen for least time or cost lies inside its 90 % interval. For every mean M, M.low and M.high
+are the ends of a 90 % interval by resampling workloads. `plan_ms.4096` and `plan_mib.4096` are the time and the memory
+of the first plan of a job of 4,096 candidates.
+All figures are fractions (0.04 = 4 %) except `plan_ms`, `plan_mib`, `fit_ms`, launches and runs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ BY_SOURCE = (
     "regret.best_num_nodes.mean",
     "regret.deadline.violations_with_warned",
 )
-LAUNCHES = ("columns1", "columns2", "columns3")  # as results that are kept name them
+LAUNCHES = ("columns1", "columns2", "columns3")  # names in the stored results
 NOISY = ("time", "cost", "best_num_nodes")
 CHOICES = ("time", "cost", "deadline", "best_num_nodes", "best_num_nodes_planned")
 _DATASET = 1e6
@@ -93,15 +93,18 @@ _NEVER = 1e30  # times as many steps: such a candidate may be profiled and is ne
 
 
 class HeldOut(NamedTuple):
-    """Of every configuration that was not profiled: relative error, and 1.0 where the measured time is inside its 90 %
-    interval and where it is outside of what was measured, else 0.0."""
+    """Predictions for the configurations that were not profiled.
+
+    `errors` are relative. `inside` is 1.0 where the measured time is inside its 90 % interval, and `extrapolated` is
+    1.0 where the configuration is outside of what was measured; both are 0.0 elsewhere.
+    """
 
     errors: Sequence[float] = ()
     inside: Sequence[float] = ()
     extrapolated: Sequence[float] = ()
 
     def __add__(self, other: tuple[Sequence[float], ...]) -> HeldOut:  # type: ignore[override]
-        """Both together."""
+        """Return the predictions of both."""
         return HeldOut(*([*ours, *theirs] for ours, theirs in zip(self, other, strict=True)))
 
 
@@ -136,9 +139,10 @@ def profile(
     share_launches: bool = False,
     launches: list[Launch] | None = None,
 ) -> list[Placement]:
-    """The configurations that the planner asks for, in order, each answered from the table; `runs` may be launches.
+    """Return the configurations that the planner asks for, in order; the table answers each request.
 
-    `launches` collects each launch; one at the same cluster again is in it twice.
+    `runs` is the most runs, or the most launches with `share_launches`. `launches` collects every launch; a cluster
+    that is launched again is in it twice.
     """
     done: list[Placement] = []
     model: StepTimeModel | None = None
@@ -162,12 +166,12 @@ def designed(workload: Workload, runs: int) -> list[Placement]:
 
 
 def corners(workload: Workload, *, two: bool = False) -> list[Placement]:
-    """What the searches `partial` and, with `two`, `paper` profile."""
+    """Return what the search `partial` profiles or, with `two`, the search `paper`."""
     return corner_design(workload.candidates, two=two)  # type: ignore[return-value]
 
 
 def at_random(workload: Workload, runs: int, draw: int) -> list[Placement]:
-    """Configurations drawn at random, the first of them on the largest cluster."""
+    """Return configurations drawn at random, the first of them on the largest cluster."""
     dice = np.random.default_rng([draw, runs, zlib.crc32(workload.name.encode())])
     shuffled = [workload.candidates[row] for row in dice.permutation(len(workload.candidates))]
     largest = max(c.world_size for c in shuffled)
@@ -176,7 +180,7 @@ def at_random(workload: Workload, runs: int, draw: int) -> list[Placement]:
 
 
 def held_out(workload: Workload, profiled: Sequence[Placement], form: StepTimeForm = "overlap") -> HeldOut:
-    """The errors of a fit to these configurations on all others."""
+    """Return how a fit to `profiled` predicts all other configurations."""
     seen = set(profiled)
     rest = [c for c in workload.candidates if c not in seen]
     if not rest:
@@ -218,7 +222,7 @@ def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
 
 
 def noisy_choices(workload: Workload, found: Figures, noise: float, draws: int) -> None:
-    """The regret of choices from noisy runs, by the truth, and whether the truth is inside the intervals of these."""
+    """Add the regret of choices from noisy runs, by true times, and how often their intervals hold the true time."""
     each, inside = [], []
     for draw in range(draws):
         table = workload.noisy(noise, np.random.default_rng([draw, zlib.crc32(workload.name.encode())]))
@@ -250,7 +254,7 @@ def goal_of(name: str, limits: Limits | None = None) -> Goal:
 
 
 def shared_launches(workload: Workload, found: Figures) -> None:
-    """Held-out errors after one, two and three launches with every batch, and regret and number of planned ones."""
+    """Add the errors after one, two and three launches with every batch, and regret and number of planned launches."""
     ordered = [*first_launches(workload.candidates), *middle_launch(workload)]
     for number, name in enumerate(LAUNCHES, 1):
         chosen = {*ordered[:number]}
@@ -272,7 +276,7 @@ def shared_launches(workload: Workload, found: Figures) -> None:
 
 
 def middle_launch(workload: Workload) -> list[Launch]:
-    """The launch whose size is nearest the geometric mean of the smallest and the largest; none of two."""
+    """Return the launch whose size is nearest the geometric mean of smallest and largest; empty where those are all."""
     first = first_launches(workload.candidates)
     rest = launches_of(workload.candidates) - set(first)
     centre = math.prod(launch.world_size for launch in first) ** (1.0 / len(first))

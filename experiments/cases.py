@@ -5,7 +5,7 @@
 A script's first line, or a shell script's second, is `# run: COMMAND     (what it shows)`; a script without one is
 passed over. COMMAND runs in FOLDER, with TULA_URL set to a service that lives as long as this command; words in
 brackets are options, which are left out. The line has the script, the exit status, the seconds, and the last lines of
-`tula`: what was measured, what failed and which notes. Whether that is right is for the reader to say.
+`tula`: what was measured, what failed and which notes. The reader decides whether that is right.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _MOST_LINES, _MOST_CHARACTERS = 4, 160
 
 
 def command_of(script: Path) -> str | None:
-    """The command in the first two lines of `script`; None without one."""
+    """Return the command in the first two lines of `script`; None without one."""
     head = "\n".join(script.read_text(errors="replace").splitlines()[:2])
     found = _COMMAND.search(head)
     return None if found is None else _LEFT_OUT.sub("", found[1])
 
 
 def run(command: str, folder: Path, environment: dict[str, str], log: Path, limit_s: float) -> tuple[int | None, float]:
-    """Exit status, None where the limit was reached, and seconds; the output goes to `log`."""
+    """Return the exit status (None where the limit was reached) and the seconds; the output goes to `log`."""
     began = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(

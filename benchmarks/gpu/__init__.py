@@ -6,9 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / "build" / "gpu-packages"
-"""Where a machine without an index has what `--packages` packed; looked at last."""
+"""Folder with what `--packages` packed for a machine without an index; searched last."""
 
-# The machine has this checkout, not an installed Tula; what the parts start inherits the environment.
+# The machine has this checkout and no installed Tula; processes that the parts start inherit the environment.
 _SOURCES = [str(ROOT / name) for name in ("agent", "client", "service", ".")]
 sys.path[:0] = [path for path in _SOURCES if path not in sys.path]
 sys.path += [str(PACKAGES)]

@@ -4,10 +4,10 @@
     python -m benchmarks.gpu --device cpu --smoke      rehearses it without a GPU; its figures are worth nothing
     python -m benchmarks.gpu --packages 3.12           packs what a machine with that Python and no index needs
 
-Needs this checkout, torch, and torchvision for all networks. Which other packages a machine lacks is said first, and
-the parts that need them are left out. `make test-gpu` tests what the agent relies on. DIR has a JSON file a part,
-written row by row, `report.md`, three tables and a log. `--resume` measures what an earlier run left out; from another
-DIR, its results are copied first.
+The command needs this checkout, torch, and torchvision for all networks. It says first which other packages the machine
+lacks, and leaves out the parts that need them. `make test-gpu` tests what the agent relies on. DIR gets a JSON file for
+each part, written row by row, `report.md`, three tables and a log. `--resume` measures what an earlier run left out; if
+that run has another DIR, its results are copied first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = {
     "tune": 0.25, "memory": 0.15, "first_guess": 0.08, "tables": 0.12, "switches": 0.14, "overhead": 0.06,
     "scaling": 0.08, "accuracy": 0.1, "ranks": 0.04,
 }  # fmt: skip
-"""In order of value, with each one's share of the time; what one leaves is the others'."""
+"""Parts in order of value, each with its share of the time; the time that a part leaves goes to the others."""
 AGENT = ("numpy", "pydantic", "httpx", "pynvml")
 SERVICE = (
     "platformdirs", "rich", "typer", "fastapi", "fastapi_offline", "pydantic_settings", "uvicorn", "httptools",
@@ -46,25 +46,25 @@ SERVICE = (
     "prometheus_client", "psutil",
 )  # fmt: skip
 NEEDS = {"tune": (*AGENT, *SERVICE), "accuracy": (*AGENT, "sklearn", "PIL", "pytorch_optimizer")}
-"""The modules of a part, beside torch; every other part needs those of the agent."""
+"""Modules that a part needs in addition to torch; a part that is not listed needs those of the agent."""
 DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "sklearn": "scikit-learn", "PIL": "pillow"}
-"""By module, where the name differs."""
+"""Name of a module's distribution, where it differs from the module's."""
 WITHOUT_DEPENDENCIES = {"pytorch_optimizer"}
-"""Torch is all that it needs."""
+"""Modules that are packed without dependencies, since torch is all that they need."""
 WITH_TORCH = ("numpy", "PIL", "pillow")
-"""What machines with torch and torchvision have."""
+"""Packages that machines with torch and torchvision have."""
 GRACE_S, MAX_CRASHES = 10.0, 3
 
 
 def lacking(part: str) -> list[str]:
-    """Return the modules that `part` needs and that this machine has not."""
+    """Return the modules that `part` needs and this machine lacks."""
     return [name for name in NEEDS.get(part, AGENT) if importlib.util.find_spec(name) is None]
 
 
 def download_packages(python: str) -> int:
-    """Pack what the parts need for that Python on Linux into PACKAGES (tar.xz); return pip's exit status.
+    """Pack what the parts need on Linux with that Python into PACKAGES (tar.xz), and return pip's exit status.
 
-    Left out are torch, what comes with it, and tests: the file has to be small enough to be carried along.
+    The file has to be small enough to be carried along, so torch, what comes with torch, and tests are left out.
     """
     modules = {name for needs in NEEDS.values() for name in needs} - WITHOUT_DEPENDENCIES
     names = sorted(DISTRIBUTIONS.get(name, name) for name in modules)
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.part:
         device = torch.device(options.device)
         options.out.mkdir(parents=True, exist_ok=True)
-        # The context of this process would take from what `memory` measures.
+        # A context of this process would take memory from what the part `memory` measures.
         alone = options.part == "memory"
         machine = memory.in_fresh_process(machine_of, device) if alone else machine_of(device)
         results = Results(options.out, options.part, machine)

@@ -17,8 +17,8 @@ NAME = "runs"
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Train what is missing, and add how many runs there are; a rehearsal trains the two tiny cases."""
-    del device  # the mode says it
+    """Train the missing runs, and add a row with the number of runs; a rehearsal trains the two tiny cases."""
+    del device  # the mode decides on it
     mode = ["--quick", "--smoke"] if smoke else ["--gpu"]
     runs = results.folder / "generalization.jsonl"
     command = [PYTHON, "-m", "experiments.generalization", *mode, "--runs", str(runs)]

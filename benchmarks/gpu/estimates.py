@@ -1,22 +1,22 @@
-"""How well the largest batch of a device is known, from readings and without a run, against a device's report.
+"""Measures how well the largest batch of a device is predicted, from readings and without a run, against its report.
 
     python -m benchmarks.gpu.estimates [benchmarks/results/gpu/DEVICE] [--only NAME] [--json FILE]
 
-`ceiling.*` are from readings: of a batch and its fourfold, the larger one as near to a quarter of the memory as was
+`ceiling.*` come from readings of a batch and its fourfold, the larger one as near to a quarter of the memory as was
 measured, with what `estimate_memory` counts of parameters, gradients and optimizer, and what it replays of the
-allocator. `ceiling.launch.*` are from the batches that the first launch of a plan reads where nothing was counted: the
-smallest, its eightfold and its 32-fold, as far as they ran. `ceiling.counted.*` are those of `estimate_memory` alone.
-`peak.*` are the errors of what is allocated at the largest batch that was measured, by `estimate_memory`, and
-`peak.read.*` those from the readings of `ceiling.*`: the rest of the ceiling's error is what the allocator adds.
-`median` and `worst` of a ceiling are the errors of the largest batch that is expected to fit; `unsafe` is the share of
-rows where the one that is promised (with a probability of 95 %, or `safe_local_batch_size`) is no smaller than the
-smallest batch that failed; `used` is the median of promised over largest, and `least_used` the least.
+allocator. `ceiling.launch.*` come from the batches that the first launch of a plan reads where nothing was counted: the
+smallest, its eightfold and its 32-fold, as far as they ran. `ceiling.counted.*` come from `estimate_memory` alone.
+`peak.*` are the errors of what is allocated at the largest measured batch, by `estimate_memory`, and `peak.read.*` by
+the readings of `ceiling.*`: the rest of the ceiling's error is what the allocator adds. `median` and `worst` of a
+ceiling are the errors of the largest batch that is expected to fit. `unsafe` is the share of rows where the promised
+batch (with a probability of 95 %, or `safe_local_batch_size`) is no smaller than the smallest batch that failed. `used`
+is the median of promised over largest, and `least_used` the least.
 
-The largest batch of the report is known to a sixteenth, the step of its search, and by one step after smaller batches;
-what is expected here is for ten steps of a fresh process.
+The report searched its largest batch in steps of a sixteenth, and tried each batch for one step after smaller ones. A
+prediction holds for ten steps of a fresh process.
 
-Each network is counted again by this checkout, at the largest batch that was measured and for the largest that fits;
-the report keeps what was counted when it was measured. Networks of torchvision are left out where it is missing.
+This checkout counts each network again, at the largest batch that was measured and for the largest that fits; the
+report keeps the counts of its own time. Networks of torchvision are left out where torchvision is missing.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ _AS_LIKELY_AS_NOT, _SAFETY = 0.5, 0.95
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Two batches over the largest that ran: the one that is expected to be the largest, and the one promised.
+    """Batches of one row as fractions of the largest batch that ran.
 
-    `failed` is the smallest batch that failed over the largest that ran.
+    `expected` is the batch that is expected to be the largest, `promised` the one that is promised to fit, and `failed`
+    the smallest one that failed.
     """
 
     expected: float
@@ -55,15 +56,15 @@ class Ceiling:
 
 
 def counted(row: Row, estimate: MemoryEstimate) -> Ceiling:
-    """What `estimate_memory` says without a run."""
+    """Return what `estimate_memory` predicts without a run."""
     capacity = row["capacity_bytes"]
     return _ceiling(row, estimate.largest_local_batch_size(capacity), estimate.safe_local_batch_size(capacity))
 
 
 def read(row: Row, estimate: MemoryEstimate, batches: Sequence[int], reserved: float) -> tuple[Ceiling, float]:
-    """What the service says once these batches were read, and how far the peak at the largest batch is off.
+    """Return what the service predicts once `batches` were read, and the relative error of the peak at the largest.
 
-    `reserved` is what the allocator takes over its peak.
+    `reserved` is what the allocator takes from the device over the peak of what is allocated.
     """
     at = [row["batches"][str(batch)] for batch in batches]
     static = estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes
@@ -79,7 +80,7 @@ def read(row: Row, estimate: MemoryEstimate, batches: Sequence[int], reserved: f
 
 
 def batches_to_read(row: Row) -> list[int]:
-    """A batch and its fourfold, the larger with a peak of at most about a quarter of the memory; else the first two."""
+    """Return a batch and its fourfold, which peaks at about a quarter of the memory at most; else the first two."""
     batches = sorted(map(int, row["batches"]))
     small = [b for b in batches if row["batches"][str(b)]["peak_bytes"] <= _QUARTER * row["capacity_bytes"]]
     larger = max(small[1:], default=batches[1])
@@ -87,7 +88,7 @@ def batches_to_read(row: Row) -> list[int]:
 
 
 def batches_of_launch(row: Row) -> list[int]:
-    """The smallest, its eightfold and its 32-fold, as far as they were measured."""
+    """Return the smallest batch, its eightfold and its 32-fold, as far as they were measured."""
     batches = sorted(map(int, row["batches"]))
     return [batch for batch in batches if batch in (batches[0], 8 * batches[0], 32 * batches[0])]
 
@@ -100,8 +101,11 @@ def _ceiling(row: Row, expected: int, promised: int) -> Ceiling:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one network in one precision: relative errors of the peak at its largest batch, counted and from readings, and
-    the ceilings from readings, from those of a launch, and counted."""
+    """Errors of one network in one precision.
+
+    `peak` and `peak_read` are relative errors of the peak at its largest batch, counted and from readings. `read`,
+    `launch` and `counted` are its ceilings from readings, from the readings of a launch, and counted.
+    """
 
     peak: float
     peak_read: float
@@ -111,7 +115,7 @@ class Errors:
 
 
 def errors(folder: Path, only: str = "") -> dict[str, Errors]:
-    """The errors by network and precision, of a device's report."""
+    """Return the errors of a device's report by network and precision."""
     rows = {}
     known, cpu = networks(smoke=False), torch.device("cpu")
     for name, row in Results(folder, "tables").rows.items():
@@ -131,7 +135,7 @@ def errors(folder: Path, only: str = "") -> dict[str, Errors]:
 
 
 def figures_of(prefix: str, ceilings: Sequence[Ceiling]) -> dict[str, float]:
-    """The figures that the module's text names, over all rows."""
+    """Return the figures of `ceilings` that the text of this module names."""
     offs, used = [abs(each.expected - 1.0) for each in ceilings], [each.promised for each in ceilings]
     return {
         f"{prefix}.median": median(offs),

@@ -1,4 +1,4 @@
-"""What the first guess of a step time rests on: launches of kernels, memory layouts, and very large convolutions."""
+"""Measures what the first guess of a step time rests on: launches of kernels, memory layouts, large convolutions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ EXAMPLES = (512, 640, 668, 670, 704, 768, 1024)
 
 
 def layout(name: str, size: int, channels_last: bool, device: torch.device, smoke: bool) -> Row:
-    """Return the median seconds of a step of `size` examples with images and weights in that layout."""
+    """Return the median seconds of a step of `size` examples, with channels last or first in images and weights."""
     network, precision = name.split()
     trainer = Trainer(networks(smoke)[network], precision, device)
     return {"step_time_s": trainer.step_time_s(size, channels_last=channels_last, smoke=smoke)}
 
 
 def convolution(examples: int, device: torch.device, smoke: bool) -> Row:
-    """Return seconds of forward and backward of one convolution of 64 channels at `examples` images, in bf16."""
+    """Return the seconds per example of both passes of a convolution of 64 channels at `examples` images, in bf16."""
     side = 8 if smoke else 224
     layer = nn.Conv2d(64, 64, 3, padding=1).to(device, torch.bfloat16)
     images = torch.randn(2 if smoke else examples, 64, side, side, device=device, dtype=torch.bfloat16)
@@ -45,7 +45,7 @@ def convolution(examples: int, device: torch.device, smoke: bool) -> Row:
 
 
 def _seconds(work: Callable[[], object], times: int, device: torch.device) -> float:
-    """Return the seconds of one call of `work`, from `times` that follow each other."""
+    """Return the mean seconds of a call of `work`, over `times` calls in a row."""
     began = now(device)
     for _ in range(times):
         work()

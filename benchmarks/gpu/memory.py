@@ -1,7 +1,7 @@
-"""What fits a device: the promised, the replayed and the largest known batch, with segments that grow and without.
+"""Tries what fits a device: the promised, the replayed and the largest known batch, with and without growing segments.
 
-Each attempt is three steps in a fresh process, as the largest batch of a training needs them: one that has survived an
-out-of-memory error, or a smaller batch, holds other segments.
+Each attempt takes three steps in a fresh process, as a training at its largest batch does: a process that has survived
+an out-of-memory error, or has trained at a smaller batch, holds other segments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tula_wire.memory import assumed_context_bytes, usable_bytes
 T = TypeVar("T")
 SEGMENTS = {"fixed": "expandable_segments:False", "expandable": "expandable_segments:True"}
 REHEARSED_BYTES = 80 * 2**30
-"""What a CPU plays."""
+"""Memory of the device that a rehearsal on a CPU stands for."""
 READ = {
     "reserved_bytes": "reserved_bytes.all.peak",
     "allocated_bytes": "allocated_bytes.all.peak",
@@ -37,7 +37,7 @@ READ = {
 
 
 def in_fresh_process(work: Callable[..., T], *arguments: Any) -> T:
-    """Return what `work` answers in a process that has imported torch and used no device; this one uses none either."""
+    """Return what `work` returns in a process that has imported torch and used no device, as the caller has not."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.gpu.memory"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -57,7 +57,7 @@ def three_steps(name: str, size: int, device: torch.device, segments: str, smoke
 
 
 def attempt(name: str, size: int, device: torch.device, segments: str, smoke: bool) -> Row:
-    """Return what `three_steps` answers; a process that died did not fit."""
+    """Return what `three_steps` returns; a batch at which the process died did not fit."""
     try:
         return in_fresh_process(three_steps, name, size, device, segments, smoke)
     except BrokenProcessPool as error:
@@ -77,7 +77,7 @@ def replay(estimate: MemoryEstimate, size: int, capacity: int) -> Row | None:
 
 
 def measure(name: str, largest: int | None, capacity: int, device: torch.device, smoke: bool) -> Row:
-    """Return what became of each attempt by kind of segments and batch, and what a replay reserves for the same."""
+    """Return the outcome of each attempt by kind of segments and batch, and what a replay reserves at each batch."""
     network, precision = name.split()
     cpu = Trainer(networks(smoke)[network], precision, torch.device("cpu"))
     with cpu.autocast():

@@ -21,12 +21,12 @@ from tula_agent.run import Run
 
 STEPS, WARMUP = 600, 5
 ENOUGH_S, MIN_PAIRS, MAX_PAIRS = 10e-6, 9, 200
-"""Half the width of the interval at which the pairs are enough."""
+"""Half-width of the interval, in seconds, at which the pairs suffice; fewest and most pairs."""
 LOAD_S, BETWEEN_SAMPLES_S = 5.0, 0.02
 
 
 def thread_s(url: str | None, device: torch.device, steps: int) -> float:
-    """Return CPU seconds of the training thread for one small step; the agent reports to `url`, None: no agent."""
+    """Return CPU seconds of the training thread for one small step, with an agent that reports to `url`, if given."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -48,7 +48,7 @@ def thread_s(url: str | None, device: torch.device, steps: int) -> float:
 
 
 def agent_cpu(device: torch.device, ends: float, smoke: bool) -> Row:
-    """Return the median over pairs of what the agent adds, with its interval of 95 %, in seconds a step."""
+    """Return the CPU seconds that the agent adds to a step: the median over pairs, with its 95 % interval."""
     sink = Sink()
     threading.Thread(target=sink.serve_forever, daemon=True).start()
     steps = 20 if smoke else STEPS

@@ -108,7 +108,7 @@ def _timeline(
     """Return when each bucket of DDP is ready in the backward pass, as the agent reports it."""
     timer = BucketTimer(model)
     found = None
-    for _ in range(2 * TIMED_STEPS):  # on every rank the same number
+    for _ in range(2 * TIMED_STEPS):  # the same number of steps on every rank
         optimizer.zero_grad()
         timer.begin()
         F.cross_entropy(model(batch[0]), batch[1]).backward()
@@ -128,7 +128,7 @@ def _equal_on_all_ranks(model: nn.Module) -> bool:
 
 
 def judge(row: Row) -> str:
-    """A verdict in words: splits are judged where each rank has a GPU."""
+    """Return a verdict in words, which judges the split only where each rank has a GPU."""
     if not row["weights_equal"]:
         return "fail: the ranks' weights differ"
     if row["backend"] != "nccl":
@@ -140,7 +140,7 @@ def judge(row: Row) -> str:
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add one row for each number of ranks, two and then all devices."""
+    """Add a row for two ranks, and one for a rank on each device where there are more than two."""
     ends = time.monotonic() + seconds
     devices = torch.cuda.device_count() if device.type == "cuda" else 1
     sizes = sorted({2, max(2, devices)})

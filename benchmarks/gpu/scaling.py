@@ -37,11 +37,11 @@ POLICIES: dict[str, Policy] = {
     "ags": Ags(steps_per_epoch=100),
     "none": Off(),
 }
-"""The first two are the default in its first 512 steps and in the long run."""
+"""The first policy is the default in its first 512 steps, the second is the default in the long run."""
 
 
 def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row:
-    """Seconds of a step with the bare optimizer and with `policy`, medians of turns on the same model."""
+    """Return the seconds of a step with the bare optimizer and with `policy`, medians of turns on the same model."""
     torch.manual_seed(0)
     depth, size, side, steps = (18, 2, 32, 1) if smoke else (50, size, 224, SIZES[size])
     model = resnet(depth, channels=3, num_classes=1000).to(device)

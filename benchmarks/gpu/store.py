@@ -21,7 +21,7 @@ H100 = ROOT / "benchmarks" / "results" / "gpu" / "nvidia-h100-80gb-hbm3"
 
 
 def now(device: torch.device) -> float:
-    """Return seconds of a clock, once `device` has done what was asked of it."""
+    """Wait until `device` has finished its work, and return the seconds of a clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -30,8 +30,8 @@ def now(device: torch.device) -> float:
 class Results:
     """The rows of one part by name, in `FOLDER/PART.json`, and the machine that they were measured on.
 
-    A row that began and has no result is `under_way`: its process ended, or was ended, in it. Raises ValueError where
-    the file is of another machine.
+    `under_way` names a row that began and has no result: its process ended, or was ended, before the row was done.
+    Raises ValueError where the file comes from another device.
     """
 
     def __init__(self, folder: Path, part: str, machine: Row | None = None) -> None:
@@ -63,7 +63,7 @@ class Results:
         self._write()
 
     def end_row(self, why: str | None) -> None:
-        """The process ended in a row: give it `why` as its failure, or with None let it be measured again."""
+        """Close the row in which the process ended: `why` is its failure; with None, it is measured again."""
         if self.under_way is not None and why is not None:
             self.rows[self.under_way] = {"failed": why}
         self.under_way = None

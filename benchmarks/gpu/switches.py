@@ -1,7 +1,7 @@
-"""What the switches of a script do to time and memory: all combinations, against the sum of single effects.
+"""Measures what the switches of a script do to time and memory, in all combinations, against the sum of single effects.
 
-Precision, compilation, memory layout and checkpointing of ResNet-50 and GPT-2 small, at two batches. `predicted_s` is
-what a base and one launch for each switch would say: the logarithms of the single effects, added.
+The switches are precision, compilation, memory layout and checkpointing of ResNet-50 and GPT-2 small, at two batches.
+`predicted_s` is what a base and one launch for each switch would predict: the logarithms of the single effects add up.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _in_segments(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def measure(name: str, words: dict[str, str], device: torch.device, smoke: bool) -> Row:
-    """Return the median seconds of a step and the peak bytes by batch, under the values `words` of the switches."""
+    """Return the median seconds of a step and the peak bytes by batch, where the switches have the values `words`."""
     checkpointed = words["checkpointing"] == "on"
     network = networks(smoke)[f"{name}+checkpointing" if checkpointed and name == "gpt2" else name]
     if checkpointed and name == "resnet50":
@@ -70,7 +70,7 @@ def measure(name: str, words: dict[str, str], device: torch.device, smoke: bool)
 
 
 def predictions(rows: dict[str, Row]) -> dict[str, dict[str, float]]:
-    """Return, by row and batch, the step time in seconds that the base and single switches of its network say."""
+    """Return, by row and batch, the step time in seconds that the network's base and single switches predict."""
     found: dict[str, dict[str, float]] = {}
     for label, row in rows.items():
         if "failed" in row:
@@ -99,7 +99,7 @@ def _key(words: dict[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add a row for each network and combination, those that compile last."""
+    """Add a row for each network and combination; combinations that compile come last."""
     ends = time.monotonic() + seconds
     rows: dict[str, tuple[str, dict[str, str]]] = {}
     for compiled, name in itertools.product(COMPILE[: 1 if smoke else None], SWITCHES):

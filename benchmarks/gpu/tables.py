@@ -24,12 +24,12 @@ from tula_agent.oom_watch import is_out_of_memory
 
 T = TypeVar("T")
 PRECISIONS = {"bf16": "bf16", "tf32": "tf32", "fp32": "single", "fp16": "mixed"}
-"""By name, as the column `precision` of tests/data/single_device.csv has them."""
+"""Value in the column `precision` of tests/data/single_device.csv, by name."""
 SMOKE_PRECISIONS = ("fp16",)
 KEPT_BYTES = {"bf16": 4, "fp16": 4, "tf32": 8, "fp32": 8}
-"""That autograd keeps of each output of a layer: two numbers, as `KEPT_PER_OUTPUT` of the service says."""
+"""Bytes that autograd keeps of each output of a layer: two numbers, as `KEPT_PER_OUTPUT` of the service says."""
 FITS_STEPS = 3
-"""The optimizer's state and the first batch's successor are there from the second step on."""
+"""Steps that a batch must take to fit: the optimizer's state and the next batch are there from the second step on."""
 FIRST_BATCH, SMOKE_BATCHES, BISECTIONS, MEASURED_S = 8, 2, 4, 0.3
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 STEP_COLUMNS = (
@@ -37,16 +37,16 @@ STEP_COLUMNS = (
     "activation_elements_per_sample", "operations_per_step", "convolution_elements_per_sample",
     "activation_checkpointing",
 )  # fmt: skip
-"""Those of tests/data/single_device.csv and four more, for `python -m benchmarks.cold_start --steps FILE`."""
+"""Columns of tests/data/single_device.csv and four more, for `python -m benchmarks.cold_start --steps FILE`."""
 MEMORY_COLUMNS = (
     "workload", "source", "gpu", "model", "precision", "local_batch_size", "memory_bytes", "analytic_bytes",
 )  # fmt: skip
-"""Those of tests/data/grids/memory.csv, for `python -m benchmarks.memory --grids FILE`."""
+"""Columns of tests/data/grids/memory.csv, for `python -m benchmarks.memory --grids FILE`."""
 GRID_COLUMNS = (
     "workload", "source", "gpu", "cluster", "model", "cnn", "grid", "num_nodes", "world_size", "local_batch_size",
     "global_batch_size", "step_time_s",
 )  # fmt: skip
-"""Those of tests/data/grids/step_time.csv, for `python -m benchmarks.step_time --grids FILE`."""
+"""Columns of tests/data/grids/step_time.csv, for `python -m benchmarks.step_time --grids FILE`."""
 ONE_DEVICE = {"cluster": "one device", "cnn": 1, "grid": "regular", "num_nodes": 1, "world_size": 1}
 
 
@@ -226,13 +226,13 @@ def measure_network(network: Network, precision: str, device: torch.device, ends
 
 
 def fits_afresh(network: Network, precision: str, device: torch.device, size: int) -> bool:
-    """True when a training that begins with an empty allocator takes three steps with `size` examples."""
+    """Return True when a training that begins with an empty allocator takes three steps with `size` examples."""
     free_memory(device)
     return Trainer(network, precision, device).fits(size)
 
 
 def _bisect(fits: Callable[[int], bool], fitted: int, failed: int, ends: float) -> int:
-    """The largest batch that fits, between one that did (0: none) and one that did not, to a 32nd of the latter."""
+    """Return the largest batch that fits, between `fitted` (0: none did) and `failed`, to a 32nd of `failed`."""
     for _ in range(BISECTIONS):
         middle = (fitted + failed) // 2
         if middle == fitted or time.monotonic() > ends:

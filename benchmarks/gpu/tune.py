@@ -1,4 +1,4 @@
-"""What a user does. `tula tune` on a script without a line of Tula, `tula run`, predicted against measured."""
+"""Does what a user does: `tula tune` on a script without a line of Tula, then `tula run`; compares both step times."""
 
 from __future__ import annotations
 
@@ -80,7 +80,10 @@ def measure(seconds: float, smoke: bool) -> Row:
 
 
 def _tula(folder: Path, url: str, ends: float, *arguments: str) -> dict[str, Any]:
-    """Return what a `tula` command prints; raises RuntimeError with its words, TimeoutError when it outlasts `ends`."""
+    """Return what a `tula` command prints.
+
+    Raises RuntimeError with the command's output where it fails, and TimeoutError where it still runs at `ends`.
+    """
     path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
     try:
         done = subprocess.run(

@@ -96,11 +96,11 @@ class MemoryWorkload:
 
 
 def read_step_time(path: Path, sync: Sequence[Path] = ()) -> list[Workload]:
-    """The workloads of a step-time table, in the order of the file; repeats of a configuration are averaged.
+    """Return the workloads of a step-time table, in the order of the file; repeats of a configuration are averaged.
 
     Waits for gradients are in its column `sync_time_s`, or in tables of the sources (`sync`) with the columns gpu,
-    network (the table's cluster), model, num_nodes, num_replicas, local_batch and sync_time_s; of a configuration in
-    several of these, the first table counts.
+    network (the table's cluster), model, num_nodes, num_replicas, local_batch and sync_time_s. Where several of these
+    tables have a configuration, the first one counts.
     """
     known = _sync_times(sync)
     measured: dict[str, dict[Placement, list[float]]] = {}
@@ -174,10 +174,11 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def drawn_workloads(count: int) -> list[Workload]:
-    """Workloads drawn from the model's own prior: a design is judged on them without a table of measurements.
+    """Return workloads drawn from the model's own prior, to judge a design without a table of measurements.
 
-    Up to 8 ranks in a node and 16 nodes, five batches; one in three accumulates up to 8 micro-steps. Each has the split
-    of its steps, as far off as the timed phases of a step are. `hard` are those that stray from the form.
+    They have up to 8 ranks in a node, up to 16 nodes and five batches; one in three accumulates up to 8 micro-steps.
+    Each reports the split of its steps, with the error that timed phases have. Workloads of the grid `hard` stray from
+    the model's form.
     """
     prior, workloads = generic_prior(), []
     beliefs = hypotheses(prior.scales)

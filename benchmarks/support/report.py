@@ -37,7 +37,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of values above 0, NaN of nothing: unlike the mean, no single large value decides it."""
+    """Return the geometric mean of values above 0, which no single large value decides; NaN without values."""
     return float(np.exp(np.mean(np.log(values)))) if len(values) else float("nan")
 
 

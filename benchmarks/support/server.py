@@ -77,18 +77,18 @@ class Server:
         return [child.pid for child in psutil.Process(self.process.pid).children() if _is_spawned(child)]
 
     def fit_ids(self) -> list[int]:
-        """Process ids of those that compute fits, one for each worker."""
+        """Return the ids of the processes that compute fits, one for each worker."""
         workers = [psutil.Process(pid) for pid in self.worker_ids()]
         return [child.pid for worker in workers for child in worker.children() if _is_spawned(child)]
 
     def kill(self) -> None:
-        """As an out-of-memory killer does it: the whole group, without warning."""
+        """Kill the whole process group without warning, as an out-of-memory killer does."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
         Path(self.log_file).unlink(missing_ok=True)
 
     def stop(self) -> int:
-        """Ask it to stop, as an orchestrator does; its exit status."""
+        """Ask the service to stop, as an orchestrator does, and return its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:

@@ -64,7 +64,7 @@ def count(number: float) -> str:
 
 
 def multiple(ratio: float) -> str:
-    """A factor with two figures, and whole from ten on: `0.5`, `2.6`, `16`, `120`."""
+    """Return a factor with two figures, and whole from ten on: `0.5`, `2.6`, `16`, `120`."""
     return f"{_figures(ratio, 2):f}" if abs(ratio) < 9.95 else f"{ratio:,.0f}"
 
 
@@ -80,12 +80,12 @@ def money(usd: float | None) -> str:
 
 
 def energy(kwh: float | None) -> str:
-    """Three figures: `950 Wh`, `12.3 kWh`, `1.2 MWh`."""
+    """Return an energy with up to three figures: `950 Wh`, `12.3 kWh`, `1.2 MWh`."""
     return NOTHING if kwh is None else _in_unit(1e3 * kwh, "Wh")
 
 
 def mass(grams: float | None) -> str:
-    """Three figures: `492 g`, `4.92 kg`, `1.3 t`."""
+    """Return a mass with up to three figures: `492 g`, `4.92 kg`, `1.3 t`."""
     if grams is None:
         return NOTHING
     return _in_unit(grams, "g") if grams < 999_500 else _in_unit(grams / 1e6, "t")
@@ -105,7 +105,7 @@ def _in_unit(number: float, unit: str) -> str:
 
 
 def _figures(number: float, figures: int = 3) -> Decimal:
-    """Rounded to that many figures; printed as `f` it has no exponent."""
+    """Return `number` rounded to so many significant figures; printed as `f` it has no exponent."""
     return Decimal(f"{number + 0.0:.{figures}g}")
 
 

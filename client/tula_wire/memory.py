@@ -28,17 +28,17 @@ an H100 the replay was up to 17 % too high, so those rows are no evidence for th
 
 
 def assumed_context_bytes(capacity_bytes: float) -> float:
-    """Return what a process holds on a device outside the allocator, where nothing was read."""
+    """Return the bytes that a process is assumed to hold on a device outside the allocator, where nothing was read."""
     return min(_CONTEXT_BYTES, _LARGEST_CONTEXT_SHARE * capacity_bytes)
 
 
 def usable_bytes(capacity_bytes: float) -> float:
-    """Capacity without the share that the allocator needs."""
+    """Return the capacity without the share that the allocator needs."""
     return capacity_bytes * (1.0 - ALLOCATOR_SLACK)
 
 
 def room_bytes(capacity_bytes: float, context_bytes: float | None = None) -> float:
-    """What is left for the allocator beside the context, the assumed one where none was read."""
+    """Return the bytes that the context leaves for the allocator; a context that was not read is assumed."""
     context = assumed_context_bytes(capacity_bytes) if context_bytes is None else context_bytes
     return usable_bytes(capacity_bytes) - context
 
@@ -51,7 +51,7 @@ def static_bytes(
     context_bytes: float | None = None,
     fixed_bytes: float = 0.0,
 ) -> float:
-    """M_static: what does not grow with the batch; None counts as 0.
+    """Return M_static, the bytes that do not grow with the batch; None counts as 0.
 
     `context_bytes` is what the process holds on the device outside the allocator, `fixed_bytes` what else is allocated
     at every batch size (DDP's buckets).
@@ -61,12 +61,12 @@ def static_bytes(
 
 
 def bytes_per_sample(growing_bytes: Mapping[int, float]) -> float | None:
-    """A: from peaks without M_static, by local batch size; None without a reading or where nothing grows.
+    """Return A, from peaks without M_static by local batch size; None without a reading or where nothing grows.
 
-    A peak is the largest of several moments, each of which grows along a line of its own, so it bends upwards and
-    only the line through the largest batches says how it goes on: that through the largest and the next one of at most
-    half its size (else the smallest). From one batch, all of it is taken to grow, so that the answer errs on the safe
-    side by what is fixed in truth (work space of kernels).
+    A peak is the largest of several moments, each of which grows along a line of its own. So it bends upwards, and only
+    the line through the largest batches says how it goes on: the line through the largest batch and the next one of at
+    most half its size (else the smallest). Where there is one batch, its whole peak is taken to grow; the answer then
+    errs on the safe side by the part that is in truth fixed (work space of kernels).
     """
     if not growing_bytes:
         return None
@@ -82,7 +82,7 @@ def bytes_per_sample(growing_bytes: Mapping[int, float]) -> float | None:
 def largest_local_batch_size(
     capacity_bytes: float, static: float, growing_bytes: Mapping[int, float], reserved_ratio: float = 1.0
 ) -> int | None:
-    """The largest batch with M(b) times `reserved_ratio` within the usable capacity, at least the largest that ran.
+    """Return the largest batch with M(b) times `reserved_ratio` in the usable capacity; at least the largest that ran.
 
     `static` is M_static with the context; `growing_bytes` are measured peaks without it, by local batch size;
     `reserved_ratio` is what an allocator takes from a full device over what is allocated. None where `bytes_per_sample`

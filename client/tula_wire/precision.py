@@ -8,17 +8,18 @@ from statistics import fmean, stdev
 from typing import Final
 
 FEWEST_STEPS: Final = 8
-"""A loader of so many processes may stall once in as many steps."""
+"""Fewest steps that a mean needs: a loader with eight processes may stall once in eight steps."""
 _LEAST_S: Final = 1.0
 _OF_START_UP: Final = 0.1
 _NORMAL: Final = 1.96
 
 
 def relative_error(step_times_s: Sequence[float], start_up_s: float = 0.0) -> float:
-    """Half-width of a 95 % interval of the mean step time over that mean.
+    """Return the half-width of a 95 % interval of the mean step time, over that mean.
 
-    Infinite below eight steps, and until they have taken a tenth of `start_up_s`, the seconds before the first of them,
-    or one second where that is more: measuring costs little beside a start, and slow steps may come seldom.
+    It is infinite below eight steps, and until the steps have taken a tenth of `start_up_s` (the seconds before the
+    first step) or one second, whichever is more: measuring costs little compared with a start, and slow steps may be
+    rare.
     """
     count, total_s = len(step_times_s), math.fsum(step_times_s)
     if count < FEWEST_STEPS or total_s < max(_LEAST_S, _OF_START_UP * start_up_s):
@@ -28,7 +29,7 @@ def relative_error(step_times_s: Sequence[float], start_up_s: float = 0.0) -> fl
 
 
 def _student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, by the first terms of its series in 1 / freedom (Abramowitz 26.7.5)."""
+    """Return the 97.5 % quantile of Student's t, by the first terms of a series in 1 / freedom (Abramowitz 26.7.5)."""
     z = _NORMAL
     first = (z**3 + z) / 4.0
     second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0

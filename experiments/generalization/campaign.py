@@ -119,11 +119,11 @@ def tune_base_rate(campaign: Campaign, case: Case, method: Method, mode: Mode) -
 def run_mode(
     mode: Mode, campaign: Campaign, *, only: Collection[str] | None = None, upper: bool = False
 ) -> dict[str, list[Result]]:
-    """Results by case name, including the small batch; `only` names the methods to run (all by default).
+    """Return results by case name, including the small batch; `only` names the methods to run (all by default).
 
-    upper: baselines and default with the upper end of the flat optimum as base rate, where that is not the best too,
-    and where the method takes a base rate at all.
-    Seed by seed, so that an interrupted campaign has run all methods on the same seeds.
+    upper: run baselines and default with the upper end of the flat optimum as base rate, where that differs from the
+    best rate and the method takes a base rate at all.
+    Runs go seed by seed, so that an interrupted campaign has run all methods on the same seeds.
     """
     rates = {
         (case.name, method.name): tune_base_rate(campaign, case, method, mode)

@@ -60,7 +60,7 @@ def profile(case: Case, mode: Mode, *, learning_rate: float) -> Reports:
     """Train the first steps at PROFILE_RATIO times the base batch and return what the optimizer reports."""
     data = _data(case, mode)
     at_batch = replace(case, batch_size=PROFILE_RATIO * case.base_batch_size, world_size=PROFILE_RATIO)
-    torch.manual_seed(1_000_000)  # of no training
+    torch.manual_seed(1_000_000)  # a seed that no training has
     network = build(case.network, num_classes=data.num_classes, side=data.side)
     method = DEFAULT[case.adam]
     optimizer = prepare(method, at_batch, network, learning_rate=learning_rate, steps_per_epoch=1).optimizer
@@ -81,7 +81,7 @@ def profile(case: Case, mode: Mode, *, learning_rate: float) -> Reports:
 
 
 def choose_batch(case: Case, mode: Mode, reports: Reports) -> tuple[int, AccuracyGuard]:
-    """The global batch that `balanced` takes where a larger one is faster at the same cost, and the guard it obeyed."""
+    """Return the global batch that `balanced` takes if larger is faster at equal cost, and the guard that it obeyed."""
     examples, base = len(_data(case, mode).train), case.base_batch_size
     spec = wire.JobSpec.model_validate(
         {
@@ -116,7 +116,7 @@ def _data(case: Case, mode: Mode) -> ImageSet:
 
 
 def _perfectly_scaling(configuration: wire.Configuration, training: Training) -> Estimate:
-    """A second a step at any number of nodes, each of which costs the same."""
+    """Return an estimate of one second a step at any number of nodes, each of which costs the same."""
     epoch = training.dataset_size / configuration.global_batch_size
     total = epoch * training.epochs
     step, time, cost = (Range(x, x, x) for x in (1.0, total, total * configuration.num_nodes))
@@ -125,7 +125,7 @@ def _perfectly_scaling(configuration: wire.Configuration, training: Training) ->
 
 @dataclass(frozen=True)
 class Guarded:
-    """One row: what was chosen, and what it lost against the base batch, points of test accuracy."""
+    """One row: the chosen batch, and the points of test accuracy that it lost against the base batch."""
 
     case: Case
     epochs: int
@@ -135,7 +135,7 @@ class Guarded:
 
     @property
     def name(self) -> str:
-        """For tables and files."""
+        """Name of the row in tables and files."""
         return f"{self.case.at_base().name}, {self.epochs} epochs"
 
     @property
@@ -150,7 +150,7 @@ class Guarded:
         return self.report.paired(small_methods(self.case)[0].name, self.method.name)
 
     def row(self) -> dict[str, object]:
-        """For a file."""
+        """Return the figures that a file keeps."""
         return {
             "batch": self.batch_size,
             "steps": self.guard.steps(self.batch_size),
@@ -164,7 +164,7 @@ class Guarded:
 
 
 def guarded(case: Case, mode: Mode, campaign: Campaign, *, learning_rate: float, seeds: int) -> Guarded:
-    """Profile, choose and train one case, and the base batch beside it."""
+    """Profile one case, choose its batch, and train it at that batch and at the base batch."""
     batch, guard = choose_batch(case, mode, profile(case, mode, learning_rate=learning_rate))
     at_batch = replace(case, batch_size=batch, world_size=min(MOST_RANKS, batch // case.base_batch_size))
     jobs = [Job(case.at_base(), small_methods(case)[0], seed, learning_rate) for seed in range(seeds)]
@@ -174,7 +174,7 @@ def guarded(case: Case, mode: Mode, campaign: Campaign, *, learning_rate: float,
 
 
 def table(rows: Sequence[Guarded]) -> str:
-    """One line a row, and how many lost more than a point."""
+    """Return a Markdown table with a line for each row."""
     lines = [
         "| case | noise scale | batch | steps | base batch | recommended | lost |",
         "|---|---|---|---|---|---|---|",

@@ -382,9 +382,9 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
 
 
 def menu_table(answer: Recommendation) -> RenderableType:
-    """The points to choose among, the fastest first, with what an hour saved costs; `*` marks the recommended one.
+    """Return a table of the points to choose among, the fastest first, with what an hour saved costs.
 
-    With the energy of each, its price and its CO2, as far as the points have them.
+    `*` marks the recommended point. The table has energy, its price and its CO2 as far as the points have them.
     """
     points = answer.menu
     columns = {
@@ -494,7 +494,7 @@ def show_scaling(job: JobName, policy: Policy = "gain", as_json: Json = False) -
     """Show the numbers set for a policy; what is not set follows the script."""
     with Client() as client:
         thresholds = client.scaling(client.handle(job).id, policy=policy).thresholds
-    assert thresholds is not None  # no ETag was sent
+    assert thresholds is not None  # None answers only a request with an ETag
     emit(thresholds, facts(_thresholds(thresholds)), as_json)
 
 

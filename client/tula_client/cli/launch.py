@@ -119,9 +119,9 @@ def tune(
 
 
 def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
-    """True where the answer to "what does an hour of waiting cost you?" could change the recommendation.
+    """Return True where the answer to "what does an hour of waiting cost you?" could change the recommendation.
 
-    False with `then_run`: nobody may be there to answer, and the training would wait for it.
+    False with `then_run`: perhaps nobody is there to answer, and the training would wait for an answer.
     """
     priced = [point for point in tuned.recommendation.menu if point.cost_usd is not None]
     open_ = tuned.job.spec.usd_per_hour_of_waiting is None and tuned.recommendation.objective == "balanced"
@@ -129,7 +129,7 @@ def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
 
 
 def _with_waiting(client: Client, tuned: Tuned) -> Tuned:
-    """Show what there is to choose among, and ask the one question; an empty answer changes nothing."""
+    """Show the points to choose among, and return `tuned` with the answer to the question; Enter changes nothing."""
     lasting_console().print(menu_table(tuned.recommendation))
     text = "What does an hour of waiting cost you, in US dollars? (Enter: leave it open)"
     try:
@@ -145,7 +145,10 @@ def _with_waiting(client: Client, tuned: Tuned) -> Tuned:
 
 
 def usd_typed(text: str) -> float | None:
-    """The amount that was typed, None for nothing; raises `typer.BadParameter` for what is none, to be asked again."""
+    """Return the amount that was typed, None for nothing.
+
+    Raises `typer.BadParameter` for a text that is no amount, so that typer asks again.
+    """
     if not text.strip():
         return None
     try:

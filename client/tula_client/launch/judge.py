@@ -151,7 +151,7 @@ def ran_out_of_memory(lines: list[str]) -> bool:
         if _KILLED_OR_ABORTED.search(text):
             return True
         if match := _TORCHRUN_STATUS.match(text):
-            status = int(match[1])  # that of the root cause is printed last
+            status = int(match[1])  # torchrun prints the status of the root cause last
         ranks.setdefault(rank[1] if rank else "", _LastException()).read(text)
     return status in (-signal.SIGKILL, _KILLED) or any(last.of_memory for last in ranks.values())
 

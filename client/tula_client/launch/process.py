@@ -28,16 +28,16 @@ _OF_ANOTHER_RANK = re.compile(r"\[(?:default|rank)0*[1-9]\d*\]:")
 """How torchrun and torch begin a line of a rank other than the first."""
 _TORCHRUN: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
 _ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""What configures PyTorch's caching allocator: the second name from torch 2.9 on, the third on ROCm."""
+"""Variables that configure PyTorch's caching allocator: the second one from torch 2.9 on, the third one on ROCm."""
 
 
 def of_first_rank(lines: Iterable[str]) -> list[str]:
-    """Those that are not marked as another rank's than the first."""
+    """Return the lines that are not marked as those of a rank other than the first."""
     return [line for line in lines if not _OF_ANOTHER_RANK.match(line)]
 
 
 class LogLines:
-    """The lines of a log, as they come; not those that are marked as another rank's than the first."""
+    """The lines of a log, as they come, without lines that are marked as those of a rank other than the first."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -185,7 +185,7 @@ def command_environment(
         # every core, and its measurement could not be compared with that of other runs.
         defaults["OMP_NUM_THREADS"] = "1"
     if not any(name in inherited for name in _ALLOCATOR):
-        # Segments that grow do not fragment, so the largest batch is bounded by what is allocated alone.
+        # Segments that grow do not fragment, so only what is allocated bounds the largest batch.
         defaults[_ALLOCATOR[0]] = "expandable_segments:True"
     if "TULA_DISABLED" in inherited:
         defaults["TULA_DISABLED"] = inherited["TULA_DISABLED"]

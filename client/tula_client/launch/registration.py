@@ -87,9 +87,9 @@ def _differences(job: Job, spec: JobSpec) -> Differences:
 
 
 def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
-    """`spec` with what its file leaves out and the registered job was told later.
+    """Return `spec` with the values that its file leaves out and that the registered job was told later.
 
-    That is the price of waiting, which `tula tune` asks for and which needs prices, and `profiling.share_launches`,
+    These are the price of waiting, which `tula tune` asks for and which needs prices, and `profiling.share_launches`,
     which is off where the script's batches can't be cut.
     """
     later: dict[str, Any] = {}
@@ -103,7 +103,7 @@ def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
 
 
 def _fixed(differences: Differences) -> list[str]:
-    """Where a registered job cannot be changed."""
+    """Return the paths at which a registered job cannot be changed."""
     return [path for path in differences if not _CHANGEABLE.fullmatch(path)]
 
 

@@ -67,7 +67,7 @@ RETRY_S: Final = 600.0
 """Longest wait for an unreachable service, so that a restart of the service ends no `tula tune`."""
 _RETRY_INTERVAL_S: Final = 1.0
 _UNREACHABLE: Final = (ServiceUnreachableError, ServiceUnavailableError, TooManyRequestsError, ForeignAnswerError)
-"""Errors after which the service is expected to answer again: it did when its job was read."""
+"""Errors after which the service is expected to answer again, since it did so when the job was read."""
 _HEARTBEAT_RETRY_S: Final = 5.0
 _DUMP_TIMEOUT_S: Final = 10.0
 _MOST_OUTPUT_BYTES: Final = 65_536
@@ -80,8 +80,8 @@ _SUBMITTED: Final = "submitted-"
 class ActiveRun:
     """A run whose command was started; times are of the runner's clock, in seconds.
 
-    smaller: the runs of smaller batches that the same command measures first. limit_from: when the time limit began to
-    count: at the start, and again at the first measurement.
+    smaller: the runs of smaller batches that the same command measures first. limit_from: when the time limit last
+    began to count, which it does at the start and again at the first measurement.
     """
 
     run: Run
@@ -105,14 +105,14 @@ class ActiveRun:
 class Runner:
     """Starts commands for runs that `holder` has leased, and supervises them until they end; for use in `with`.
 
-    On entry, runs the stop commands that an earlier `tula` in the folder `work`, whose lock the caller holds, left
-    behind: each is on disk while its command runs, so that a cluster job is cancelled even after a reboot. One that
-    fails is not repeated: most often its job is gone because the supervisor cancelled it. On exit, stops the commands
-    that still run, and gives their runs back.
+    On entry, it runs the stop commands that an earlier `tula` left behind in the folder `work`, whose lock the caller
+    holds. A stop command is on disk while its job runs, so that a cluster job is cancelled even after a reboot. A stop
+    command that fails is not repeated: most often its job is gone because the supervisor cancelled it. On exit, the
+    runner stops the commands that still run, and gives their runs back.
 
-    time_limit_s: longest duration of a run's start-up, and of what follows. grace_s: seconds between SIGTERM and
-    SIGKILL. stop_template: the command that cancels a cluster job. inherited: environment variables of the commands.
-    active: what runs now.
+    time_limit_s: longest duration of a run's start-up, and longest duration of the rest. grace_s: seconds between
+    SIGTERM and SIGKILL. stop_template: the command that cancels a cluster job. inherited: environment variables of the
+    commands. active: the runs whose commands run now.
     """
 
     service: Client
@@ -195,8 +195,8 @@ class Runner:
     ) -> ActiveRun:
         """Start the command of `run`; without `checkpoints`, it gets a scratch folder for them.
 
-        smaller: runs that differ in a smaller local batch alone, and are measured by the same command. examples: those
-        of the whole training. Raises `UsageError`, after releasing the leases, if there is no such program.
+        smaller: runs that differ in a smaller local batch alone, which the same command measures. examples: how many
+        the whole training takes. Raises `UsageError`, after releasing the leases, if there is no such program.
         """
         checkpoints = checkpoints or self.work.scratch(run.id)
         launch_id = f"{run.id}-{secrets.token_hex(3)}"
@@ -444,7 +444,7 @@ class Runner:
 
 
 def _check_run(run: Run, job: Job, kind: RunKind, configuration: Configuration) -> Run:
-    """`run`, if it is the run of `job` that was asked for; else raises `LaunchError` naming the first wrong field."""
+    """Return `run` if it is the run of `job` that was asked for; raises `LaunchError` with the first wrong field."""
     asked: dict[str, object] = {"job_id": job.id, "kind": kind, "configuration": configuration}
     if kind == "profile" or job.spec.limits.on_breach != "stop":
         asked["time_limit_s"] = None  # nothing stops such a run at its limits

@@ -29,7 +29,7 @@ PLACEHOLDERS: Final = {
     "env_file": 'a JSON file {"env_vars": {...}} with the TULA_* variables, for launchers that pass no environment',
 }
 
-_SMALL_FLOAT: Final = 1e-9  # dataset.size x epochs may be a little above the number that is meant
+_SMALL_FLOAT: Final = 1e-9  # rounding may put dataset.size x epochs a little above its true value
 _WORD = re.compile(r"[A-Za-z0-9._:/@+-]{1,200}")
 _TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -67,12 +67,12 @@ class Template:
         learning_rate_factor: float = 1.0,
         examples: float = 1.0,
     ) -> list[str]:
-        """The command for one run; an argument that holds `{resume}` is left out while `resume` is None.
+        """Return the command for one run, without arguments that hold `{resume}` while `resume` is None.
 
-        examples: those of the whole training, which `{max_steps}` shares out over steps.
+        examples: how many the whole training takes, from which `{max_steps}` follows.
 
-        Nothing is quoted, since the command may pass it through any number of shells: a value of the service that is no
-        plain word raises UsageError.
+        Values are not quoted, since the command may pass them through any number of shells: a value of the service that
+        is no plain word raises UsageError.
         """
         made_here = {"resume": str(resume or ""), "env_file": env_file, "checkpoint_dir": str(checkpoint_dir)}
         made_here["learning_rate_factor"] = f"{learning_rate_factor:.6g}"

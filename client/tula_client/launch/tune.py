@@ -60,10 +60,11 @@ def work_through(
 def to_measure_again(
     words: Sequence[str], runs: Iterable[Run], candidates: Iterable[Configuration]
 ) -> tuple[Configuration, ...]:
-    """The configurations that `words` name, each once.
+    """Return the configurations that `words` name, each once.
 
-    words: `failed`, `all`, a run's id, or nodes x local batch (x accumulation) as in `2x64`. runs: the job's, newest
-    first; the newest profiling run of a configuration says how it ended, and one that has not ended is not repeated.
+    words: `failed`, `all`, a run's id, or nodes x local batch (x accumulation) as in `2x64`. runs: the runs of the job,
+    newest first. The newest profiling run of a configuration says how it ended; `failed` and `all` repeat no
+    configuration whose newest run has not ended.
     Raises `UsageError` for any other word.
     """
     newest: dict[Configuration, Run] = {}
