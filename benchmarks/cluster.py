@@ -39,10 +39,10 @@ from benchmarks.support.cluster import Cluster, why_no_delay, why_not
 from benchmarks.support.report import median, parser_of, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
 from tula_client import Client
+from tula_client._spec import load_spec
 from tula_client.launch.registration import register
 from tula_client.launch.reporter import Reporter
 from tula_client.launch.run_loop import Runner
-from tula_client.launch.spec import load_spec
 from tula_client.launch.template import Template
 from tula_client.launch.tune import work_through
 from tula_client.launch.workdir import WorkDir

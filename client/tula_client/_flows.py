@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from tula_client._calls import calls
 from tula_client._errors import JobNotFoundError, MissingExtraError, NotFoundError, TulaError, UsageError
 from tula_client._request import Flow, Question
-from tula_client.launch.spec import load_spec, model_in
+from tula_client._spec import load_spec, model_in
 from tula_wire import Candidate, Configuration, Estimate, JobSpec, JobSummary, Objective, Recommendation, Run
 
 Cell = str | int | float | bool | None

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tula_client import Client
+from tula_client._spec import load_spec
 from tula_client.cli.app import run
-from tula_client.launch.spec import load_spec
 from tula_client.launch.template import Template
 from tula_wire import JobSpec
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from tula_client.launch.spec import load_spec, model_in
+from tula_client._spec import load_spec, model_in
 from tula_wire import JobSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"

@@ -15,8 +15,8 @@ from tests.client.test_bad_input import spec_file
 from tests.client.test_cli import Tula, answer, tula
 from tests.client.test_client import profile
 from tula_client import Client
+from tula_client._spec import load_spec
 from tula_client.launch.registration import register
-from tula_client.launch.spec import load_spec
 from tula_wire import ClaimRequest, JobPatch, JobSpec, ProfilingSpec, RunPatch
 
 __all__ = ["tula"]

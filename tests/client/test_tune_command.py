@@ -10,7 +10,7 @@ from tests.client.test_bad_input import spec_file
 from tests.client.test_cli import Tula, tula
 from tests.client.test_client import profile
 from tula_client import Client
-from tula_client.launch.spec import load_spec
+from tula_client._spec import load_spec
 from tula_wire import RunCreate, RunPatch
 
 __all__ = ["tula"]

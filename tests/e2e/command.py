@@ -17,7 +17,7 @@ from benchmarks.support import clean_environment
 from benchmarks.support.forked import Server
 from tests.support.forked_commands import launchers
 from tula_client import Client
-from tula_client.launch.spec import load_spec
+from tula_client._spec import load_spec
 from tula_wire import Run
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "mishaps.py")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tula_client import TulaError
-from tula_client.launch.spec import load_spec
+from tula_client._spec import load_spec
 from tula_wire.devices import DEVICES, capacities_gib, known_device
 from tula_wire.format import size as format_size
 

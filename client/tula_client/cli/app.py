@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from tula_client._errors import ExitCode, TulaError
 from tula_client._settings import access, package_version
+from tula_client._spec import faults
 from tula_client.cli import data, init, jobs, launch
-from tula_client.launch.spec import faults
 from tula_wire.text import printable
 
 GROUP: Final = "tula.commands"

@@ -14,8 +14,8 @@ from typing import Annotated, Final, get_args
 import typer
 
 from tula_client._errors import UsageError
+from tula_client._spec import load_spec
 from tula_client.cli.output import Json, emit
-from tula_client.launch.spec import load_spec
 from tula_client.launch.template import Template
 from tula_wire.enums import Objective
 from tula_wire.text import printable

@@ -15,6 +15,7 @@ from rich.text import Text
 from tula_client._client import Client
 from tula_client._errors import UsageError
 from tula_client._flows import roles
+from tula_client._spec import load_spec
 from tula_client.cli.output import (
     BRIEF,
     JobName,
@@ -31,7 +32,6 @@ from tula_client.cli.output import (
 )
 from tula_client.launch.registration import register
 from tula_client.launch.reporter import rest_of_plan
-from tula_client.launch.spec import load_spec
 from tula_wire import (
     JOBS_COUNTED,
     Candidate,

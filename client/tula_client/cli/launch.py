@@ -19,13 +19,13 @@ from rich.text import Text
 
 from tula_client import Client, RetryPolicy
 from tula_client._errors import ExitCode, LaunchError, UsageError
+from tula_client._spec import load_spec
 from tula_client.cli.jobs import menu_table, recommendation_view
 from tula_client.cli.output import JobName, Json, emit, lasting_console
 from tula_client.launch.judge import Outcome
 from tula_client.launch.registration import register
 from tula_client.launch.reporter import Reporter
 from tula_client.launch.run_loop import Runner
-from tula_client.launch.spec import load_spec
 from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
 from tula_client.launch.train import train
 from tula_client.launch.tune import Tuned, named_configuration, to_measure_again, work_through

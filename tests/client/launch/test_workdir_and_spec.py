@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from tests.client.conftest import ADDRESS, InProcess
 from tula_client._errors import LaunchError, UsageError
-from tula_client.launch.spec import faults, load_spec
+from tula_client._spec import faults, load_spec
 from tula_client.launch.workdir import WorkDir
 from tula_service.api.errors import install
 from tula_wire import JobSpec
