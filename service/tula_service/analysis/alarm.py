@@ -41,8 +41,8 @@ _ADVICE = "`tula predict JOB`, or the what-if on the job's page, says how other 
 class DriftState:
     """A detector: expected range of log step time, two sums, and the alarm once raised; fold steps in by `watch_drift`.
 
-    `alarm` is "slower", "faster" or None; `alarm_after_steps` counts the steps seen when it was raised. `block_*`: how
-    many steps of the block under way were seen, the sum of their scores and of the squares.
+    `alarm` is "slower", "faster" or None; `alarm_after_steps` counts the steps seen when it was raised. The `block_*`
+    fields count the steps of the current block, and sum their scores and the squares of these.
     """
 
     centre: float
@@ -58,7 +58,7 @@ class DriftState:
 
     @classmethod
     def expecting(cls, low_s: float, high_s: float) -> DriftState:
-        """A detector for a predicted interval of step time; one narrower than 5 % either way is widened to that."""
+        """Return a detector for a predicted interval of step time, widened to 5 % either way if it is narrower."""
         centre = 0.5 * (math.log(low_s) + math.log(high_s))
         return cls(centre, max(0.5 * (math.log(high_s) - math.log(low_s)), _LEAST_HALF_WIDTH))
 
@@ -75,7 +75,7 @@ class DriftState:
         return (change > 0.0) is (self.alarm == "slower") and abs(change) - doubt >= _LEAST_CHANGE * expected
 
     def rearmed(self) -> DriftState:
-        """The same detector without its alarm; the sums begin again if it was theirs, and not if it was a block's."""
+        """Return this detector without its alarm; the sums begin again if they raised it, and go on if a block did."""
         if max(self.slower, self.faster) >= _THRESHOLD:
             return DriftState(self.centre, self.half_width, steps=self.steps)
         return replace(self, alarm=None, alarm_after_steps=None)
@@ -116,9 +116,10 @@ def _is_off(total: float, squares: float) -> bool:
 
 @dataclass(frozen=True)
 class DriftAlarm:
-    """A lasting change of speed; `sentence` is None once training runs as predicted again. `event`: its `drift` event.
+    """A lasting change of speed; `sentence` is None once training runs as predicted again.
 
-    `from_start`: the training has never had another speed, so its samples describe one.
+    `event` is what its `drift` event says. `from_start` says that the training has never had another speed, so that its
+    samples describe one speed.
     """
 
     sentence: str | None
@@ -130,9 +131,9 @@ class DriftAlarm:
 class Monitor:
     """The state of monitoring one run; without a prediction there is no detector, and only limits are checked.
 
-    `low_s`, `high_s`: the predicted step time. `checked_at`: the step of the last projection. `announced`: limits whose
-    violation was announced. `changed`: the detector has fired before. `elapsed_s` is the run's own time; `spent_s` and
-    `spent_usd` are those of the runs that it continues.
+    `low_s` and `high_s` are the ends of the predicted step time, and `checked_at` is the step of the last projection.
+    `announced` names the limits whose violation was announced. `changed` says that the detector has fired before.
+    `elapsed_s` is the run's own time; `spent_s` and `spent_usd` are those of the runs that it continues.
     """
 
     detector: DriftState | None = None
@@ -159,7 +160,7 @@ class Monitor:
 
     @classmethod
     def read(cls, state: dict[str, Any]) -> Monitor:
-        """The inverse of `to_json`; other names, which a replica of another version has stored, are left out."""
+        """Return the inverse of `to_json`, without names that a replica of another version has stored."""
         return _MONITOR.validate_python(state)
 
     def to_json(self) -> dict[str, Any]:
@@ -179,7 +180,7 @@ class Monitor:
         return replace(self, detector=DriftState.expecting(level_s / width, level_s * width), changed=True)
 
     def alarm(self, step: int, level_s: float) -> DriftAlarm:
-        """What to announce of a confirmed alarm, after which a step takes `level_s`."""
+        """Return what to announce after a confirmed alarm, when a step takes `level_s` seconds."""
         assert self.detector is not None
         kind, after_steps = self.detector.alarm or "slower", self.detector.alarm_after_steps or 0
         from_start = not self.changed and after_steps <= _FROM_START_STEPS

@@ -41,9 +41,9 @@ class Infeasible:
 class Answer:
     """One fit of one version of a job, and the choice that follows from it.
 
-    `spec` is the job's as far as it can be priced (`job_data.payable`). `doubtful` candidates may be profiled but are
-    not recommended, since they may not fit into memory. `efficiency` is None until a run has reported its gradient
-    noise scale.
+    `spec` is the job's specification as far as it has prices (`job_data.payable`). `doubtful` candidates may be
+    profiled but are not recommended, since they may not fit into memory. `efficiency` is None until a run has reported
+    its gradient noise scale.
     """
 
     data: JobData
@@ -62,7 +62,7 @@ class Answer:
 
     @property
     def base_batch_size(self) -> int:
-        """The global batch at which the learning rate is taken to be tuned, in examples."""
+        """Return the global batch for which the learning rate counts as tuned, in examples."""
         return job_data.base_batch_size(self.data, self.evidence.candidates)
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
@@ -71,7 +71,7 @@ class Answer:
         return price_candidates(configurations, self.model, goal, memory=self.evidence.memory.models)
 
     def what_if(self, configurations: Sequence[Configuration]) -> Answer:
-        """The answer if only these configurations could be chosen, by the same fit."""
+        """Return the answer if only these configurations could be chosen, by the same fit."""
         choice = choose(self.choice.goal, self.estimate(configurations))
         return replace(self, choice=choice, efficiency=None, doubtful=frozenset())
 

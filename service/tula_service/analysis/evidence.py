@@ -36,10 +36,10 @@ _COUNTING_SD = 0.1
 _SHARD = "data parallelism keeps a whole copy on every rank, so shard the optimizer or take a larger device"
 _SHARD_ALL = "shard parameters and optimizer state"
 _MORE_SHARDS = "raise cluster.min_nodes, so that more ranks share them, or take a larger device"
-_LEAST_LEFT = 0.1  # of a reading, where what its rank shares is counted too high
-_TELLING_SHARE = 0.125  # of the device: readings below it say little of a batch that fills it
-_PROVING_STEPS = 3  # the allocator's blocks are those of every later step from the third on
-_CONTEXT_SD = 0.7  # relative, of the assumed one
+_LEAST_LEFT = 0.1  # of a reading, kept where the count of shared bytes is too high
+_TELLING_SHARE = 0.125  # of the device: a smaller reading says little of a batch that fills the device
+_PROVING_STEPS = 3  # from the third step on, the allocator holds the blocks of every later step
+_CONTEXT_SD = 0.7  # relative error of an assumed context
 _RESERVED_SD = 0.1  # of the log of what the allocator takes over its peak, by 13 rows on an H100
 
 Measured = Sequence[tuple[Configuration, RunSummary]]
@@ -47,14 +47,14 @@ Measured = Sequence[tuple[Configuration, RunSummary]]
 
 @dataclass(frozen=True)
 class Evidence:
-    """What every fit, plan and choice of one job rests on.
+    """The evidence that every fit, plan and choice of one job rests on.
 
-    `candidates` fit into memory; `ruled_out` maps those that do not to a sentence, and `doubtful` did not run and fit
-    with less than the required probability. `failed` configurations may neither be planned nor chosen: their newest run
-    failed for another reason than memory. `retried` are failed runs to repeat, since the job was registered again after
-    them. `rows` names the configuration and the run of each observation,
-    `measured` the step time of each configuration, s. `fitted` also holds configurations that ran, and so fit into
-    memory, but whose step time is ignored.
+    `candidates` fit into memory, and `ruled_out` gives a sentence for each configuration that does not. `doubtful` ones
+    did not run, and fit with less than the required probability. `failed` configurations may be neither planned nor
+    chosen, since their newest run failed for another reason than memory. `retried` are failed runs to repeat, since the
+    job was registered again after them. `rows` names the configuration and the run of each observation, and `measured`
+    the step time of each configuration in seconds. `fitted` holds the configurations that ran and so fit into memory,
+    also those whose step time is ignored.
     """
 
     candidates: tuple[Configuration, ...]
@@ -77,7 +77,7 @@ class Evidence:
 
 
 def evidence_of(data: JobData) -> Evidence:
-    """Read the runs of a job. Raises ObservationError when no candidate is left."""
+    """Return the evidence of a job's runs. Raises ObservationError when no candidate is left."""
     warnings: list[str] = []
     if data.drift is not None:
         warnings.append(f"{data.drift}; predictions are for the speed when it was profiled.")
@@ -128,9 +128,9 @@ def evidence_of(data: JobData) -> Evidence:
 
 
 def leave_one_out(evidence: Evidence, model: StepTimeModel) -> float | None:
-    """The median relative error of predictions of each run from the others, by the form and the priors of the model.
+    """Return the median relative error of predicting each run from the others, by the form and the priors of the model.
 
-    One fit a run, so None with too few runs to tell, or too many to be quick.
+    Each run takes one fit, so the answer is None with too few runs to tell, or too many to be quick.
     """
     observed = evidence.observed
     if observed is None or not _FEWEST_RUNS_TO_VALIDATE <= len(observed) <= _MOST_RUNS_TO_VALIDATE:
@@ -146,7 +146,7 @@ def leave_one_out(evidence: Evidence, model: StepTimeModel) -> float | None:
 
 
 def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuration, ...], dict[Configuration, str]]:
-    """The candidates that fit into memory, and a sentence for each that does not."""
+    """Return the candidates that fit into memory, and a sentence for each configuration that does not."""
     bound = memory.max_local_batch_size
     everything = job_data.candidates_of(data.spec, {})  # raises where memory is not the reason
     if not bound:
@@ -160,7 +160,10 @@ def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuratio
 
 
 def _as_run(summary: RunSummary) -> tuple[Configuration | None, str | None]:
-    """The configuration that ran, as its process reported it, and a sentence where it differs from the planned one."""
+    """Return the configuration that ran, as its process reported it, and a sentence where it is not the planned one.
+
+    The configuration is None where the nodes do not have equally many ranks.
+    """
     planned = summary.configuration
     world, batch, steps = summary.world_size, summary.local_batch_size, summary.grad_accum_steps
     sentence = configuration_mismatch(summary.run_id, planned, world, batch, steps)
@@ -172,10 +175,10 @@ def _as_run(summary: RunSummary) -> tuple[Configuration | None, str | None]:
 
 
 def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list[RunRecord]]:
-    """Configurations whose newest profiling run failed, and failed runs to repeat, in plan order.
+    """Return the configurations whose newest profiling run failed, and the failed runs to repeat, in plan order.
 
-    `unusable` are runs that count as failed: they used another configuration, or ran out of memory where larger batches
-    fitted. A failed run is repeated, once, if the job was registered again after it.
+    `unusable` runs count as failed: they used another configuration, or ran out of memory where larger batches fitted.
+    A failed run is repeated, once, if the job was registered again after it.
     """
     by_configuration: dict[Configuration, list[RunRecord]] = {}
     for run in sorted(data.runs, key=lambda run: run.key, reverse=True):
@@ -204,11 +207,12 @@ def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeO
 
 @dataclass(frozen=True)
 class MemoryEvidence:
-    """What is known of a rank's memory, by instance type; a type that nothing is known of has no entry.
+    """What the runs and the specification say of a rank's memory, by instance type; an unknown type has no entry.
 
-    `models` predict the peak, `max_local_batch_size` is the largest batch that fits, `capacity_bytes` is of one rank.
-    `out_of_memory` are the failed runs that rule out their batch and all above it. `held` are the configurations that
-    took three steps or more, each with how often its allocator found the device full. `sharded`: the ranks share state.
+    `models` predict the peak, `max_local_batch_size` is the largest batch that fits, and `capacity_bytes` is the memory
+    of one rank. `out_of_memory` are the failed runs that rule out their batch and all larger ones. `held` are the
+    configurations that took three steps or more, each with how often its allocator found the device full. `sharded`
+    says that the ranks share state.
     """
 
     models: Mapping[str, MemoryModel]
@@ -220,9 +224,9 @@ class MemoryEvidence:
     sharded: bool = False
 
     def is_proved(self, c: Configuration) -> bool:
-        """True where three steps of this local batch or of a larger one ran on this instance type.
+        """Return True where three steps of this local batch or of a larger one ran on this instance type.
 
-        Where ranks share state (`sharded`), only a run on no more ranks tells.
+        Where ranks share state (`sharded`), only a run on no more ranks than here counts.
         """
         return any(
             ran.instance_type == c.instance_type
@@ -232,7 +236,7 @@ class MemoryEvidence:
         )
 
     def retries(self, c: Configuration) -> int:
-        """How often the device was full when this local batch ran on this instance type."""
+        """Return how often the device was full when this local batch ran on this instance type."""
         alike = (c.instance_type, c.local_batch_size)
         return max((n for ran, n in self.held if (ran.instance_type, ran.local_batch_size) == alike), default=0)
 
@@ -244,7 +248,7 @@ class MemoryEvidence:
         return model.fits(float(c.local_batch_size), _room(model, capacity, c.world_size))
 
     def why_not(self, c: Configuration) -> str:
-        """Why this configuration is above the largest batch that fits, in a sentence."""
+        """Return a sentence that says why this configuration is above the largest batch that fits."""
         for failed in self.out_of_memory:
             if failed.configuration.instance_type == c.instance_type and c.local_batch_size >= failed_batch(failed):
                 batch = failed_batch(failed)
@@ -253,7 +257,7 @@ class MemoryEvidence:
         return f"its local batch {c.local_batch_size} is above {bound}, the largest that safely fits."
 
     def why_nothing_fits(self, spec: wire.JobSpec) -> str:
-        """That memory leaves no candidate, the reason on each instance type, and the remedy, in a sentence."""
+        """Return a sentence that says that memory leaves no candidate, why on each instance type, and what to do."""
         smallest = spec.batch.min_local_batch_size
         remedy = f"use a larger instance type, or {'raise cluster.min_nodes' if _shares(spec) else _SHARD_ALL}"
         reasons = []
@@ -357,7 +361,8 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
 def _unsure(
     name: str, usable: Sequence[tuple[Configuration, MemoryReading]], capacity: float | None, bound: int | None
 ) -> list[str]:
-    """Say that no reading is near enough to the largest batch to show how memory grows there."""
+    """Return a warning if every reading lies too far below the largest batch to show how memory grows there, else
+    nothing."""
     if capacity is None or bound is None or not usable:
         return []
     c, reading = max(usable, key=lambda each: each[0].local_batch_size)
@@ -371,7 +376,8 @@ def _unsure(
 
 
 def state_beyond_memory(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> str | None:
-    """Why the model's state alone exceeds the specified memory even on the most ranks; None where it does not."""
+    """Return a sentence where the model's state alone exceeds the specified memory even on the most ranks, else
+    None."""
     capacity = cluster.memory_bytes_per_rank
     needed = _counted_bytes(model, cluster.max_nodes * cluster.ranks_per_node)
     if capacity is None or needed <= capacity:
@@ -401,12 +407,13 @@ def _fewest_ranks(cluster: wire.ClusterSpec) -> int:
 
 
 def _room(model: MemoryModel, capacity: float, world_size: int) -> float:
-    """The capacity as a rank of the largest cluster would have it: without what this many ranks hold more of each."""
+    """Return the capacity in bytes, less what one of `world_size` ranks holds beyond a rank of the largest cluster."""
     return max(capacity - model.shards.extra_bytes(world_size), 1.0)
 
 
 def _shared_bytes(model: wire.ModelSpec, readings: Sequence[tuple[Configuration, MemoryReading]]) -> float:
-    """Bytes that the ranks share, all shards together: as read or, before that, as the specification counts them."""
+    """Return the bytes that the ranks share, all shards together: as read or, before a reading, as the specification
+    counts."""
     parts = _PARTS[: _NUM_SHARED[model.sharding]]
     read = [c.world_size * sum(getattr(m, part) or 0 for part in parts) for c, m in readings]
     return float(max(read, default=0)) or _counted_bytes(model, 1) - _counted_bytes(model, math.inf)
@@ -426,8 +433,11 @@ def _memory_observations(
     context: float,
     shards: Shards,
 ) -> MemoryObservations:
-    """What was read, and parameters, gradients and optimizer state as the agent counted them or, before that, as the
-    specification does in single precision, with a context if any."""
+    """Return the readings and the counted bytes that the memory of an instance type is fitted to.
+
+    The agent counts parameters, gradients and optimizer state; before its first count, the specification gives them in
+    single precision, and `context` bytes are added.
+    """
 
     def of_most_ranks(c: Configuration, amount: float) -> float:
         return max(amount - shards.extra_bytes(c.world_size), _LEAST_LEFT * amount)
@@ -452,10 +462,10 @@ def _memory_observations(
 
 
 def _plan_safety(spec: wire.JobSpec, num_batches: int) -> float | None:
-    """The probability with which a batch must fit to be profiled; None rules no batch out.
+    """Return the probability with which a batch must fit to be profiled; None rules no batch out.
 
-    Readings at one batch do not identify the growth with the batch. They rule out only what is more likely to fail than
-    not, and without a count of the static share they rule out nothing.
+    Readings at one batch do not identify the growth with the batch. They rule out only a batch that is more likely to
+    fail than not, and without a count of the static share they rule out nothing.
     """
     if num_batches > 1 or spec.model.activation_bytes_per_sample:
         return required_fit_probability(spec)
@@ -463,8 +473,10 @@ def _plan_safety(spec: wire.JobSpec, num_batches: int) -> float | None:
 
 
 def _counted_bytes(model: wire.ModelSpec, ranks: float) -> float:
-    """Bytes of parameters, gradients and optimizer state in single precision on a device of one of so many ranks; 0
-    without a count of parameters."""
+    """Return the bytes of parameters, gradients and optimizer state on a device of one of `ranks` ranks.
+
+    They are in single precision; without a count of parameters, the answer is 0.
+    """
     sizes = (_OPTIMIZER_BYTES[model.optimizer], 4, 4)
     shared = _NUM_SHARED[model.sharding]
     return (model.parameters or 0) / job_data.devices_of(model) * (sum(sizes[:shared]) / ranks + sum(sizes[shared:]))
@@ -478,10 +490,11 @@ def _state_too_large(needed: float, capacity: float) -> str:
 
 
 def _beside(model: wire.ModelSpec, readings: Sequence[MemoryReading], assumed: float) -> Beside:
-    """What the device holds beside the allocator's peaks: the largest context that was read, else the assumed one, and
-    what the allocator takes over its peaks where the device is full.
+    """Return what the device holds outside the allocator's peaks.
 
-    What a reading reserved says little of that: where memory is short, the allocator gives back what it keeps.
+    It holds the largest context that was read, else the assumed one, and what the allocator takes over its peaks where
+    the device is full. The reserved bytes of a reading say little of the latter: where memory is short, the allocator
+    gives back what it keeps.
     """
     contexts = [m.context_bytes for m in readings if m.context_bytes is not None]
     context, sd = (float(max(contexts)), 0.0) if contexts else (assumed, _CONTEXT_SD * assumed)

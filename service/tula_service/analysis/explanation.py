@@ -39,9 +39,9 @@ _RESTS_ON = {
 
 
 def recommendation_fields(answer: Answer, cross_validated_error: float | None) -> dict[str, object]:
-    """The fields of `wire.Recommendation` that follow from an answer: all but `id`, `job_id` and `created_at`.
+    """Return the fields of `wire.Recommendation` that follow from an answer: all but `id`, `job_id` and `created_at`.
 
-    `cross_validated_error` is of exactly the runs and the model of this answer, None without one.
+    `cross_validated_error` belongs to exactly the runs and the model of this answer; None without one.
     """
     choice, evidence = answer.choice, answer.evidence
     knee, chosen = choice.knee.estimate, choice.chosen
@@ -74,7 +74,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
 
 
 def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
-    """The same of a job that has no candidate left."""
+    """Return the fields of `wire.Recommendation` for a job that has no candidate left."""
     reason = analysis.reason
     return {
         "basis": "prior",
@@ -88,7 +88,7 @@ def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
 
 
 def _menu(answer: Answer) -> list[wire.MenuPoint]:
-    """The points to choose among, each with what an hour saved costs over the next slower one."""
+    """Return the points to choose among, each with the price of an hour saved over the next slower one."""
     menu, priced = answer.choice.menu, answer.choice.goal.priced
     chosen = answer.choice.chosen
     return [
@@ -141,7 +141,7 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
 
 
 def quality_of(answer: Answer) -> wire.Quality | None:
-    """Whether the chosen batch is expected to keep the accuracy of the base batch; None where nothing is chosen."""
+    """Return whether the chosen batch is expected to keep the base batch's accuracy; None where nothing is chosen."""
     choice = answer.choice
     guard = choice.goal.guard
     if choice.chosen is None or guard is None:
@@ -205,7 +205,10 @@ def why(answer: Answer) -> str:
 
 
 def reason_of(choice: Choice) -> str:
-    """Why the chosen candidate is, as the end of a sentence, or why none is, with what its limits would have to be."""
+    """Return why the chosen candidate is chosen, as the end of a sentence.
+
+    Where none is, say so, and what its limits would have to be.
+    """
     chosen, least = choice.chosen, _least(choice)
     if chosen is None:
         limits = ", ".join(sorted({exclusion.limit for exclusion in choice.excluded}))
@@ -224,9 +227,10 @@ def reason_of(choice: Choice) -> str:
 
 
 def _least(choice: Choice) -> str:
-    """What deadline and budget would have to be for one candidate: the least upper end, and the expected value to it.
+    """Return what deadline and budget would have to be for one candidate: the least upper end, and the expected value
+    to it.
 
-    Of the candidates that neither the largest batch nor interruptions take out; nothing where those take out all.
+    Candidates that the largest batch or interruptions rule out do not count; where no other is left, the text is empty.
     """
     barred = choice.barred
     near = [e for e in choice.estimates if e.configuration not in choice.ineligible and e.key not in barred]
@@ -325,7 +329,7 @@ def _candidate(
 
 
 def _energy(answer: Answer, estimate: Estimate) -> dict[str, wire.Estimate]:
-    """Energy, its price and its CO2, as fields of `wire.Candidate`; none where no run has reported any."""
+    """Return energy, its price and its CO2 as fields of `wire.Candidate`; none where no run has reported energy."""
     kwh, spec = estimate.energy_kwh, answer.data.spec
     if kwh is None:
         return {}
@@ -345,7 +349,10 @@ def _joules_per_example(answer: Answer, estimate: Estimate) -> wire.Estimate | N
 
 
 def _excluded_by(answer: Answer, c: Configuration, fits: float | None) -> str | None:
-    """Why this candidate may not be chosen, apart from the limits; None if it may. fits: into memory, a probability."""
+    """Return why this candidate may not be chosen, apart from the limits; None if it may.
+
+    `fits` is the probability that it fits into memory.
+    """
     if c in answer.doubtful:
         return f"it fits into memory with a probability of {percent(fits, digits=0)} only."
     if c in answer.evidence.failed:
@@ -416,7 +423,7 @@ def gaps_of(model: StepTimeModel) -> list[str]:
 
 
 def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
-    """On the worst pair in which less took far longer: fewer nodes at one local batch, or a smaller one on as many."""
+    """Return a warning about the worst pair of runs in which the one with less to do took far longer."""
     pairs = ((slow / fast, one, other) for one, slow in rows for other, fast in rows if _has_less_to_do(one, other))
     ratio, one, other = max(pairs, default=(0.0, None, None))
     if one is None or other is None or ratio <= _IMPLAUSIBLE:
@@ -430,7 +437,8 @@ def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
 
 
 def _has_less_to_do(one: PointKey, other: PointKey) -> bool:
-    """Fewer nodes at one local batch, or a smaller one on as many, with all else the same."""
+    """Return True where `one` has fewer nodes at the same local batch, or a smaller batch on as many, with all else the
+    same."""
     (name, nodes, world, batch, steps), (other_name, other_nodes, other_world, other_batch, other_steps) = one, other
     if (name, steps) != (other_name, other_steps) or not math.isclose(world / nodes, other_world / other_nodes):
         return False
@@ -447,7 +455,7 @@ def _unequal_lengths(seen: Sequence[float]) -> list[str]:
 
 
 def _waits_for_data(answer: Answer) -> list[str]:
-    """How long the chosen candidate waits for data, and what no wait would save."""
+    """Return a warning that says how long the chosen candidate waits for data, and what no wait would save."""
     chosen = answer.choice.chosen
     if chosen is None:
         return []
@@ -464,7 +472,7 @@ def _waits_for_data(answer: Answer) -> list[str]:
 
 
 def _large_convolutions(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
-    """Which local batches make a convolution of so many elements that cuDNN takes slower kernels."""
+    """Return a warning that names the local batches at which cuDNN takes slower kernels for a large convolution."""
     elements = spec.model.convolution_elements_per_sample
     if elements is None or all(c.local_batch_size * elements < hardware.MANY_ELEMENTS for c in evidence.candidates):
         return []
@@ -476,7 +484,7 @@ def _large_convolutions(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
 
 
 def _memory_of_chosen(answer: Answer) -> list[str]:
-    """Say that the chosen local batch has not run, or that it ran on a full device."""
+    """Return a warning where the chosen local batch has not run, or where it ran on a full device."""
     chosen, memory = answer.choice.chosen, answer.evidence.memory
     if chosen is None or not answer.evidence.rows:
         return []
@@ -501,7 +509,8 @@ def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
 
 
 def _max_sensible_batch_size(answer: Answer) -> int | None:
-    """The batch that the gradient noise supports; None while only the start of runs has shown it, which is far off."""
+    """Return the batch that the gradient noise supports; None while only the start of runs, which is far off, has shown
+    it."""
     if answer.efficiency is None or answer.data.settled_noise_scale is None:
         return None
     return answer.efficiency.max_sensible_batch_size
@@ -521,9 +530,9 @@ def _learning_rate(answer: Answer, c: Configuration) -> LearningRate:
 
 
 def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
-    """By limit that excludes something: the candidate that breaks it by least, and of equals the best.
+    """Return for each limit that excludes something the candidate that breaks it by least, and among equals the best.
 
-    Candidates that no deadline or budget lets in come last: those are no near miss of either.
+    Candidates that no deadline or budget lets in come last, since they are no near miss of either limit.
     """
     barred = choice.barred
     missed = [each for each in choice.excluded if each.estimate is not choice.chosen]

@@ -26,12 +26,12 @@ _FLOPS_PER_PARAMETER = 300.0
 _UNKNOWN_FLOPS_SD = 1.0
 _COUNTED = ("precision", "parameters", "activation_bytes_per_sample")
 BYTES_PER_NUMBER = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0}
-_RECOMPUTED = 4.0 / 3.0  # a second forward pass beside a forward and a backward one, which is twice as long
+_RECOMPUTED = 4.0 / 3.0  # a second forward pass, after a forward pass and a backward pass of twice its length
 _GUESS: Final = (4.15, 1.02, -0.61)
 """log(bytes kept / bytes per number) = g0 + g1 log F + g2 log parameters, over the networks of the tables that
 `perfmodel.priors` names."""
 _GUESSED_ACTIVATIONS_SD: Final = 0.3
-_LEAST_POWER_SD: Final = 0.1  # of its logarithm, from one configuration to another
+_LEAST_POWER_SD: Final = 0.1  # of the logarithm of power, between configurations
 _OTHER_TYPE_POWER_SD: Final = 0.5
 MANY_ELEMENTS: Final = 2**31
 _SDS_TO_THE_END: Final = 1.645
@@ -40,8 +40,10 @@ _LOG_BYTES: Final = (0.0, 60.0 * math.log(2.0))
 
 @dataclass(frozen=True)
 class EarlierFigures:
-    """An earlier job, the facts of its network, and for each of its instance types the name, the hardware, and whether
-    it is hardware of this job."""
+    """An earlier job with the facts of its network.
+
+    `types` gives the name and the hardware of each of its instance types, and True where this job has that hardware.
+    """
 
     job: EarlierJob
     facts: ModelFacts
@@ -52,8 +54,8 @@ class EarlierFigures:
 class Figures:
     """What specifications, data sheets and probes say of a job and of earlier ones, as the performance model takes it.
 
-    By instance type are `hardware`, `fabrics`, the probed links of nodes like the job's, and `power_w` of a rank's
-    device, of every type or of none. `earlier` are newest first.
+    Three fields are by instance type: `hardware`; `fabrics`, the probed links of nodes like the job's; and `power_w`,
+    the power of a rank's device, for every type or for none. `earlier` lists earlier jobs, newest first.
     """
 
     facts: ModelFacts
@@ -64,7 +66,7 @@ class Figures:
 
 
 def figures_of(data: JobData) -> Figures:
-    """The figures of a job and of the earlier jobs that it may learn from."""
+    """Return the figures of a job and of the earlier jobs that it may learn from."""
     spec = data.spec
     probed = {cluster.instance_type: fabric_of(data.probes, cluster) for cluster in spec.cluster}
     fabrics = {name: fabric for name, fabric in probed.items() if fabric is not None}
@@ -94,8 +96,11 @@ def figures_of(data: JobData) -> Figures:
 
 
 def hardware_of(cluster: wire.ClusterSpec, precision: Precision | None = None) -> Hardware:
-    """The figures of an instance type, with the peak at `precision`; None where specification and data sheets leave
-    them open. V100-16GB and Tesla V100 are one device, processors of two instance types are not."""
+    """Return the figures of an instance type, with the peak at `precision`.
+
+    A figure is None where specification and data sheets leave it open. V100-16GB and Tesla V100 are one device; the
+    processors of two instance types are two.
+    """
     name = known_device(cluster.accelerator)
     if cluster.accelerator is None or name == PROCESSOR:
         key = f"{name or 'device'} of {cluster.instance_type}"
@@ -112,7 +117,10 @@ def hardware_of(cluster: wire.ClusterSpec, precision: Precision | None = None) -
 
 
 def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterSpec) -> bool:
-    """True when both name the same hardware. If neither names it, ranks and memory, if known, must agree as well."""
+    """Return True when both name the same hardware.
+
+    If neither names any, the ranks per node must agree as well, and the memory where both are clusters.
+    """
     if any(getattr(one, name) != getattr(other, name) for name in ("instance_type", "accelerator", "network_gbps")):
         return False
     if one.accelerator is not None or one.instance_type != wire.DEFAULT_INSTANCE_TYPE:
@@ -123,7 +131,7 @@ def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterS
 
 
 def facts_of(model: wire.ModelSpec) -> ModelFacts:
-    """What the specification says of a network, and guesses with their widths where it is silent."""
+    """Return what the specification says of a network, and guesses with their widths where it says nothing."""
     parameters = float(model.parameters or _UNKNOWN_PARAMETERS)
     counted_flops = model.flops_per_sample
     # The wire counts forward and backward, the performance model one forward pass.
@@ -149,16 +157,18 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
 
 
 def _guessed_activation_bytes(flops_per_sample: float, parameter_count: float, bytes_per_number: float) -> float:
-    """Bytes that one sample leaves for the backward pass, where they were not counted; off by a factor of about two."""
+    """Return a guess of the bytes that one sample leaves for the backward pass, which is off by a factor of about
+    two."""
     of_flops, of_parameters = math.log(max(flops_per_sample, 1e-300)), math.log(parameter_count)
     guess = _GUESS[0] + _GUESS[1] * of_flops + _GUESS[2] * of_parameters + math.log(bytes_per_number)
     return math.exp(min(max(guess, _LOG_BYTES[0]), _LOG_BYTES[1]))
 
 
 def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> dict[str, float]:
-    """The local batch from which on a convolution has 2^31 elements, by type of known GPUs; {} if none was counted.
+    """Return the smallest local batch at which a convolution has 2^31 elements, by instance type.
 
-    cuDNN then takes slower kernels. Processors have no such limit, and of unknown devices nothing is known.
+    From that batch on cuDNN takes slower kernels. Only known GPUs have an entry: processors have no such limit, and
+    nothing is known of other devices. Without a count of elements, no type has an entry.
     """
     elements = model.convolution_elements_per_sample
     if elements is None:
@@ -195,7 +205,8 @@ def guesses_of(spec: wire.JobSpec) -> list[str]:
 
 
 def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str, str] | None:
-    """(field of the specification, sentence) of a precision or capacity that the accelerator does not have."""
+    """Return (field of the specification, sentence) for a precision or capacity that the accelerator lacks, else
+    None."""
     name = known_device(cluster.accelerator)
     if name is None:
         return None
@@ -217,7 +228,7 @@ def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str
 
 
 def cost_of(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
-    """The line through the readings of one group of ranks."""
+    """Return the line through the readings of one group of ranks."""
     return fit_all_reduce(
         [each.size_bytes for each in readings],
         [each.time_s for each in readings],
@@ -226,7 +237,10 @@ def cost_of(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
 
 
 def fabric_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> Fabric | None:
-    """The probe with most ranks of those on nodes like these, the first of `probes` among equals; None without one."""
+    """Return the fabric of the probe with most ranks on nodes like these, or None without a probe.
+
+    Among equals the first of `probes` counts.
+    """
     if not (mine := probes_of(probes, cluster)):
         return None
     probe = max(mine, key=lambda each: each.num_nodes * each.ranks_per_node)
@@ -235,12 +249,13 @@ def fabric_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> 
 
 
 def probes_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> list[wire.FabricProbe]:
-    """Those on nodes like the cluster's."""
+    """Return the probes on nodes like the cluster's."""
     return [probe for probe in probes if same_hardware(probe, cluster)]
 
 
 def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
-    """True if two probes of as many ranks on as many nodes give a bucket of gradients times within a factor of two."""
+    """Return True if two probes of as many ranks on as many nodes give a bucket of gradients times within a factor of
+    two."""
     shapes = {(probe.instance_type, probe.num_nodes, probe.ranks_per_node) for probe in (one, other)}
     costs = (cost_of(probe.all_ranks) for probe in (one, other))
     times = sorted(cost.latency_s.mean + cost.seconds_per_byte.mean * BUCKET_BYTES for cost in costs)
@@ -250,10 +265,10 @@ def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
 def probe_of_run(
     measured: wire.AllReduces, configuration: wire.Configuration, cluster: wire.ClusterSpec
 ) -> wire.FabricProbe | None:
-    """What the ranks of a run measured, as a probe of its cluster; None where another number of ranks took part.
+    """Return what the ranks of a run measured, as a probe of its cluster; None where another number of ranks took part.
 
-    Nodes are those of the configuration, as in its samples; what was measured in one node counts where the ranks saw
-    the same nodes.
+    The probe takes its nodes from the configuration, as the run's samples do. What the ranks measured within a node
+    counts only where they saw the same nodes.
     """
     c = configuration
     if measured.num_nodes * measured.ranks_per_node != c.world_size:
@@ -273,9 +288,11 @@ def probe_of_run(
 
 
 def power_of(spec: wire.JobSpec, summaries: Sequence[RunSummary]) -> Mapping[str, Interval]:
-    """Watts of a rank's device by instance type, with 90 % intervals; empty where no run has reported energy.
+    """Return the watts of a rank's device by instance type, with 90 % intervals.
 
-    The geometric mean over runs of joules over seconds of a step. A type without any has that of all others.
+    The power of a run is the energy of a step over its time, and a type takes the geometric mean over its runs. A type
+    without a run takes the mean over all runs, with a wider interval. Where no run has reported energy, no type has an
+    entry.
     """
     read: dict[str, list[float]] = {}
     for summary in summaries:

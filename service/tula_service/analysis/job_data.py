@@ -27,8 +27,9 @@ _MOST_DOUBLINGS = 12
 class EarlierJob:
     """An earlier job of the same project, with what it learned.
 
-    `posteriors` are those of `analysis.transfer.posteriors_of`, by instance type. `prediction_pairs` are of trainings:
-    the step time that the model predicted, both ends of its interval before calibration, and the measured one, s.
+    `posteriors` come from `analysis.transfer.posteriors_of`, by instance type. Each of the `prediction_pairs` belongs
+    to a training: the step time that the model predicted, both ends of its interval before calibration, and the
+    measured step time, in seconds.
     """
 
     model: wire.ModelSpec
@@ -41,13 +42,13 @@ class EarlierJob:
 class JobData:
     """One version of a job: its specification, its runs, what they measured, and what earlier jobs learned.
 
-    `runs` are in the order in which the plan lists them; `summaries` cover the runs that have samples or ran out of
-    memory, oldest first. `earlier_jobs` are newest first, and so are `probes`, those of the project on this job's
-    instance types. `trained_noise` (newest first), `profiled_noise` and `token_counts` are columns of telemetry of the
-    newest runs; `small_batch_size` (the batch of the learning rate, None: not reported) and `directions` (steps are
-    turned) are what a `TulaOptimizer` of theirs reported last. Failed runs whose key is at most `retried_up_to_key` do
-    not rule out their configuration, since the job was registered again after them. `cross_validated_error` is of
-    exactly `cross_validated_runs` and this version of the model.
+    `runs` have the order of the plan; `summaries` cover the runs that have samples or ran out of memory, oldest first.
+    `earlier_jobs` come newest first, and so do `probes`, which the project made on this job's instance types.
+    `trained_noise` (newest first), `profiled_noise` and `token_counts` are columns of telemetry of the newest runs. A
+    `TulaOptimizer` of these runs was the last to report `small_batch_size` (the batch of the learning rate, None: not
+    reported) and `directions` (it turns steps). Failed runs whose key is at most `retried_up_to_key` do not rule out
+    their configuration, since the job was registered again after them. `cross_validated_error` holds for exactly
+    `cross_validated_runs` and this version of the model.
     """
 
     spec: wire.JobSpec
@@ -70,17 +71,21 @@ class JobData:
 
     @property
     def trained_noise_scale(self) -> float | None:
-        """The gradient noise scale of the newest training that shows one, in examples."""
+        """Return the gradient noise scale of the newest training that shows one, in examples."""
         return next(iter(_noise_scales(self.trained_noise)), None)
 
     @property
     def gradient_noise_scale(self) -> float | None:
-        """That of trainings or, before one reported it, the median over profiling, which sees the start of one."""
+        """Return the noise scale of trainings or, before one reported it, the median over profiling runs, in examples.
+
+        A profiling run sees only the start of a training.
+        """
         return self._noise_scale(least_steps=1)
 
     @property
     def settled_noise_scale(self) -> float | None:
-        """The same from runs of at least 100 measured steps, whose start no longer decides it; None without one."""
+        """Return the noise scale from runs of at least 100 measured steps, whose start no longer decides it; None
+        without one."""
         return self._noise_scale(least_steps=_SETTLED_STEPS)
 
     def _noise_scale(self, least_steps: int) -> float | None:
@@ -96,7 +101,8 @@ class JobData:
 
     @property
     def tokens_per_example(self) -> float | None:
-        """The specification's or, without one, the mean that the agents saw; None where no batch is of tokens."""
+        """Return the specification's tokens per example, else the mean that the agents saw; None where batches hold no
+        tokens."""
         return self.spec.model.tokens_per_example or (statistics.fmean(seen) if (seen := self.seen_tokens) else None)
 
     @property
@@ -122,7 +128,7 @@ def has_prices(spec: wire.JobSpec) -> bool:
 
 
 def payable(spec: wire.JobSpec, memory: Collection[str]) -> wire.JobSpec:
-    """The specification, without prices if one is per GB-hour and the memory of that instance type is not known.
+    """Return the specification, without prices if one is per GB-hour and the memory of that instance type is not known.
 
     `memory` names the instance types whose memory is known.
     """
@@ -132,9 +138,9 @@ def payable(spec: wire.JobSpec, memory: Collection[str]) -> wire.JobSpec:
 
 
 def base_batch_size(data: JobData, candidates: Sequence[wire.Configuration]) -> int:
-    """The batch at which the learning rate is taken to be tuned: the script's `small_batch_size`, else the smallest.
+    """Return the batch for which the learning rate counts as tuned: the script's `small_batch_size`, else the smallest.
 
-    A reported number above every candidate is none of examples (a script may count in tokens), and is left out.
+    A reported number above every candidate is no number of examples (a script may count in tokens), and is ignored.
     """
     sizes = [c.global_batch_size for c in candidates]
     reported = data.small_batch_size
@@ -149,11 +155,12 @@ def goal_of(
     base_batch_size: int,
     power_w: Mapping[str, Interval] | None = None,
 ) -> Goal:
-    """What is to be chosen: the training, the prices and the limits of the specification as far as it can be priced.
+    """Return the goal of a choice: the training, and the prices and limits of the specification as far as it has any.
 
-    The guard says which batches keep the accuracy of the base batch. Its constants are those of turned steps where a
-    run of the script has reported them; else, by the optimizer of the specification, those of SGD under the policy
-    `gain` alone, and of AdamW where it is not known to be SGD.
+    The guard says which batches keep the accuracy of the base batch. Where a run of the script has reported that it
+    turns steps, the guard takes the constants of turned steps. Else the optimizer of the specification decides: SGD
+    takes the constants of SGD under the policy `gain` alone, and an optimizer that is not known to be SGD takes those
+    of AdamW. Without prices, the budget is no limit.
     """
     priced = has_prices(spec)
     by_optimizer = SGD if spec.model.optimizer in ("sgd", "momentum") else CAREFUL
@@ -163,7 +170,7 @@ def goal_of(
         offers_of(spec),
         Limits(
             deadline_s=spec.limits.deadline_s,
-            budget_usd=spec.limits.budget_usd if priced else None,  # in USD, as costs are with prices
+            budget_usd=spec.limits.budget_usd if priced else None,  # costs are in USD only with prices
             max_global_batch_size=spec.limits.max_global_batch_size,
         ),
         spot_offers=spot_offers_of(spec),
@@ -181,7 +188,10 @@ def goal_of(
 
 
 def offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
-    """On-demand prices by instance type. Without any price a node-hour costs 1, so that cost counts node-hours."""
+    """Return the on-demand prices by instance type.
+
+    Without any price a node-hour costs 1, so that cost counts node-hours.
+    """
     prices = {cluster.instance_type: cluster.price for cluster in spec.cluster}
     if not any(is_priced(price) for price in prices.values()):
         return dict.fromkeys(prices, Offer(usd_per_node_hour=1.0))
@@ -193,7 +203,7 @@ def offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
 
 
 def spot_offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
-    """Spot prices, by instance type; only the types that have one."""
+    """Return the spot prices by instance type, of the types that have one."""
     prices = {cluster.instance_type: cluster.price.spot for cluster in spec.cluster}
     return {
         name: Offer(price.usd_per_node_hour, spot=Spot(**price.model_dump(exclude={"usd_per_node_hour"})))

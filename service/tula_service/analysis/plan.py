@@ -24,7 +24,7 @@ from tula_wire.jobs import ProfilingCost
 
 _DEFAULT_MAX_RUNS = 8
 _START_UP_S = 30.0
-"""Of a launch, before one has ended: what comes before and after its steps."""
+"""Seconds that a launch takes before and after its steps, assumed until one has ended."""
 Span: TypeAlias = tuple[RunRecord, float, float]
 """A run with the seconds since 1970 at which it began and ended."""
 
@@ -33,9 +33,9 @@ Span: TypeAlias = tuple[RunRecord, float, float]
 class PlanDecision:
     """The plan for one version of a job's data; `usecases/planning.py` stores it.
 
-    `cancelled` are ids of waiting runs. `predicted_step_time_s` is by id of the waiting runs that stay. `active` is
-    False when profiling is over; then `posteriors` are what later jobs learn, and `cross_validated_error` is how well
-    the model predicts runs that it has not seen.
+    `cancelled` holds the ids of waiting runs. `predicted_step_time_s` has an entry for the id of each waiting run that
+    stays. `active` is False when profiling is over; then `posteriors` are what later jobs learn, and
+    `cross_validated_error` is how well the model predicts runs that it has not seen.
     """
 
     new: tuple[NewRun, ...]
@@ -97,12 +97,12 @@ def _step_time_s(answer: Answer, configuration: Configuration) -> float:
 
 
 def instruction_of(spec: wire.JobSpec) -> dict[str, float]:
-    """What the agent of a profiling run of this job does."""
+    """Return what the agent of a profiling run of this job does."""
     return spec.profiling.model_dump(include={"profiling_warmup_steps", "measuring_steps", "precision"})
 
 
 def _worth_keeping(answer: Answer, waiting: Sequence[RunRecord]) -> list[RunRecord]:
-    """The waiting runs that are feasible and whose configuration no other run has measured."""
+    """Return the waiting runs that are feasible and whose configuration no other run has measured."""
     evidence = answer.evidence
     ids = {run.id for run in answer.data.profile_runs if run.state not in FINAL_STATES}
     measured = {configuration for configuration, run_id in evidence.rows if run_id not in ids}
@@ -111,13 +111,12 @@ def _worth_keeping(answer: Answer, waiting: Sequence[RunRecord]) -> list[RunReco
 
 
 def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunRecord]) -> tuple[list[RunRecord], Plan]:
-    """The waiting runs that stay, and what to add.
+    """Return the waiting runs that stay, and the plan of what to add.
 
-    Failed runs that are repeated, waiting or to be added, stay in any case. Other waiting runs stay while a plan
-    without them would ask for at least as many: the design that chose them still holds. If it asks for fewer, or for no
-    launch that waits, enough has been measured meanwhile, and only the waiting runs that it asks for stay.
-    A run that lost its lease half-way is
-    among neither: it stays, to be completed.
+    A run that repeats a failed one stays in any case, and so does a run that lost its lease half-way, to be completed.
+    Other waiting runs stay while a plan without them would ask for at least as many: the design that chose them still
+    holds. If that plan asks for fewer or, where launches are shared, leaves out a launch that waits, enough has been
+    measured meanwhile, and only the waiting runs that the plan asks for stay.
     """
     again = [run.configuration for run in _to_repeat(answer, ())]
     in_use = [*(run.configuration for run in begun), *again]
@@ -135,7 +134,8 @@ def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunReco
 
 
 def _to_repeat(answer: Answer, in_use: Collection[Configuration]) -> list[RunRecord]:
-    """The failed runs that are feasible, of no configuration `in_use`; none once the GPU-seconds are used up."""
+    """Return the failed runs to repeat whose configuration is feasible and not `in_use`; none once the GPU-seconds are
+    spent."""
     budget = _budget(answer.data)
     if budget.max_gpu_seconds is not None and budget.spent_gpu_seconds >= budget.max_gpu_seconds:
         return []
@@ -172,11 +172,11 @@ def _budget(data: JobData) -> PlanBudget:
 
 
 def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) -> ProfilingCost:
-    """What the plan's runs have taken by `now_s`, in seconds since 1970, and what those that have not ended will take.
+    """Return what the plan's runs have taken by `now_s`, in seconds since 1970, and what the unfinished ones will take.
 
-    A launch takes its start-up, the median of those that measured something to its end or, before the first, 30 s, and
-    its steps as predicted.
-    One whose leases have expired ended with them, and is to come again; once its runs are leased again it is forgotten.
+    A launch takes its start-up and its steps as predicted. The start-up is the median over the launches that ended
+    after measuring something or, before the first such launch, 30 s. A launch whose leases have expired ended with them
+    and has to come again; once its runs are leased again, its first attempt is forgotten.
     """
     launches = _launches(plan, spec, now_s)
     start_ups_s = []
@@ -217,9 +217,9 @@ def _launch(run: RunRecord, spec: wire.JobSpec) -> object:
 
 
 def _launches(runs: Iterable[RunRecord], spec: wire.JobSpec, now_s: float | None = None) -> list[list[Span]]:
-    """The spans by launch: those at one cluster where each begins before the ones before it have ended.
+    """Return the spans of the runs that have begun, launch by launch; without `now_s`, of those that have ended.
 
-    Of the runs that have begun; without `now_s` of those that have ended.
+    The spans of a launch are at one cluster, and each begins before the ones before it have ended.
     """
     spans, by_place = [], dict[object, list[list[Span]]]()
     for run in runs:
@@ -236,14 +236,14 @@ def _launches(runs: Iterable[RunRecord], spec: wire.JobSpec, now_s: float | None
 
 
 def _taken(spans: Sequence[Span]) -> tuple[Configuration, float]:
-    """A configuration of a launch, and the seconds that the launch took."""
+    """Return a configuration of a launch, and the seconds that the launch took."""
     return spans[0][0].configuration, max(ended for _, _, ended in spans) - spans[0][1]
 
 
 def _in_steps_s(spans: Sequence[Span]) -> float:
-    """Seconds that the runs of a launch which has ended spent in steps.
+    """Return the seconds that the runs of an ended launch spent in steps.
 
-    No run counts more than its planned steps: every rank sends rows, the others a few with their memory.
+    A run counts at most its planned steps, since the ranks after the first send a few rows too, with their memory.
     """
     runs = sorted((run for run, _, _ in spans), key=lambda run: run.configuration.local_batch_size)
     counted = [min(run.num_samples, _steps(run.instruction, place > 0)) for place, run in enumerate(runs)]
@@ -251,14 +251,17 @@ def _in_steps_s(spans: Sequence[Span]) -> float:
 
 
 def _ended_s(run: RunRecord, now_s: float | None) -> float | None:
-    """When a run that began ended, seconds since 1970; `now_s` while it is under way, so while its lease lasts."""
+    """Return when a run that began ended, in seconds since 1970.
+
+    A run under way counts as ending at `now_s`, or with its lease if that ends earlier.
+    """
     if run.finished_at is not None:
         return run.finished_at.timestamp()
     return now_s if now_s is None or run.lease_expires_at is None else min(now_s, run.lease_expires_at.timestamp())
 
 
 def _steps(instruction: Mapping[str, float] | None, further: bool = False) -> int:
-    """Planned steps of a run; `further`: it is not the first of its launch."""
+    """Return the planned steps of a run; `further` says that it is not the first of its launch."""
     if instruction is None:
         return 1
     warmup_steps = instruction["profiling_warmup_steps"]
@@ -266,7 +269,7 @@ def _steps(instruction: Mapping[str, float] | None, further: bool = False) -> in
 
 
 def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> tuple[float, float | None]:
-    """GPU-seconds and US dollars, None without prices, of configurations that are used for some seconds."""
+    """Return the GPU-seconds and US dollars (None without prices) of using each configuration for some seconds."""
     prices = {cluster.instance_type: cluster.price.usd_per_node_hour for cluster in spec.cluster}
     unpriced = all(price is None for price in prices.values())
     gpu_seconds, usd = 0.0, 0.0
@@ -279,14 +282,17 @@ def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> 
 
 
 def _progress(waiting: Sequence[Configuration], share_launches: bool) -> str:
-    """How much is left to measure."""
+    """Return a sentence that says how much is left to measure."""
     total, launches = len(waiting), len(launches_of(waiting))
     within = f" in {launches} launch{'es' if launches != 1 else ''}" if share_launches else ""
     return f"{total} profiling run{'s are' if total != 1 else ' is'} still to be measured{within}."
 
 
 def _failures(answer: Answer) -> str:
-    """How many configurations failed for another reason than memory, and the remedy; empty where none did."""
+    """Return a sentence that says how many configurations failed for another reason than memory, and the remedy.
+
+    The sentence is empty where none did.
+    """
     runs = answer.data.profile_runs
     failed = {run.configuration for run in runs if run.state == "failed"} & answer.evidence.failed
     if not failed:

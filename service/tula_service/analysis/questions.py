@@ -27,11 +27,11 @@ _WITHOUT_IDENTITY: Final = {"id": "", "job_id": "", "created_at": "1970-01-01T00
 
 @dataclass(frozen=True)
 class Findings:
-    """What is stored of the answer to "which configuration?" for one version of a job's data.
+    """The part of the answer to "which configuration?" that is stored for one version of a job's data.
 
     `body` is the JSON of a `wire.Recommendation` without `id`, `job_id` and `created_at`. `savings` are the shares of
-    time saved against the smallest and the largest batch. `run_ids` are of the runs that were fitted, and `prices` of
-    the specification, by instance type. `decision` is the plan, None where none was asked for.
+    time saved against the smallest and the largest batch. `run_ids` names the runs that were fitted, and `prices` holds
+    the prices of the specification by instance type. `decision` is the plan, None where the caller asked for none.
     """
 
     data_version: int
@@ -72,7 +72,8 @@ class WhatIf(BaseModel):
 
 
 def findings_of(data: JobData, objective: Objective | None = None, plan: bool = False) -> Findings:
-    """Fit once, choose for this objective or the job's own, with `plan` decide what to profile next, and render."""
+    """Fit once, choose for this objective or the job's own, decide what to profile next if `plan` is set, and
+    render."""
     analysis = analyse(data, objective)
     decision = plan_of(analysis) if plan else None
     fields = _WITHOUT_IDENTITY | _rendered(analysis, decision)
@@ -103,7 +104,7 @@ def _rendered(analysis: Analysis, decision: PlanDecision | None) -> dict[str, ob
 
 
 def predictions_of(data: JobData, job_id: str, question: WhatIf) -> str:
-    """The JSON of the `wire.Predictions` of every configuration asked about.
+    """Return the JSON of the `wire.Predictions` of every configuration asked about.
 
     Raises InvalidInput for a question that no configuration answers, ObservationError where nothing can be predicted.
     """
@@ -120,7 +121,7 @@ def predictions_of(data: JobData, job_id: str, question: WhatIf) -> str:
 
 
 def expectation_of(data: JobData, configuration: Configuration) -> Estimate | None:
-    """What is expected of a run about to start; None where no model can predict it."""
+    """Return the estimate of a run about to start; None where no model can predict it."""
     answer = analyse(data)
     return answer.estimate([configuration])[0] if isinstance(answer, Answer) else None
 
@@ -189,9 +190,9 @@ def _check(spec: wire.JobSpec, question: WhatIf) -> None:
 def _on_cluster(
     cluster: wire.ClusterSpec, nodes: int, held: int | None, candidates: Sequence[Configuration], question: WhatIf
 ) -> set[Configuration]:
-    """The configurations asked about on so many nodes of one instance type: candidates, and others by their batch.
+    """Return the configurations asked about on `nodes` nodes of one instance type: candidates, and others by batch.
 
-    held: the micro-steps of every step of the job, if its script holds them.
+    `held` is the number of micro-steps in every step of the job, if its script fixes that number.
     """
     world, totals = nodes * cluster.ranks_per_node * (held or 1), question.global_batch_size
     batches = question.local_batch_size or [total // world for total in totals if total % world == 0]

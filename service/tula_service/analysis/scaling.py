@@ -61,7 +61,7 @@ class StatisticalEfficiency:
         return (self.noise_scale + self.base_batch_size) / (self.noise_scale + global_batch_size)
 
     def learning_rate_factor(self, global_batch_size: float) -> float:
-        """By what the learning rate of the base batch grows: as the policy `gain` does, at most B / B_0.
+        """Return the factor by which the policy `gain` raises the learning rate of the base batch, at most B / B_0.
 
         (1 + c N / B_0) / (1 + c N / B) with N = `noise_scale` and c = NOISE_WEIGHT (AdaScale's gain has c = 1).
         """
@@ -78,9 +78,10 @@ class StatisticalEfficiency:
 class LearningRate:
     """The learning rate of a global batch that is `times` the base batch, against the rate of the base batch.
 
-    by_noise_scale: the gain, of which Adam takes the root, as `TulaOptimizer` does; None while the noise scale, which
-    decides it, is unknown. settled: that is the noise scale of a run of 100 steps or more, and not of the start of one.
-    divided: several ranks or micro-steps share a step, whose gradients `TulaOptimizer` compares.
+    `by_noise_scale` is the gain, of which Adam takes the root, as `TulaOptimizer` does; None while the noise scale,
+    which decides the gain, is unknown. `settled` says that the noise scale comes from a run of 100 steps or more, and
+    not from the start of one. `divided` says that several ranks or micro-steps share a step, whose gradients
+    `TulaOptimizer` compares.
     """
 
     model: wire.ModelSpec
@@ -92,12 +93,12 @@ class LearningRate:
 
     @property
     def rule(self) -> ScalingRule | None:
-        """The rule to scale it by; None at the base batch, and for optimizers that no experiment used."""
+        """Return the rule to scale the rate by; None at the base batch, and for optimizers that no experiment used."""
         return "gain" if self.times > 1.0 and self.model.optimizer in _MEASURED_OPTIMIZERS else None
 
     @property
     def factor(self) -> float | None:
-        """The rate over that of the base batch; None where the noise scale is unknown."""
+        """Return the rate over the rate of the base batch; None where the noise scale is unknown."""
         if self.times <= 1.0:
             return 1.0
         gain = self.by_noise_scale
@@ -105,7 +106,7 @@ class LearningRate:
 
     @property
     def advice(self) -> str:
-        """What to do with the learning rate of the base batch, in words; nothing at that batch."""
+        """Return what to do with the learning rate of the base batch, in words; nothing at that batch."""
         if self.times <= 1.0:
             return ""
         start = f"Multiply the learning rate of a batch of {self.base_batch_size} by"
@@ -136,10 +137,10 @@ class Outcome:
 
 
 def lost_regularisation(outcomes: Sequence[Outcome]) -> str | None:
-    """What to do where a larger batch fits the training data as well as a smaller one and validates worse; else None.
+    """Return advice where a larger batch fits the training data as well as a smaller one but validates worse, or None.
 
-    Such a gap is none of missing steps, which is all that a rule for the step can make up for. The smallest batch with
-    the best validation is compared with each larger one, by 5 % of the loss and a point of accuracy.
+    Missing steps do not explain such a gap, and a rule for the step makes up for missing steps only. The best
+    validation of the smallest batch is compared with each larger batch, by 5 % of the loss and a point of accuracy.
     """
     if not outcomes:
         return None

@@ -11,10 +11,10 @@ TREND_POINTS = 150
 
 
 def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tuple[IntArray, FloatArray] | None:
-    """The medians of as many intervals as `points`, of equally many points each, at its middle step.
+    """Return the medians of `points` intervals that hold equally many values, each at the middle step of its interval.
 
     A running mean would follow a single straggling step, and a mean of downsampled points would follow the peaks that
-    downsampling keeps. None if an interval would hold fewer than three points, and with no interval.
+    downsampling keeps. Return None for no interval, and if an interval would hold fewer than three values.
     """
     has_value = ~np.isnan(values)
     if not bool(has_value.all()):

@@ -43,9 +43,9 @@ _WIDTH_BOUNDS = (0.5, 5.0)
 class EarlierEvidence:
     """What earlier jobs of the project learned, as far as a job can use it.
 
-    In `lessons`, the scales are of all earlier jobs: of each network the newest on each device, since repeating one
-    network says nothing about others. `pairs` are of trainings on this hardware, including those of the job itself.
-    `buckets` are the job's gradients where a run timed them, by instance type.
+    The scales of `lessons` come from all earlier jobs: for each network the newest job on each device, since repeating
+    one network says nothing about others. `pairs` come from trainings on this hardware, including those of the job
+    itself. `buckets` are the job's gradients by instance type, where a run timed them.
     """
 
     lessons: Lessons = field(default_factory=Lessons)
@@ -54,7 +54,8 @@ class EarlierEvidence:
 
     @property
     def interval_scale(self) -> float:
-        """The factor on the log width of intervals that makes them hold what trainings measured; 1 with few pairs.
+        """Return the factor on the log width of intervals that makes them hold what trainings measured; 1 with few
+        pairs.
 
         Each pair's score is |log(measured / predicted)| over the half-width of its interval; the factor is the 90 %
         quantile of the scores (split-conformal, Vovk 2005), shrunk towards 1 by ten imagined pairs that the model got
@@ -114,16 +115,16 @@ def prior_of(
     *,
     observed: StepTimeObservations | None,
 ) -> Priors:
-    """The priors of a job's fit, one for each instance type.
+    """Return the priors of a job's fit, one for each instance type.
 
-    `observed` are the job's own runs. With some, a type starts from the generic prior unless earlier jobs ran on its
-    hardware, and lessons of other networks count until three of its cluster sizes were measured.
-    A probe of the links of a type replaces what is known less well of its collectives; it needs buckets that a run
-    timed, or `model.parameters`.
+    `observed` are the job's own runs. Once there are some, a type starts from the generic prior unless earlier jobs ran
+    on its hardware, and lessons of other networks count until three cluster sizes of the type were measured. A probe of
+    the links of a type replaces what the prior knows less well of its collectives; this needs buckets that a run timed,
+    or `model.parameters`.
     """
     believed: dict[str, StepTimePrior] = {}
     probed = set()
-    # All-reduces that pass as many bytes over a link as a step does.
+    # The size of an all-reduce that passes as many bytes over a link as a step does.
     reduced_bytes = figures.facts.parameter_bytes * figures.facts.volumes / 2.0
     counted = None if spec.model.parameters is None else Buckets.of(reduced_bytes)
     for cluster in spec.cluster:
@@ -156,8 +157,10 @@ def prior_of(
 
 
 def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:
-    """What a job's runs taught about each instance type, for later jobs: parameters in the order of
-    `perfmodel.PARAMETERS`, as JSON. `_as_prior` is the inverse."""
+    """Return what a job's runs taught about each instance type, for later jobs, as JSON.
+
+    Parameters have the order of `perfmodel.step_time_form.AT`. `_as_prior` is the inverse.
+    """
     learned = {name: posterior.without_prior() for name, posterior in sorted(model.posteriors.items())}
     return {
         name: {
@@ -170,7 +173,10 @@ def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:
 
 
 def _buckets_of(summaries: Sequence[RunSummary]) -> dict[str, Buckets]:
-    """Those of the run with the fewest ranks, which waits least for others, and of these of the largest batch."""
+    """Return the timed buckets of each instance type, from the run with the fewest ranks, which waits least for others.
+
+    Among such runs, the one with the largest batch counts.
+    """
     timed = [(each.configuration, each.timeline) for each in summaries if each.timeline is not None]
     usable = [(c, timeline) for c, timeline in timed if min(*timeline.bucket_bytes, *timeline.ready_s) > 0.0]
     best_first = sorted(usable, key=lambda each: (each[0].world_size, -each[0].local_batch_size))
@@ -188,7 +194,7 @@ def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:
 
 
 def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
-    """True when the names agree, what a step does, and parameter counts and precisions where both give them."""
+    """Return True when the names agree, what a step does, and parameter counts and precisions where both give them."""
     if any(getattr(one, name) != getattr(other, name) for name in _STEP_DEFINING_FIELDS):
         return False
     pairs = ((one.parameters, other.parameters), (one.precision, other.precision))
