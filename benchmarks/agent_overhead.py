@@ -142,7 +142,7 @@ class Agent:
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
     def report(self, measured: int) -> dict[str, float]:
-        """What it cost per step, over so many steps."""
+        """Return what the agent cost per step, over `measured` steps."""
         calls = {"timing": 2, "gradients": 1}  # each pays for reading the clock, which is not the agent's
         clock = sum(self._spent["clock"])
         report = {
@@ -294,7 +294,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure, print, and compare with what is to be reached."""
+    """Measure, print, and compare with the target."""
     parser = parser_of("agent_overhead", __doc__)
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--turn", type=int, default=8, help="steps before the other process has its turn")

@@ -141,7 +141,7 @@ class Bench:
         return found.candidates[0].step_time_s
 
     def step_time_s(self, job_id: str, nodes: int, parameter_bytes: int) -> float:
-        """What a profiling run on so many nodes measures."""
+        """Return the step time in seconds that a profiling run on `nodes` nodes measures."""
         configuration = Configuration(num_nodes=nodes, local_batch_size=LOCAL_BATCH)
         created = RunCreate(kind="profile", configuration=configuration, holder="bench")
         run = self.client.create_run(job_id, created)
@@ -161,7 +161,7 @@ class Bench:
         return found
 
     def probe(self, nodes: int, rate: float) -> FabricProbe:
-        """Probe so many nodes, and give the service what they measured."""
+        """Probe `nodes` nodes, and give the service what they measured."""
         words = [f"--nodes={nodes}", f"--seconds={self.size.probe_s:g}"]
         printed = self.run("benchmarks._cluster_probe", words, self.environment)
         (line,) = [line for line in printed.splitlines() if line.startswith("{")]

@@ -44,11 +44,11 @@ class Job:
     parameters: float | None
 
     def small(self, ranks: int) -> list[Placement]:
-        """The configurations on so many ranks at most: what the job has profiled."""
+        """Return the configurations on at most `ranks` ranks, which the job has profiled."""
         return [c for c in self.workload.candidates if c.world_size <= ranks]
 
     def learned(self) -> StepTimePrior:
-        """What this job teaches later ones."""
+        """Return what this job teaches later ones."""
         candidates = self.workload.candidates
         model = fit_step_time(self.workload.measure(candidates), candidates=candidates)
         return model.posterior_for(candidates[0].instance_type).without_prior()

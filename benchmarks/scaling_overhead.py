@@ -98,7 +98,7 @@ def measure(*, depth: int, batch: int, side: int, steps: int) -> dict[str, float
 
 
 def _every(steps: int, kind: type[Gain]) -> Gain:
-    """Return the policy, measuring every so many steps and leaving their directions."""
+    """Return the policy `kind`, which measures once in `steps` steps and turns none."""
     policy: Gain = type("Every", (kind,), {"measure_every": steps, "damping": None})()
     return policy
 

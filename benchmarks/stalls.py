@@ -4,7 +4,7 @@
 
 For each scenario a job is profiled as `tula tune` does it, then its recommended configuration trains for 400 steps. A
 step sleeps for a time that grows with the batch. Beside that, `stall2`, `stall4` and `stall8` wait for data at every
-second, fourth and eighth step, as a loader with so many slow workers makes them; `evaluation` evaluates for half a
+second, fourth and eighth step, as with a loader of 2, 4 or 8 slow workers; `evaluation` evaluates for half a
 second at every 50th step, under `run.paused()`; `bimodal` takes three times as long at a random half of its steps (the
 worst of three seeds). The truth is taken inside the script: the loop's time without the evaluations, over its steps.
 `<scenario>.error` is how far the prediction is off, `stalls.worst_error` the largest.
@@ -172,7 +172,7 @@ def measure(steps: int, smoke: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, and compare with what is to be reached."""
+    """Measure, print, and compare with the target."""
     parser = parser_of("stalls", __doc__)
     parser.add_argument("--steps", type=int, default=STEPS, help="of each training")
     options = parser.parse_args()

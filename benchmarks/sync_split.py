@@ -110,7 +110,7 @@ def model_of(scenario: Scenario, late_s: list[float]) -> Any:
 
 
 def bare_all_reduce(buckets: int) -> float:
-    """Seconds that the link takes for so many buckets, with nothing else going on: the median of a few."""
+    """Return the seconds that the link takes for `buckets` buckets, with nothing else going on: the median of a few."""
     times = []
     for _ in range(9):
         parts = [torch.ones(FLOATS) for _ in range(buckets)]
@@ -278,7 +278,7 @@ def measure(steps: int, groups: list[list[Scenario]], rate_mbit: float) -> dict[
 
 
 def main() -> None:
-    """Measure, print, and compare with what is to be reached: 5 % for both."""
+    """Measure, print, and compare with the target: 5 % for both."""
     parser = parser_of("sync_split", __doc__)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()

@@ -77,7 +77,7 @@ class _Patches(nn.Module):
 
 @dataclass(frozen=True)
 class Network:
-    """How to build a network, and a batch of so many examples for it."""
+    """How to build a network, and a batch of any number of examples for it."""
 
     build: Callable[[], nn.Module]
     batch: Batches

@@ -97,7 +97,7 @@ class Blocking:
 
 
 class Awaited:
-    """Base of classes whose `Method`s are to be awaited."""
+    """Base of classes whose `Method`s a caller awaits."""
 
 
 class Unsent:

@@ -105,7 +105,7 @@ def _in_unit(number: float, unit: str) -> str:
 
 
 def _figures(number: float, figures: int = 3) -> Decimal:
-    """Return `number` rounded to so many significant figures; printed as `f` it has no exponent."""
+    """Return `number` rounded to `figures` significant figures; printed as `f` it has no exponent."""
     return Decimal(f"{number + 0.0:.{figures}g}")
 
 

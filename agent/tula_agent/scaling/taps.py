@@ -83,7 +83,7 @@ class GradientTap:
         weakref.finalize(self, _remove, self._handles)
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Hook every parameter that needs a gradient; drops sums and disarms where they are not those of before."""
+        """Hook every parameter that needs a gradient; drop sums and disarm where the parameters have changed."""
         hooked = [p for p in parameters if p.requires_grad]
         same = 2 * len(hooked) == len(self._handles) and len(parameters) == len(self._parameters)
         if same and all(map(operator.is_, parameters, self._parameters)):

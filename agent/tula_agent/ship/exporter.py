@@ -22,7 +22,7 @@ _JITTER = random.Random()
 TRIES_BEFORE_OPEN = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 FLUSH_INTERVAL_S, QUICK_FOR_S, SLOW_FLUSHES = 1.0, 30.0, 10
-"""A run sends every flush interval for so long, and once in so many intervals after that."""
+"""A run sends at every flush interval for `QUICK_FOR_S` seconds, and once in `SLOW_FLUSHES` intervals after that."""
 QUEUE_LIMIT = 100
 """Requests in memory, those of a minute or two. What no request has taken yet is bounded by `Readings`."""
 REJECTED_LIMIT_BYTES = 4 * 2**20
@@ -239,13 +239,13 @@ class Exporter:
 
 
 def pause_s(failures: int, reply: Reply) -> float:
-    """Seconds until the next try, after so many failures of which this is the last reply."""
+    """Return the seconds until the next try, after `failures` failures, of which `reply` is the last."""
     bounds = {"base_s": FIRST_PAUSE_S, "cap_s": LONGEST_PAUSE_S}
     return backoff_s(failures, _JITTER.random(), **bounds, asked_s=reply.retry_after_s)
 
 
 def _started(target: Callable[[], None], name: str) -> threading.Thread | None:
-    """A new daemon thread; None where Python starts no more: too many, or version 3.12 while it exits."""
+    """Return a new daemon thread; None where Python starts no more: too many, or version 3.12 while it exits."""
     thread = threading.Thread(target=target, name=name, daemon=True)
     try:
         thread.start()
