@@ -59,7 +59,8 @@ class Repository:
     def _put(
         self, table: sa.Table, key: Mapping[str, Any], values: Mapping[str, Any], *, where: Any = None, **new: Any
     ) -> None:
-        """Insert a row, with the values of a `new` one; a row with this key takes `values`, if `where` holds of it."""
+        """Insert a row with `values` and the values of `new`; where the key exists, set `values` if `where` holds of
+        that row."""
         insert = self._insert(table).values(**key, **values, **new)
         self._connection.execute(insert.on_conflict_do_update(index_elements=list(key), set_=values, where=where))
 
@@ -70,7 +71,7 @@ def new_id(prefix: str) -> str:
 
 
 def same_fields(record: type, row: RowMap) -> dict[str, Any]:
-    """What the row holds under the names of the record's fields."""
+    """Return what the row holds under the names of the record's fields."""
     return {field.name: row[field.name] for field in fields(record) if field.name in row}
 
 

@@ -102,7 +102,7 @@ class Tokens(Repository):
         return self.get(token_id)
 
     def extend(self, job_id: str, name: str, until: datetime) -> None:
-        """Let the valid agent tokens of this job and name end no earlier than `until`, to within an hour."""
+        """Let the valid agent tokens with this job and name end no earlier than `until`, to within an hour."""
         column = tokens.c
         own = (column.job_id == job_id, column.name == name, column.scope == "agent", column.revoked_at.is_(None))
         due = (column.expires_at > self._now(), column.expires_at < until - timedelta(hours=1))
@@ -113,7 +113,10 @@ class Tokens(Repository):
         self._connection.execute(sa.update(tokens).where(tokens.c.id == token_id).values(last_used_at=self._now()))
 
     def ever_made(self) -> bool:
-        """True if a token was ever made, even if it has ended or was deleted with its job: the audit log keeps that."""
+        """Return True if a token was ever made.
+
+        The audit log keeps that fact of tokens that have ended or were deleted with their job.
+        """
         made = sa.select(audit_log.c.id).where(audit_log.c.action == MADE)
         return self._row(sa.select(tokens.c.id).limit(1)) is not None or self._row(made.limit(1)) is not None
 
@@ -122,7 +125,7 @@ class Sessions(Repository):
     """Sessions of pages by the SHA-256 of their secret; `Tokens.by_hash` finds the token of one."""
 
     def create(self, *, sha256: str, token_id: str, expires_at: datetime) -> None:
-        """Store a session; delete those that have expired, and of this token all but the newest MAX_SESSIONS."""
+        """Store a session, and delete all expired sessions and all but the newest MAX_SESSIONS of this token."""
         now = self._now()
         own = sa.select(sessions.c.sha256).where(sessions.c.token_id == token_id)
         older = own.order_by(sessions.c.created_at.desc()).offset(MAX_SESSIONS - 1)

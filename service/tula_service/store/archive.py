@@ -58,13 +58,13 @@ class Archive:
         try:
             if sum(self._stored(table).values()) == _num_values(engine, table):
                 return
-            for path in self._files_of(table, ".tmp"):  # of an attempt that was killed
+            for path in self._files_of(table, ".tmp"):  # left by an attempt that was killed
                 self._files.delete_file(path)
             parts, sizes = _parts(engine, table, min(VALUES_AT_ONCE, self._values_per_file)), {}
             for number, first in enumerate(parts, 1):
                 path = f"{self._folder}/{table}-{number:05}.parquet"
                 sizes[path] = self._write_file(path, first, parts)
-            for path in self._stored(table).keys() - sizes.keys():  # of an attempt before a job was deleted
+            for path in self._stored(table).keys() - sizes.keys():  # left by an attempt before a job was deleted
                 self._files.delete_file(path)
             if (stored := self._stored(table)) != sizes:
                 raise OSError(f"{sum(stored.values())} of {sum(sizes.values())} rows are in the files")
@@ -130,7 +130,7 @@ class Archive:
 
 
 def _without_secrets(text: str) -> str:
-    """The text without what stands between `://` and `@` in a URL: there a key may have its secret."""
+    """Return the text without what stands between `://` and `@` in a URL, where the secret of a key may be."""
     return re.sub(r"://[^/@\s]*@", "://", text)
 
 

@@ -6,9 +6,9 @@
 
 1. `Store.fits.turn()`, in this process: one thread at a time reads, fits and stores, and those that waited find its
    result in the cache. Neither a fit nor a thread that waits holds a connection. Correctness rests on 3.
-2. That of `Store.transaction()`, in this process, SQLite only: threads queue here, fairly, instead of polling the
-   file's write lock, which decides between processes. SQLite takes that at BEGIN, so that no transaction upgrades a
-   read lock.
+2. The lock of `Store.transaction()`, in this process, SQLite only: threads queue here, fairly, instead of polling the
+   file's write lock, which decides between processes. SQLite takes the write lock at BEGIN, so that no transaction
+   upgrades a read lock.
 3. `tx.jobs.lock(job_id)`, in the database: a row lock on Postgres, the write lock on SQLite. Planning and publishing
    hold it. A transaction that changes a job and its runs takes the job's row first, then runs by key; one that stores
    samples takes the job's FOR KEY SHARE, which only a deletion waits for.
@@ -54,7 +54,7 @@ BUSY_TIMEOUT_S: Final = 15.0
 LEAST_FREE_BYTES: Final = 2**20
 _FULL: Final = "The disk of the database is full; nothing was stored: free some space."
 LONGEST_STATEMENT_S: Final = 60.0
-"""Of a statement, and of a pause within a transaction, on Postgres; migrations are exempt."""
+"""Longest statement, and longest pause within a transaction, on Postgres; migrations are exempt."""
 _ANSWERS_IN_MEMORY: Final = 256
 POOL_SIZE: Final = 16
 POOL_TIMEOUT_S: Final = 10.0
@@ -91,19 +91,20 @@ class Transaction:
 
 
 class AnswersInMemory:
-    """The last answers that are not stored, by whatever names their question; threads share it."""
+    """The last answers that the database does not store, by a key that names the question; threads share an
+    instance."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bodies: LRUCache[Hashable, str] = LRUCache(_ANSWERS_IN_MEMORY)
 
     def get(self, key: Hashable) -> str | None:
-        """The answer to a question, None if it was not kept."""
+        """Return the answer to a question, None if it was not kept."""
         with self._lock:
             return self._bodies.get(key)
 
     def put(self, key: Hashable, body: str) -> None:
-        """Keep an answer; the one that was not asked for the longest time goes."""
+        """Keep an answer; without room, drop the answer that nobody has asked for the longest."""
         with self._lock:
             self._bodies[key] = body
 

@@ -36,7 +36,7 @@ _SEARCHED = sa.table("jobs_search", sa.column("rowid"))
 """On SQLite: the trigrams of the names of each job, kept by triggers (migration 0009)."""
 _MATCH: sa.ColumnElement[Any] = sa.literal_column("jobs_search")
 _TRIGRAMS: sa.ColumnElement[Any] = sa.literal_column("tula_trigrams(lower(jobs.name || ' ' || jobs.model_name))")
-"""On Postgres: the same, as the expression of an index."""
+"""On Postgres: the trigrams of the same names, as the expression of an index."""
 _LEAST_SEARCHED = 3
 """Characters of a search that has a trigram; a shorter one reads every name."""
 _KEY_TAKEN = "This Idempotency-Key was already used for a different job: send a new key."
@@ -74,11 +74,12 @@ class Jobs(Repository):
     def create(
         self, project_id: str, spec: JsonObject, *, idempotency_key: str | None = None, fingerprint: str | None = None
     ) -> tuple[JobRecord, bool]:
-        """Register a job and say whether it is new; else it is the one with its idempotency key, or its fingerprint.
+        """Register a job and return it with True, or return the job of the same key or request with False.
 
-        `fingerprint` is a digest of the request. Raises Conflict when the key came with a different request.
+        `fingerprint` is a digest of the request; a job with the same `idempotency_key` comes before one with the same
+        fingerprint. Raises Conflict when the key came with a different request.
         """
-        # Literals: without a key or a fingerprint none is the same, while `== None` finds all that have none.
+        # Literals: a request without a key or fingerprint equals no other, while `== None` finds all that have none.
         same_key = jobs.c.idempotency_key == sa.literal(idempotency_key, sa.Text)
         same_request = jobs.c.fingerprint == sa.literal(fingerprint, sa.Text)
         same = (
@@ -110,7 +111,7 @@ class Jobs(Repository):
         return _job_record(row)
 
     def lock(self, job_id: str) -> JobRecord:
-        """The job, locked until this transaction ends: only one transaction at a time plans or publishes for it.
+        """Return the job, locked until this transaction ends: only one transaction at a time plans or publishes for it.
 
         FOR NO KEY UPDATE: rows that refer to the job, such as events, may be inserted meanwhile. A plain FOR UPDATE
         would make their foreign keys wait here while they hold a run or the lock of the job's events.

@@ -1,6 +1,6 @@
 """The ledger: every recommendation as it was given, immutable, with the results of runs that followed it.
 
-Beside it what jobs teach later jobs: posteriors by instance type, and predictions with what was measured.
+The module also stores what jobs teach later jobs: posteriors by instance type, and predictions with measurements.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _estimate(row: RowMap, names: Sequence[str]) -> Estimate | None:
 
 
 def _record(row: RowMap) -> LedgerRecord:
-    """Not validated again: it was valid when it was stored."""
+    """Return the record of a row without validating it again: it was valid when it was stored."""
     values = {name: row[name] for name in LedgerRecord.model_fields if name in row} | {
         "configuration": None if row["configuration"] is None else Configuration(**row["configuration"]),
         "predicted_step_time_s": _estimate(row, _STEP_TIME),
@@ -140,9 +140,9 @@ class PosteriorStore(Repository):
         self._put(job_lessons, {"job_id": job_id}, {"prediction_pairs": pairs}, posteriors={})
 
     def of_earlier_jobs(self, project_id: str, *, before: int, limit: int) -> list[RowMap]:
-        """Specification, posteriors and pairs of those of the newest `limit` jobs before this cursor that taught any.
+        """Return specification, posteriors and pairs of the jobs before this cursor that taught any, newest first.
 
-        The number of jobs looked at is bounded, so that a large project costs no more.
+        Only the newest `limit` jobs are looked at, so that a large project costs no more.
         """
         newest = (
             sa.select(jobs.c.key, jobs.c.id)

@@ -14,7 +14,7 @@ from tula_service.store.partitions import create_ahead
 _LOCK: Final = 0x74756C61  # "tula": replicas that start at the same time migrate one after another
 _LOCK_NOT_AVAILABLE: Final = "55P03"
 LONGEST_WAIT_S: Final = 5.0
-"""For each lock of a table, on Postgres."""
+"""The wait for the lock of one table, on Postgres."""
 _VERSION: Final = sa.table("alembic_version", sa.column("version_num"))
 
 
@@ -73,7 +73,10 @@ def head_revision() -> str:
 
 
 def _revisions() -> set[str]:
-    """From the names of the migrations, `0001_first.py`: alembic takes a sixth of the service's start to import."""
+    """Return the revisions, read from the names of the migrations such as `0001_first.py`.
+
+    Alembic would know them too, but its import takes a sixth of the service's start.
+    """
     return {path.stem.partition("_")[0] for path in (_migrations() / "versions").glob("[0-9]*_*.py")}
 
 

@@ -75,9 +75,9 @@ def refusal(engine: sa.Engine, run_key: int, error: sa.exc.IntegrityError) -> Se
 
 
 def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
-    """The tables of months that ended before `before`, oldest first, up to the first with a run that may still send.
+    """Return the tables of months that ended before `before`, oldest first, up to the first whose runs may still send.
 
-    With those that an earlier `drop` has detached and could not finish.
+    The tables that an earlier `drop` detached and could not finish come with them.
     """
     tables = _tables(engine)
     names = [name for name, attached in tables.items() if not attached]
@@ -91,7 +91,7 @@ def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
 
 @contextmanager
 def dropping(engine: sa.Engine) -> Iterator[None]:
-    """Held by the one process that drops months. Raises Conflict while another does."""
+    """Hold the right to drop months, which one process has at a time. Raises Conflict while another does."""
     # Without a transaction, which would be ended as idle, and closed at the end, which gives the lock back.
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.detach()
@@ -103,8 +103,8 @@ def dropping(engine: sa.Engine) -> Iterator[None]:
 def drop(engine: sa.Engine, table: str, archive: Archive | None, *, before: datetime | None = None) -> bool:
     """Detach the partition, which ends all writing to it, write it to the archive, and only then drop it.
 
-    False, and nothing is changed, if since `before` one of its runs may have sent. When the archive fails, the detached
-    table keeps its rows, and `due` names it again. Raises StoreUnavailable.
+    Return False, and change nothing, if one of its runs may have sent since `before`. When the archive fails, the
+    detached table keeps its rows, and `due` names it again. Raises StoreUnavailable.
     """
     own = f"{table} IN ACCESS EXCLUSIVE"
     if _tables(engine).get(table):

@@ -151,19 +151,19 @@ def _run_record(row: RowMap) -> RunRecord:
 
 
 class Leases(Repository):
-    """A lease is the right of one holder to work on a run until a time; the holder renews it by its heartbeats.
+    """Leases: the right of one holder to work on a run until a time, which the holder's heartbeats renew.
 
     A heartbeat is a PATCH `running` or a batch of samples. No timer watches leases: the next claim returns a profiling
     run with an expired lease to the plan, and the next reader or change of a job fails a training with one
-    (`usecases/runs.py: with_vanished`), which a later PATCH reopens. A final state ends the lease. Times come from
-    the store's clock, so the clocks of replicas must agree to about a second.
+    (`usecases/runs.py: with_vanished`), which a later PATCH reopens. A final state ends the lease. Times come from the
+    store's clock, so the clocks of replicas must agree to about a second.
 
-    Each lease has a number, which its agents send: those of a lease that is over are told so (`check`), since another
-    holder's agents may be measuring the same run.
+    Each lease has a number, which its agents send. `check` refuses an agent whose lease is over, since another holder's
+    agents may be measuring the same run.
     """
 
     def check(self, run_id: str, number: int | None) -> None:
-        """Raise Conflict if the run's lease is another than the one that the sender works under; None: any."""
+        """Raise Conflict unless the sender works under the run's present lease; a sender without a number passes."""
         current = None if number is None else self._scalar(sa.select(runs.c.lease).where(runs.c.id == run_id))
         if current is not None and current != number:
             raise Conflict(
@@ -173,7 +173,7 @@ class Leases(Repository):
             )
 
     def claim(self, job_id: str, *, holder: str, lease_s: float, max_nodes: int | None = None) -> RunRecord | None:
-        """Lease the next pending profiling run, None if no run can be claimed now.
+        """Lease the next pending profiling run and return it, or None if no run can be claimed now.
 
         Runs with an expired lease count as pending. Two claimants never get the same run: Postgres skips rows that
         another transaction has locked, SQLite has one writer at a time.
@@ -187,12 +187,13 @@ class Leases(Repository):
         if key is None:
             return None
         (run,) = self._rows(_SELECT_RUNS.where(runs.c.key == key))
-        # One number for all that a launch may measure.
+        # All runs that a launch may measure get one number.
         last = self._scalar(sa.select(sa.func.max(runs.c.lease)).where(*_same_launch(_run_record(run))))
         return self._lease([key], holder, lease_s, self._now() + timedelta(seconds=lease_s), int(last) + 1)[0]
 
     def claim_launch(self, run: RunRecord) -> list[RunRecord]:
-        """Lease, to the holder of `run` and for as long, the pending runs that differ in the local batch alone."""
+        """Lease the pending runs that differ from `run` in the local batch alone to its holder, for as long, and return
+        them."""
         pending = sa.select(runs.c.key).where(*_same_launch(run), runs.c.state == "pending")
         keys = list(self._connection.execute(pending.with_for_update(skip_locked=True)).scalars())
         return self._lease(keys, run.holder, run.lease_s, run.lease_expires_at, run.lease)
@@ -215,15 +216,15 @@ class Leases(Repository):
         self._connection.execute(expired.values(state="pending", **_RELEASED))
 
     def expired(self, job_ids: Sequence[str]) -> Sequence[str]:
-        """Those of these jobs that have a training whose lease has expired."""
+        """Return the jobs among these that have a training whose lease has expired."""
         lost = sa.and_(runs.c.kind == "train", runs.c.state.in_(_HELD), runs.c.lease_expires_at < self._now())
         statement = sa.select(runs.c.job_id).where(runs.c.job_id.in_(job_ids), lost).distinct()
         return list(self._connection.execute(statement).scalars())
 
     def renew(self, run_id: str, *, lease_s: float | None = None, whole_launch: bool = False) -> bool:
-        """Extend a held lease by `lease_s` (default: as claimed); False if it is no longer held.
+        """Extend a held lease by `lease_s` (default: as claimed); return False if it is no longer held.
 
-        With `whole_launch` also those of the runs that its holder has claimed with it.
+        With `whole_launch`, also extend the leases of the runs that the holder claimed together with this one.
         """
         row = self._row(_SELECT_RUNS.where(runs.c.id == run_id, runs.c.state.in_(_HELD)))
         if row is None:
@@ -240,7 +241,7 @@ class Leases(Repository):
 
 
 def _same_launch(run: RunRecord) -> list[sa.ColumnElement[bool]]:
-    """Profiling runs of the job that differ from `run` in the local batch alone; itself is among them."""
+    """Return the conditions on profiling runs of the job that differ from `run` in the local batch at most."""
     c = run.configuration
     return [
         runs.c.job_id == run.job_id,

@@ -1,4 +1,4 @@
-"""Step samples as rows, of a resend the first, and a summary per run, so that a fit costs the same after a million."""
+"""Step samples as rows, each stored once, and a summary per run, so that a fit costs the same after a million rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MOST_READ: Final = 20_000
 """Rows that a page may read for a filter that few of them match: some tens of milliseconds."""
 
 MAX_PROCESSES: Final = 8_192
-"""Processes of a run: its ranks, and their restarts."""
+"""Most processes of a run: its ranks, and their restarts."""
 
 MOST_PROCESSES: Final = 64
 """Processes that a page reads; each costs a query."""
@@ -83,9 +83,10 @@ class Samples(Repository):
     """Step samples, the processes that sent them, their memory, and the summary of each run."""
 
     def add(self, run_key: int, job_id: str, batch: SampleBatch) -> int:
-        """Store a batch and return the number of new rows: by (run, rank, boot id, sequence), the first is kept.
+        """Store a batch and return the number of new rows; a row that was stored before keeps its first values.
 
-        New rows move the run's counts, and they or another memory reading the job's data version.
+        A row is identified by run, rank, boot id and sequence. New rows raise the run's counts, and they or another
+        memory reading raise the job's data version.
         """
         if self._postgres:
             # The job's row before its run's, as a deletion locks them: see the order of locks in store/database.py.
@@ -110,7 +111,7 @@ class Samples(Repository):
         return stored
 
     def recent(self, run_key: int, *, limit: int = SUMMARY_ROWS, rank: int | None = None) -> SampleColumns:
-        """The last `limit` measuring rows of a run by step, oldest first."""
+        """Return the last `limit` measuring rows of a run by step, oldest first."""
         names = ("step", "step_time_s", *_FLOATS, "straggler_rank")
         return SampleColumns(**self._measured(run_key, names, SampleFilter(rank=rank), limit))
 
@@ -138,10 +139,10 @@ class Samples(Repository):
         return by_rank
 
     def summaries(self, job_id: str, summarise: Summarise) -> list[RunSummary]:
-        """One summary for each run of the job that has samples or ran out of memory, oldest run first.
+        """Return one summary for each run of the job that has samples or ran out of memory, oldest run first.
 
-        Stale summaries are computed again by `summarise`, and stored if the transaction writes; every worker computes
-        the same.
+        `summarise` computes a stale summary again, and the new one is stored if the transaction writes; every worker
+        computes the same.
         """
         rows = self._rows(
             sa.select(runs, *(column.label(f"summary_{column.name}") for column in run_summaries.c))
@@ -170,7 +171,7 @@ class Samples(Repository):
         cursor: SampleCursor | None = None,
         limit: int = 500,
     ) -> tuple[list[RowMap], SampleCursor | None]:
-        """Rows of a job ordered by process and sequence; and the cursor of the next page, None on the last.
+        """Return rows of a job ordered by process and sequence, and the cursor of the next page, None on the last.
 
         Every page is read along the primary key, one process at a time, and so costs the same as the first. `warmup`
         and the steps are not in that key: a page ends after MOST_READ rows or MOST_PROCESSES processes with the rows
@@ -216,7 +217,10 @@ class Samples(Repository):
         return self._purge(step_samples, job_id, limit)
 
     def _measured(self, run_key: int, names: Sequence[str], only: SampleFilter, limit: int) -> dict[str, Any]:
-        """Columns of the last measuring rows that are wanted; of one rank, those among the last of all ranks."""
+        """Return columns of the last measuring rows that `only` selects.
+
+        A rank is no part of the index, so that its rows are sought among the last rows of all ranks.
+        """
         table = step_samples.c
         statement = sa.select(*(table[name] for name in names), table.rank.label("sender")).where(
             table.run_key == run_key, table.warmup.is_(False), *only.of_rows
@@ -277,7 +281,7 @@ class Samples(Repository):
         return True
 
     def _highest(self, run_keys: Sequence[int]) -> dict[int, MemoryReading]:
-        """The reading with the highest peak of each run, of equal ones the newest process's."""
+        """Return the reading with the highest peak of each run; among equal readings the newest process's."""
         table = memory_readings.c
         place = sa.func.row_number().over(
             partition_by=table.run_key, order_by=(table.peak_bytes.desc(), table.source_key.desc())
@@ -287,7 +291,7 @@ class Samples(Repository):
         return {row["run_key"]: MemoryReading(**same_fields(MemoryReading, row)) for row in rows}
 
     def _timelines(self, run_keys: Sequence[int]) -> dict[int, BucketTimeline]:
-        """The newest of each run."""
+        """Return the newest timeline of each run."""
         table = sample_sources.c
         sent = (table.run_key.in_(run_keys), table.timeline.is_not(sa.null()))
         newest = sa.select(sa.func.max(table.key)).where(*sent).group_by(table.run_key)
@@ -336,7 +340,8 @@ class Samples(Repository):
         return values
 
     def _reach(self, source: int, after: int, most: int) -> tuple[int, int]:
-        """The number of rows of a process after `after`, up to `most`, and the last one's sequence number."""
+        """Return how many rows of a process come after `after`, up to `most`, and the sequence number of the last of
+        them."""
         table = step_samples.c
         some = (
             sa.select(table.sequence)

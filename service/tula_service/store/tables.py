@@ -108,7 +108,7 @@ fabrics = sa.Table(
     _key(),
     _parent("project_id", "projects.id", nullable=False),
     sa.Column("instance_type", sa.Text, nullable=False),
-    _parent("job_id", "jobs.id"),  # whose run measured it; a user's own has none
+    _parent("job_id", "jobs.id"),  # the job whose run measured it; a user's own probe has none
     sa.Column("probe", JSON, nullable=False),
     sa.Column("created_at", UtcTime, nullable=False),
     sa.Index("ix_fabrics_project_id_instance_type_key", "project_id", "instance_type", "key"),
@@ -129,7 +129,7 @@ runs = sa.Table(
     *_optional(UtcTime, "lease_expires_at", "started_at", "finished_at"),
     sa.Column("created_at", UtcTime, nullable=False),
     *_required(sa.BigInteger, "num_samples", "num_measured", "dropped"),
-    sa.Column("lease", sa.Integer, nullable=False, server_default="0"),  # its number: grows when another may hold it
+    sa.Column("lease", sa.Integer, nullable=False, server_default="0"),  # grows when another may hold the run
     sa.Column("failed_local_batch_size", sa.Integer),
     sa.Column("monitor", JSON),  # analysis.alarm.Monitor
     sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),
@@ -212,7 +212,7 @@ telemetry_chunks = sa.Table(
 )
 
 telemetry_columns = sa.Table(
-    "telemetry_columns",  # names of all ranks; the numbers are of the first rank alone
+    "telemetry_columns",  # names that any rank sent; the numbers come from the first rank alone
     METADATA,
     _parent("run_key", "runs.key", BIG, primary_key=True, autoincrement=False),
     sa.Column("name", sa.Text, primary_key=True),

@@ -24,7 +24,7 @@ INSERT = {
     f"(SELECT 1 FROM runs WHERE key = ? AND id = ?) {_CONFLICT}",
     "postgresql": f"INSERT INTO telemetry_chunks ({_COLUMNS}) VALUES ({', '.join(['%s'] * 9)}) {_CONFLICT}",
 }
-"""On SQLite the row, then the run's key and id: SQLite reuses the key of a deleted run, maybe for another tenant's."""
+"""SQLite takes the row, and the run's key and id: it reuses the key of a deleted run, maybe for another tenant."""
 _FIELDS: Final = ("num_steps", "newest_step", "newest_value")
 _IS_NEWER: Final = "excluded.newest_step >= coalesce(telemetry_columns.newest_step, -1)"
 _OF_OTHER_RANKS: Final = "ON CONFLICT (run_key, name) DO NOTHING"
@@ -42,24 +42,27 @@ _NOTE: Final = {
 GONE: Final = "The run of this chunk, or the telemetry of its month, was deleted: stop sending for it."
 _LAST_STEP: Final = 2**63 - 1
 MOST_POINTS: Final = 400_000
-"""Of one column that is read: a longer history is thinned while it is read."""
+"""Most points of a column that `read` returns; it thins a longer history while it reads."""
 MAX_NAMES: Final = 1_000
-"""Columns of a run; a further one is refused."""
+"""Most columns of a run; the store refuses a further one."""
 MOST_CHUNKS: Final = 4_000
-"""Chunks that a bounded read takes."""
+"""Most chunks that a bounded read takes."""
 _PER_FETCH: Final = {"yield_per": 64}
 """Chunks that are in memory at once."""
 _EXPLICIT_STEPS: Final = 1
 _SINGLE_PRECISION: Final = 2
 _LEVEL: Final = -1
-"""On noisy columns the result is 3 % larger than at level 1, in a quarter of the time."""
+"""Noisy columns become 3 % larger than at level 1, in a quarter of the time."""
 
 
 _Piece: TypeAlias = tuple[IntArray, FloatArray]
 
 
 class Series(NamedTuple):
-    """Steps, ascending and once each, and values of a column; `total` counts also what a long history leaves out."""
+    """The values of a column and their steps, in ascending order and each step once.
+
+    `total` counts the points before a long history was thinned.
+    """
 
     steps: IntArray
     values: FloatArray
@@ -78,7 +81,7 @@ _zstd = _PerThread()
 
 
 def chunk_row(run_key: int, chunk: NewChunk) -> tuple[object, ...]:
-    """The row of a chunk, compressed before the transaction starts."""
+    """Return the row of a chunk, compressed before the transaction starts."""
     steps = chunk.steps
     return (
         run_key,
@@ -115,7 +118,7 @@ def pack(steps: IntArray, values: FloatArray) -> bytes:
 
 
 def unpack(payload: bytes, num_steps: int, num_columns: int) -> tuple[IntArray, FloatArray]:
-    """The inverse of `pack`: steps of shape (num_steps,), values of shape (num_columns, num_steps)."""
+    """Return steps of shape (num_steps,) and values of shape (num_columns, num_steps): the inverse of `pack`."""
     flags = payload[0]
     raw = _zstd.decompressor.decompress(payload[1:])
     if flags & _EXPLICIT_STEPS:
@@ -132,7 +135,7 @@ def unpack(payload: bytes, num_steps: int, num_columns: int) -> tuple[IntArray, 
 
 
 def _shuffle(values: np.ndarray[tuple[int, ...], np.dtype[np.floating]]) -> bytes:
-    """All first bytes, then all second bytes, ...: exponents become neighbours and compress well."""
+    """Return all first bytes, then all second bytes, ...: exponents become neighbours and compress well."""
     planes: bytes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.dtype.itemsize).T.tobytes()
     return planes
 
@@ -141,7 +144,7 @@ class Telemetry(Repository):
     """The telemetry chunks of runs."""
 
     def run_key(self, run_id: str) -> tuple[int, str, str]:
-        """The run's integer key, its job and its project, which never change. Raises NotFound."""
+        """Return the run's integer key, its job and its project, which never change. Raises NotFound."""
         row = self._connection.execute(
             sa.select(runs.c.key, runs.c.job_id, runs.c.project_id).where(runs.c.id == run_id)
         ).first()
@@ -150,7 +153,7 @@ class Telemetry(Repository):
         return int(row[0]), str(row[1]), str(row[2])
 
     def add(self, run_id: str, chunk: NewChunk, row: tuple[object, ...]) -> bool:
-        """Store a chunk, of which `row` is the `chunk_row`, for the run `run_id`; False if it was stored before.
+        """Store the chunk of the run `run_id`, whose `chunk_row` is `row`; return False if it was stored before.
 
         Raises NotFound if the run was deleted; on Postgres sqlalchemy.exc.IntegrityError, see `partitions.refusal`.
         """
@@ -165,7 +168,7 @@ class Telemetry(Repository):
         return stored
 
     def admitted(self, run_key: int, names: Sequence[str]) -> list[str]:
-        """Those of these columns that the run has already, or has room for: MAX_NAMES in all."""
+        """Return the names that the run has as columns already, or has room for: MAX_NAMES in all."""
         column = telemetry_columns.c
         stored = sa.select(column.name).where(column.run_key == run_key, column.name.in_(names))
         has = set(self._connection.execute(stored).scalars())
@@ -176,7 +179,7 @@ class Telemetry(Repository):
         return [name for name in names if name in has]
 
     def columns(self, run_key: int) -> list[str]:
-        """The names of the run's columns, sorted."""
+        """Return the names of the run's columns, sorted."""
         column = telemetry_columns.c
         return sorted(self._connection.execute(sa.select(column.name).where(column.run_key == run_key)).scalars())
 
@@ -190,9 +193,10 @@ class Telemetry(Repository):
         last_step: int | None = None,
         most_chunks: int | None = None,
     ) -> Series:
-        """One column of one rank, by step; of a step sent twice, the later boot's value.
+        """Return one column of one rank, by step; a step that was sent twice has the later boot's value.
 
-        Of more than MOST_POINTS an even share, with all peaks and dips. most_chunks: only the first ones are read.
+        Of more than MOST_POINTS points, return an even share, with all peaks and dips. With `most_chunks`, read only
+        the first chunks, up to that number.
         """
         chunk = telemetry_chunks.c
         first, last = first_step or 0, _LAST_STEP if last_step is None else last_step
@@ -200,17 +204,17 @@ class Telemetry(Repository):
         statement = _chunks(column, rank).where(*within).order_by(*_ORDER).limit(most_chunks)
         steps, values, total = _joined(self._connection.execute(statement, execution_options=_PER_FETCH), column)
         keep = (steps >= first) & (steps <= last)
-        # Of the chunks at the ends of a range, some steps lie outside.
+        # The chunks at the ends of the range also hold steps outside it.
         return Series(steps[keep], values[keep], total if keep.all() else int(np.count_nonzero(keep)))
 
     def newest(self, run_key: int, names: Collection[str]) -> dict[str, float | None]:
-        """The newest value of each of these columns that the first rank of the run sent; None without one."""
+        """Return the newest value that the first rank of the run sent of each column; None where it sent none."""
         column = telemetry_columns.c
         values = sa.select(column.name, column.newest_value).where(column.run_key == run_key, column.name.in_(names))
         return dict.fromkeys(names) | {row.name: row.newest_value for row in self._connection.execute(values)}
 
     def num_steps(self, run_ids: Collection[str]) -> dict[str, dict[str, int]]:
-        """The columns that the first rank of each of these runs sent, each with the number of steps of its chunks."""
+        """Return the columns that the first rank of each run sent, each with the number of steps of its chunks."""
         column = telemetry_columns.c
         rows = self._connection.execute(
             sa.select(runs.c.id, column.name, column.num_steps)
@@ -223,7 +227,8 @@ class Telemetry(Repository):
         return counts
 
     def read_runs(self, run_ids: Collection[str], column: str) -> Iterator[tuple[str, IntArray, FloatArray]]:
-        """Run id, steps and values, as `read` has them, of each of these runs that sent the column: one query."""
+        """Yield run id, steps and values of each of these runs that sent the column, as `read` returns them, by one
+        query."""
         statement = (
             _chunks(column, 0)
             .add_columns(runs.c.id)
@@ -242,7 +247,8 @@ class Telemetry(Repository):
         return self._purge(telemetry_chunks, job_id, limit)
 
     def _note_columns(self, run_key: object, chunk: NewChunk) -> None:
-        """Count the steps of a chunk that was stored now, and keep its newest values, if the first rank sent it."""
+        """Note the columns of a chunk that was just stored; count its steps and keep its newest values if the first
+        rank sent it."""
         rows = sorted(_noted(chunk))  # by name, so that two chunks of a run lock rows in one order
         on_conflict = _OF_OTHER_RANKS if chunk.rank else _ADDED
         if self._postgres:
@@ -256,7 +262,10 @@ _ORDER = (telemetry_chunks.c.first_step, telemetry_chunks.c.boot_id, telemetry_c
 
 
 def _noted(chunk: NewChunk) -> Iterator[tuple[str, int, int | None, float | None]]:
-    """Each column of a chunk: name, number of steps, newest step with a number, and that number."""
+    """Yield each column of a chunk: its name, its number of steps, the newest step that has a number, and that number.
+
+    A rank after the first counts no steps and keeps no value.
+    """
     for name, values in zip(chunk.names, chunk.values, strict=True):
         numbers = np.flatnonzero(~np.isnan(values))
         if chunk.rank or not numbers.size:
@@ -267,14 +276,17 @@ def _noted(chunk: NewChunk) -> Iterator[tuple[str, int, int | None, float | None
 
 
 def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
-    """Only the chunks that have the column are read and decompressed; some columns are sent rarely."""
+    """Return the query for the chunks of a rank that have the column.
+
+    Some columns are sent rarely, so that most chunks need neither be read nor decompressed.
+    """
     chunk = telemetry_chunks.c
     has_column = ("," + chunk.columns + ",").contains(f",{column},", autoescape=True)
     return sa.select(chunk.num_steps, chunk.columns, chunk.payload).where(chunk.rank == rank, has_column)
 
 
 class _History:
-    """A column while it is read, of any length in a bounded memory: beyond MOST_POINTS an even share of its points.
+    """A column while it is read: it takes any length in bounded memory, and beyond MOST_POINTS keeps an even share.
 
     Minimum and maximum of every interval stay, so that no peak is lost; medians of the rest hardly move.
     """
@@ -294,7 +306,7 @@ class _History:
             self._thin()
 
     def points(self) -> Series:
-        """What is left, and how much there was."""
+        """Return the points that were kept, and how many were read."""
         self._thin()
         steps, values = _in_order(self._kept) if self._kept else (np.zeros(0, np.int64), np.zeros(0))
         return Series(steps, values, steps.size + self._left_out)
@@ -314,7 +326,7 @@ class _History:
 
 
 def _thinned(steps: IntArray, values: FloatArray, stride: int) -> _Piece:
-    """Every `stride`-th point, with minimum and maximum of each interval of 64 of those."""
+    """Return every `stride`-th point, and the minimum and maximum of each interval of 64 such points."""
     if stride == 1:
         return steps, values
     keep = np.zeros(steps.size, bool)
@@ -329,7 +341,7 @@ def _thinned(steps: IntArray, values: FloatArray, stride: int) -> _Piece:
 
 
 def _joined(chunks: Iterable[Sequence[Any]], column: str) -> Series:
-    """Steps and values of one column of these chunks of a rank."""
+    """Return the steps and values of one column in these chunks of a rank."""
     history = _History()
     for num_steps, columns, payload in chunks:
         names = columns.split(",")
@@ -340,7 +352,7 @@ def _joined(chunks: Iterable[Sequence[Any]], column: str) -> Series:
 
 
 def _in_order(pieces: Sequence[_Piece]) -> _Piece:
-    """All steps of the pieces, ascending and once each."""
+    """Return all steps of the pieces, in ascending order and each once, with their values."""
     steps = np.concatenate([piece[0] for piece in pieces])
     values = np.concatenate([piece[1] for piece in pieces])
     if bool((np.diff(steps) > 0).all()):

@@ -25,9 +25,10 @@ def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fab
 
 
 def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
-    """Store what the ranks of a run measured, as a probe of its cluster; not if it is of others, or of no more ranks.
+    """Store what the ranks of a run measured, as a probe of its cluster, if no stored probe has as many ranks.
 
-    Only of more: each probe makes its job's plan stale, and an agent may send as many as it likes.
+    Each probe makes its job's plan stale, and an agent may send as many probes as it likes. A measurement by another
+    number of ranks than the run's is ignored.
     """
     with store.transaction() as tx:
         run = tx.runs.get(run_id)
@@ -39,16 +40,17 @@ def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
 
 
 def to_launch(tx: Transaction, job: JobRecord, run: wire.Run) -> wire.Run:
-    """The run for its launcher: its ranks are to measure their links where no probe of as many is stored."""
+    """Return the run for its launcher: it asks the ranks to measure their links unless a probe of as many ranks is
+    stored."""
     if run.instruction is None or run.configuration.world_size < 2 or is_probed(tx, job, run.configuration):
         return run
     return run.model_copy(update={"instruction": run.instruction.model_copy(update={"probe_s": _PROBE_S})})
 
 
 def is_probed(tx: Transaction, job: JobRecord, configuration: wire.Configuration) -> bool:
-    """Whether a probe of as many ranks or more is stored for the configuration's cluster, or its cluster is gone.
+    """Return True if a probe of as many ranks or more is stored for the configuration's cluster, or that is gone.
 
-    The one of most ranks counts (`fabric_of`), so that another of fewer would be in vain.
+    The probe of most ranks counts (`fabric_of`), so that another of fewer ranks would be in vain.
     """
     cluster = cluster_of(job, configuration)
     if cluster is None:

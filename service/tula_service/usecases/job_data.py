@@ -34,7 +34,7 @@ _RUNS_READ_FOR_SCALING = 2
 
 
 def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
-    """Everything that an analysis of this version of the job reads; bounded to the newest runs and earlier jobs."""
+    """Return what an analysis of this version of the job reads, bounded to the newest runs and earlier jobs."""
     runs = sorted(tx.runs.list(job.id, limit=MAX_RUNS), key=lambda run: (run.position, run.key))
     trained = [run for run in runs if run.kind == "train" and run.state != "cancelled"]
     profiled = [run for run in runs if run.kind == "profile"]
@@ -61,9 +61,10 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
 
 
 def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
-    """Those for the job's instance types that users of the project or runs of the job measured, newest first.
+    """Return the probes of the job's instance types by users of the project or runs of the job, newest first.
 
-    And those of another job's runs with which a third job's agree: a job's token changes no other job's answers.
+    A probe by a run of another job counts where the probe of a third job agrees with it, so that one job's token cannot
+    change the answers of other jobs.
     """
     types = {cluster.instance_type for cluster in spec_of(job).cluster}
     stored = tx.fabrics.list(job.project_id, instance_types=types, limit=_MAX_PROBES)
@@ -77,7 +78,7 @@ def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
 
 
 def cluster_of(job: JobRecord, configuration: wire.Configuration) -> wire.ClusterSpec | None:
-    """The cluster of a configuration; None where the specification has dropped it since."""
+    """Return the cluster of a configuration; None where the specification has dropped it since."""
     return next((each for each in spec_of(job).cluster if each.instance_type == configuration.instance_type), None)
 
 
@@ -87,8 +88,11 @@ def spec_of(job: JobRecord) -> wire.JobSpec:
 
 
 def read_stored(model: type[M], stored: Mapping[str, Any]) -> M:
-    """What was valid when it was stored: unknown fields are ignored, and a number beyond a bound that has come since is
-    read as that bound, so that the job stays readable and a change can correct it."""
+    """Return the model of what was valid when it was stored.
+
+    Unknown fields are ignored. A number beyond a bound that is newer becomes that bound, so that the job stays readable
+    and a change can correct it.
+    """
     try:
         return wire.read(model, dict(stored))
     except ValidationError as error:
@@ -114,7 +118,7 @@ def _columns(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: in
 
 
 def _newest(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int) -> float | None:
-    """The last value of a telemetry column of the newest of these runs that reported it; None without one."""
+    """Return the last value of a telemetry column from the newest of these runs that reported it; None without one."""
     values = (tx.telemetry.newest(key, [name])[name] for key in _with_samples(runs, num_runs))
     return next((value for value in values if value is not None), None)
 

@@ -292,7 +292,7 @@ def prune_store(
 
 
 def _drop_months(store: Store, before: datetime, archive: Archive | None) -> list[str]:
-    """Drop those that are due now that no other process drops any, and stop at one that a run has begun to use."""
+    """Drop the months that are due, now that no other process drops any; stop at one that a run has begun to use."""
     dropped = []
     with partitions.dropping(store.engine):
         for month in partitions.due(store.engine, before=before):

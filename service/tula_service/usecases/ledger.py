@@ -22,7 +22,8 @@ _MAX_PAIRS = 100
 def entries(
     store: Store, principal: Principal, job_id: str, *, followed: bool = False, limit: int = 200
 ) -> wire.Ledger:
-    """Predicted and measured step times of a job, newest recommendation first; `followed`: only measured ones."""
+    """Return predicted and measured step times of a job, newest recommendation first; with `followed`, only measured
+    ones."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         records = tx.ledger.list(job_id, followed=followed, limit=limit)
@@ -30,7 +31,7 @@ def entries(
 
 
 class Outcome(NamedTuple):
-    """What a training measured after a recommendation, and of which job; `device` is that of its instance type."""
+    """What a training measured after a recommendation, and its job; `device` is the device of its instance type."""
 
     job_name: str
     network: str

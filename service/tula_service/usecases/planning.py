@@ -31,10 +31,10 @@ _STATES_KEPT = ("archived", "training")
 
 
 def replan(store: Store, job_id: str) -> str:
-    """Bring a job's plan and recommendation up to date; returns the recommendation as JSON.
+    """Bring a job's plan and recommendation up to date, and return the recommendation as JSON.
 
-    Threads of one process queue up, and those that waited for the same job return what the first one stored.
-    Raises NotFound when the job is gone, Busy when too many computations are queued.
+    Threads of one process queue up, and those that waited for the same job return what the first one stored. Raises
+    NotFound when the job is gone, Busy when too many computations are queued.
     """
     with store.reading() as tx:
         asked = tx.jobs.get(job_id)
@@ -49,10 +49,10 @@ def replan(store: Store, job_id: str) -> str:
 def answer(
     store: Store, compute: Compute, job_id: str, objective: Objective | None, *, plan: bool, keep: bool = True
 ) -> str:
-    """Analyse and store what follows, with `plan` the plan too; returns the recommendation as JSON.
+    """Analyse, store the result (and the plan if `plan`), and return the recommendation as JSON.
 
-    The caller has the turn that gave `compute`. keep: False for a caller who may change nothing, and so enters nothing
-    in the ledger either.
+    The caller has the turn that gave `compute`. `keep` is False for a caller who may change nothing: then nothing is
+    stored, in the ledger either.
     """
     for _ in range(ATTEMPTS):
         with store.reading() as tx:
@@ -76,13 +76,13 @@ def answer(
 
 
 def store_answer(tx: Transaction, job: JobRecord, findings: Findings) -> str:
-    """Store the plan, if one was decided, then name, cache and enter the answer; returns the recommendation as JSON.
+    """Store the plan, if one was decided, then name and cache the answer and enter it in the ledger; return it as JSON.
 
-    If the data have moved on and a newer answer is cached, that one is returned. The caller holds the job's lock and
+    If the data have moved on and a newer answer is cached, return the newer one. The caller holds the job's lock and
     has compared the facts.
     """
     # New pending runs change no fit, so the answer also holds for the version that they make. Measurements that arrived
-    # meanwhile do: then it is stored under the version that it was computed from.
+    # meanwhile change it: then the answer is stored under the version that it was computed from.
     version, objective = findings.data_version, findings.objective
     is_newest = job.data_version == version
     if findings.decision is not None:
@@ -146,7 +146,7 @@ def _store_plan(tx: Transaction, job: JobRecord, decision: PlanDecision, run_ids
 
 
 def _facts(tx: Transaction, job: JobRecord, plan: bool) -> object:
-    """Everything besides measurements that an answer rests on, or an answer with its plan."""
+    """Return all that an answer rests on besides measurements; with `plan`, what its plan rests on as well."""
     runs = tx.runs.list(job.id, limit=MAX_RUNS) if plan else ()
     states = [(run.id, run.state, run.failed_local_batch_size, run.drift_sentence) for run in runs]
     return job.spec, job.retried_up_to_key if plan else None, states
@@ -155,6 +155,7 @@ def _facts(tx: Transaction, job: JobRecord, plan: bool) -> object:
 def cached(
     tx: Transaction, job_id: str, objective: Objective, data_version: int, *, or_newer: bool = False
 ) -> str | None:
-    """The cached recommendation for exactly this version of the job's data, or, with `or_newer`, for any since then."""
+    """Return the cached recommendation for exactly this version of the job's data or, with `or_newer`, for any since
+    then."""
     versions: dict[str, Any] = {"data_version": data_version, "model_version": MODEL_VERSION}
     return tx.answers.get(job_id, f"recommendation:{objective}", **versions, or_newer=or_newer)

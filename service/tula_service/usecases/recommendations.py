@@ -20,10 +20,11 @@ def get(
     *,
     on_miss: Callable[[], None] = lambda: None,
 ) -> str:
-    """The recommendation as JSON: cached if nothing that it rests on has changed, else computed after `on_miss()`.
+    """Return the recommendation as JSON: the cached one if it still holds, else one computed after `on_miss()`.
 
-    It is that of the data at the time of the request, whatever is measured during the computation. What a reader
-    asks for is kept in memory alone: a token that may change nothing enters nothing in the ledger.
+    A cached recommendation holds until something changes that it rests on. The answer follows from the data at the time
+    of the request, whatever is measured during the computation. An answer to a reader is kept in memory alone: a token
+    that may change nothing enters nothing in the ledger.
     """
     may_change = principal.scope != "read"
 
@@ -48,7 +49,10 @@ def get(
 
 
 def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -> str:
-    """Predictions of every configuration asked about as JSON. Raises InvalidInput if no configuration answers it."""
+    """Return predictions of every configuration asked about, as JSON.
+
+    Raises InvalidInput if no configuration answers the question.
+    """
     with store.fits.turn() as compute:
         with store.reading() as tx:
             data = load_job_data(tx, visible_job(tx, principal, job_id))

@@ -62,7 +62,7 @@ def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRe
 def _claimed(
     store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest, *, replanned: bool = False
 ) -> wire.RunClaimed | None:
-    """The answer, None if nothing may be claimed only because the plan is stale."""
+    """Return the answer, or None if only a stale plan keeps the caller from claiming a run."""
     with store.transaction() as tx:
         job = visible_job(tx, principal, job_id)
         if job.state == "archived":
@@ -101,7 +101,7 @@ def fail_vanished(tx: Transaction, job_id: str) -> None:
 
 
 def with_vanished(store: Store, read: Callable[[Transaction], T], jobs_of: Callable[[T], Sequence[str]]) -> T:
-    """What `read` answers, once the trainings of `jobs_of` its answer whose lease has expired have failed.
+    """Return what `read` answers after the trainings of its jobs (`jobs_of`) whose lease has expired have failed.
 
     So no reader is told that a training runs whose launcher is gone. A database that takes no change keeps its state.
     """
@@ -150,7 +150,7 @@ def _of_known_type(spec: wire.JobSpec, configuration: wire.Configuration) -> wir
     """
     types = [cluster.instance_type for cluster in spec.cluster]
     if len(types) == 1 and spec.cluster[0].ranks_per_node == 1 and configuration.num_nodes == 1:
-        # A rank stands for a node in a job of one machine, of which an agent that makes a run sees all ranks.
+        # In a job of one machine a rank stands for a node, and an agent that makes a run sees all ranks.
         ranks = configuration.ranks_per_node
         configuration = replace(configuration, num_nodes=ranks, ranks_per_node=1)
     if configuration.instance_type in types:
@@ -366,7 +366,8 @@ def _move(tx: Transaction, run: RunRecord, state: RunState, request: wire.RunPat
 
 
 def _too_few(tx: Transaction, run: RunRecord) -> str | None:
-    """A sentence where a profiling run measured fewer steps than it was to, and not for their precision."""
+    """Return a sentence where a profiling run measured fewer steps than planned without reaching its precision, else
+    None."""
     if run.instruction is None:
         return None
     times, precision = tx.samples.recent(run.key, rank=0).step_time_s.tolist(), float(run.instruction["precision"])
@@ -385,7 +386,7 @@ def _after_move(tx: Transaction, run: RunRecord) -> None:
     if run.state in FINAL_STATES and (run.kind == "profile" or run.state == "out_of_memory"):
         tx.jobs.mark_plan_stale(run.job_id, out_of_memory=run.state == "out_of_memory")
     if run.state == "pending":
-        # A launch ends where it is out of memory: the larger batches that it gives back are not wanted.
+        # A launch ends where it is out of memory: the larger batches that it gives back may not fit either.
         failed = tx.runs.list(run.job_id, kind="profile", states=["out_of_memory"], limit=1)
         if failed:
             tx.jobs.mark_plan_stale(run.job_id, out_of_memory=True)

@@ -43,7 +43,7 @@ class SampleIngest:
                 stored = tx.samples.add(run_key, job_id, batch)
             except sa.exc.IntegrityError:  # deleted since its key was cached
                 raise NotFound.of("run", run_id) from None
-            tx.leases.check(run_id, lease)  # now that no claim can come between: what was added holds the run's row
+            tx.leases.check(run_id, lease)  # no claim can come between now: the added rows hold the run's row
             run = tx.runs.get(run_id)  # raises if the run was deleted and SQLite reused its key
             if batch.rank >= (world_size := max(batch.world_size or 0, run.configuration.world_size)):
                 raise _no_such_rank("rank", batch.rank, world_size)

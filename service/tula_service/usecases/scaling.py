@@ -59,7 +59,7 @@ def _read(tx: Transaction, job_id: str, policy: wire.ScalingPolicy) -> wire.Scal
 
 
 def _refuse_crossed(numbers: wire.ScalingThresholds) -> None:
-    """A script's own bounds are not compared: they are unknown here."""
+    """Raise InvalidInput if the bounds cross; a script's own bounds are unknown here, and so not compared."""
     s_min = _DEFAULT_S_MIN if numbers.s_min is None else numbers.s_min
     s_max = math.inf if numbers.s_max is None else numbers.s_max
     if s_max < s_min:
@@ -68,7 +68,10 @@ def _refuse_crossed(numbers: wire.ScalingThresholds) -> None:
 
 
 def _refuse_beyond_batches(spec: wire.JobSpec, numbers: wire.ScalingThresholds) -> None:
-    """More than the largest batch over the smallest ruins a training; agents clamp what they get by their own batch."""
+    """Raise InvalidInput for a fixed factor above the largest batch over the smallest, since it ruins a training.
+
+    Agents clamp what they get by their own batch.
+    """
     batch = spec.batch
     smallest = numbers.small_batch_size or batch.min_local_batch_size
     ranks = max(cluster.max_nodes * cluster.ranks_per_node for cluster in spec.cluster)

@@ -39,7 +39,7 @@ class TelemetryIngest:
     def store(
         self, principal: Principal, run_id: str, chunk: TelemetryChunk, lease: int | None = None
     ) -> TelemetryAccepted:
-        """Store a chunk of telemetry, without columns of impossible names or one too many; a resend is stored once.
+        """Store a chunk of telemetry once, without columns of impossible names or beyond the run's limit.
 
         Raises NotFound, StoreUnavailable, and Conflict for another lease than the run's.
         """
@@ -68,7 +68,7 @@ class TelemetryIngest:
                     new = replace(new, names=admitted, values=np.array(list(columns.values()), np.float64))
                     row = chunk_row(run_key, new)
                 stored = tx.telemetry.add(run_id, new, row)
-                tx.leases.check(run_id, lease)  # a claim that comes between this and the commit comes after the chunk
+                tx.leases.check(run_id, lease)  # a claim between this check and the commit comes after the chunk
         except sa.exc.IntegrityError as error:
             self._runs.forget(run_id)
             raise partitions.refusal(self._store.engine, run_key, error) from None
@@ -81,7 +81,7 @@ class TelemetryIngest:
 def _accepted(
     chunk: TelemetryChunk, columns: Collection[str], *, stored: int, duplicate: bool = False
 ) -> TelemetryAccepted:
-    """The answer to a chunk of which only these columns were taken."""
+    """Return the answer to a chunk of which only these columns were taken."""
     refused = [name[:64] for name in chunk.columns if name not in columns][:_MOST_NAMED]
     return TelemetryAccepted(stored=stored, duplicate=duplicate, refused=refused)
 
