@@ -286,9 +286,9 @@ def _out_of_memory_runs(
 ) -> tuple[list[RunSummary], set[str], list[str]]:
     """Weigh each out-of-memory failure against larger batches that were measured on the same instance type.
 
-    Returns the runs that rule out their batch and all above it, the ids of those that rule out their own configuration
-    only, since a larger batch fitted, and a warning for each of the latter.
-    A batch at or above a standing failure is no evidence against a smaller one, since it fitted by luck.
+    Return the runs that rule out their batch and all above it, the ids of the runs that rule out their own
+    configuration only, since a larger batch fitted, and a warning for each of these ids. A batch at or above a standing
+    failure is no evidence against a smaller one, since it fitted by luck.
     """
     standing: list[RunSummary] = []
     contradicted: set[str] = set()

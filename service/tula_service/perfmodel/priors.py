@@ -261,8 +261,8 @@ class Lesson:
 class Lessons:
     """What earlier jobs teach, sorted by how much they have in common with a job.
 
-    `same_network` and `other_networks` hold what runs on the hardware of the job taught, by instance type. Beside each
-    prior of another network stands the ratio of the job's parameters to those of that network, None where a count is
+    `same_network` and `other_networks` hold what runs on the hardware of the job taught, by instance type. Each
+    prior of another network comes with the job's parameter count over that network's, None where a count is
     unknown. `other_hardware` holds what runs of the same network taught on hardware that the job does not have.
     `scales` covers any network on any hardware.
     """

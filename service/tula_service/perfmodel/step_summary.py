@@ -35,7 +35,7 @@ def summarise(samples: SampleColumns) -> dict[str, float | int | None]:
 def _relative_sd(mean: float, error: float | None, steps: int) -> float:
     """Return the relative standard error, wider by the sd of Student's t where few steps tell little of their spread.
 
-    The error of four steps counts as 1.7 times, that of sixteen as 1.07 times what it would be with a known spread.
+    Compared with a known spread, the error of four steps counts 1.7 times, and that of sixteen steps 1.07 times.
     """
     if error is None:
         return _OF_ONE_STEP

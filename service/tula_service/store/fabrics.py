@@ -19,11 +19,10 @@ class Fabrics(Repository):
     """The fabrics table; see `tula_wire.FabricProbe` for the body of a probe."""
 
     def add(self, project_id: str, instance_type: str, probe: JsonObject, *, job_id: str | None = None) -> datetime:
-        """Store a probe, keep the newest 50 of its source and type, and mark the plans that were made without it as
-        stale.
+        """Store a probe, keep the newest 50 of its source and type, and mark plans that were made without it as stale.
 
-        `job_id` is the job whose run measured the probe: then only its plan is marked; otherwise those of all open jobs
-        of the project. Return the time of storing.
+        `job_id` is the job whose run measured the probe: then only its plan is marked; otherwise the plans of all open
+        jobs of the project are. Return the time of storing.
         """
         now = self._now()
         values = {"project_id": project_id, "instance_type": instance_type, "job_id": job_id}

@@ -141,10 +141,12 @@ def _alter(
     locks: Sequence[str],
     allowed: Callable[[sa.Connection], bool] = lambda _: True,
 ) -> bool:
-    """Change tables that are in use, after they are locked in this order; False if it is not `allowed` under the locks.
+    """Change tables that are in use, after locking them in this order; return False if it is not `allowed` under the
+    locks.
 
-    These waits last longer than the second after which Postgres stops its own vacuum for them; that for the parent,
-    which all requests use, ends before Postgres would end one of those for a deadlock. Each is tried again.
+    The wait for `locks` is longer than the second after which Postgres stops its own vacuum for them. The wait for the
+    parent table, which all requests use, ends before Postgres would end a request for a deadlock. A wait that ends
+    without the lock is tried again.
     """
     waits = ("SET LOCAL lock_timeout = '2s'", "SET LOCAL lock_timeout = '500ms'")
     for attempt in range(_ATTEMPTS):
