@@ -50,11 +50,18 @@ def configuration_mismatch(
     steps = grad_accum_steps or planned.grad_accum_steps
     if (batch, steps, world) == (planned.local_batch_size, planned.grad_accum_steps, planned.world_size):
         return None
-    remedy = "check that the command passes the placeholders on."
     if (batch, world) == (planned.local_batch_size, planned.world_size):
         remedy = (
             f"the script accumulates by itself: write batch.grad_accum_steps = {steps} into the job, or pass "
             "{grad_accum_steps} on to the script."
+        )
+    else:
+        lowers = ""
+        if batch < planned.local_batch_size and world == planned.world_size:
+            lowers = f"; where it lowers its batch for want of memory, set batch.max_local_batch_size = {batch}"
+        remedy = (
+            f"pass {{local_batch_size}} and {{world_size}} on to the script and its launcher{lowers}; where the batch "
+            "is counted wrongly, state it by tula_agent.init(batch_size=...)."
         )
     return (
         f"Run {run_id} was to use local batch {planned.local_batch_size}, {planned.grad_accum_steps} accumulation "
