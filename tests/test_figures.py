@@ -47,6 +47,10 @@ KEYS: dict[str, tuple[str, ...]] = {
     "90 % intervals hold": ("share coverage.regular", "share coverage.hard", "share noise.coverage.chosen"),
     "step time on eight GPUs": ("share lessons.median_error", "share without.median_error"),
     "memory of the largest batch": ("share memory.largest.median",),
+    "accuracy lost by a large batch": (
+        "share default.gap_recovered.mean",
+        "ratio default.over_best_baseline.mean",
+    ),
     "the agent's CPU": (
         "ratio agent.cpu_us_per_step",
         "ratio agent.thread_us_per_step",
@@ -66,7 +70,7 @@ def test_a_row_of_the_page_of_figures_prints_those_of_its_report(row: str) -> No
     assert len(texts) == len(keys)
     for cells, printed in ((texts, stored), (figures_in(blind), BLIND)):
         assert printed["commit"]
-        assert printed["command"].startswith("python -m benchmarks.")
+        assert printed["command"].startswith(("python -m benchmarks.", "python -m experiments."))
         for text, (kind, key) in zip(cells, (each.split() for each in keys), strict=False):
             digits = len(text.partition(".")[2])
             assert round(PRINTED[kind](printed[key]), digits) == float(text), key
