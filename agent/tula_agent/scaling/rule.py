@@ -30,12 +30,17 @@ SPARSE_EVERY = 8
 PLAIN = (torch.optim.SGD, torch.optim.ASGD)
 """Optimizers whose update is proportional to the gradient; others divide by its size, as Adam."""
 
+CLIPPED_OFTEN = (
+    "the gradients of more than one step in ten are over twice as long as usual and are clipped, as where tasks "
+    "alternate: policy=tula_agent.scaling.Gain(spike_limit=None) turns that off"
+)
 LEFT_OUT = (
     "the steps of the largest matrices stay along the gradient: to turn all would cost more than a twentieth of a "
     "step, by count of operations; a larger batch has room for more"
 )
 
 _KEEP = 0.9  # weight of the past in the average norm, per step, and in the noise of a matrix, per measurement
+_OFTEN_CLIPPED = (20, 200)  # one step in ten
 _WHOLE = 2**14  # elements up to which all of a tensor is read
 _SHARE = 64
 """Of a larger tensor only the first rows are read: as many as hold _WHOLE elements or a 64th of all. Reading all would
@@ -84,6 +89,8 @@ class GainRule:
         self._state = GainState(NoiseAverage())
         self._reduction: AsyncReduction | None = None
         self._sent_at = -2
+        self._clippable = self._clippable_at_send = 0  # steps in which a long gradient is clipped
+        self._clips_before: tuple[float, int] | None = None  # those clipped, and of how many such steps
         self.matrix_noise: list[float] = []
 
     def next_epoch(self, step: int) -> None:
@@ -101,8 +108,12 @@ class GainRule:
         factor = self._state.factor = self._factor(numbers)
         if self._clip is not None and self._scales and (measurement is not None or self._state.noise.count):
             self._clip(self._statistics.gradients(), clip=factor > 1.0)
+            self._clippable += factor > 1.0
         if measurement is not None:
-            self._reduction, self._sent_at = self._statistics.ranks.send(measurement), step
+            clipped = None if self._clip is None else self._clip.clipped
+            last = measurement.new_zeros(1) if clipped is None else clipped.to(measurement).reshape(1)
+            self._reduction = self._statistics.ranks.send(torch.cat([measurement, last]))
+            self._sent_at, self._clippable_at_send = step, self._clippable
         return factor
 
     def turn(self, factor: float) -> None:
@@ -130,8 +141,9 @@ class GainRule:
         """Take up the reading that was sent at an earlier step."""
         if self._reduction is None:
             return
-        values, self._reduction = self._reduction.values(), None
+        (*values, clipped), self._reduction = self._reduction.values(), None
         statistics, state = self._statistics, self._state
+        self._judge_clips(clipped / statistics.ranks.size)
         reading = statistics.reading(torch.tensor(values, dtype=torch.float64, device="cpu"))
         statistics.take_served(reading.served.tolist())
         if reading.disturbed:
@@ -152,6 +164,20 @@ class GainRule:
         norm, follows = math.sqrt(float(reading.norm_sq)), self._sent_at == state.measured_at + 1
         state.variability = gradient_variability(norm**2, state.norm**2) if follows else math.nan
         state.samples, state.norm, state.measured_at = moments[2], norm, self._sent_at
+
+    def _judge_clips(self, clipped: float) -> None:
+        """Warn where long gradients come regularly: there the clip takes a part of the training away.
+
+        The first 200 steps are not judged: without normalization layers one step in five of a training's start is a
+        spike, and the clip is for those.
+        """
+        most, steps = _OFTEN_CLIPPED
+        before = self._clips_before
+        if self._clippable_at_send < (steps if before is None else before[1] + steps):
+            return
+        if before is not None and clipped - before[0] > most:
+            self._statistics.warn(CLIPPED_OFTEN)
+        self._clips_before = clipped, self._clippable_at_send
 
     def _change_batch(self, factor: float) -> None:
         self._state.noise.change_batch(factor)
@@ -230,12 +256,14 @@ class SpikeClip:
     A gain above 1 makes a bad step worse: without normalization layers the norm can grow a hundredfold within three
     steps, which no average of the past predicts. A limit on the step itself prevents it. All ranks hold the bits that
     the all-reduce gave them, so all compute the same factor, as with torch's `clip_grad_norm_`.
+    `clipped`: on the device, how many steps were clipped; None before the first that could be.
     A gradient with NaN or infinity, or of zeros only, stays unchanged and does not enter the average.
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self.usual: torch.Tensor | None = None
+        self.clipped: torch.Tensor | None = None
 
     def __call__(self, gradients: Sequence[torch.Tensor | None], *, clip: bool) -> None:
         """Update the average norm and, with `clip`, clip in place; sparse gradients are neither read nor clipped."""
@@ -251,6 +279,8 @@ class SpikeClip:
         blended = torch.where(known, _KEEP * usual + (1.0 - _KEEP) * taken, taken)
         self.usual = torch.where(counts, blended, usual)
         too_long = finite & (norm > allowed)
+        if clip:
+            self.clipped = too_long.to(norm.dtype) if self.clipped is None else self.clipped.to(norm.device) + too_long
         if not clip or (norm.is_cpu and not bool(too_long)):
             return  # on the CPU reading the flag is free, multiplying by 1 is not
         factor = torch.where(too_long, allowed / norm, torch.ones_like(norm))

@@ -40,6 +40,23 @@ def test_one_rank_without_micro_steps_is_told_only_above_the_base_batch(small_ba
     assert len([each for each in warnings_of(caplog) if "with one rank and no accumulation" in each]) == said
 
 
+@pytest.mark.parametrize(("longer", "said"), [(1.0, 0), (10.0, 1)])
+def test_gradients_that_are_regularly_clipped_are_named_once(longer, said, caplog):
+    """As those of a task that comes every eighth step."""
+    torch.manual_seed(0)
+    model = nn.Linear(32, 8)
+    optimizer = TulaOptimizer(sgd(model, lr=1e-4), global_batch_size=64, small_batch_size=8)
+    with caplog.at_level(logging.WARNING):
+        for step in range(500):
+            optimizer.zero_grad()
+            for _ in range(4):
+                inputs = torch.randn(16, 32)
+                loss = F.cross_entropy(model(inputs), inputs[:, :8].argmax(1))
+                (loss * (1.0 if step % 8 else longer) / 4).backward()
+            optimizer.step()
+    assert len([each for each in warnings_of(caplog) if "one step in ten" in each]) == said
+
+
 def test_clipping_by_value_is_left_out_with_one_warning(caplog):
     model = network()
     optimizer = TulaOptimizer(sgd(model))
