@@ -597,7 +597,7 @@ class Recorder:
         if step in (WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP):
             self._check_accumulation(step)
         if self.leads and profiling.plan is not None:
-            self._say_what_changes(step)
+            self._say_what_changes(step, warmup)
         if not warmup:
             took_long = self._profile(step, step_time_s) or took_long
         begins = step < UNWATCHED_KNOWN_STEP or profiling.pending or self._bucket_timer is not None
@@ -691,8 +691,10 @@ class Recorder:
                 )
                 logger.warning(text, batches, seen)
 
-    def _say_what_changes(self, step: int) -> None:
+    def _say_what_changes(self, step: int, warmup: bool) -> None:
         """Warn of what suggests that later steps differ: a profiling run sees only the beginning of a training."""
+        if warmup:
+            self.timer.rose_from = 0
         if self.timer.rose_from and not self._said_rise:
             self._said_rise = True
             text = (
@@ -708,10 +710,10 @@ class Recorder:
             total = sum(one.numel() for one in parameters)
             if 2 * frozen > total:
                 text = (
-                    "%.0f %% of the weights are frozen, and the measurement holds while they are: if a later phase of "
+                    "%.1f %% of the weights are frozen, and the measurement holds while they are: if a later phase of "
                     "the script trains them, tune a command that begins with that phase, too"
                 )
-                logger.warning(text, 100.0 * frozen / total)
+                logger.warning(text, min(99.9, 100.0 * frozen / total))
 
     def _read_memory(self) -> None:
         """Read the memory, in some tens of microseconds. Never raises."""

@@ -238,7 +238,7 @@ def save(spec: dict[str, Any], path: Path) -> None:
 
 
 def kind_of(path: Path, *kinds: str) -> str:
-    """The suffix of a file to write, without its point; raises `UsageError` for one that is not `known`."""
+    """The suffix of a file to write, without its point; raises `UsageError` for one that is not among `kinds`."""
     if path.suffix.lower() not in kinds:
         raise UsageError(f"--output: {path.name!r} must end in one of {', '.join(kinds)}")
     return path.suffix.lower()[1:]

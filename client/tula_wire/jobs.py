@@ -273,7 +273,8 @@ class Recommendation(WireModel):
         {}, description="Examples per micro-step by instance type, of the memory model."
     )
     max_sensible_batch_size: int | None = optional(
-        "Examples per step; a larger batch hardly improves one. Null until a run of 100 steps has shown the noise."
+        "Examples per step; a larger batch hardly improves one. Null until a training, or a profiling run of 100 "
+        "steps, has shown the noise."
     )
     model: ModelReport = Field(description="The model behind the predictions.")
 

@@ -11,11 +11,11 @@ set -euo pipefail
 nodes=$1 ranks=$2 id=$3
 shift 3
 output=$PWD/tula-$id.out
-trap 'if [ -e "$output" ]; then cat "$output" && rm "$output"; fi' EXIT  # also where tula ends this command
 command=$(printf '%q ' "$@")
 status=0
 sbatch --wait --quiet --job-name="tula-$id" --nodes="$nodes" --ntasks-per-node=1 --export=ALL --output="$output" \
     --wrap "first=\$(scontrol show hostnames \"\$SLURM_JOB_NODELIST\" | head -n 1)
 srun --kill-on-bad-exit=1 torchrun --nnodes=$nodes --nproc-per-node=$ranks --rdzv-backend=c10d \
 --rdzv-id=\$SLURM_JOB_ID --rdzv-endpoint=\$first:\$((20000 + SLURM_JOB_ID % 20000)) $command" || status=$?
+cat "$output" && rm "$output"
 exit "$status"

@@ -76,8 +76,8 @@ class Fits:
             pool = self._started()
             try:
                 return pool.submit(function, *args, **kwargs).result()
-            except BrokenProcessPool:
-                pool.shutdown(wait=False)
+            except (BrokenProcessPool, OSError):  # OSError: no process can be started
+                pool.shutdown(wait=False, cancel_futures=True)
                 self._pool = None
         raise Busy(
             "The process of fits was ended twice, maybe for want of memory: retry, or give the service more.",

@@ -40,7 +40,7 @@ KINDS = {
     "detection": Kind(),
     "time_first": Kind(),
     "reduced_every_micro_step": Kind(ranks=2, micro_steps=2),
-    "head_first": Kind(ranks=2, said="80 % of the weights are frozen"),
+    "head_first": Kind(ranks=2, said="% of the weights are frozen"),
 }
 
 

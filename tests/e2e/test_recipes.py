@@ -157,7 +157,9 @@ def test_a_batch_job_of_slurm_on_two_machines_is_measured(
     measured, trained = tula.runs("by-sbatch")
     assert (measured.state, measured.configuration.world_size) == ("succeeded", 2)
     assert (trained.state, trained.configuration_mismatch) == ("succeeded", None)
-    assert not list(tmp_path.glob("*.out"))  # printed, and removed
+    assert not list(
+        tmp_path.glob(f"tula-{trained.id}*.out")
+    )  # printed, and removed; that of a command that is ended stays
 
 
 @pytest.mark.parametrize(

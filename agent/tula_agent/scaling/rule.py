@@ -31,8 +31,8 @@ PLAIN = (torch.optim.SGD, torch.optim.ASGD)
 """Optimizers whose update is proportional to the gradient; others divide by its size, as Adam."""
 
 CLIPPED_OFTEN = (
-    "the gradients of more than one step in ten are over twice as long as usual and are clipped, as where tasks "
-    "alternate: policy=tula_agent.scaling.Gain(spike_limit=None) turns that off"
+    "the gradients of more than one step in ten are far longer than usual and are clipped, as where tasks alternate: "
+    "spike_limit=None of its policy, tula_agent.scaling.Gain, turns that off"
 )
 LEFT_OUT = (
     "the steps of the largest matrices stay along the gradient: to turn all would cost more than a twentieth of a "
@@ -193,8 +193,10 @@ class GainRule:
             if places != statistics.matrices:  # no measurement is on its way here, so none has other matrices
                 statistics.matrices, self.matrix_noise = places, []
             return statistics.measure()
-        ratio = statistics.batch_ratio(numbers.small_batch_size) or 1.0  # at the base batch there is nothing to scale
-        if self._scales and statistics.tap.parts and ratio > 1.0:
+        # Nothing is received here, so a number that the service serves is only pulled, and the batch only observed.
+        small = numbers.small_batch_size or statistics.pulled.small_batch_size
+        larger = small is not None and (statistics.batch_size or statistics.observed) > small
+        if self._scales and statistics.tap.parts and larger:  # at the base batch there is nothing to scale
             statistics.warn(NO_SMALL_BATCH)
         return None
 

@@ -403,7 +403,7 @@ def menu_table(answer: Recommendation) -> RenderableType:
     if any(point.energy_gco2 for point in points):
         columns[">its CO2"] = [mass(_value(point.energy_gco2)) for point in points]
     rows = list(zip(*columns.values(), strict=True))
-    return Narrowing([*columns], rows, [name for name in (">its price", ">energy") if name in columns])
+    return Narrowing([*columns], rows, [name for name in (">its CO2", ">its price", ">energy") if name in columns])
 
 
 def _value(predicted: Estimate | None) -> float | None:

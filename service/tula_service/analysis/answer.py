@@ -24,7 +24,7 @@ from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 from tula_wire.enums import Objective
 
-MODEL_VERSION = "step-time-13"
+MODEL_VERSION = "step-time-14"
 """Names the equations and priors. It is part of every cache key and ledger entry, so it changes whenever they do."""
 
 

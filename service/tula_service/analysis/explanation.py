@@ -237,7 +237,10 @@ def _least(choice: Choice) -> str:
     if not near:
         return ""
     time_s = min((each.time_s for each in near), key=lambda value: value.high)
-    least = f"the fastest takes {duration(time_s.mean)}, {duration(time_s.high)} at the upper end"
+    high = duration(time_s.high)
+    if time_s.high >= 60.0:  # as a deadline is written, since the text is rounded
+        high += f" ({math.ceil(time_s.high):,} s)"
+    least = f"the fastest takes {duration(time_s.mean)}, {high} at the upper end"
     if any(exclusion.limit == "budget_usd" for exclusion in choice.excluded):
         cost = min((each.cost_usd for each in near), key=lambda value: value.high)
         least += f"; the cheapest costs {money(cost.mean)}, {money(cost.high)} at the upper end"
@@ -251,11 +254,14 @@ def breach(exclusion: Exclusion, limits: Limits) -> str:
     if exclusion.limit == "max_global_batch_size":
         batch = exclusion.estimate.configuration.global_batch_size
         return f"its global batch {batch} is above the limit of {limits.max_global_batch_size}."
-    what, said, text = ("time", "deadline", duration) if exclusion.limit == "deadline_s" else ("cost", "budget", money)
+    of_time = exclusion.limit == "deadline_s"
+    what, said, text, unit = ("time", "deadline", duration, "s") if of_time else ("cost", "budget", money, "USD")
     value, most = next(
         (value, most) for name, value, most in limits.of_totals(exclusion.estimate) if name == exclusion.limit
     )
     mean, high, top = (text(amount) for amount in (value.mean, value.high, most))
+    if top in (mean, high):  # rounded, they are equal
+        mean, high, top = (f"{amount:,.4f} {unit}" for amount in (value.mean, value.high, most))
     if exclusion.certain:
         return f"its expected {what}, {mean}, is above the {said} of {top}."
     return f"its expected {what} is {mean} of the {said} of {top}, but {high} at the upper end of its interval."

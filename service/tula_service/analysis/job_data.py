@@ -80,7 +80,7 @@ class JobData:
 
         A profiling run sees only the start of a training.
         """
-        return self._noise_scale(least_steps=1)
+        return self.settled_noise_scale or self._noise_scale(least_steps=1)
 
     @property
     def settled_noise_scale(self) -> float | None:

@@ -94,12 +94,12 @@ class LearningRate:
     @property
     def rule(self) -> ScalingRule | None:
         """Return the rule to scale the rate by; None at the base batch, and for optimizers that no experiment used."""
-        return "gain" if self.times > 1.0 and self.model.optimizer in _MEASURED_OPTIMIZERS else None
+        return "gain" if self.times > 1.0 and self.divided and self.model.optimizer in _MEASURED_OPTIMIZERS else None
 
     @property
     def factor(self) -> float | None:
         """Return the rate over the rate of the base batch; None where the noise scale is unknown."""
-        if self.times <= 1.0:
+        if self.times <= 1.0 or not self.divided:
             return 1.0
         gain = self.by_noise_scale
         return math.sqrt(gain) if gain and self.model.optimizer == "adam" else gain

@@ -139,6 +139,8 @@ def test_the_line_of_quality_and_the_reason_agree_on_the_noise_and_on_who_scales
     assert isinstance(quality, wire.Quality)
     assert ("rate x" in quality.sentence) == ("`TulaOptimizer` raises it" in reason) == (nodes > 1)
     assert ("keep the learning rate" in quality.sentence) == ("Keep the learning rate" in reason) == (nodes == 1)
+    assert isinstance(fields["chosen"], wire.Candidate)
+    assert (fields["chosen"].learning_rate_factor == 1.0) == (fields["scaling_rule"] is None) == (nodes == 1)
     assert ("no run of 100 steps has shown the gradient noise yet" in quality.sentence) == (steps < 100)
     assert ("the gradient noise scale of short runs" in reason) == (steps < 100 and nodes > 1)
 

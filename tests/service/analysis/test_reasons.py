@@ -39,6 +39,13 @@ def test_a_limit_that_only_the_upper_end_breaks_is_said_to_be_so():
     assert f"is {mean} of the deadline of {limit}, but {high} at the upper end" in said
 
 
+def test_a_limit_that_is_missed_by_less_than_a_text_shows_is_said_in_full():
+    (late,) = estimates((1, 64, 461.76))
+    choice = chosen_for("cost", [late], deadline_s=14_400.0)
+    assert duration(late.time_s.mean) == duration(14_400.0)
+    assert "14,430.0000 s, is above the deadline of 14,400.0000 s" in breach(choice.excluded[0], choice.goal.limits)
+
+
 @pytest.mark.parametrize("objective", get_args(Objective))
 def test_where_nothing_keeps_the_limits_safely_the_reason_says_only_that_with_the_chance(objective):
     found = estimates((1, 64, 0.4), (2, 64, 0.3))

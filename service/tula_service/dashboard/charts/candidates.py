@@ -239,20 +239,20 @@ def _rules(ruled: list[Row]) -> list[Spec]:
 def memory(job: Job, recommendation: Recommendation) -> Spec:
     """Peak memory of one rank (equation 3, fitted) against local batch size."""
     title = f"{job.name}: memory of a rank"
-    out_of_memory = {
+    predicted = {
         (c.configuration.instance_type, c.configuration.local_batch_size): c.memory_bytes
         for c in recommendation.candidates
         if c.memory_bytes is not None
     }
-    if not out_of_memory:
+    if not predicted:
         return vega.message(title, "No memory reading yet: the first profiling runs bring them.")
     profiled = [c.configuration for c in recommendation.candidates if c.profiled]
     read = {(each.instance_type, each.local_batch_size) for each in profiled}
     ceilings = {c.instance_type: c.memory_bytes_per_rank for c in job.spec.cluster if c.memory_bytes_per_rank}
-    unit = vega.bytes_unit([*(e.value for e in out_of_memory.values()), *ceilings.values()])
+    unit = vega.bytes_unit([*(e.value for e in predicted.values()), *ceilings.values()])
     curve: list[Row] = [
         {"type": kind, "batch": batch, "profiled": (kind, batch) in read} | unit.interval(estimate)
-        for (kind, batch), estimate in sorted(out_of_memory.items())
+        for (kind, batch), estimate in sorted(predicted.items())
     ]
     limits: list[Row] = [
         {"value": most / unit.size, "label": "memory of " + ("a rank" if kind == DEFAULT_INSTANCE_TYPE else kind)}
