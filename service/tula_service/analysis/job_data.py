@@ -78,7 +78,7 @@ class JobData:
     def gradient_noise_scale(self) -> float | None:
         """Return the noise scale of trainings or, before one reported it, the median over profiling runs, in examples.
 
-        A profiling run sees only the start of a training.
+        A profiling run sees only the start of a training, so shorter runs count only while no run has 100 steps.
         """
         return self.settled_noise_scale or self._noise_scale(least_steps=1)
 

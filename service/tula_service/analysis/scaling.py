@@ -93,7 +93,10 @@ class LearningRate:
 
     @property
     def rule(self) -> ScalingRule | None:
-        """Return the rule to scale the rate by; None at the base batch, and for optimizers that no experiment used."""
+        """Return the rule to scale the rate by.
+
+        None at the base batch, where one rank takes one micro-step a step, and for optimizers that no experiment used.
+        """
         return "gain" if self.times > 1.0 and self.divided and self.model.optimizer in _MEASURED_OPTIMIZERS else None
 
     @property
