@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar, get_args
@@ -217,7 +216,8 @@ def _row(kind: type[BaseModel], model: BaseModel | None) -> Row:
 def _configuration(value: Configuration | None) -> Row:
     if value is None:
         return dict.fromkeys((*Configuration.__annotations__, "world_size", "global_batch_size"))
-    return asdict(value) | {"world_size": value.world_size, "global_batch_size": value.global_batch_size}
+    sizes: Row = {"world_size": value.world_size, "global_batch_size": value.global_batch_size}
+    return value.as_json() | {"options": _cell(dict(value.options))} | sizes
 
 
 def _cell(value: Any) -> Cell:

@@ -1,13 +1,15 @@
-"""A configuration: how many nodes and which batch, the one thing that Tula chooses."""
+"""A configuration: how many nodes, which batch and which options, the one thing that Tula chooses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import ConfigDict, Field
 
 from tula_wire._base import Count, Word
+from tula_wire.options import ChosenOptions
 
 DEFAULT_INSTANCE_TYPE: Final = "default"
 
@@ -29,6 +31,9 @@ class Configuration:
     instance_type: Annotated[Word, Field(description="Name of the instance type, as in the job's `cluster`.")] = (
         DEFAULT_INSTANCE_TYPE
     )
+    options: Annotated[
+        ChosenOptions, Field(description="Value of each option of the job; one that is left out has its first value.")
+    ] = ()
 
     @property
     def world_size(self) -> int:
@@ -39,3 +44,13 @@ class Configuration:
     def global_batch_size(self) -> int:
         """Examples per optimizer step."""
         return self.local_batch_size * self.grad_accum_steps * self.world_size
+
+    def as_json(self) -> dict[str, Any]:
+        """Return its fields as JSON has them, with the options as an object."""
+        return asdict(self) | {"options": dict(self.options)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Configuration:
+        """Return the configuration whose fields `as_json` wrote; other keys of `values` do not matter."""
+        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        return cls(**known | {"options": tuple(sorted(known.get("options", {}).items()))})

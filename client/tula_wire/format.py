@@ -116,10 +116,14 @@ def cluster_name(value: Configuration) -> str:
 
 
 def configuration(value: Configuration | None) -> str:
-    """Nodes and batch: `4 nodes of p3, global batch 256 (local 32 x 2 micro-steps)`."""
+    """Nodes, batch and options: `4 nodes of p3, global batch 256 (local 32 x 2 micro-steps), precision bf16`."""
     if value is None:
         return NOTHING
     accumulation = f" x {value.grad_accum_steps} micro-steps" if value.grad_accum_steps != 1 else ""
-    return (
-        f"{cluster_name(value)}, global batch {value.global_batch_size} (local {value.local_batch_size}{accumulation})"
+    return ", ".join(
+        [
+            cluster_name(value),
+            f"global batch {value.global_batch_size} (local {value.local_batch_size}{accumulation})",
+            *(f"{name} {word}" for name, word in value.options),
+        ]
     )

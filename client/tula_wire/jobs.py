@@ -24,6 +24,7 @@ from tula_wire._base import (
 from tula_wire.bounds import MAX_DURATION_S, MAX_EPOCHS, MIN_EPOCHS
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_wire.enums import Basis, EndCause, Objective, RunKind, RunOrigin, RunState, Search, StepTimeForm
+from tula_wire.options import OptionValues
 from tula_wire.text import printable_lines
 
 WarmupSteps = Annotated[int, Field(ge=0, le=10_000)]
@@ -111,7 +112,7 @@ class RunCreate(WireModel):
     kind: RunKind = Field(description="`profile` or `train`.")
     configuration: Configuration = Field(
         description="The configuration that it runs. Without an `instance_type` it is of the job's only one, or of the "
-        "only one with as many ranks per node."
+        "only one with as many ranks per node; an option without a value has its first."
     )
     method: Name | None = optional("Quality method, for comparison on the quality page.")
     continues: Name | None = optional("The training run that this one resumes.")
@@ -228,6 +229,30 @@ class Quality(WireModel):
     sentence: str = Field(description="The same in words, with the remedy.")
 
 
+class OptionEffect(WireModel):
+    """What a value of an option is worth at the recommended values of the other options.
+
+    The best candidate with this value is compared with the best candidate with the option's first value, each at its
+    own nodes and batch: a factor of 0.5 halves the time.
+    """
+
+    option: str = Field(description="Name of the option.")
+    value: str = Field(description="The value.")
+    base: str = Field(description="The option's first value, which it is compared with.")
+    launched: bool = Field(description="True: a run with this value was measured; false: the factors are believed.")
+    recommended: bool = Field(description="True: it is the recommended value.")
+    time: Estimate | None = optional("Time of the whole training over that with the first value.")
+    cost: Estimate | None = optional("Cost of the whole training over that with the first value; null without a price.")
+    memory: Estimate | None = optional(
+        "Peak bytes of one rank over those with the first value at equal batch; null before any is known."
+    )
+    most_gain: float | None = optional(
+        "Share of the objective's value that it could save at most (0.01: 1 %), where it was not launched."
+    )
+    left_out: str | None = optional("Why no candidate has this value, in one sentence: no launch with it succeeded.")
+    sentence: str = Field(description="The same in words.")
+
+
 class ModelReport(WireModel):
     """The model behind the predictions, its data and its error."""
 
@@ -255,6 +280,12 @@ class Recommendation(WireModel):
     least_time: Candidate | None = optional("The candidate of least expected time.")
     least_cost: Candidate | None = optional("The candidate of least expected cost; null without a price.")
     balanced: Candidate | None = optional("What the objective `balanced` chooses among the candidates.")
+    with_base_options: Candidate | None = optional(
+        "What the objective chooses where each option has its first value, as the script runs today; null: no options."
+    )
+    options: list[OptionEffect] = Field(
+        [], description="What each further value of each option is worth; empty before a run was measured."
+    )
     knee: Knee = Field(description="The knee of the frontier of cost over time.")
     quality: Quality | None = optional("What the chosen batch does to the accuracy; null: nothing is chosen.")
     why: str = Field(description="Reason for the choice, the runner-up, and what limits excluded.")
@@ -510,6 +541,9 @@ class JobSpec(WireModel):
         description="overlap: communication hides behind compute. ring, parameter_server: equation 2 of the paper.",
     )
     limits: Limits = Field(Limits(), description="What a recommendation must keep within.")
+    options: OptionValues = Field(
+        {}, description="Values of each word of the launch command that Tula chooses, by its name; today's first."
+    )
     profiling: ProfilingSpec = Field(ProfilingSpec(), description="How runs are measured, and how many.")
 
     @model_validator(mode="after")

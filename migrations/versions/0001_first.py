@@ -126,6 +126,7 @@ def upgrade() -> None:
         *required(sa.Text, "project_id", "kind", "state", "instance_type", "purpose"),
         *required(sa.Integer, "num_nodes", "ranks_per_node", "local_batch_size", "grad_accum_steps", "position"),
         sa.Column("origin", sa.Text, nullable=False, server_default="plan"),
+        *required(JSON, "options"),
         *optional(JSON, "instruction"),
         *optional(sa.Text, "end_cause", "message", "method", "holder", "recommendation_id", "drift_sentence"),
         *optional(sa.Double, "lease_s", "predicted_step_time_s", "time_limit_s"),

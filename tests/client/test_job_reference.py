@@ -47,7 +47,8 @@ def _of(table: dict[str, Any], kinds: dict[str, Any], path: str) -> Iterator[tup
         else:
             needed = name in table.get("required", [])
             default = field.get("default")
-            yield f"{path}{name}", _type(field_), "needed" if needed else "" if default is None else _text(default)
+            shown = "" if default in (None, {}) else _text(default)
+            yield f"{path}{name}", _type(field_), "needed" if needed else shown
 
 
 def _text(default: object) -> str:
@@ -61,7 +62,8 @@ def _type(field: dict[str, Any]) -> str:
     bounds = f" above {above}" if above is not None else "" if least is None else f" from {least:g}"
     if most is not None and most <= MAX_PRINTED:
         bounds += f" to {most}"
-    return {"string": "text", "boolean": "`true` or `false`"}.get(field["type"], field["type"]) + bounds
+    words = {"string": "text", "boolean": "`true` or `false`", "object": "table"}
+    return words.get(field["type"], field["type"]) + bounds
 
 
 def rows() -> dict[str, list[str]]:

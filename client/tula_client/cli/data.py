@@ -8,7 +8,6 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -158,7 +157,8 @@ def _write_run(store: Any, experiment: str, run: Run, metrics: Metrics) -> None:
         if value is not None:
             store.set_tag(id, f"tula.{key}", value)
     at = run.configuration
-    params = asdict(at) | {"world_size": at.world_size, "global_batch_size": at.global_batch_size}
+    params = at.as_json() | {"world_size": at.world_size, "global_batch_size": at.global_batch_size}
+    params |= params.pop("options")
     store.log_batch(id, params=[Param(key, str(value)) for key, value in params.items()])
     points = [Metric(key, float(value), start, step) for (key, step), value in metrics.items() if value is not None]
     for first in range(0, len(points), _MOST_METRICS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tula_wire as wire
@@ -17,6 +17,7 @@ from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Limits, Offer, Spot, Training
 from tula_wire.enums import Objective
+from tula_wire.options import combinations
 
 _UNKNOWN_BOUND_DOUBLINGS = 5
 _SETTLED_STEPS = 100  # the noise of the first 30 was 6 times too high or 10 times too low in our experiments
@@ -220,8 +221,11 @@ def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> tuple[
     doublings are candidates. A global batch never exceeds the data set. Raises ObservationError when no candidate is
     left.
     """
+    base = combinations(spec.options)[0]
     possible = {
-        c for cluster in spec.cluster for c in _on(cluster, spec.batch, memory_bound.get(cluster.instance_type))
+        replace(c, options=base)
+        for cluster in spec.cluster
+        for c in _on(cluster, spec.batch, memory_bound.get(cluster.instance_type))
     }
     held = spec.batch.grad_accum_steps
     if not possible and held is not None and spec.batch.global_batch_size is not None:

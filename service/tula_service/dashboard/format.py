@@ -95,7 +95,7 @@ def event_sentence(event: Event) -> str:
         return str(data["sentence"])
     if event.kind == "recommendation":
         chosen = data.get("configuration")
-        name = configuration(Configuration(**chosen)) if isinstance(chosen, dict) else "nothing"
+        name = configuration(Configuration.from_json(chosen)) if isinstance(chosen, dict) else "nothing"
         return f"Recommends {name} ({words(str(data.get('objective', '')))}, {data.get('basis', '')})."
     state = words(str(data.get("state", "changed")))
     noun = {"job": "Job", "run": "Run"}.get(event.kind, "Gradient scaling")

@@ -12,7 +12,6 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tula_service.store.tables import jobs, runs
-from tula_wire import Configuration
 
 Clock: TypeAlias = Callable[[], datetime]
 RowMap: TypeAlias = sa.RowMapping
@@ -73,8 +72,3 @@ def new_id(prefix: str) -> str:
 def same_fields(record: type, row: RowMap) -> dict[str, Any]:
     """Return what the row holds under the names of the record's fields."""
     return {field.name: row[field.name] for field in fields(record) if field.name in row}
-
-
-def configuration_from(row: RowMap) -> Configuration:
-    """The configuration in the columns of a run or a summary."""
-    return Configuration(**same_fields(Configuration, row))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
@@ -187,7 +186,7 @@ class Jobs(Repository):
         `recommended` takes a Configuration or None. Raises NotFound.
         """
         if values.get("recommended") is not None:
-            values["recommended"] = asdict(values["recommended"])
+            values["recommended"] = values["recommended"].as_json()
         if bump:
             values["data_version"] = jobs.c.data_version + 1
         statement = (
@@ -235,7 +234,7 @@ class Jobs(Repository):
 def _job_record(row: RowMap) -> JobRecord:
     """The record of a row that `_SELECT_JOBS` found; it was valid when it was stored."""
     values = {name: row[name] for name in JobRecord.model_fields} | {
-        "recommended": None if row["recommended"] is None else Configuration(**row["recommended"]),
+        "recommended": None if row["recommended"] is None else Configuration.from_json(row["recommended"]),
         "cross_validated_runs": row["cross_validated_runs"] or (),
     }
     return JobRecord.model_construct(**values)

@@ -6,7 +6,6 @@ The module also stores what jobs teach later jobs: posteriors by instance type, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import sqlalchemy as sa
@@ -45,7 +44,7 @@ class Ledger(Repository):
     def append(self, entry: LedgerRecord) -> None:
         """Write an entry."""
         values: dict[str, Any] = {name: getattr(entry, name) for name in _SAME} | {"id": entry.recommendation_id}
-        values["configuration"] = None if entry.configuration is None else asdict(entry.configuration)
+        values["configuration"] = None if entry.configuration is None else entry.configuration.as_json()
         for names, estimate in ((_STEP_TIME, entry.predicted_step_time_s), (_COST, entry.predicted_cost_usd)):
             values |= dict(zip(names, dict(estimate or ()).values() or [None] * 3, strict=True))
         self._connection.execute(sa.insert(ledger).values(values))
@@ -115,7 +114,7 @@ def _estimate(row: RowMap, names: Sequence[str]) -> Estimate | None:
 def _record(row: RowMap) -> LedgerRecord:
     """Return the record of a row without validating it again: it was valid when it was stored."""
     values = {name: row[name] for name in LedgerRecord.model_fields if name in row} | {
-        "configuration": None if row["configuration"] is None else Configuration(**row["configuration"]),
+        "configuration": None if row["configuration"] is None else Configuration.from_json(row["configuration"]),
         "predicted_step_time_s": _estimate(row, _STEP_TIME),
         "predicted_cost_usd": _estimate(row, _COST),
     }

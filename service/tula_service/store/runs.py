@@ -11,8 +11,9 @@ import sqlalchemy as sa
 
 from tula_service.domain import NewRun, RunRecord
 from tula_service.errors import Conflict, NotFound
-from tula_service.store._base import Repository, RowMap, configuration_from, new_id, same_fields
+from tula_service.store._base import Repository, RowMap, new_id, same_fields
 from tula_service.store.tables import jobs, run_outputs, run_summaries, runs
+from tula_wire.configurations import Configuration
 from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
 from tula_wire.samples import LEASE_HEADER
 
@@ -53,7 +54,7 @@ class Runs(Repository):
             "num_measured": 0,
             "dropped": 0,
         }
-        values |= values.pop("configuration")
+        values |= values.pop("configuration") | {"options": dict(run.configuration.options)}
         self._connection.execute(sa.insert(runs).values(values))
         self.bump(job_id)
         return self.get(values["id"])
@@ -147,7 +148,8 @@ class Runs(Repository):
 
 def _run_record(row: RowMap) -> RunRecord:
     """The record of a row that `_SELECT_RUNS` found."""
-    return RunRecord(**same_fields(RunRecord, row), configuration=configuration_from(row))
+    configuration = Configuration.from_json(same_fields(Configuration, row))
+    return RunRecord(**same_fields(RunRecord, row), configuration=configuration)
 
 
 class Leases(Repository):
@@ -250,4 +252,5 @@ def _same_launch(run: RunRecord) -> list[sa.ColumnElement[bool]]:
         runs.c.ranks_per_node == c.ranks_per_node,
         runs.c.grad_accum_steps == c.grad_accum_steps,
         runs.c.instance_type == c.instance_type,
+        runs.c.options == dict(c.options),
     ]

@@ -13,9 +13,9 @@ from pydantic import BaseModel, Field
 
 from tula_service.domain import BucketTimeline, FloatArray, IntArray, MemoryReading, RunSummary, SampleColumns
 from tula_service.errors import InvalidInput
-from tula_service.store._base import WRITES, Repository, RowMap, configuration_from, same_fields
+from tula_service.store._base import WRITES, Repository, RowMap, same_fields
 from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
-from tula_wire import SampleBatch
+from tula_wire import Configuration, SampleBatch
 
 _LOG = logging.getLogger("tula.service")
 _MOST_STEP_TIMES = 200_000
@@ -310,7 +310,7 @@ class Samples(Repository):
         return RunSummary(
             run_id=row["id"],
             state=row["state"],
-            configuration=configuration_from(row),
+            configuration=Configuration.from_json(same_fields(Configuration, row)),
             memory=memory,
             failed_local_batch_size=row["failed_local_batch_size"],
             timeline=timeline,

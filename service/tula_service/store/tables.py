@@ -123,6 +123,7 @@ runs = sa.Table(
     *_required(sa.Text, "project_id", "kind", "state", "instance_type", "purpose"),
     *_required(sa.Integer, "num_nodes", "ranks_per_node", "local_batch_size", "grad_accum_steps", "position"),
     sa.Column("origin", sa.Text, nullable=False, server_default="plan"),
+    sa.Column("options", JSON, nullable=False),  # of the configuration, by name
     sa.Column("instruction", JSON),
     *_optional(sa.Text, "end_cause", "message", "method", "holder", "recommendation_id", "drift_sentence"),
     *_optional(sa.Double, "lease_s", "predicted_step_time_s", "time_limit_s"),

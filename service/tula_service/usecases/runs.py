@@ -23,6 +23,7 @@ from tula_service.usecases import fabrics, ledger, monitoring
 from tula_service.usecases.access import Principal, visible_job, visible_run
 from tula_service.usecases.job_data import load_job_data, spec_of
 from tula_service.usecases.planning import replan
+from tula_wire import options
 from tula_wire.bounds import LAUNCH_TOKEN_S
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
 from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
@@ -131,7 +132,7 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
         with store.fits.turn() as compute:
             with store.reading() as tx:
                 job = visible_job(tx, principal, job_id)
-                configuration = _of_known_type(spec_of(job), request.configuration)
+                configuration = _of_job(spec_of(job), request.configuration)
                 _continued_run(tx, job_id, request)
                 data = load_job_data(tx, job)
             expected = compute(expectation_of, data, configuration)
@@ -142,12 +143,16 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
                 return _created(tx, now, request, expected)
 
 
-def _of_known_type(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Configuration:
-    """The configuration on an instance type of the job. Raises InvalidInput.
+def _of_job(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Configuration:
+    """Return the configuration on an instance type of the job, with a value of each option. Raises InvalidInput.
 
     Without a type it is the job's only one, or the only one with as many ranks per node: agents that make a run by
-    themselves know no names.
+    themselves know no names. An option without a value has its first.
     """
+    try:
+        configuration = replace(configuration, options=options.complete(spec.options, configuration.options))
+    except ValueError as error:
+        raise InvalidInput(str(error), field="configuration.options") from error
     types = [cluster.instance_type for cluster in spec.cluster]
     if len(types) == 1 and spec.cluster[0].ranks_per_node == 1 and configuration.num_nodes == 1:
         # In a job of one machine a rank stands for a node, and an agent that makes a run sees all ranks.

@@ -16,7 +16,7 @@ from tula_service.store.telemetry import chunk_row
 from tula_wire import Configuration, SampleBatch
 from tula_wire.enums import RunKind
 
-CONFIGURATION = Configuration(num_nodes=2, ranks_per_node=4, local_batch_size=32)
+CONFIGURATION = Configuration(num_nodes=2, ranks_per_node=4, local_batch_size=32, options=(("precision", "bf16"),))
 
 
 def a_job(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -215,6 +216,18 @@ class TestRuns:
             again = tx.leases.claim(job.id, holder="i", lease_s=60)
             assert again is not None
             assert len(tx.leases.claim_launch(again)) == 2
+
+    def test_runs_with_other_options_are_another_launch(self, store: Store) -> None:
+        job = a_job(store)
+        for word in ("fp32", "bf16"):
+            for batch in (32, 64):
+                options = (("compile", "off"), ("precision", word))
+                a_run(store, job.id, configuration=replace(CONFIGURATION, local_batch_size=batch, options=options))
+        with store.transaction() as tx:
+            first = tx.leases.claim(job.id, holder="a", lease_s=60.0)
+            assert first is not None
+            others = tx.leases.claim_launch(first)
+        assert [dict(run.configuration.options)["precision"] for run in (first, *others)] == ["fp32", "fp32"]
 
     def test_runs_without_a_holder_are_no_launch(self, store: Store, clock: ManualClock) -> None:
         job = a_job(store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -205,6 +206,24 @@ def test_a_run_of_the_users_own_choice_is_checked_against_the_cluster(cluster: C
     with pytest.raises(InvalidInput) as caught:
         runs.create(cluster.store, ANONYMOUS, job_id, wire.RunCreate(kind="train", configuration=configuration))
     assert caught.value.field == "configuration.instance_type"
+
+
+def test_a_run_has_a_value_of_each_option_and_none_that_the_job_lacks(cluster: Cluster) -> None:
+    job_id = cluster.register(spec(options={"precision": ["fp32", "bf16"], "compile": ["off", "on"]})).job.id
+
+    def made(**options: str) -> wire.Run:
+        configuration = replace(SMALL, options=tuple(options.items()))
+        request = wire.RunCreate(kind="profile", configuration=configuration)
+        return runs.create(cluster.store, ANONYMOUS, job_id, request)
+
+    assert made().configuration.options == (("compile", "off"), ("precision", "fp32"))
+    run = made(precision="bf16")
+    assert run.configuration.options == (("compile", "off"), ("precision", "bf16"))
+    assert runs.get(cluster.store, ANONYMOUS, run.id).configuration == run.configuration
+    for wrong, sentence in (({"precision": "fp8"}, "no value 'fp8': use fp32, bf16"), ({"zero": "1"}, "no option")):
+        with pytest.raises(InvalidInput, match=sentence) as caught:
+            made(**wrong)
+        assert caught.value.field == "configuration.options"
 
 
 def test_a_run_without_an_instance_type_is_of_the_only_one_that_it_can_be(cluster: Cluster) -> None:

@@ -217,6 +217,7 @@ CREATE TABLE public.runs (
     grad_accum_steps integer NOT NULL,
     "position" integer NOT NULL,
     origin text DEFAULT 'plan'::text NOT NULL,
+    options jsonb NOT NULL,
     instruction jsonb,
     end_cause text,
     message text,
@@ -406,17 +407,17 @@ ALTER TABLE ONLY public.sample_sources ALTER COLUMN key SET DEFAULT nextval('pub
 -- next
 INSERT INTO public.alembic_version VALUES ('0001');
 -- next
-INSERT INTO public.answers VALUES ('job-00cb38b6c69c49ca', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
+INSERT INTO public.answers VALUES ('job-8f7529c7e748d305', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
 -- next
-INSERT INTO public.jobs VALUES (1, 'job-00cb38b6c69c49ca', 'default', 'kept', 'digits', 'planning', 'knee', '', '{"name": "kept", "model": {"name": "digits"}, "objective": "knee"}', 2, '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0);
+INSERT INTO public.jobs VALUES (1, 'job-8f7529c7e748d305', 'default', 'kept', 'digits', 'planning', 'knee', '', '{"name": "kept", "model": {"name": "digits"}, "objective": "knee"}', 2, '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0);
 -- next
-INSERT INTO public.ledger VALUES (1, 'rec-5eeac2efde225b50', 'job-00cb38b6c69c49ca', '2026-01-01 00:00:00+00', 'knee', 'profiled', '1', NULL, '{}', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
+INSERT INTO public.ledger VALUES (1, 'rec-2125ef3bfa6d8e7e', 'job-8f7529c7e748d305', '2026-01-01 00:00:00+00', 'knee', 'profiled', '1', NULL, '{}', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
 -- next
-INSERT INTO public.projects VALUES ('default', 'default', '2026-11-27 03:05:34.227127+00');
+INSERT INTO public.projects VALUES ('default', 'default', '2026-11-27 10:59:04.224322+00');
 -- next
 INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.013383049173057965, 0.25, NULL, NULL, NULL, 0.05000000000000001, NULL, 1, NULL, NULL, NULL, 'wall', NULL);
 -- next
-INSERT INTO public.runs VALUES (202611000000001, 'run-ee0cbcfe5b8ceb93', 'job-00cb38b6c69c49ca', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 20, 0, 0, NULL, NULL, false);
+INSERT INTO public.runs VALUES (202611000000001, 'run-ea8f87d0a4e91517', 'job-8f7529c7e748d305', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', '{"precision": "bf16"}', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 20, 0, 0, NULL, NULL, false);
 -- next
 INSERT INTO public.sample_sources VALUES (1, 202611000000001, 0, 'boot', 'wall', NULL, NULL, NULL, NULL, NULL);
 -- next

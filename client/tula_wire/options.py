@@ -1,0 +1,125 @@
+"""Options of a job: words of its launch command that have several values, such as the precision or the loader workers.
+
+The first value of an option is its base, what runs today. A configuration holds one value of each option of its job, as
+pairs sorted by name: the canonical form, which `complete` makes. On the wire these pairs are an object, such as
+`{"compile": "off", "precision": "bf16"}`, and an option that a request leaves out has its base value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import Annotated, Any, Final, TypeAlias
+
+from pydantic import AfterValidator, BeforeValidator, Field, GetPydanticSchema, PlainSerializer
+
+from tula_wire._base import Word
+
+MAX_COMBINATIONS: Final = 64
+"""Most combinations of a job's options: the planner and the model look at every one."""
+MAX_OPTIONS: Final = 6
+"""Two values of each make `MAX_COMBINATIONS`."""
+RESERVED: Final = frozenset(
+    (
+        *("num_nodes", "ranks_per_node", "world_size", "instance_type"),
+        *("local_batch_size", "global_batch_size", "grad_accum_steps", "max_steps", "learning_rate_factor"),
+        *("checkpoint_dir", "resume", "run_id", "launch_id", "env_file"),
+    )
+)
+"""Placeholders that Tula fills already."""
+
+_NAME: Final = r"[a-z][a-z0-9_]{0,63}"
+_WORD: Final = r"[A-Za-z0-9._:/@+-]{1,200}"
+
+Options: TypeAlias = tuple[tuple[str, str], ...]
+"""Name and value of each option, sorted by name; hashable."""
+
+
+def _as_object(value: Any) -> Any:
+    return dict(value) if isinstance(value, tuple) else value
+
+
+def _as_pairs(value: Mapping[str, str]) -> Options:
+    return tuple(sorted(value.items()))
+
+
+_OnTheWire = Annotated[
+    dict[Annotated[str, Field(pattern=f"^{_NAME}$")], Word],
+    Field(max_length=MAX_OPTIONS),
+    BeforeValidator(_as_object),
+    AfterValidator(_as_pairs),
+    PlainSerializer(dict, return_type=dict[str, str]),
+]
+ChosenOptions: TypeAlias = Annotated[
+    Options, GetPydanticSchema(lambda _, handler: handler(_OnTheWire)), Field(json_schema_extra={"default": {}})
+]
+"""`Options` inside, an object on the wire."""
+
+
+def _texts_only(value: Any) -> Any:
+    """Refuse numbers and truth values, which TOML has beside texts."""
+    for name, values in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(values, str):
+            raise ValueError(f'{name} holds one value: give a list of them, as in ["{values}", "..."]')
+        for word in values if isinstance(values, Sequence) else ():
+            if isinstance(word, (bool, int, float)):
+                text = str(word).lower()
+                raise ValueError(f'{name} holds {text} without quotes: write the word for the command, as in "{text}"')
+    return value
+
+
+def _checked(options: dict[str, list[str]]) -> dict[str, list[str]]:
+    for name, values in options.items():
+        if not re.fullmatch(_NAME, name):
+            raise ValueError(
+                f"{name!r} cannot name an option: begin with a small letter, then use small letters, digits and _"
+            )
+        if name in RESERVED:
+            raise ValueError(f"Tula fills the placeholder {{{name}}} itself: give the option {name!r} another name")
+        for word in values:
+            if not re.fullmatch(_WORD, word):
+                raise ValueError(
+                    f"{name} holds {word!r}, which a shell may not take as one word: use letters, digits and . _ : / @ "
+                    "+ -"
+                )
+        if len(set(values)) < len(values):
+            twice = next(word for word in values if values.count(word) > 1)
+            raise ValueError(f"{name} holds {twice!r} twice: give each value once")
+        if len(values) < 2:
+            raise ValueError(
+                f"{name} has fewer than two values: give what runs today and what else to try, or write the word into "
+                "the command"
+            )
+    if (combinations := prod(map(len, options.values()))) > MAX_COMBINATIONS:
+        raise ValueError(
+            f"these values make {combinations:,} combinations, and a job may have {MAX_COMBINATIONS}: leave values or "
+            "options out"
+        )
+    return options
+
+
+OptionValues: TypeAlias = Annotated[dict[str, list[str]], BeforeValidator(_texts_only), AfterValidator(_checked)]
+"""The values of each option of a job by its name, the base first."""
+
+
+def complete(options: Mapping[str, Sequence[str]], chosen: Options) -> Options:
+    """Return the canonical form of `chosen`: a value for each of a job's `options`, the base where none was chosen.
+
+    Raises ValueError with the name and the remedy where the job has no such option or no such value of it.
+    """
+    given = dict(chosen)
+    for name, word in given.items():
+        if name not in options:
+            remedy = f"use {', '.join(sorted(options))}" if options else "list it under [options] in the job"
+            raise ValueError(f"This job has no option {name!r}: {remedy}.")
+        if word not in options[name]:
+            raise ValueError(f"Option {name!r} of this job has no value {word!r}: use {', '.join(options[name])}.")
+    return tuple((name, given.get(name, options[name][0])) for name in sorted(options))
+
+
+def combinations(options: Mapping[str, Sequence[str]]) -> list[Options]:
+    """Return every combination of the values of a job's `options` in canonical form, the base first."""
+    names = sorted(options)
+    return [tuple(zip(names, words, strict=True)) for words in product(*(options[name] for name in names))]
