@@ -155,7 +155,7 @@ def test_each_extra_requires_only_what_it_uses(metadata: Message) -> None:
     assert not service & {"torch", "altair", "pandas", "psycopg", "lightning", "transformers"}
 
 
-RUNTIME = ("agent", "archive", "service", "postgres", "otel", "notebook")
+RUNTIME = ("agent", "archive", "mcp", "service", "postgres", "otel", "notebook")
 FOUND_BY_NAME = {"httptools", "uvloop", "psycopg", "pyarrow", "fastapi-offline"}
 """Loaded by name: by uvicorn, SQLAlchemy by the URL, pandas when it writes Parquet, and files of a page."""
 

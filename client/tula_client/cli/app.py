@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from tula_client._errors import ExitCode, TulaError
 from tula_client._settings import access, package_version
 from tula_client._spec import faults
-from tula_client.cli import data, init, jobs, launch
+from tula_client.cli import data, init, jobs, launch, mcp
 from tula_wire.text import printable
 
 GROUP: Final = "tula.commands"
@@ -94,7 +94,7 @@ def build(arguments: Sequence[str] = ()) -> typer.Typer:
     )
     app.callback()(_root)
     commands = (init.init, jobs.recommend, jobs.predict, jobs.runs, launch.tune, launch.run, launch.launchers)
-    _add(app, *commands, launch.logs, jobs.watch, jobs.open_, data.plot, data.export)
+    _add(app, *commands, launch.logs, jobs.watch, jobs.open_, data.plot, data.export, mcp.mcp)
     on_jobs = typer.Typer(help="Add, list, show, edit, archive and delete jobs.", no_args_is_help=True)
     _add(on_jobs, jobs.add, jobs.list_, jobs.show, jobs.edit, jobs.archive, jobs.delete)
     app.add_typer(on_jobs, name="jobs")

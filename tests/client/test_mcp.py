@@ -1,0 +1,219 @@
+"""`tula mcp` through the official client: over stdio and HTTP, against a real service."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from mcp import Client as Agent
+from mcp import StdioServerParameters
+from mcp.types import TextContent
+
+from tests.client.test_bad_input import spec_file
+from tests.client.test_cli import Tula, job, profiled, tula
+from tests.client.test_client import profile
+from tula_client import Client
+from tula_client._spec import load_spec
+from tula_wire import Job
+
+__all__ = ["job", "profiled", "tula"]
+
+
+Ask = Callable[..., Awaitable[dict[str, Any]]]
+
+
+def served(address: str, *words: str, folder: Path | None = None) -> StdioServerParameters:
+    """How an editor starts `tula mcp`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+    arguments = ["-m", "tula_client.cli", "--url", address, "mcp", *words]
+    return StdioServerParameters(command=sys.executable, args=arguments, env=environment, cwd=folder)
+
+
+def answers(agent: Agent) -> Ask:
+    """A function that calls a tool for its structured answer; a refusal is `{"refused": sentence}`."""
+
+    async def ask(tool: str, **arguments: Any) -> dict[str, Any]:
+        result = await agent.call_tool(tool, arguments)
+        if result.is_error:
+            (said,) = result.content
+            assert isinstance(said, TextContent)
+            return {"refused": said.text.partition(": ")[2]}
+        assert result.structured_content is not None
+        return result.structured_content
+
+    return ask
+
+
+def test_an_agent_describes_a_job_asks_what_if_and_compares(address: str, profiled: Job) -> None:
+    async def conversation() -> None:
+        async with Agent(served(address)) as agent:
+            ask = answers(agent)
+            tools = (await agent.list_tools()).tools
+            assert len(tools) <= 12
+            assert all(tool.description and len(str(tool.input_schema)) < 1500 for tool in tools)
+            writing = {tool.name for tool in tools if not (tool.annotations and tool.annotations.read_only_hint)}
+            assert writing == {"add_job", "launch"}
+            assert "they are data" in (agent.instructions or "")
+
+            assert profiled.id in [one["id"] for one in (await ask("list_jobs", search=profiled.name))["jobs"]]
+            described = await ask("job", job=profiled.id)
+            assert (described["name"], described["spec"]["epochs"]) == (profiled.name, 10)
+            advice = await ask("recommend", job=profiled.name)
+            chosen = advice["chosen"]["configuration"]
+            assert advice["basis"] == "profiled"
+            assert sum(point["recommended"] for point in advice["menu"]) == 1
+            assert "candidates" not in advice, "an agent reads the answer whole"
+
+            asked = {"num_nodes": [1, 4], "global_batch_size": [256]}
+            compared = await ask("predict", job=profiled.id, **asked)
+            shapes = [(one["configuration"]["num_nodes"], one["global_batch_size"]) for one in compared["predictions"]]
+            assert sorted(shapes) == [(1, 256), (4, 256)]
+            slow, fast = sorted(compared["predictions"], key=lambda one: one["configuration"]["num_nodes"])
+            assert slow["of_recommended"]["total_time"] > fast["of_recommended"]["total_time"] > 0
+            same = await ask("predict", job=profiled.id, num_nodes=[chosen["num_nodes"]],
+                             global_batch_size=[advice["chosen"]["global_batch_size"]])  # fmt: skip
+            assert same["predictions"][0]["of_recommended"] == pytest.approx({"total_time": 1.0, "cost": 1.0})
+            reasons = await ask("why", job=profiled.id)
+            assert reasons["why"] == advice["why"]
+            assert reasons["model"]["num_runs"] >= 3
+            assert (await ask("plan_cost", job=profiled.id))["launches_left"] == 0
+            assert {run["state"] for run in (await ask("runs", job=profiled.id))["runs"]} == {"succeeded"}
+            assert isinstance((await ask("fabrics"))["fabrics"], list)
+            assert "no job has the id or name 'none'" in (await ask("job", job="none"))["refused"]
+
+    asyncio.run(conversation())
+
+
+def test_nothing_is_written_or_started_without_allow_runs(address: str, profiled: Job) -> None:
+    async def conversation() -> None:
+        async with Agent(served(address)) as agent:
+            ask = answers(agent)
+            before = (await ask("list_jobs"))["total"]
+            refused = "is not allowed: the user must start tula mcp with --allow-runs SPEC.toml"
+            written = profiled.spec.model_dump(mode="json", exclude_none=True) | {"name": "an agent's"}
+            assert await ask("add_job", specification=written) == {"refused": f"registering a job {refused}"}
+            assert await ask("launch", action="tune", confirmed=True) == {"refused": f"a launch {refused}"}
+            assert (await ask("list_jobs"))["total"] == before
+
+    asyncio.run(conversation())
+
+
+def test_a_launch_needs_allow_runs_and_a_confirmation(address: str, tmp_path: Path) -> None:
+    spec = spec_file(tmp_path, tmp_path.name)
+    with Client(address, token="") as client:
+        job_id = client.register(load_spec(Path(spec))).job.id
+        profile(client, job_id)
+    command = [sys.executable, "-c", "print('the training says this')", "{local_batch_size}", "{num_nodes}"]
+
+    async def conversation() -> None:
+        async with Agent(served(address, "--allow-runs", spec, "--", *command, folder=tmp_path)) as agent:
+            ask = answers(agent)
+            refused = await ask("launch", action="run")
+            assert refused == {"refused": "run starts paid work: ask the user, then call again with confirmed true"}
+            assert await ask("launch", action="status") == {"state": "none"}
+            assert (await ask("launch", action="run", confirmed=True))["state"] in ("running", "ended")
+            while (state := await ask("launch", action="status"))["state"] == "running":
+                await asyncio.sleep(0.05)
+            assert state["exit_code"] == 0, state
+            assert any("the training says this" in line for line in state["last_lines"])
+            assert (await ask("runs", job=job_id))["runs"][0]["kind"] == "train"
+            registered = load_spec(Path(spec)).model_dump(mode="json", exclude_unset=True)
+            assert (await ask("add_job", specification=registered))["job_id"] == job_id
+            assert "epochs" in (await ask("add_job", specification=registered | {"epochs": -1}))["refused"]
+
+    asyncio.run(conversation())
+
+
+def test_a_launch_that_is_stopped_ends_as_by_ctrl_c(address: str, tmp_path: Path) -> None:
+    spec = spec_file(tmp_path, tmp_path.name)
+    script = "import time; print('begun', flush=True); time.sleep(300)"
+    command = [sys.executable, "-c", script, "{local_batch_size}", "{num_nodes}"]
+
+    async def conversation() -> None:
+        async with Agent(served(address, "--allow-runs", spec, "--", *command, folder=tmp_path)) as agent:
+            ask = answers(agent)
+            state = await ask("launch", action="tune", confirmed=True)
+            again = await ask("launch", action="tune", confirmed=True)
+            assert again == {"refused": "a launch is in progress: wait for it, or call launch with action stop"}
+            while not list(tmp_path.glob(".tula/*/logs/*.log")):
+                assert (state := await ask("launch", action="status"))["state"] == "running", state
+                await asyncio.sleep(0.05)
+            state = await ask("launch", action="stop")
+            assert (state["state"], state["exit_code"]) == ("ended", 130), state
+            assert "stopped; repeat the command to continue" in state["last_lines"][-1]
+
+    asyncio.run(conversation())
+
+
+def test_a_model_is_estimated_in_a_process_of_its_own_whatever_its_module_does(address: str, tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text(
+        "import os, torch\nprint('loading')\n"
+        "def make(batch): return torch.nn.Linear(8, 2), torch.zeros(batch, 8)\n"
+        "def leave(batch): os._exit(7)\n"
+    )
+
+    async def conversation() -> None:
+        async with Agent(served(address, folder=tmp_path)) as agent:
+            ask = answers(agent)
+            facts = await ask("estimate", factory="my_model:make", batch=4)
+            assert facts["parameters"] == 8 * 2 + 2
+            assert await ask("estimate", factory="my_model:leave", batch=4) == {"refused": "the estimate failed"}
+            assert "cannot be called" in (await ask("estimate", factory="--write=job.toml", batch=4))["refused"]
+
+    asyncio.run(conversation())
+
+
+@pytest.mark.parametrize("token", ["", "tula_secret"])
+def test_over_http_only_this_machine_asks_and_only_with_the_servers_own_token(address: str, token: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "TULA_URL": address, "TULA_TOKEN": token}
+    command = [sys.executable, "-m", "tula_client.cli", "mcp", "--http", str(port)]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as server:
+        try:
+            headers = {"Accept": "application/json, text/event-stream"}
+            headers |= {"Authorization": f"Bearer {token}"} if token else {}
+            hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}
+            message = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello}
+
+            def status(**changed: str) -> int:
+                with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as http:  # until the server listens
+                    return http.post(
+                        f"http://127.0.0.1:{port}/mcp", json=message, headers=headers | changed
+                    ).status_code
+
+            assert status() == 200
+            assert status(Host="attacker.example") == 421
+            assert status(Origin="https://attacker.example") == 403
+            assert status(Authorization="Bearer another") == (401 if token else 200)
+        finally:
+            server.terminate()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--allow-runs", "job.toml"], "belong together: give both, or neither"),
+        (["--", "python", "train.py"], "belong together: give both, or neither"),
+        (["--http", "8765", "--allow-runs", "job.toml", "--", "python"], "exclude each other"),
+        (["--allow-runs", "no.toml", "--", "python"], "no.toml cannot be read"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_a_sentence(tula: Tula, words: list[str], said: str) -> None:
+    code, _, err = tula("mcp", *words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert said in err
+
+
+def test_without_the_extra_the_command_names_it(tula: Tula, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp.server.auth.settings", None)
+    code, _, err = tula("mcp")
+    assert (code, err) == (1, "tula: tula mcp needs an extra that is not installed: run pip install 'tula[mcp]'\n")
