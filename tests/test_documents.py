@@ -34,7 +34,12 @@ from tests.support.forked_commands import launchers, programs
 from tula_wire import JobSpec
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "AGENTS.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "skills").rglob("*.md")),
+]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>[\w-]*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- (covered by|save as|needs .+?, checked by): (.+?) -->\s*$")
 NEEDS = {
@@ -149,10 +154,36 @@ def test_only_the_listed_blocks_are_not_run() -> None:
     assert len(unrun) == sum(map(len, NEEDS.values()))
 
 
-def test_every_link_of_the_readme_leads_somewhere() -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("document", ["README.md", "AGENTS.md"])
+def test_every_link_of_a_page_in_the_root_leads_somewhere(document: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", (ROOT / document).read_text(encoding="utf-8"))
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_page_for_agents_is_short_and_what_it_types_and_names_exists() -> None:
+    page = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 50, "one page"
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    typed = re.findall(r"`(make|\.venv/bin/python -m pytest|\.venv/bin/)(?: ?)([\w./]+)", page)
+    assert len(typed) > 5
+    for program, word in typed:
+        if program == "make":
+            assert re.search(rf"^{word}:", makefile, re.M), word
+        elif program.endswith("pytest"):
+            assert (ROOT / word).is_file(), word
+        else:
+            assert (Path(sys.executable).parent / word).exists(), word
+    folders = re.findall(r"^\| ((?:`[\w/]+`(?:, )?)+) \|", page, re.M)
+    assert [name for row in folders for name in re.findall(r"`(.+?)`", row) if not (ROOT / name).is_dir()] == []
+
+
+def test_the_skill_begins_with_its_name_and_when_to_use_it() -> None:
+    for skill in (ROOT / "skills").glob("*/SKILL.md"):
+        fields = re.match(r"---\nname: (\S+)\ndescription: (.+)\n---\n", skill.read_text(encoding="utf-8"))
+        assert fields, skill
+        assert fields[1] == skill.parent.name
+        assert len(fields[2]) <= 1024
 
 
 def test_every_picture_is_used_and_described_and_made_by_the_script() -> None:
