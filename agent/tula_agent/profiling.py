@@ -135,9 +135,13 @@ class Profiling:
         if self.plan is not None:
             self.plan = replace(self.plan, smaller_batches=())
 
-    def measure_alone(self) -> None:
-        """Decide for this rank alone: ranks that step unequally often share no step at which all could end."""
+    def measure_alone(self, *, ends: bool) -> None:
+        """Agree with no other rank: ranks that step unequally often share no step at which all could end.
+
+        Only a rank that `ends` ends its measurement.
+        """
         self._agreement, self.pending = StopAgreement(None, self._guard), False
+        self._agreement.agreed = ends
         self.drop_smaller_batches()
 
     def begin_again(self) -> None:

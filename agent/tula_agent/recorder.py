@@ -272,9 +272,12 @@ class Recorder:
             self._follow_first_rank()
 
     def measure_alone(self, because: str) -> None:
-        """Measure this rank's steps, and agree with no other rank on the end."""
+        """Measure this rank's steps, and agree with no other rank on the end.
+
+        Another rank than the first ends nothing: the first would wait in its steps while that one sends what it has.
+        """
         self.measure_whole_batches(because)
-        self.profiling.measure_alone()
+        self.profiling.measure_alone(ends=self.leads)
 
     def watch(self, models: list[Any], optimizers: list[Any]) -> None:
         """Hook the optimizers and remember all by weak references; models get no hook, DDP's hook stays free."""

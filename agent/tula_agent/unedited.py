@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,8 @@ _SAY_AFTER = 3
 _MOST_STEPS_A_BATCH = 8
 """Most steps of the optimizer on one batch (a GAN's critic takes some); a script that takes more asks for no batch."""
 _LOADERS_KEPT = 8
+_LISTS_HELD = 2
+"""Most lists that are held since they can't be referred to weakly: scripts train on one and evaluate on another."""
 _FOLLOW_AFTER = 32
 """Steps of another optimizer, with none of the watched one between them, that end the phase of the watched one."""
 
@@ -61,6 +62,7 @@ class UneditedLoop:
         self._left = False
         self._size = recorder.config.local_batch_size or 1
         self._numbers: dict[int, tuple[int, Any]] = {}  # by a dataset's identity, with a weak reference
+        self._lists: dict[int, Any] = {}  # datasets without one, by identity, the last used last
         self._next_number = count()
         # By a loader's `_key`: how many batches it has given since the last step, and the size of the last one.
         self._counts: Counter[int] = Counter()
@@ -249,15 +251,23 @@ class UneditedLoop:
 
         All iterators over one loader share the number, in every epoch. The dataset's identity would not do: a new
         dataset may by chance get the identity of one that is gone. A rank on which that happens would take two loaders
-        for one, and would not end at the same step as the others.
+        for one, and would not end at the same step as the others. So a number is forgotten with its dataset. A list,
+        which can't be referred to weakly, is held until it is no more among the last `_LISTS_HELD` used.
         """
         dataset = getattr(iterator, "_dataset", iterator)
         identity, numbers = id(dataset), self._numbers
         if identity not in numbers:
             reference: Any = None
-            with suppress(TypeError):  # a list
+            try:
                 reference = weakref.ref(dataset, lambda _: numbers.pop(identity, None))
+            except TypeError:
+                self._lists[identity] = dataset
+                if len(self._lists) > _LISTS_HELD:
+                    oldest = next(iter(self._lists))
+                    del self._lists[oldest], numbers[oldest]
             numbers[identity] = next(self._next_number), reference
+        elif identity in self._lists:
+            self._lists[identity] = self._lists.pop(identity)
         return numbers[identity][0]
 
     def _micro_steps(self) -> int:

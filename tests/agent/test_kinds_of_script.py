@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from benchmarks.support.fork_server import AGENT, ForkServer
 from tests.agent.conftest import SCRIPTS, Launch
 from tests.agent.sink import Sink
+from tula_agent.ship.spool import read_records
 
 PROFILE = {"TULA_KIND": "profile", "TULA_WARMUP_STEPS": "2", "TULA_MEASURE_STEPS": "8", "TULA_LOCAL_BATCH_SIZE": "8"}
 
@@ -88,11 +91,25 @@ def test_ranks_that_step_unequally_often_train_to_their_end(
     assert sink.states[-1] == "succeeded"
 
 
-def test_batches_of_a_loader_that_is_new_at_each_step_are_its_micro_steps(sink: Sink, launch: Launch) -> None:
+def test_the_first_rank_never_waits_for_another_to_send_what_it_measured(
+    sink: Sink, launch: Launch, environment: dict[str, str]
+) -> None:
+    """An end takes five seconds where the service hangs: the other rank's would be in a step of the first."""
+    sink.behaviour = "hang"
+    launch("with_hook.py", str(SCRIPTS / "kinds.py"), "joined_nearly_even", ranks=2, **PROFILE)
+    files = Path(environment["TULA_SPOOL_DIR"]).glob("run1-0-*.spool")
+    sent = [json.loads(request.body) for file in files for request in read_records(file)]
+    times_s = [time_s for body in sent for time_s in body.get("step_time_s", [])]
+    assert len(times_s) == 10
+    assert max(times_s) < 3.0
+
+
+@pytest.mark.parametrize("kind", ["loader_per_step", "list_per_step"])
+def test_batches_of_a_loader_that_is_new_at_each_step_are_its_micro_steps(
+    sink: Sink, launch: Launch, kind: str
+) -> None:
     """Also where the run is to have another number of them, and data sets go on one rank alone."""
-    done = launch(
-        "with_hook.py", str(SCRIPTS / "kinds.py"), "loader_per_step", ranks=2, TULA_GRAD_ACCUM_STEPS="1", **PROFILE
-    )
+    done = launch("with_hook.py", str(SCRIPTS / "kinds.py"), kind, ranks=2, TULA_GRAD_ACCUM_STEPS="1", **PROFILE)
     assert "complete" not in done.stdout
     measured = {(body["local_batch_size"], body["grad_accum_steps"]) for body in sink.samples if body["rank"] == 0}
     assert measured == {(8, 2)}

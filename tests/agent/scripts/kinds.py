@@ -88,18 +88,22 @@ def loader_per_episode_of_three() -> None:
     loader_per_episode(3)
 
 
-def loader_per_step() -> None:
+def loader_per_step(*, of_lists: bool = False) -> None:
     """Meta learning whose step takes several batches of a task; the first rank lets the tasks go."""
     model, optimizer = classifier()
     kept = []
     for _ in range(4 * PASSES):
-        data = examples(32)
+        data: Any = list(examples(32)) if of_lists else examples(32)
         if dist.get_rank() > 0:
             kept.append(data)
         for x, y in itertools.islice(DataLoader(data, BATCH), 2):
             cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def list_per_step() -> None:
+    loader_per_step(of_lists=True)
 
 
 def evaluated_with_gradients() -> None:
@@ -210,13 +214,18 @@ def reduced_every_micro_step() -> None:
                 optimizer.zero_grad()
 
 
-def joined() -> None:
+def joined(most: int = 104) -> None:
     """Ranks with unequally many batches, the first with the fewest."""
     model, optimizer = classifier()
     for _ in range(PASSES // 10):
         with model.join():
-            for x, y in DataLoader(examples(104 if dist.get_rank() else 40), BATCH):
+            for x, y in DataLoader(examples(most if dist.get_rank() else 40), BATCH):
                 step(optimizer, cross_entropy(model(x), y))
+
+
+def joined_nearly_even() -> None:
+    """The other rank's tenth step is in the first one's eighth."""
+    joined(56)
 
 
 def accumulation_rises() -> None:
