@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -35,11 +36,26 @@ if __name__ == "__main__":
 """
 
 
+HAS_NO_FILE_LEFT = """
+import os, resource
+from tula_service.fits import Fits
+
+fits = Fits()
+open_files = len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
+print(fits.start())
+with fits.turn() as compute:
+    print(compute(os.getpid) == os.getpid())
+"""
+
+
 @pytest.fixture(scope="module")
 def fits() -> Iterator[Fits]:
     """A queue with a process behind it."""
     started = Fits()
-    started.start().result()
+    ready = started.start()
+    assert ready is not None
+    ready.result()
     yield started
     started.close()
 
@@ -72,6 +88,28 @@ def test_a_process_that_died_is_replaced_and_one_that_always_dies_is_busy(fits: 
         with pytest.raises(Busy, match="ended twice"):
             compute(os._exit, 1)
         assert findings_of(DATA) == compute(findings_of, DATA)
+
+
+def test_a_fit_that_hangs_is_ended_and_the_next_one_gets_another_process(caplog: pytest.LogCaptureFixture) -> None:
+    fits = Fits(longest_s=0.5)
+    ready = fits.start()
+    assert ready is not None
+    ready.result()
+    with fits.turn() as compute:
+        hung = psutil.Process(compute(os.getpid))
+        with pytest.raises(Busy, match=r"A fit took more than 0\.5 s and was ended"):
+            compute(time.sleep, 3600.0)
+        hung.wait(30)
+        assert compute(os.getpid) not in (hung.pid, os.getpid())
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    fits.close()
+
+
+def test_a_process_that_cannot_be_started_is_one_sentence_and_threads_compute() -> None:
+    done = subprocess.run([sys.executable, "-c", HAS_NO_FILE_LEFT], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["None", "True"]
+    assert done.stderr.splitlines() == [line for line in done.stderr.splitlines() if "cannot be started" in line]
+    assert done.stderr.count("allow the service one process") == 1
 
 
 def test_the_process_leaves_the_cores_to_requests_and_takes_one(fits: Fits) -> None:
