@@ -1,7 +1,8 @@
-"""Imported by a training script of `benchmarks.ease`: notes when each optimizer step of rank 0 ends.
+"""Imported by a training script of `benchmarks.ease`: notes when each step of rank 0 ends.
 
 It is a clock beside the agent's. Two runs of a script differ by what else the machine does; what the agent measured and
-this clock, taken from the same steps, do not.
+this clock, taken from the same steps, do not. Of several optimizers (a GAN has two, ZeRO has one within another) the
+last one ends a step.
 """
 
 from __future__ import annotations
@@ -17,26 +18,29 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_ended_at_s: list[float] = []
+_ended_at_s: dict[int, list[float]] = {}  # by optimizer
+_last = 0
 
 
-def _stepped(*_: Any) -> None:
+def _stepped(optimizer: Any, *_: Any) -> None:
+    global _last
     if dist.get_rank() == 0:
         if not _ended_at_s:
             atexit.register(_write)
-        _ended_at_s.append(time.perf_counter())
+        _last = id(optimizer)
+        _ended_at_s.setdefault(_last, []).append(time.perf_counter())
 
 
 def _write() -> None:
-    Path(os.environ["STEP_CLOCK_FILE"]).write_text(json.dumps(_ended_at_s))
+    Path(os.environ["STEP_CLOCK_FILE"]).write_text(json.dumps(_ended_at_s[_last]))
 
 
-def _scaled(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+def _scaled(scaler: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """A step that the scaler skips ends too; before the first that it does not skip, the agent counts none either."""
-    before = len(_ended_at_s)
-    result = _scaler_step(scaler, *args, **kwargs)
-    if before and len(_ended_at_s) == before:
-        _stepped()
+    steps = len(_ended_at_s.get(id(optimizer), ()))
+    result = _scaler_step(scaler, optimizer, *args, **kwargs)
+    if steps and len(_ended_at_s[id(optimizer)]) == steps:
+        _stepped(optimizer)
     return result
 
 

@@ -1,4 +1,4 @@
-"""What a user gets without an edit: ten scripts that have never heard of Tula, and the time to a first recommendation.
+"""What a user gets without an edit: scripts that have never heard of Tula, and the time to a first recommendation.
 
     python -m benchmarks.ease [--fresh] [--rounds 3] [--json OUT] [--smoke]
 
@@ -6,7 +6,7 @@ Each script of tests/e2e/scripts/unedited trains with two ranks on this machine,
 once with the lines of docs/embed.md written into it, in turn. Both have one more line, which imports a clock that
 notes when each optimizer step ends (benchmarks/_step_clock.py): two runs of one script are up to a third apart on a
 shared machine, so each step that was measured is compared with the clock on the same step. Keys:
-`no_edit.scripts_measured`, of ten, is how many were measured with their own batch, accumulation and world size;
+`no_edit.scripts_measured`, of fourteen, is how many were measured with their own batch, accumulation and world size;
 `no_edit.<script>.step_time_error` is how far the times of steps without an edit, over the clock's, are off those with
 the agent's lines, over the clock's (0.03: 3 %), each the median over the steps, then over the rounds;
 `no_edit.step_time_error.median` and `.max` are those over the scripts;
@@ -79,7 +79,7 @@ class Measured:
 
 
 def embedded(source: str) -> str:
-    """The script with the agent's lines: those of its framework's callback, or of a loop."""
+    """The script with the agent's lines: those of its framework's callback, of a loop, or of one without a loader."""
     if "pl.Trainer(" in source:
         call = "pl.Trainer(callbacks=[__import__('tula_agent.callbacks.lightning').callbacks.lightning.TulaCallback()],"
         return source.replace("pl.Trainer(", call)
@@ -88,9 +88,14 @@ def embedded(source: str) -> str:
         return source.replace("eval_dataset=", f"callbacks=[{module}.TulaTrainerCallback()], eval_dataset=")
     begins = "__import__('tula_agent').init(); run.watch(model, getattr(optimizer, 'optimizer', optimizer))"
     found = re.sub(r"^( +)(for \w+ in range\(options\.epochs\))", rf"\1run = {begins}\n\1\2", source, flags=re.M)
-    found, loops = re.subn(r"in (enumerate\()?loader\b", r"in \1run.steps(loader)", found)
+    if "get_batch()" in source:
+        found = found.replace(begins, f"{begins}; run.begin_loop()")
+        pattern, lines = r"^( +)(loss = )", r"\1run.batch_done(); run.batch_arrived(x)\n\1\2"
+    else:
+        pattern, lines = r"((?: in |enumerate\(|iter\())loader\b", r"\1run.steps(loader)"
+    found, loops = re.subn(pattern, lines, found, flags=re.M)
     if loops != 1:
-        raise ValueError("no loop over `loader` was found")
+        raise ValueError("no loop over `loader` was found, and none over `get_batch`")
     return found
 
 
@@ -122,6 +127,7 @@ class Bench:
             TULA_URL=self._sink.url,
             TULA_RUN_ID=name,
             TULA_KIND="profile",
+            TULA_LOCAL_BATCH_SIZE=str(BATCH),  # as `tula` does: without a DataLoader nothing else says it
             TULA_WARMUP_STEPS=str(WARMUP_STEPS),
             TULA_MEASURE_STEPS=str(MEASURE_STEPS),
             TULA_SPOOL_DIR=str(self._folder / "spool"),
