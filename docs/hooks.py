@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages list routes and calls as the application has them.
+"""MkDocs hooks: pages list routes and calls as the application has them, and exist as Markdown for language models.
 
 `python docs/hooks.py` writes into `docs/paper.md` the figures of the benchmarks' reports, and how the report of the
 experiments on gradient scaling compares with Table I.
@@ -15,6 +15,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 ROOT = Path(__file__).resolve().parents[1]
 OPENAPI = "<!-- openapi -->"
@@ -65,6 +66,37 @@ REPEATED: dict[str, str] = {
     "adaptive.profiling_fraction": "adaptive: share of the full search's node-seconds",
 }
 """Figures of which one run says little: their rows in the newest text on the cluster, which has three runs."""
+
+
+def on_nav(nav: Any, config: Any, **_: Any) -> None:
+    """Write `llms.txt` (llmstxt.org): all pages of the navigation as Markdown, each with its first sentence."""
+    lines, section = [f"# {config.site_name}", "", f"> {config.site_description}", ""], None
+    for page in nav.pages:
+        if page.parent is not section:
+            section = page.parent
+            lines += ["", f"## {section.title}", ""]
+        address = urljoin(config.site_url or "", page.file.src_uri)
+        lines.append(f"- [{page.title}]({address}){first_sentence(page.file.content_string)}")
+    write(Path(config.site_dir, "llms.txt"), "\n".join(lines) + "\n")
+
+
+def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
+    """Write the page's Markdown to `PAGE.md`, where the links among the sources lead; the page stays as it is."""
+    write(Path(config.site_dir, page.file.src_uri), page.markdown)
+    return html
+
+
+def first_sentence(markdown: str) -> str:
+    """The first sentence of a page's text after a colon, without links; nothing for a page that begins otherwise."""
+    paragraph = next((part for part in markdown.split("\n\n") if re.match(r"[\w*`\[]", part)), "")
+    text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", " ".join(paragraph.split()))
+    return f": {re.split(r'(?<=[.?!]) ', text)[0].rstrip(':')}" if text else ""
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file of the site, in folders that may not exist yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
