@@ -115,8 +115,26 @@ def cluster_name(value: Configuration) -> str:
     return nodes if value.instance_type == DEFAULT_INSTANCE_TYPE else f"{nodes} of {value.instance_type}"
 
 
+_OPTIONS: Final = {
+    ("compile", "on"): "compiled",
+    ("compile", "off"): "not compiled",
+    ("checkpointing", "on"): "checkpointing",
+    ("checkpointing", "off"): "no checkpointing",
+}
+"""Values of options that have a short name."""
+
+
+def option(name: str, word: str) -> str:
+    """A value of an option: `bf16`, `compiled`, `8 workers`, and with the option's name where it says too little."""
+    if name == "precision":
+        return word
+    if name == "num_workers":
+        return f"{word} worker{'s' if word != '1' else ''}"
+    return _OPTIONS.get((name, word), f"{name} {word}")
+
+
 def configuration(value: Configuration | None) -> str:
-    """Nodes, batch and options: `4 nodes of p3, global batch 256 (local 32 x 2 micro-steps), precision bf16`."""
+    """Nodes, batch and options: `4 nodes of p3, global batch 256 (local 32 x 2 micro-steps), bf16, compiled`."""
     if value is None:
         return NOTHING
     accumulation = f" x {value.grad_accum_steps} micro-steps" if value.grad_accum_steps != 1 else ""
@@ -124,6 +142,6 @@ def configuration(value: Configuration | None) -> str:
         [
             cluster_name(value),
             f"global batch {value.global_batch_size} (local {value.local_batch_size}{accumulation})",
-            *(f"{name} {word}" for name, word in value.options),
+            *(option(name, word) for name, word in value.options),
         ]
     )

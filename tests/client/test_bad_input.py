@@ -111,6 +111,29 @@ def test_a_wrong_option_of_tune_is_one_sentence(tula: Tula, tmp_path: Path, opti
 
 
 @pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ('precision = ["fp32", "bf16"]', "the command has no {precision}, but the job tries fp32 and bf16"),
+        ('precision = ["fp32"]', "options: precision has fewer than two values"),
+        (
+            "\n".join(f'o{number} = ["1", "2"]' for number in range(7)),
+            "options: these values make 128 combinations, and a job may have 64",
+        ),
+    ],
+)
+def test_wrong_options_of_a_job_are_one_sentence(tula: Tula, tmp_path: Path, options: str, named: str) -> None:
+    path = Path(spec_file(tmp_path, tmp_path.name))
+    path.write_text(f"{path.read_text()}[options]\n{options}\n")
+    command = [sys.executable, "-c", "raise SystemExit('started')", "{local_batch_size}", "{num_nodes}"]
+    code, _, err = tula("tune", str(path), "--work-dir", str(tmp_path / "w"), "--", *command)
+    assert code == 2
+    assert named in err
+    assert err.startswith("tula: ")
+    assert err.count("\n") == 1
+    assert not list((tmp_path / "w").rglob("*.log"))
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (("tune", "job.toml", "python", "train.py", "--bs", "8"), "put -- before your launch command"),

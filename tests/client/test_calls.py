@@ -128,7 +128,7 @@ def test_a_configuration_is_checked_as_a_field() -> None:
     with pytest.raises(ValidationError, match=r"configuration\.num_nodes"):
         RunCreate(kind="train", configuration=unchecked)
     valid = dataclasses.replace(unchecked, num_nodes=2)
-    assert dataclasses.asdict(valid) == RunCreate(kind="train", configuration=valid).model_dump()["configuration"]
+    assert valid.as_json() == RunCreate(kind="train", configuration=valid).model_dump()["configuration"]
 
 
 def test_a_user_may_derive_from_an_exception_of_a_problem() -> None:

@@ -15,6 +15,7 @@ import tula_wire as wire
 from tests.service.dashboard import models
 from tula_client.cli import jobs, launch, output
 from tula_client.launch.tune import Tuned
+from tula_wire import format
 
 
 def test_a_run_takes_one_line_of_a_hundred_columns() -> None:
@@ -211,3 +212,43 @@ def test_tune_asks_only_where_the_answer_may_change_the_recommendation() -> None
         (job, several.model_copy(update={"objective": "time"})),
     ):
         assert not launch.may_ask(Tuned(other, changed, ()), then_run=False)
+
+
+def test_a_recommendation_with_options_says_what_they_are_worth_and_what_today_costs() -> None:
+    answer = models.recommendation()
+    assert answer.chosen is not None
+    base, best = ((("compile", "off"), ("precision", "fp32")), (("compile", "on"), ("precision", "bf16")))
+    effect = {"option": "precision", "value": "bf16", "base": "fp32", "launched": True, "recommended": True}
+    sentence = "bf16 saves 48 % [44, 52] of the time."
+    chosen, today = (
+        one.model_copy(update={"configuration": replace(one.configuration, options=options)})
+        for one, options in ((answer.chosen, best), (answer.candidates[0], base))
+    )
+    update = {
+        "chosen": chosen,
+        "with_base_options": today,
+        "candidates": [chosen, today],
+        "options": [wire.OptionEffect.model_validate({**effect, "sentence": sentence})],
+    }
+    out = StringIO()
+    Console(file=out, width=200).print(jobs.recommendation_view(answer.model_copy(update=update), candidates=True))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines[0].split("  ")[0].startswith("nodes")
+    assert "options" in lines[0]
+    assert "compiled, bf16" in lines[1]
+    assert "not compiled, fp32" in lines[2]
+    assert sentence in lines
+    time, cost = format.duration(chosen.total_time_s.value), format.money(chosen.cost_usd.value)
+    before = f"{format.duration(today.total_time_s.value)}, {format.money(today.cost_usd.value)}"
+    nodes = f"{chosen.configuration.num_nodes} nodes, global batch {chosen.global_batch_size}"
+    assert f"{nodes}, compiled, bf16: {time}, {cost}; as you run it today: {before}." in lines
+
+
+def test_a_job_without_options_shows_none() -> None:
+    out = StringIO()
+    Console(file=out, width=200).print(jobs.recommendation_view(models.recommendation(), candidates=True))
+    assert "options" not in out.getvalue()
+    assert "today" not in out.getvalue()
+    assert output.brief(wire.Configuration(num_nodes=8, local_batch_size=32, options=(("zero", "2"),))) == (
+        "8, 256 (32), zero 2"
+    )

@@ -74,6 +74,36 @@ def test_a_training_says_what_the_last_one_used_and_can_be_held_to_it(tula: Tula
         assert (code, "--configuration 9x9: the job has no such configuration" in err) == (2, True)
 
 
+def test_a_training_has_the_words_of_the_options_that_are_recommended_or_asked_for(
+    tula: Tula, tmp_path: Path, address: str
+) -> None:
+    path = Path(spec_file(tmp_path, tmp_path.name))
+    path.write_text(f'{path.read_text()}[options]\nprecision = ["fp32", "bf16"]\n')
+    with Client(address, token="") as client:
+        job_id = client.register(load_spec(path)).job.id
+        profile(client, job_id)
+        chosen = client.recommendation(job_id).chosen
+        assert chosen is not None
+        shape = f"{chosen.configuration.num_nodes}x{chosen.configuration.local_batch_size}"
+        words = [sys.executable, "-c", "import sys; print('words', sys.argv[1:])"]
+        command = ["--work-dir", str(tmp_path / "w"), "--", *words, "{local_batch_size}", "{num_nodes}", "{precision}"]
+        code, out, _ = tula("run", job_id, *command)
+        assert code == 0
+        (word,) = dict(chosen.configuration.options).values()
+        assert f"'{word}']" in out
+        code, out, _ = tula("run", job_id, "--configuration", f"{shape},precision=bf16", *command)
+        assert code == 0
+        assert "'bf16']" in out
+        assert client.runs(job_id).runs[0].configuration.options == (("precision", "bf16"),)
+        for options, said in (
+            ("compile=on", "this job has no option 'compile': use precision"),
+            ("precision=fp8", "option 'precision' of this job has no value 'fp8': use fp32, bf16"),
+        ):
+            code, _, err = tula("run", job_id, "--configuration", f"{shape},{options}", *command)
+            assert (code, f"--configuration {shape},{options}: {said}" in err) == (2, True)
+            assert err.count("\n") == 1
+
+
 def test_a_configuration_that_was_measured_is_measured_again(tula: Tula, tmp_path: Path, address: str) -> None:
     path = spec_file(tmp_path, tmp_path.name)
     with Client(address, token="") as client:

@@ -92,6 +92,14 @@ def test_a_configuration_says_nodes_and_batches() -> None:
     assert format.configuration(typed) == "4 nodes of g5.12xlarge, global batch 128 (local 8 x 2 micro-steps)"
 
 
+def test_a_configuration_says_the_values_of_its_options() -> None:
+    options = (("checkpointing", "off"), ("compile", "on"), ("num_workers", "8"), ("precision", "bf16"), ("zero", "2"))
+    chosen = Configuration(num_nodes=1, local_batch_size=32, options=options)
+    said = "1 node, global batch 32 (local 32), no checkpointing, compiled, 8 workers, bf16, zero 2"
+    assert format.configuration(chosen) == said
+    assert [format.option("num_workers", "1"), format.option("compile", "default")] == ["1 worker", "compile default"]
+
+
 @pytest.mark.parametrize(
     ("ratio", "text"), [(0.5, "0.5"), (0.882, "0.88"), (2.64, "2.6"), (9.96, "10"), (120.3, "120"), (1e5, "100,000")]
 )

@@ -151,6 +151,9 @@ def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tup
         ("# if the batch of the command is that of all ranks together, write {global_batch_size} there instead", ""),
         (f"min_local_batch_size = {max(1, batch // _SPAN)}", ""),
         (f"max_local_batch_size = {batch * _SPAN}", around),
+        ("\n# [options]", "words of the command to try, what runs today first, such as --precision {precision}"),
+        ('# precision = ["fp32", "bf16"]', ""),
+        ('# compile = ["off", "on"]', ""),
     ]
     listed = (f"{setting:<40}# {comment}" if comment else setting for setting, comment in lines)
     return "\n".join([f"# {tune}", *listed]) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,7 +52,7 @@ from tula_wire import (
     ScalingPolicy,
     ScalingThresholds,
 )
-from tula_wire.format import configuration, count, duration, energy, mass, money, percent, size
+from tula_wire.format import cluster_name, configuration, count, duration, energy, mass, money, option, percent, size
 from tula_wire.text import printable
 
 BASIS = {
@@ -361,7 +362,7 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
         else:  # a warning comes first
             lines += [Text(quality.sentence, style="bold yellow"), title]
         lines.append(Padding(_predictions(answer.chosen), (0, 0, 0, 2), expand=False))
-    lines.append(Text(answer.why))
+    lines += [*today_line(answer), Text(answer.why), *(Text(effect.sentence) for effect in answer.options)]
     knee = answer.knee
     reason = knee.reason[:1].upper() + knee.reason[1:]
     where = f"Knee: {configuration(knee.configuration)}. " if knee.found and knee.configuration else ""
@@ -379,6 +380,24 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
         checked = f", cross-validated error {percent(error)}" if error is not None else ""
         evidence = f" ({answer.model.num_runs} runs, {answer.model.num_samples} samples{checked})"
     return Group(*lines, *_basis(answer, evidence))
+
+
+def today_line(answer: Recommendation) -> list[Text]:
+    """Return the line that compares the recommendation with the options as the script runs today; none without both.
+
+    Such as `4 nodes, global batch 2048, bf16, compiled: 3 h 6 min, $152.00; as you run it today: 7 h 54 min, $388.00.`
+    """
+    chosen, today = answer.chosen, answer.with_base_options
+    if chosen is None or today is None:
+        return []
+    configured = chosen.configuration
+    words = [cluster_name(configured), f"global batch {configured.global_batch_size}"]
+    words += [option(name, word) for name, word in configured.options]
+    return [Text(f"{', '.join(words)}: {_totals(chosen)}; as you run it today: {_totals(today)}.")]
+
+
+def _totals(one: Candidate) -> str:
+    return ", ".join([duration(one.total_time_s.value), *([_cost(one)] if one.cost_usd else [])])
 
 
 def menu_table(answer: Recommendation) -> RenderableType:
@@ -429,6 +448,7 @@ def candidates_table(answer: Recommendation) -> RenderableType:
 
 def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[str, bool]]) -> RenderableType:
     several = len({one.configuration.instance_type for one in candidates}) > 1
+    has_options = any(one.configuration.options for one in candidates)
     rows = []
     for one in candidates:
         chosen, held = one.configuration, marks(one)
@@ -439,6 +459,7 @@ def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[st
                 str(chosen.world_size),
                 str(chosen.local_batch_size),
                 str(chosen.global_batch_size),
+                *([", ".join(starmap(option, chosen.options))] if has_options else []),
                 estimate(one.step_time_s),
                 duration(one.epoch_time_s.value),
                 duration(one.total_time_s.value),
@@ -447,7 +468,10 @@ def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[st
                 ", ".join(name for name, holds in held.items() if holds),
             ]
         )
-    return Narrowing([*(["=type"] if several else []), *COLUMNS], rows, (">ranks", ">epoch", ">memory", ">local"))
+    columns = [*(["=type"] if several else []), *COLUMNS]
+    if has_options:
+        columns.insert(columns.index(">step time (90 %)"), "options")
+    return Narrowing(columns, rows, (">ranks", ">epoch", ">memory", ">local"))
 
 
 def _predictions(one: Candidate) -> RenderableType:

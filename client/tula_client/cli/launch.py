@@ -28,9 +28,16 @@ from tula_client.launch.reporter import Reporter
 from tula_client.launch.run_loop import Runner
 from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
 from tula_client.launch.train import train
-from tula_client.launch.tune import Tuned, named_configuration, to_measure_again, work_through
+from tula_client.launch.tune import (
+    Tuned,
+    cost_of_explaining,
+    named_configuration,
+    to_explain,
+    to_measure_again,
+    work_through,
+)
 from tula_client.launch.workdir import WorkDir
-from tula_wire import Configuration, Job, JobPatch, Run
+from tula_wire import Configuration, Job, JobPatch, JobSpec, Run
 from tula_wire.format import configuration as in_words
 from tula_wire.text import printable
 
@@ -78,9 +85,13 @@ def tune(
         list[str],
         typer.Option(
             metavar="failed|all|NODESxBATCH|RUN",
-            help="First measure these once more: what failed, all, nodes x local batch as in 2x64, or a run's.",
+            help="First measure these once more: what failed, all, nodes x local batch as in 2x64 or "
+            "2x64,precision=bf16, or a run's.",
         ),
     ] = [],  # noqa: B006 - typer copies
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Launch each value of an option once, also those that cannot win.")
+    ] = False,
     then_run: Annotated[bool, typer.Option("--then-run", help="Then train with the recommendation.")] = False,
     stop_command: StopCommand = None,
     work_dir: Folder = Path(".tula"),
@@ -88,9 +99,8 @@ def tune(
     as_json: Json = False,
 ) -> int:
     """Profile the runs that the service plans and print its recommendation; repeat it to continue after a stop."""
-    template, stop = _templates(command, launcher, stop_command)
     job_spec = load_spec(spec)
-    template.check(job_spec)
+    template, stop = _templates(command, launcher, stop_command, job_spec)
     with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json) as reporter:
         registered = register(client, job_spec, retry_failed=True)
         job = registered.job
@@ -102,9 +112,11 @@ def tune(
             if again:
                 handle = client.handle(job.id)
                 candidates = (one.configuration for one in handle.recommendation().candidates)
-                configurations = to_measure_again(again, handle.runs(), candidates)
-            limits = {"max_parallel": max_parallel, "max_failures": max_failures}
-            tuned = work_through(runner, job, template, node_budget=nodes, again=configurations, **limits)
+                configurations = to_measure_again(again, handle.runs(), candidates, job.spec.options)
+            limits: dict[str, Any] = {"max_parallel": max_parallel, "max_failures": max_failures, "node_budget": nodes}
+            tuned = work_through(runner, job, template, again=configurations, **limits)
+            if explain:
+                tuned = _with_explanations(runner, tuned, template, limits)
             if not as_json and sys.stdin.isatty() and sys.stdout.isatty() and may_ask(tuned, then_run=then_run):
                 tuned = _with_waiting(client, tuned)
             trained = None
@@ -116,6 +128,17 @@ def tune(
                 trained = train(runner, job, template)
     emit(_tuned_plain(tuned, trained), _tuned_view(tuned, trained), as_json)
     return ExitCode.OK if tuned.recommendation.chosen is not None else ExitCode.FAILED
+
+
+def _with_explanations(runner: Runner, tuned: Tuned, template: Template, limits: dict[str, Any]) -> Tuned:
+    """Launch each value of an option that the plan has not, once the user knows what that costs."""
+    chosen = tuned.recommendation.chosen
+    configurations = to_explain(tuned.job, None if chosen is None else chosen.configuration)
+    if not configurations:
+        return tuned
+    runner.reporter.note(cost_of_explaining(tuned.job, configurations))
+    explained = work_through(runner, tuned.job, template, again=configurations, **limits)
+    return dataclasses.replace(explained, finished=(*tuned.finished, *explained.finished))
 
 
 def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
@@ -172,7 +195,10 @@ def run(
     ] = False,
     configuration: Annotated[
         str | None,
-        typer.Option(metavar="NODESxBATCH|RUN", help="Train with nodes x local batch as in 2x64, or as a run did."),
+        typer.Option(
+            metavar="NODESxBATCH|RUN",
+            help="Train with nodes x local batch as in 2x64 or 2x64,precision=bf16, or as a run did.",
+        ),
     ] = None,
     stop_command: StopCommand = None,
     work_dir: Folder = Path(".tula"),
@@ -183,18 +209,18 @@ def run(
     """Train with the recommended configuration; continue from the last checkpoint after a failure or a stop."""
     if fresh and reconfigure:
         raise typer.BadParameter("--fresh and --reconfigure exclude each other: give one")
-    template, stop = _templates(command, launcher, stop_command)
     with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json, quiet) as reporter:
         handle = client.handle(job)
         registered = handle.status()
-        template.check(registered.spec)
+        template, stop = _templates(command, launcher, stop_command, registered.spec)
         fixed: Configuration | None = None
         if configuration is None:
             _note_change(client, registered, reporter)
         else:
             runs = {one.configuration: one for one in sorted(handle.runs(), key=lambda one: one.id == configuration)}
             candidates = (one.configuration for one in handle.recommendation().candidates)
-            fixed = named_configuration(configuration, runs, candidates, "--configuration")
+            options_of_job = registered.spec.options
+            fixed = named_configuration(configuration, runs, candidates, options_of_job, "--configuration")
         options = {"time_limit_s": time_limit, "grace_s": _TRAINING_GRACE_S, "stop_template": stop}
         with _runner(client, registered, work_dir, reporter, **options) as runner:
             choices: dict[str, Any] = {"fresh": fresh, "reconfigure": reconfigure, "configuration": fixed}
@@ -211,9 +237,10 @@ def _note_change(client: Client, job: Job, reporter: Reporter) -> None:
     last = newest[0].configuration
     if last != chosen.configuration:
         accumulation = f"x{last.grad_accum_steps}" if last.grad_accum_steps > 1 else ""
+        options = "".join(f",{name}={word}" for name, word in last.options)
         reporter.note(
             f"The recommendation changed since the last training, which used {in_words(last)}: "
-            f"--configuration {last.num_nodes}x{last.local_batch_size}{accumulation} trains with that again."
+            f"--configuration {last.num_nodes}x{last.local_batch_size}{accumulation}{options} trains with that again."
         )
 
 
@@ -232,16 +259,21 @@ def launchers(as_json: Json = False) -> None:
     emit(plain, Text("\n".join(lines)), as_json)
 
 
-def _templates(command: list[str], launcher: str | None, stop_command: str | None) -> tuple[Template, Template | None]:
+def _templates(
+    command: list[str], launcher: str | None, stop_command: str | None, spec: JobSpec
+) -> tuple[Template, Template | None]:
+    """Return the launch command, checked against the job, and the command that cancels it, if there is one."""
+    options = frozenset(spec.options)
     words, stop_words = (command, []) if launcher is None else with_launcher(launcher, command)
+    template = Template(tuple(words), options)
+    template.check(spec)
     if stop_command is None:
-        return Template(tuple(words)), Template(tuple(stop_words)) if stop_words else None
+        return template, Template(tuple(stop_words)) if stop_words else None
     try:
-        stop = Template(tuple(shlex.split(stop_command)))
+        return template, Template(tuple(shlex.split(stop_command)), options)
     except (ValueError, UsageError) as error:
         message = str(error)
         raise UsageError(f"--stop-command cannot be used: {message[:1].lower()}{message[1:]}") from None
-    return Template(tuple(words)), stop
 
 
 def _reporter(as_json: bool, quiet: bool = False) -> Reporter:

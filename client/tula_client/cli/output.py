@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Annotated, Any, Literal, TextIO, cast
 
 import typer
@@ -21,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tula_wire import Configuration, Estimate
-from tula_wire.format import NOTHING, count, duration, energy, mass, money, size
+from tula_wire.format import NOTHING, count, duration, energy, mass, money, option, size
 from tula_wire.text import UNPRINTABLE, printable
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -105,7 +104,7 @@ def escaped(document: str) -> str:
 
 
 def _plain(value: BaseModel | Configuration) -> dict[str, Any]:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else asdict(value)
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value.as_json()
 
 
 def facts(rows: Sequence[Sequence[str]]) -> Table:
@@ -187,4 +186,5 @@ def brief(value: Configuration | None) -> str:
     kind = f" {value.instance_type}" if value.instance_type != "default" else ""
     nodes = f"{value.num_nodes}{kind}" + (f" x {value.ranks_per_node} ranks" if value.ranks_per_node != 1 else "")
     accumulation = f" x {value.grad_accum_steps}" if value.grad_accum_steps != 1 else ""
-    return f"{nodes}, {value.global_batch_size} ({value.local_batch_size}{accumulation})"
+    chosen = "".join(f", {option(name, word)}" for name, word in value.options)
+    return f"{nodes}, {value.global_batch_size} ({value.local_batch_size}{accumulation}){chosen}"

@@ -472,6 +472,8 @@ def check_configuration(configuration: Configuration, job: Job) -> Configuration
         and (fixed or configuration.local_batch_size >= batch.min_local_batch_size)
         and (steps == held if held else fixed or steps <= batch.max_grad_accum_steps)
         and configuration.global_batch_size == (batch.global_batch_size or configuration.global_batch_size)
+        and [name for name, _ in configuration.options] == sorted(job.spec.options)
+        and all(word in job.spec.options[name] for name, word in configuration.options)
     )
     if not allowed:
         raise LaunchError(f"the service answered {configuration}, which the job's specification rules out: not started")

@@ -36,18 +36,22 @@ _TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 @dataclass(frozen=True)
 class Template:
-    """A command as words; `{name}` is replaced, `{{` and `}}` mean braces, other braces stay unchanged."""
+    """A command as words; `{name}` is replaced, `{{` and `}}` mean braces, other braces stay unchanged.
+
+    options: names of the job's options, which are placeholders too.
+    """
 
     words: tuple[str, ...]
+    options: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.words or not self.words[0].strip():
             raise UsageError("no command was given: write it after `--`, as in `tula tune job.toml -- torchrun ...`")
-        for name in sorted(self.placeholders - PLACEHOLDERS.keys()):
-            choices = ", ".join(f"{{{choice}}}" for choice in PLACEHOLDERS)
+        for name in sorted(self.placeholders - PLACEHOLDERS.keys() - self.options):
+            choices = ", ".join(f"{{{choice}}}" for choice in (*PLACEHOLDERS, *sorted(self.options)))
             raise UsageError(
-                f"the command holds the unknown placeholder {{{name}}}: use one of {choices}, "
-                f"or write {{{{{name}}}}} for literal braces"
+                f"the command holds the unknown placeholder {{{name}}}: use one of {choices}, list its values under "
+                f"[options] in the job, or write {{{{{name}}}}} for literal braces"
             )
 
     @property
@@ -77,7 +81,7 @@ class Template:
         made_here = {"resume": str(resume or ""), "env_file": env_file, "checkpoint_dir": str(checkpoint_dir)}
         made_here["learning_rate_factor"] = f"{learning_rate_factor:.6g}"
         made_here["max_steps"] = str(math.ceil(examples / configuration.global_batch_size - _SMALL_FLOAT))
-        ids = {"run_id": run_id, "launch_id": launch_id}
+        given = {"run_id": run_id, "launch_id": launch_id, **dict(configuration.options)}
 
         def replace(match: re.Match[str]) -> str:
             name = match.group(1)
@@ -85,7 +89,7 @@ class Template:
                 return match.group(0)[0]
             if name in made_here:
                 return made_here[name]
-            return _word(name, ids[name] if name in ids else getattr(configuration, name))
+            return _word(name, given[name] if name in given else getattr(configuration, name))
 
         kept = [word for word in self.words if resume is not None or "resume" not in _names_in(word)]
         return [_TOKEN.sub(replace, word) for word in kept]
@@ -97,6 +101,12 @@ class Template:
                 placeholders = re.sub(r"\w+_\w+", r"{\g<0>}", needed)
                 raise UsageError(
                     f"the command has no {placeholders}, but {because}: add it where the launcher expects it"
+                )
+        for name, values in spec.options.items():
+            if name not in self.placeholders:
+                raise UsageError(
+                    f"the command has no {{{name}}}, but the job tries {' and '.join(values)} for this option: add it "
+                    f"where the script takes it, as in --{name.replace('_', '-')} {{{name}}}"
                 )
 
     @property

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import starmap
+from types import MappingProxyType
 from typing import Final
 
 from tula_client._errors import LaunchError, UsageError
@@ -12,6 +15,8 @@ from tula_client.launch.judge import Outcome
 from tula_client.launch.run_loop import POLL_S, ActiveRun, Runner
 from tula_client.launch.template import Template
 from tula_wire import Configuration, Job, JobPatch, Recommendation, Run, RunClaimed
+from tula_wire.format import duration, money, option
+from tula_wire.options import Options, complete
 
 _MAX_WAIT_S = 5.0
 _WAIT_BESIDE_RUNS_S = 0.2
@@ -58,13 +63,16 @@ def work_through(
 
 
 def to_measure_again(
-    words: Sequence[str], runs: Iterable[Run], candidates: Iterable[Configuration]
+    words: Sequence[str],
+    runs: Iterable[Run],
+    candidates: Iterable[Configuration],
+    options: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> tuple[Configuration, ...]:
     """Return the configurations that `words` name, each once.
 
-    words: `failed`, `all`, a run's id, or nodes x local batch (x accumulation) as in `2x64`. runs: the runs of the job,
-    newest first. The newest profiling run of a configuration says how it ended; `failed` and `all` repeat no
-    configuration whose newest run has not ended.
+    words: `failed`, `all`, a run's id, or nodes x local batch (x accumulation) as in `2x64`, with values of options as
+    in `2x64,precision=bf16`. runs: the runs of the job, newest first. options: those of the job. The newest profiling
+    run of a configuration says how it ended; `failed` and `all` repeat no configuration whose newest run has not ended.
     Raises `UsageError` for any other word.
     """
     newest: dict[Configuration, Run] = {}
@@ -77,32 +85,98 @@ def to_measure_again(
         if word in ("failed", "all"):
             configurations += [one for one, run in ended.items() if word == "all" or run.state == "failed"]
         else:
-            configurations.append(named_configuration(word, newest, candidates))
+            configurations.append(named_configuration(word, newest, candidates, options))
     return tuple(dict.fromkeys(configurations))
 
 
 def named_configuration(
-    word: str, newest: dict[Configuration, Run], candidates: Iterable[Configuration], option: str = "--again"
+    word: str,
+    newest: Mapping[Configuration, Run],
+    candidates: Iterable[Configuration],
+    options: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    flag: str = "--again",
 ) -> Configuration:
     """The one configuration that `word` names: a run's id, or nodes x local batch (x accumulation) as in `2x64`.
 
-    newest: a run of each configuration. Raises `UsageError`, which names `option`, for none or several.
+    Values of the job's `options` may follow, as in `2x64,precision=bf16`; one that is left out has its first value.
+    newest: a run of each configuration. Raises `UsageError`, which names `flag`, for none or several.
     """
-    shape = _SHAPE.fullmatch(word)
+    numbers_word, *pairs = word.split(",")
+    shape = _SHAPE.fullmatch(numbers_word)
     fitting = [one for one, run in newest.items() if run.id == word]
     if shape is not None:
         numbers = (int(shape[1]), int(shape[2]), int(shape[3] or 1))
-        choices = dict.fromkeys([*newest, *candidates])
+        chosen = _chosen_options(pairs, options, f"{flag} {word}")
+        choices = dict.fromkeys(replace(one, options=chosen) for one in (*newest, *candidates))
         fitting = [one for one in choices if (one.num_nodes, one.local_batch_size, one.grad_accum_steps) == numbers]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise UsageError(f"{option} {word} matches several instance types: give the id of a run, see tula runs")
-    words = "failed, all, " if option == "--again" else ""
+        raise UsageError(f"{flag} {word} matches several instance types: give the id of a run, see tula runs")
+    words = "failed, all, " if flag == "--again" else ""
     raise UsageError(
-        f"{option} {word}: the job has no such configuration: give {words}nodes x local batch as in 2x64, or the id of "
+        f"{flag} {word}: the job has no such configuration: give {words}nodes x local batch as in 2x64, or the id of "
         "a run, see tula runs"
     )
+
+
+def _chosen_options(pairs: Sequence[str], options: Mapping[str, Sequence[str]], where: str) -> Options:
+    """Return the options that words such as `precision=bf16` choose; raises `UsageError`, which names `where`."""
+    chosen = [pair.partition("=") for pair in pairs]
+    for name, equals, _ in chosen:
+        if not equals:
+            raise UsageError(f"{where}: {name!r} is no option with a value: write it as in 2x64,precision=bf16")
+    try:
+        return complete(options, tuple((name, word) for name, _, word in chosen))
+    except ValueError as error:
+        text = str(error)
+        raise UsageError(f"{where}: {text[:1].lower()}{text[1:]}".rstrip(".")) from None
+
+
+def to_explain(job: Job, chosen: Configuration | None) -> tuple[Configuration, ...]:
+    """Return a configuration for each value of an option with which nothing of the plan has been launched.
+
+    It is one that was measured with every option at its first value, with that one value instead: its step time then
+    differs for that value alone. Of several, it has the cluster of `chosen`, if possible, and the largest batch.
+    """
+    options, base = job.spec.options, complete(job.spec.options, ())
+    at_base = [run.configuration for run in job.plan if run.state == "succeeded" and run.configuration.options == base]
+    if not at_base:
+        return ()
+    cluster = None if chosen is None else (chosen.instance_type, chosen.num_nodes)
+    start = max(at_base, key=lambda one: ((one.instance_type, one.num_nodes) == cluster, one.local_batch_size, one))
+    launched = {pair for run in job.plan if run.state in _ENDED for pair in run.configuration.options}
+    return tuple(
+        replace(start, options=complete(options, ((name, word),)))
+        for name in sorted(options)
+        for word in options[name]
+        if (name, word) not in launched
+    )
+
+
+def cost_of_explaining(job: Job, configurations: Sequence[Configuration]) -> str:
+    """Return a sentence that says what launches of `configurations` take, by the measured launches of the plan."""
+    took_s = [
+        (run.finished_at - run.started_at).total_seconds()
+        for run in job.plan
+        if run.state == "succeeded" and run.started_at is not None and run.finished_at is not None
+    ]
+    launch_s, number = max(took_s, default=0.0), len(configurations)
+    values = ", ".join(option(*_difference(one, job)) for one in configurations)
+    prices = {cluster.instance_type: cluster.price.usd_per_node_hour for cluster in job.spec.cluster}
+    rates = [(prices[one.instance_type], one.num_nodes) for one in configurations]
+    usd = math.fsum(rate * nodes for rate, nodes in rates if rate is not None) * launch_s / 3600
+    priced = f" and {money(usd)}" if usd else ""
+    return (
+        f"--explain launches {number} more value{'s' if number > 1 else ''} ({values}), one launch each: about "
+        f"{duration(number * launch_s)}{priced}."
+    )
+
+
+def _difference(configuration: Configuration, job: Job) -> tuple[str, str]:
+    """Return the one option of `configuration` that has another value than its first."""
+    base = dict(complete(job.spec.options, ()))
+    return next((name, word) for name, word in configuration.options if base[name] != word)
 
 
 @dataclass
@@ -161,7 +235,10 @@ class _PlanLoop:
             self._count(active, run, outcome)
 
     def _count(self, active: ActiveRun, run: Run, outcome: Outcome) -> None:
-        """Raise where failures, or measurements of another configuration than planned, end the plan."""
+        """Raise where failures, or measurements of another configuration than planned, end the plan.
+
+        A failure with other values of options than the first says nothing about the rest: the service leaves them out.
+        """
         if run.configuration_mismatch is not None:  # every further run would measure the same one
             raise LaunchError(
                 f"{run.configuration_mismatch} The measurement is kept for the configuration that ran; once the "
@@ -169,6 +246,13 @@ class _PlanLoop:
                 f"run {run.id} used another configuration: once the command is corrected, repeat `tula tune` to "
                 "measure the planned one",
             )
+        if outcome.state == "failed" and run.configuration.options != complete(self.job.spec.options, ()):
+            values = ", ".join(starmap(option, run.configuration.options))
+            self.runner.reporter.note(
+                f"Run {run.id} failed with {values}: the rest of the plan goes on, and once the command is corrected, "
+                "`tula tune` tries these values again."
+            )
+            return
         any_success = any(one.state == "succeeded" for one in self.job.plan)
         self.failures = self.failures + 1 if outcome.state == "failed" else 0
         if self.failures and (not any_success or self.failures >= self.max_failures):

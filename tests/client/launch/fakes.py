@@ -42,7 +42,7 @@ NO_COST = ProfilingCost(
 FINAL = ("succeeded", "failed", "out_of_memory", "cancelled")
 
 
-def spec(max_nodes=4, share_launches=False, on_breach="warn"):
+def spec(max_nodes=4, share_launches=False, on_breach="warn", options=None):
     return JobSpec.model_validate(
         {
             "name": "j",
@@ -52,6 +52,7 @@ def spec(max_nodes=4, share_launches=False, on_breach="warn"):
             "batch": {"min_local_batch_size": 8, "max_grad_accum_steps": 2},
             "limits": {"on_breach": on_breach},
             "profiling": {"share_launches": share_launches},
+            "options": options or {},
         }
     )
 
@@ -61,7 +62,8 @@ class FakeService:
 
     url = "http://x"
 
-    def __init__(self, configurations=(), chosen=None):
+    def __init__(self, configurations=(), chosen=None, options=None):
+        self.options = options
         self.runs, self.away, self.calls, self.bound, self.output = {}, 0, [], {}, {}
         self.chosen, self.holders, self.continued = chosen, {}, []
         self.basis, self.share_launches, self.time_limit_s = "profiled", False, None
@@ -99,7 +101,11 @@ class FakeService:
         return Job(
             id=job_id, name="j", model_name="m", state="planning", objective="knee", created_at=NOW, runs_done=done,
             runs_planned=len(plan), plan=plan, plan_reason="All is measured.", profiling_cost=NO_COST,
-            spec=spec(share_launches=self.share_launches, on_breach="warn" if self.time_limit_s is None else "stop"),
+            spec=spec(
+                share_launches=self.share_launches,
+                on_breach="warn" if self.time_limit_s is None else "stop",
+                options=self.options,
+            ),
         )  # fmt: skip
 
     def create_token(self, wanted):
@@ -246,5 +252,6 @@ class Notes:
         self.notes.append(text)
 
 
-def configuration(nodes=1, batch=32, accumulation=1):
-    return Configuration(num_nodes=nodes, local_batch_size=batch, grad_accum_steps=accumulation)
+def configuration(nodes=1, batch=32, accumulation=1, **options):
+    chosen = tuple(sorted(options.items()))
+    return Configuration(num_nodes=nodes, local_batch_size=batch, grad_accum_steps=accumulation, options=chosen)

@@ -99,6 +99,32 @@ def test_a_quantity_that_the_job_varies_needs_its_placeholder(command, changes, 
         Template(command).check(spec(**changes))
 
 
+OPTIONS = {"precision": ["fp32", "bf16"], "num_workers": ["4", "8"]}
+
+
+def test_options_of_the_job_are_placeholders_filled_from_the_configuration():
+    words = ("x", "{world_size}", "{local_batch_size}", "--precision={precision}", "--num-workers", "{num_workers}")
+    template = Template(words, frozenset(OPTIONS))
+    template.check(spec(options=OPTIONS))
+    chosen = replace(CONFIGURATION, options=(("num_workers", "8"), ("precision", "bf16")))
+    assert template.fill(chosen)[3:] == ["--precision=bf16", "--num-workers", "8"]
+
+
+def test_an_option_of_the_job_needs_its_placeholder():
+    template = Template(("x", "{world_size}", "{local_batch_size}", "{precision}"), frozenset(OPTIONS))
+    with pytest.raises(UsageError) as caught:
+        template.check(spec(options=OPTIONS))
+    assert str(caught.value) == (
+        "the command has no {num_workers}, but the job tries 4 and 8 for this option: add it where the script takes "
+        "it, as in --num-workers {num_workers}"
+    )
+
+
+def test_a_placeholder_that_is_no_option_of_the_job_is_refused_with_the_options_that_it_has():
+    with pytest.raises(UsageError, match=r"unknown placeholder \{compile\}.*\{num_workers\}.*under \[options\]"):
+        Template(("x", "{compile}"), frozenset(OPTIONS))
+
+
 def test_a_quantity_that_the_job_fixes_needs_no_placeholder():
     fixed = spec(cluster={"min_nodes": 2, "max_nodes": 2}, batch={"min_local_batch_size": 8, "max_local_batch_size": 8})
     Template(("x.sh",)).check(fixed)

@@ -14,8 +14,8 @@ from tula_client._errors import LaunchError, UsageError
 from tula_client._request import Answer
 from tula_client.launch.run_loop import LEASE_S, RETRY_S
 from tula_client.launch.template import Template
-from tula_client.launch.tune import to_measure_again, work_through
-from tula_wire import ClaimRequest
+from tula_client.launch.tune import cost_of_explaining, to_explain, to_measure_again, work_through
+from tula_wire import ClaimRequest, Price
 
 THREE = [configuration(4, 32), configuration(2, 64), configuration(1, 128)]
 
@@ -250,6 +250,100 @@ def test_a_configuration_to_measure_again_is_named_by_state_shape_or_run():
     for word in ("8x8", "r4", "everything", "4x"):
         with pytest.raises(UsageError, match="give failed, all, nodes x local batch"):
             again(word)
+
+
+OPTIONS = {"precision": ["fp32", "bf16"], "workers": ["4", "8"]}
+WITH_OPTIONS = Template((*TEMPLATE.words, "{precision}", "{workers}"), frozenset(OPTIONS))
+
+
+def with_options(nodes=1, batch=32, precision="fp32", workers="4"):
+    return configuration(nodes, batch, precision=precision, workers=workers)
+
+
+def test_each_launch_of_the_plan_has_the_words_of_its_options(tmp_path):
+    service = FakeService([with_options(1), with_options(2, precision="bf16")], options=OPTIONS)
+    bench = Bench(tmp_path, service, measured(service), Notes())
+    with bench.runner:
+        work_through(bench.runner, service.job("job-1"), WITH_OPTIONS)
+    assert [command[-2:] for command, _, _ in bench.started] == [["fp32", "4"], ["bf16", "4"]]
+
+
+@pytest.mark.parametrize("chosen", [{}, {"precision": "fp8", "workers": "4"}, {"precision": "bf16"}])
+def test_a_run_with_options_that_the_job_lacks_is_not_started(tmp_path, chosen):
+    service = FakeService([configuration(**chosen)], options=OPTIONS)
+    bench = Bench(tmp_path, service, measured(service), Notes())
+    with pytest.raises(LaunchError, match="which the job's specification rules out"), bench.runner:
+        work_through(bench.runner, service.job("job-1"), WITH_OPTIONS)
+    assert bench.started == []
+
+
+def test_values_that_crash_at_every_launch_end_no_plan(tmp_path):
+    """What fails with further values says nothing of the others, however often it does."""
+    crashing = [with_options(nodes, precision="bf16") for nodes in (1, 2, 3, 4)]
+    service, notes = FakeService([with_options(1), *crashing, with_options(4)], options=OPTIONS), Notes()
+
+    def fate(command, environment, log):
+        return FakeProcess(status=1) if "bf16" in command else measured(service)(command, environment, log)
+
+    bench = Bench(tmp_path, service, fate, notes)
+    with bench.runner:
+        tuned = work_through(bench.runner, service.job("job-1"), WITH_OPTIONS)
+    assert [run.state for run in tuned.job.plan] == ["succeeded", *["failed"] * 4, "succeeded"]
+    said = [note for note in notes.notes if "goes on" in note]
+    assert said[0].startswith("Run r1 failed with bf16, workers 4: the rest of the plan goes on")
+    assert len(said) == 4
+
+
+def test_a_crash_with_todays_values_ends_the_plan_at_once(tmp_path):
+    service = FakeService([with_options(1), with_options(2, precision="bf16")], options=OPTIONS)
+    bench = Bench(tmp_path, service, lambda *_: FakeProcess(status=1), Notes())
+    with pytest.raises(LaunchError, match="run r0 failed"), bench.runner:
+        work_through(bench.runner, service.job("job-1"), WITH_OPTIONS)
+    assert len(bench.started) == 1
+
+
+def test_a_configuration_is_named_with_the_options_that_are_not_todays():
+    service = FakeService()
+    for one in (with_options(2, 64), with_options(2, 64, precision="bf16")):
+        service.add("profile", one, "succeeded")
+
+    def named(word):
+        return to_measure_again((word,), list(service.runs.values()), [], OPTIONS)
+
+    assert named("2x64") == (with_options(2, 64),)
+    assert named("2x64,precision=bf16") == named("r1") == (with_options(2, 64, precision="bf16"),)
+    assert named("2x64,workers=8,precision=bf16") == (with_options(2, 64, "bf16", "8"),)  # not launched yet
+    for word, sentence in (
+        ("2x64,precision=fp8", "--again 2x64,precision=fp8: option 'precision' of this job has no value 'fp8': use f"),
+        ("2x64,zero=1", "--again 2x64,zero=1: this job has no option 'zero': use precision, workers"),
+        ("2x64,bf16", "--again 2x64,bf16: 'bf16' is no option with a value: write it as in 2x64,precision=bf16"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            named(word)
+        assert str(caught.value).startswith(sentence)
+
+
+def test_what_explains_is_the_measured_base_with_one_value_that_nothing_was_launched_with():
+    service = FakeService(options=OPTIONS)
+    for one in (with_options(1, 128), with_options(4, 32), with_options(4, 64), with_options(4, 64, "bf16")):
+        service.add("profile", one, "succeeded")
+    job = service.job("job-1")
+    assert to_explain(job, with_options(4, 8, "bf16")) == (with_options(4, 64, workers="8"),)
+    assert to_explain(job, None) == (with_options(1, 128, workers="8"),)
+    assert to_explain(FakeService([with_options()], options=OPTIONS).job("job-1"), None) == ()
+
+
+def test_the_cost_of_explaining_is_said_by_the_launches_of_the_plan():
+    service = FakeService(options=OPTIONS)
+    started = datetime(2026, 1, 1, tzinfo=UTC)
+    run = service.add("profile", with_options(4, 64), "succeeded")
+    service.change(run.id, started_at=started, finished_at=started + timedelta(seconds=90))
+    job = service.job("job-1")
+    priced = [one.model_copy(update={"price": Price(usd_per_node_hour=10.0)}) for one in job.spec.cluster]
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"cluster": priced})})
+    assert cost_of_explaining(job, to_explain(job, None)) == (
+        "--explain launches 2 more values (bf16, workers 8), one launch each: about 3 min and $2.00."
+    )
 
 
 def test_a_service_that_is_away_for_a_while_is_waited_for(tmp_path):
