@@ -79,24 +79,24 @@ def telemetry_requests(run_ids: list[str], steps: int) -> list[Request]:
             for name, column in zip(COLUMNS, series(steps, variant), strict=True)
         )
         numbers = ",".join(map(str, range(steps)))
-        head = f'{{"rank":0,"steps":[{numbers}],"columns":{{{columns}}},"sequence":0,"boot_id":"bench-'.encode()
+        body = f'"rank":0,"steps":[{numbers}],"columns":{{{columns}}},"sequence":@number,"boot_id":"bench-@sender"'
         path = f"/v1/runs/{run_ids[variant % len(run_ids)]}/telemetry"
-        requests.append(Request(path, "application/json", head, b'"}', textual=True))
+        requests.append(Request(path, f"{{{body}}}".encode()))
     return requests
 
 
 def sample_requests(run_ids: list[str], samples: int) -> list[Request]:
-    """Batches of step samples with five measured columns, as JSON."""
-    found = []
+    """Batches of step samples with five measured columns, as JSON, numbered as a process numbers its samples."""
+    requests = []
     for variant in range(VARIANTS):
         noise = np.random.default_rng(variant)
         names = ("step_time_s", "compute_time_s", "exposed_comm_time_s", "input_time_s", "skew_s")
         columns = ",".join(f'"{name}":{noise.lognormal(-2, 0.1, samples).round(6).tolist()}' for name in names)
-        numbers = list(range(samples))
-        head = f'{{"rank":{variant},{columns},"sequence":{numbers},"step":{numbers},"boot_id":"bench-'.encode()
+        numbers = ",".join(f"@number{row:03d}" for row in range(samples))
+        body = f'"rank":{variant},{columns},"sequence":[{numbers}],"step":[{numbers}],"boot_id":"bench-@sender"'
         path = f"/v1/runs/{run_ids[variant % len(run_ids)]}/samples"
-        found.append(Request(path, "application/json", head, b'"}', textual=True))
-    return found
+        requests.append(Request(path, f"{{{body}}}".encode()))
+    return requests
 
 
 def agent_requests(run_ids: list[str], steps: int) -> list[Request]:

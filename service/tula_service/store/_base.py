@@ -17,10 +17,15 @@ Clock: TypeAlias = Callable[[], datetime]
 RowMap: TypeAlias = sa.RowMapping
 WRITES: Final = "tula_writes"
 """Execution option: the transaction will write, so SQLite takes its write lock at the start instead of half-way."""
+_BUMP: Final = sa.update(jobs).where(jobs.c.id == sa.bindparam("job")).values(data_version=jobs.c.data_version + 1)
 
 
 class Repository:
-    """Access to some tables through one transaction's connection."""
+    """Access to some tables through one transaction's connection.
+
+    What every request of an agent executes is a constant of its module with named parameters: SQLAlchemy takes longer
+    to build a statement and find it in its cache than a database takes to answer it.
+    """
 
     def __init__(self, connection: sa.Connection, now: Clock) -> None:
         self._connection = connection
@@ -33,16 +38,15 @@ class Repository:
     def _rows(self, statement: sa.Executable) -> list[RowMap]:
         return list(self._connection.execute(statement).mappings())
 
-    def _row(self, statement: sa.Executable) -> RowMap | None:
-        return self._connection.execute(statement).mappings().first()
+    def _row(self, statement: sa.Executable, **parameters: object) -> RowMap | None:
+        return self._connection.execute(statement, parameters).mappings().first()
 
-    def _scalar(self, statement: sa.Executable) -> Any:
-        return self._connection.execute(statement).scalar()
+    def _scalar(self, statement: sa.Executable, **parameters: object) -> Any:
+        return self._connection.execute(statement, parameters).scalar()
 
     def bump(self, job_id: str) -> None:
         """Increment the job's data version, because something that a fit reads has changed."""
-        grown = sa.update(jobs).where(jobs.c.id == job_id).values(data_version=jobs.c.data_version + 1)
-        self._connection.execute(grown)
+        self._connection.execute(_BUMP, {"job": job_id})
 
     def _purge(self, table: sa.Table, job_id: str, limit: int) -> int:
         """Delete up to `limit` rows of a job's runs, so that writers never wait long; returns their number."""

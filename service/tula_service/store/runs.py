@@ -29,8 +29,12 @@ _SELECT_RUNS = sa.select(
     *(run_summaries.c[name].label(f"observed_{name}") for name in _OBSERVED),
 ).outerjoin(run_summaries, run_summaries.c.run_key == runs.c.key)
 
-
 _HELD = ("claimed", "running")
+_RUN = _SELECT_RUNS.where(runs.c.id == sa.bindparam("run"))
+_HELD_RUN = _RUN.where(runs.c.state.in_(_HELD))
+_LEASE = sa.select(runs.c.lease).where(runs.c.id == sa.bindparam("run"))
+_EXTENDED: dict[str, Any] = {"lease_s": sa.bindparam("length_s"), "lease_expires_at": sa.bindparam("expires_at")}
+_EXTEND = sa.update(runs).where(runs.c.id == sa.bindparam("run"), runs.c.state.in_(_HELD)).values(_EXTENDED)
 
 
 class Runs(Repository):
@@ -61,7 +65,7 @@ class Runs(Repository):
 
     def get(self, run_id: str) -> RunRecord:
         """The run. Raises NotFound."""
-        row = self._row(_SELECT_RUNS.where(runs.c.id == run_id))
+        row = self._row(_RUN, run=run_id)
         if row is None:
             raise NotFound.of("run", run_id)
         return _run_record(row)
@@ -166,7 +170,7 @@ class Leases(Repository):
 
     def check(self, run_id: str, number: int | None) -> None:
         """Raise Conflict unless the sender works under the run's present lease; a sender without a number passes."""
-        current = None if number is None else self._scalar(sa.select(runs.c.lease).where(runs.c.id == run_id))
+        current = None if number is None else self._scalar(_LEASE, run=run_id)
         if current is not None and current != number:
             raise Conflict(
                 f"Lease {number} of this run is over, and it has returned to the plan or is another's: stop working on "
@@ -228,18 +232,22 @@ class Leases(Repository):
 
         With `whole_launch`, also extend the leases of the runs that the holder claimed together with this one.
         """
-        row = self._row(_SELECT_RUNS.where(runs.c.id == run_id, runs.c.state.in_(_HELD)))
+        row = self._row(_HELD_RUN, run=run_id)
         if row is None:
             return False
         length = lease_s if lease_s is not None else row["lease_s"]
-        if length is not None:
-            conditions = [runs.c.id == run_id]
-            if whole_launch and row["holder"] is not None:
-                conditions = [*_same_launch(_run_record(row)), runs.c.holder == row["holder"]]
-            held = sa.update(runs).where(*conditions, runs.c.state.in_(_HELD))
-            values = {"lease_s": length, "lease_expires_at": self._now() + timedelta(seconds=length)}
-            return self._connection.execute(held.values(values)).rowcount > 0
-        return True
+        if length is None:
+            return True
+        extension = {"length_s": length, "expires_at": self._now() + timedelta(seconds=length)}
+        if whole_launch and row["holder"] is not None:
+            claimed_together = (
+                *_same_launch(_run_record(row)),
+                runs.c.holder == row["holder"],
+                runs.c.state.in_(_HELD),
+            )
+            extend = sa.update(runs).where(*claimed_together).values(_EXTENDED)
+            return self._connection.execute(extend, extension).rowcount > 0
+        return self._connection.execute(_EXTEND, extension | {"run": run_id}).rowcount > 0
 
 
 def _same_launch(run: RunRecord) -> list[sa.ColumnElement[bool]]:

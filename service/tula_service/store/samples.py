@@ -35,6 +35,21 @@ _MEMORY = [memory_readings.c[field.name] for field in fields(MemoryReading)]
 _SEEN = ("world_size", "local_batch_size", "grad_accum_steps", "timing_method", "energy_per_step_j")
 """What a process reports of its configuration, and the energy of its steps."""
 _FIGURES = [field.name for field in fields(RunSummary) if field.name in run_summaries.c]
+_LOCK_JOB = sa.select(jobs.c.key).where(jobs.c.id == sa.bindparam("job")).with_for_update(read=True, key_share=True)
+_COUNT = (
+    sa.update(runs)
+    .where(runs.c.key == sa.bindparam("run"))
+    .values(
+        num_samples=runs.c.num_samples + sa.bindparam("stored"),
+        num_measured=runs.c.num_measured + sa.bindparam("measured"),
+    )
+)
+_SOURCE = sa.select(sample_sources).where(
+    sample_sources.c.run_key == sa.bindparam("run"),
+    sample_sources.c.rank == sa.bindparam("sender"),
+    sample_sources.c.boot_id == sa.bindparam("boot"),
+)
+_READING = sa.select(*_MEMORY).where(memory_readings.c.source_key == sa.bindparam("source"))
 
 
 Summarise: TypeAlias = Callable[[SampleColumns], dict[str, Any]]
@@ -90,8 +105,7 @@ class Samples(Repository):
         """
         if self._postgres:
             # The job's row before its run's, as a deletion locks them: see the order of locks in store/database.py.
-            job = sa.select(jobs.c.key).where(jobs.c.id == job_id)
-            self._connection.execute(job.with_for_update(read=True, key_share=True))
+            self._connection.execute(_LOCK_JOB, {"job": job_id})
         source = self._source(run_key, batch)
         size = len(batch.sequence)
         optional = [getattr(batch, name) or [None] * size for name in (*_FLOATS, "straggler_rank")]
@@ -106,8 +120,7 @@ class Samples(Repository):
         if stored or memory_changed:
             self.bump(job_id)  # before the run's row is changed
             measured = 0 if batch.warmup else stored
-            counts = {"num_samples": runs.c.num_samples + stored, "num_measured": runs.c.num_measured + measured}
-            self._connection.execute(sa.update(runs).where(runs.c.key == run_key).values(counts))
+            self._connection.execute(_COUNT, {"run": run_key, "stored": stored, "measured": measured})
         return stored
 
     def recent(self, run_key: int, *, limit: int = SUMMARY_ROWS, rank: int | None = None) -> SampleColumns:
@@ -244,11 +257,7 @@ class Samples(Repository):
         if batch.timeline is not None:
             facts["timeline"] = batch.timeline.model_dump()
         table = sample_sources.c
-        source = self._row(
-            sa.select(sample_sources).where(
-                table.run_key == run_key, table.rank == batch.rank, table.boot_id == batch.boot_id
-            )
-        )
+        source = self._row(_SOURCE, run=run_key, sender=batch.rank, boot=batch.boot_id)
         if source is not None:
             changed = {name: value for name, value in facts.items() if value not in (None, source[name])}
             if changed:
@@ -273,7 +282,7 @@ class Samples(Repository):
     def _store_memory(self, source_key: int, run_key: int, reading: MemoryReading) -> bool:
         """Keep the newest reading with the highest peak of a process; False if that is the stored one already."""
         table = memory_readings.c
-        stored = self._row(sa.select(*_MEMORY).where(table.source_key == source_key))
+        stored = self._row(_READING, source=source_key)
         if stored is not None and (reading.peak_bytes < stored["peak_bytes"] or reading == MemoryReading(**stored)):
             return False
         higher = table.peak_bytes <= reading.peak_bytes
