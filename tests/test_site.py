@@ -33,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_page_is_there_as_html_and_as_markdown_with_what_the_hooks_fill_in(site: Path) -> None:
     for page in PAGES:
-        directory = page.parent if page.stem in ("index", "README") else page.with_suffix("")
+        directory = page.parent if page.stem == "index" else page.with_suffix("")
         assert (site / directory / "index.html").is_file(), page
         text = (site / page).read_text(encoding="utf-8")
         assert text.startswith("# "), page
@@ -52,11 +52,7 @@ def test_llms_txt_lists_every_page_of_the_navigation_with_its_first_sentence(sit
     assert (title, lines[0]) == ("# Tula", "> How many nodes, and which global batch size?")
     listed = [match.groups() for line in lines if (match := re.fullmatch(r"- \[(.+)\]\((.+)\)(?:: (.+))?", line))]
     assert [line for line in lines[1:] if line and not line.startswith(("- [", "## "))] == []
-    assert sorted(target for _, target, _ in listed) == sorted(
-        page.as_posix()
-        for page in PAGES
-        if not page.name.startswith("0")  # decisions, which their own page lists
-    )
+    assert sorted(target for _, target, _ in listed) == sorted(page.as_posix() for page in PAGES)
     said = {target: sentence for _, target, sentence in listed}
     assert said["commands.md"] == "Every command has `--help`; commands with a result have `--json`."
     assert sum(sentence is not None for sentence in said.values()) > 0.8 * len(said)
