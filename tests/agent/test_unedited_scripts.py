@@ -28,8 +28,8 @@ def forks() -> Iterator[ForkServer]:
     made.close()
 
 
-def test_the_page_on_embedding_lists_every_script() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "embed.md").read_text()
+def test_the_page_on_what_was_run_lists_every_script() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "evidence" / "runs.md").read_text()
     listed = re.findall(r"^\| `(\w+)` \|", page, flags=re.M)
     assert sorted(f"{name}.py" for name in listed) == sorted(path.name for path in SCRIPTS.glob("*.py"))
     assert len(listed) == 14

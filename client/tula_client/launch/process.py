@@ -141,7 +141,7 @@ def run_variables(
     restart: int,
     smaller: Sequence[Run] = (),
 ) -> dict[str, str]:
-    """The `TULA_*` variables of `run`, listed in `docs/launchers.md`; `smaller`: the other runs of its launch."""
+    """The `TULA_*` variables of `run`, listed in `docs/commands.md`; `smaller`: the other runs of its launch."""
     configuration = run.configuration
     variables = {
         "TULA_URL": url,
