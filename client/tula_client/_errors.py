@@ -19,12 +19,14 @@ class ExitCode(IntEnum):
     """The command failed."""
     USAGE = 2
     """An option, a file or a field is wrong; nothing was done."""
-    UNREACHABLE = 3
-    """The service is unreachable or unavailable."""
+    SLOWER = 3
+    """`tula gate`: the change makes the training slower than it may."""
     DENIED = 4
     """The token is missing, wrong, or lacks permission."""
     NOT_FOUND = 5
     """No such job, run or chart."""
+    UNREACHABLE = 6
+    """The service is unreachable or unavailable."""
     INTERRUPTED = 130
     """Ctrl-C."""
 

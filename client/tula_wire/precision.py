@@ -25,12 +25,16 @@ def relative_error(step_times_s: Sequence[float], start_up_s: float = 0.0) -> fl
     if count < FEWEST_STEPS or total_s < max(_LEAST_S, _OF_START_UP * start_up_s):
         return math.inf
     error_s = stdev(step_times_s) / math.sqrt(count)
-    return _student(count - 1) * error_s / fmean(step_times_s)
+    return student(count - 1) * error_s / fmean(step_times_s)
 
 
-def _student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, by the first terms of a series in 1 / freedom (Abramowitz 26.7.5)."""
+def student(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t, by the first terms of a series in 1 / freedom (Abramowitz 26.7.5).
+
+    It is 3 % too low with two degrees of freedom, and less than 1 % with more.
+    """
     z = _NORMAL
     first = (z**3 + z) / 4.0
     second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0
-    return z + first / freedom + second / freedom**2
+    third = (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / 384.0
+    return z + first / freedom + second / freedom**2 + third / freedom**3

@@ -85,7 +85,7 @@ def test_without_a_service_tune_says_so_and_gives_up(tula: Tula, tmp_path: Path)
     path = spec_file(tmp_path, "no-service")
     command = [sys.executable, "-c", "pass", "{local_batch_size}", "{num_nodes}"]
     code, _, err = tula("--url", "http://127.0.0.1:9", "tune", path, "--", *command)
-    assert code == 3
+    assert code == 6
     assert "tula serve" in err
 
 

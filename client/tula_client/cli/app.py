@@ -16,17 +16,17 @@ from pydantic import ValidationError
 from tula_client._errors import ExitCode, TulaError
 from tula_client._settings import access, package_version
 from tula_client._spec import faults
-from tula_client.cli import data, init, jobs, launch, mcp
+from tula_client.cli import data, gate, init, jobs, launch, mcp
 from tula_wire.text import printable
 
 GROUP: Final = "tula.commands"
 EXTRAS: Final = {"tula_service": "service", "tula_agent": "agent"}
 EPILOG: Final = (
-    "Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 service unreachable, 4 not allowed, 5 not found, "
-    "130 interrupted. TULA_URL is the address of the service, TULA_TOKEN the token; without them, .env and "
-    "~/.config/tula/config.toml are read."
+    "Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 slower (tula gate), 4 not allowed, 5 not found, "
+    "6 service unreachable, 130 interrupted. TULA_URL is the address of the service, TULA_TOKEN the token; without "
+    "them, .env and ~/.config/tula/config.toml are read."
 )
-LAUNCHING: Final = frozenset({"tune", "run"})
+LAUNCHING: Final = frozenset({"tune", "run", "gate"})
 """Commands that launch others and continue where they stopped."""
 
 
@@ -93,7 +93,16 @@ def build(arguments: Sequence[str] = ()) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    commands = (init.init, jobs.recommend, jobs.predict, jobs.runs, launch.tune, launch.run, launch.launchers)
+    commands = (
+        init.init,
+        jobs.recommend,
+        jobs.predict,
+        jobs.runs,
+        launch.tune,
+        launch.run,
+        gate.gate,
+        launch.launchers,
+    )
     _add(app, *commands, launch.logs, jobs.watch, jobs.open_, data.plot, data.export, mcp.mcp)
     on_jobs = typer.Typer(help="Add, list, show, edit, archive and delete jobs.", no_args_is_help=True)
     _add(on_jobs, jobs.add, jobs.list_, jobs.show, jobs.edit, jobs.archive, jobs.delete)

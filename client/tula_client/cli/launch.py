@@ -41,9 +41,9 @@ from tula_wire import Configuration, Job, JobPatch, JobSpec, Run
 from tula_wire.format import configuration as in_words
 from tula_wire.text import printable
 
-_RETRY = RetryPolicy(max_attempts=3, budget_s=10.0)
+RETRY = RetryPolicy(max_attempts=3, budget_s=10.0)
 """Short, because the runner retries for minutes itself and supervises its processes meanwhile."""
-_TIMEOUT_S = 15.0
+TIMEOUT_S = 15.0
 _TRAINING_GRACE_S = 30.0
 """Seconds between SIGTERM and SIGKILL of a training: enough to write a checkpoint."""
 
@@ -100,11 +100,11 @@ def tune(
 ) -> int:
     """Profile the runs that the service plans and print its recommendation; repeat it to continue after a stop."""
     job_spec = load_spec(spec)
-    template, stop = _templates(command, launcher, stop_command, job_spec)
-    with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json) as reporter:
+    template, stop = checked_templates(command, launcher, stop_command, job_spec)
+    with Client(timeout_s=TIMEOUT_S, retry=RETRY) as client, open_reporter(as_json) as reporter:
         registered = register(client, job_spec, retry_failed=True)
         job = registered.job
-        with _runner(client, job, work_dir, reporter, time_limit_s=time_limit, stop_template=stop) as runner:
+        with open_runner(client, job, work_dir, reporter, time_limit_s=time_limit, stop_template=stop) as runner:
             for note in registered.notes:
                 reporter.note(note)
             reporter.job(job)
@@ -209,10 +209,10 @@ def run(
     """Train with the recommended configuration; continue from the last checkpoint after a failure or a stop."""
     if fresh and reconfigure:
         raise typer.BadParameter("--fresh and --reconfigure exclude each other: give one")
-    with Client(timeout_s=_TIMEOUT_S, retry=_RETRY) as client, _reporter(as_json, quiet) as reporter:
+    with Client(timeout_s=TIMEOUT_S, retry=RETRY) as client, open_reporter(as_json, quiet) as reporter:
         handle = client.handle(job)
         registered = handle.status()
-        template, stop = _templates(command, launcher, stop_command, registered.spec)
+        template, stop = checked_templates(command, launcher, stop_command, registered.spec)
         fixed: Configuration | None = None
         if configuration is None:
             _note_change(client, registered, reporter)
@@ -222,7 +222,7 @@ def run(
             options_of_job = registered.spec.options
             fixed = named_configuration(configuration, runs, candidates, options_of_job, "--configuration")
         options = {"time_limit_s": time_limit, "grace_s": _TRAINING_GRACE_S, "stop_template": stop}
-        with _runner(client, registered, work_dir, reporter, **options) as runner:
+        with open_runner(client, registered, work_dir, reporter, **options) as runner:
             choices: dict[str, Any] = {"fresh": fresh, "reconfigure": reconfigure, "configuration": fixed}
             trained = train(runner, registered, template, method=method, max_restarts=max_restarts, **choices)
     emit(_trained_plain(trained), _trained_view(trained), as_json)
@@ -259,7 +259,7 @@ def launchers(as_json: Json = False) -> None:
     emit(plain, Text("\n".join(lines)), as_json)
 
 
-def _templates(
+def checked_templates(
     command: list[str], launcher: str | None, stop_command: str | None, spec: JobSpec
 ) -> tuple[Template, Template | None]:
     """Return the launch command, checked against the job, and the command that cancels it, if there is one."""
@@ -276,12 +276,12 @@ def _templates(
         raise UsageError(f"--stop-command cannot be used: {message[:1].lower()}{message[1:]}") from None
 
 
-def _reporter(as_json: bool, quiet: bool = False) -> Reporter:
+def open_reporter(as_json: bool, quiet: bool = False) -> Reporter:
     return Reporter(Console(quiet=True) if as_json else lasting_console(), quiet=quiet)
 
 
 @contextmanager
-def _runner(client: Client, job: Job, work_dir: Path, reporter: Reporter, **options: Any) -> Iterator[Runner]:
+def open_runner(client: Client, job: Job, work_dir: Path, reporter: Reporter, **options: Any) -> Iterator[Runner]:
     """The runner of a job, whose folder is locked.
 
     SIGTERM is like Ctrl-C: commands are stopped and leases given back. A terminal that closes (SIGHUP), and the signals

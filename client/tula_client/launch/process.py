@@ -109,8 +109,9 @@ def start(
     log: Path,
     grace_s: float = 10.0,
     stop_command: Sequence[str] | None = None,
+    folder: Path | None = None,
 ) -> Process:
-    """Start `command` in another session, output appended to `log`.
+    """Start `command` in another session, in `folder` or the current one, output appended to `log`.
 
     `stop_command` cancels the cluster job of a command that only submits (`sbatch --wait`, `kubectl`). Raises
     `UsageError` if the first word of either is no program on this machine.
@@ -126,6 +127,7 @@ def start(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=dict(environment),
+            cwd=folder,
             start_new_session=True,
         )
     return Process(process, grace_s)

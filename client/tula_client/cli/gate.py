@@ -1,0 +1,187 @@
+"""`tula gate`: what a change of the code costs the training."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from tula_client import Client
+from tula_client._errors import ExitCode, JobNotFoundError, LaunchError, UsageError
+from tula_client._spec import load_spec
+from tula_client.cli.launch import (
+    RETRY,
+    TIMEOUT_S,
+    Command,
+    Folder,
+    LauncherName,
+    StopCommand,
+    TimeLimit,
+    checked_templates,
+    open_reporter,
+    open_runner,
+)
+from tula_client.cli.output import Json, emit
+from tula_client.launch.gate import (
+    FEWEST_PAIRS,
+    Side,
+    alternate,
+    checkout,
+    commit_of,
+    git,
+    refuse_paths_into,
+    slower,
+)
+from tula_client.launch.process import start
+from tula_client.launch.registration import register
+from tula_client.launch.tune import named_configuration
+from tula_wire import Candidate, Configuration, Estimate, JobSpec, Recommendation
+from tula_wire.format import configuration as in_words
+from tula_wire.format import duration, money, percent, size
+
+
+def gate(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The job's specification.")],
+    command: Command,
+    against: Annotated[str, typer.Option(metavar="REVISION", help="The commit, tag or branch to compare with.")],
+    configuration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NODESxBATCH",
+            help="Launch this one, as in 2x64 or 2x64,precision=bf16 (default: what the job's recommendation chose, "
+            "else the smallest).",
+        ),
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=FEWEST_PAIRS, help="Launches of each revision.")] = 5,
+    threshold: Annotated[
+        float, typer.Option(min=0, metavar="PERCENT", help="Exit with 3 only if steps take longer by more than this.")
+    ] = 2.0,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the result as Markdown, for a comment.")
+    ] = None,
+    launcher: LauncherName = None,
+    stop_command: StopCommand = None,
+    work_dir: Folder = Path(".tula"),
+    time_limit: TimeLimit = 1800.0,
+    as_json: Json = False,
+) -> int:
+    """Measure the same launch on another revision and here in turn, and print what the change costs the training."""
+    job_spec = load_spec(spec)
+    template, stop = checked_templates(command, launcher, stop_command, job_spec)
+    commit = commit_of(against)
+    refuse_paths_into(Path(git("rev-parse", "--show-toplevel")), command)
+    changed = git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    with (
+        Client(timeout_s=TIMEOUT_S, retry=RETRY) as client,
+        open_reporter(as_json) as reporter,
+        checkout(commit) as base_folder,
+        ExitStack() as runners,
+    ):
+        known = _recommendation(client, job_spec)
+        sides = []
+        for name, revision, folder in (("the base", commit, base_folder), ("the change", changed, Path.cwd())):
+            job = register(client, _at_revision(job_spec, revision)).job
+            options: dict[str, Any] = {"time_limit_s": time_limit, "stop_template": stop}
+            options["start_command"] = partial(start, folder=folder)
+            made = open_runner(client, job, work_dir.resolve(), reporter, **options)
+            sides.append(Side(f"{name} ({_short(revision)})", job, runners.enter_context(made)))
+        base, change = sides
+        first_guess = client.recommendation(base.job.id).candidates
+        chosen = _configuration(configuration, job_spec, known, first_guess)
+        reporter.note(f"Launching {in_words(chosen)} {pairs} times on {base.name} and on {change.name}, in turn.")
+        result = slower(*alternate(base, change, chosen, template, pairs))
+        peaks = [side.peak_bytes(chosen) for side in sides]
+        for side in sides:
+            client.archive_job(side.job.id)
+    sentence = _sentence(result, peaks, None if known is None else known.chosen)
+    exceeded = result.low > 0.0 and result.value * 100.0 > threshold
+    if markdown is not None:
+        _write(markdown, sentence, in_words(chosen), base.name, pairs, exceeded, threshold)
+    plain = {
+        "slower": result,
+        "configuration": chosen,
+        "base": commit,
+        "change": changed,
+        "pairs": pairs,
+        "base_peak_bytes": peaks[0],
+        "change_peak_bytes": peaks[1],
+        "exceeded": exceeded,
+        "sentence": sentence,
+    }
+    emit(plain, Text(sentence), as_json)
+    return ExitCode.SLOWER if exceeded else ExitCode.OK
+
+
+def _short(revision: str) -> str:
+    return revision[:7] + revision[40:]
+
+
+def _at_revision(spec: JobSpec, revision: str) -> JobSpec:
+    """Return the job in which launches of one revision are measured: they say nothing about other code."""
+    return spec.model_copy(update={"name": f"{spec.name}@{_short(revision)}"})
+
+
+def _recommendation(client: Client, spec: JobSpec) -> Recommendation | None:
+    """Return the recommendation of the job of this name, None where the service has no such job."""
+    try:
+        return client.handle(spec.name).recommendation()
+    except JobNotFoundError:
+        return None
+
+
+def _configuration(
+    word: str | None, spec: JobSpec, known: Recommendation | None, candidates: list[Candidate]
+) -> Configuration:
+    configurations = [one.configuration for one in candidates]
+    if word is not None:
+        return named_configuration(word, {}, configurations, spec.options, "--configuration")
+    if known is not None and known.chosen is not None:
+        return known.chosen.configuration
+    if not configurations:
+        raise LaunchError("the job has no candidate: see tula recommend")
+    return min(configurations, key=lambda one: (one.num_nodes, one.global_batch_size, one))
+
+
+def _amounts(share: Estimate, whole: float = 1.0) -> tuple[float, float, float]:
+    """Return value and both ends of an interval on one side of zero, times `whole` and without their sign."""
+    low, high = sorted((abs(whole * share.low), abs(whole * share.high)))
+    return abs(whole * share.value), low, high
+
+
+def _sentence(result: Estimate, peaks: list[float | None], chosen: Candidate | None) -> str:
+    """Say what the change does to step time, money and memory, with 95 % intervals."""
+    if result.low <= 0.0 <= result.high:
+        ends = f"{percent(result.low, signed=True)} and {percent(result.high, signed=True)}"
+        said = f"This change makes no difference that these launches can tell: steps take between {ends} longer"
+    else:
+        word, worth = ("slower", "costs") if result.value > 0.0 else ("faster", "saves")
+        value, low, high = (100.0 * share for share in _amounts(result))
+        said = f"This change makes the training {value:.1f} % [{low:.1f}, {high:.1f}] {word}"
+        if chosen is not None:
+            worths = ["{} [{}, {}]".format(*map(duration, _amounts(result, chosen.total_time_s.value)))]
+            if chosen.cost_usd is not None:
+                worths.append("{} [{}, {}]".format(*map(money, _amounts(result, chosen.cost_usd.value))))
+            said += f", which {worth} {' and '.join(worths)} at the recommended configuration"
+    before, after = peaks
+    if before is not None and after is not None and abs(after - before) >= 0.01 * before:
+        said += f"; memory {'+' if after > before else '-'}{size(abs(after - before))} a rank"
+    return f"{said}."
+
+
+def _write(
+    path: Path, sentence: str, configuration: str, base: str, pairs: int, exceeded: bool, threshold: float
+) -> None:
+    """Write the result for a comment on a pull request. Raises `UsageError` where the file cannot be written."""
+    verdict = f"**Slower than the {threshold:g} % that are allowed.** " if exceeded else ""
+    text = (
+        f"### What this change costs the training\n\n{verdict}{sentence}\n\n"
+        f"{pairs} pairs of launches of {configuration}, alternating with {base}; 95 % intervals.\n"
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--markdown {path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,121 @@
+"""`tula gate`: launch one configuration on two revisions in turn, and compare their step times in pairs.
+
+A machine's pace drifts by some percent within an hour. Launches that follow each other share that drift, so each launch
+of the change is compared with the launch of the base beside it, and every second pair starts with the change.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Final
+
+from tula_client._errors import LaunchError, UsageError
+from tula_client.launch.run_loop import POLL_S, Runner
+from tula_client.launch.template import Template
+from tula_wire import Configuration, Estimate, Job
+from tula_wire.precision import student
+
+FEWEST_PAIRS: Final = 3
+_GIT_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """One revision: the job that its launches are measured in, and the runner that starts them in its folder."""
+
+    name: str
+    job: Job
+    runner: Runner
+
+    def step_time_s(self, configuration: Configuration, template: Template) -> float:
+        """Launch the configuration once and return the measured seconds a step. Raises `LaunchError`."""
+        runner = self.runner
+        run = runner.create_run(self.job, "profile", configuration)
+        spec = self.job.spec
+        active = runner.start(run, template, examples=spec.dataset.size * spec.epochs)
+        while (status := runner.poll(active)) is None:
+            runner.sleep(POLL_S)
+        (ended, outcome), *_ = runner.finish(active, status)
+        if outcome.state != "succeeded" or ended.step_time_s is None:
+            raise LaunchError(f"the launch on {self.name} was not measured: {outcome.message} Log: {active.log}")
+        if ended.configuration_mismatch is not None:
+            raise LaunchError(f"the launch on {self.name} cannot be compared: {ended.configuration_mismatch}")
+        return ended.step_time_s
+
+    def peak_bytes(self, configuration: Configuration) -> float | None:
+        """Return the peak memory of a rank in the launches so far, None where none was reported."""
+        answer = self.runner.retrying(self.runner.service.recommendation, self.job.id)
+        measured = [one for one in answer.candidates if one.configuration == configuration and one.profiled]
+        return next((one.memory_bytes.value for one in measured if one.memory_bytes is not None), None)
+
+
+def alternate(
+    base: Side, change: Side, configuration: Configuration, template: Template, pairs: int
+) -> tuple[list[float], list[float]]:
+    """Launch both sides `pairs` times in turn; return their seconds a step, each pair at one place of both lists."""
+    times_s: dict[str, list[float]] = {"base": [], "change": []}
+    for pair in range(pairs):
+        order = (("base", base), ("change", change))
+        for name, side in order if pair % 2 == 0 else order[::-1]:
+            times_s[name].append(side.step_time_s(configuration, template))
+    return times_s["base"], times_s["change"]
+
+
+def slower(base_s: Sequence[float], change_s: Sequence[float]) -> Estimate:
+    """Return by what share the steps of the change take longer, with its 95 % interval (Student's t over pairs)."""
+    logs = [math.log(after / before) for before, after in zip(base_s, change_s, strict=True)]
+    mean = fmean(logs)
+    half = student(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    return Estimate(value=math.expm1(mean), low=math.expm1(mean - half), high=math.expm1(mean + half))
+
+
+def git(*words: str, folder: Path | None = None) -> str:
+    """Return what a git command prints, without the last line break. Raises `UsageError` where it fails."""
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=_GIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"--against needs git, which cannot be run: {error}") from None
+    if done.returncode:
+        raise UsageError(f"--against: git {words[0]} failed: {' '.join(done.stderr.split()).rstrip('.')}")
+    return done.stdout.rstrip("\n")
+
+
+def commit_of(revision: str) -> str:
+    """Return the full id of the commit that a revision names. Raises `UsageError` for an unknown one."""
+    if revision.startswith("-"):
+        raise UsageError(f"--against {revision}: give a commit, a tag or a branch")
+    return git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+
+
+@contextmanager
+def checkout(commit: str) -> Iterator[Path]:
+    """Check a commit out into a folder of its own; yield the folder in it that corresponds to the current one.
+
+    The checkout is a worktree of this repository, and is removed at the end. Raises `UsageError`.
+    """
+    inside = git("rev-parse", "--show-prefix")
+    with tempfile.TemporaryDirectory(prefix="tula-gate-") as parent:
+        tree = Path(parent) / "base"
+        git("worktree", "add", "--quiet", "--detach", os.fspath(tree), commit)
+        try:
+            folder = tree / inside
+            if not folder.is_dir():
+                raise UsageError(f"--against: {inside} does not exist at {commit[:7]}: start from a folder that does")
+            yield folder
+        finally:
+            git("worktree", "remove", "--force", os.fspath(tree))
+
+
+def refuse_paths_into(top: Path, words: Sequence[str]) -> None:
+    """Raise `UsageError` for a word with an absolute path of the repository: both sides would run the same file."""
+    inside = next((word for word in words if os.fspath(top) in word), None)
+    if inside is not None:
+        raise UsageError(f"the command names {inside}, so both revisions would run the same file: make it relative")
