@@ -4,17 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 QUICK := $(addprefix tests/,wire client agent service/perfmodel service/analysis service/usecases)
 STAMP := $(VENV)/.installed
+UV := $(shell command -v uv)
+# Both read the same pins and the group `dev` (PEP 735, pip from 25.1 on); `make UV=` takes pip where uv is installed too.
+INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --no-compile) \
+	--quiet --constraint constraints.txt
 
 .PHONY: demo test quick test-gpu check bench pictures install lint clean
 
-install: $(STAMP)  ## create .venv and install everything, pinned
+install: $(STAMP)  ## create .venv and install everything, pinned; by uv where it is installed
 
 $(STAMP): pyproject.toml constraints.txt hatch_build.py
 	$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('Python 3.11 or newer is needed: make PYTHON=python3.12')"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(if $(UV),,$(BIN)/python -m pip install --quiet --constraint constraints.txt 'pip>=25.1')
+	$(INSTALL) torch
+	$(INSTALL) --editable '.[agent,archive,mcp,mlflow,notebook,otel,postgres,service]' --group dev
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores; some packages carry files of other Pythons
 	touch $(STAMP)
 

@@ -183,17 +183,23 @@ def test_every_requirement_names_a_file_that_exists() -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_every_extra_is_pinned_by_the_constraints() -> None:
+def test_every_extra_and_the_group_dev_are_pinned_by_the_constraints() -> None:
     pinned = {
         line.split("==")[0].strip().lower().replace("_", "-")
         for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
         if "==" in line
     }
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    wanted = {Requirement(line).name.lower().replace("_", "-") for lines in extras.values() for line in lines} - {
-        "tula"
-    }
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    lists = (*document["project"]["optional-dependencies"].values(), *document["dependency-groups"].values())
+    wanted = {Requirement(line).name.lower().replace("_", "-") for lines in lists for line in lines}
     assert wanted <= pinned
+
+
+def test_make_installs_every_extra_that_the_tests_import_and_the_group_dev() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    (installed,) = re.findall(r"--editable '\.\[([\w,]+)\]' --group dev$", makefile, re.M)
+    assert set(installed.split(",")) == set(extras) - {"examples"}
 
 
 @pytest.fixture(scope="session")
