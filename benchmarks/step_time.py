@@ -47,19 +47,11 @@ from benchmarks.support.report import (
 )
 from tula_service.perfmodel.choice import Choice, recommend
 from tula_service.perfmodel.objectives import Goal
-from tula_service.perfmodel.planner import (
-    Launch,
-    PlanBudget,
-    corner_design,
-    design,
-    first_launches,
-    launch_of,
-    launches_of,
-    plan,
-)
+from tula_service.perfmodel.planner import PlanBudget, corner_design, design, first_launches, plan
 from tula_service.perfmodel.pricing import Limits, Offer, Training
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
+from tula_service.perfmodel.variants import Launch, launch_of, launches_of
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Objective, StepTimeForm
 

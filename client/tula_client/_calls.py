@@ -321,10 +321,14 @@ class Calls(Unsent):
         *,
         local_batch_size: Sequence[int] | int | None = None,
         instance_type: Sequence[str] | str | None = None,
+        option: Sequence[str] | str | None = None,
         usd_per_node_hour: float | None = None,
         deadline_s: float | None = None,
     ) -> Call[wire.Predictions]:
-        """What-if: predictions for all combinations of the values; an omitted one takes all that the job allows."""
+        """What-if: predictions for all combinations of the values; an omitted one takes all that the job allows.
+
+        `option` holds values such as `precision=bf16`; other options are as recommended.
+        """
 
     @_endpoint("GET", routes.JOB_SCALING)
     def scaling(self, job_id: str, *, policy: wire.ScalingPolicy = "gain", etag: str | None = None) -> Call[Scaling]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import tula_wire as wire
@@ -23,6 +24,7 @@ from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 from tula_wire.enums import Objective
+from tula_wire.options import Options, combinations
 
 MODEL_VERSION = "step-time-14"
 """Names the equations and priors. It is part of every cache key and ledger entry, so it changes whenever they do."""
@@ -61,6 +63,11 @@ class Answer:
         return self.choice.estimates
 
     @property
+    def base(self) -> Options:
+        """Return the options with which the script runs today: the first value of each."""
+        return combinations(self.data.spec.options)[0]
+
+    @cached_property
     def base_batch_size(self) -> int:
         """Return the global batch for which the learning rate counts as tuned, in examples."""
         return job_data.base_batch_size(self.data, self.evidence.candidates)

@@ -18,13 +18,16 @@ from tula_service.perfmodel.memory_model import (
     MemoryObservations,
     Shards,
     fit_memory,
+    switched,
 )
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
+from tula_service.perfmodel.variants import Variant, believed_effect, nearest, switches, variant_of
 from tula_wire import Configuration
 from tula_wire.enums import FINAL_STATES
 from tula_wire.format import cluster_name, duration, size
 from tula_wire.memory import RESERVED_RATIO, assumed_context_bytes
+from tula_wire.options import Options, combinations
 
 _FEWEST_RUNS_TO_VALIDATE, _MOST_RUNS_TO_VALIDATE = 4, 12
 _PARTS = ("optimizer_bytes", "gradient_bytes", "parameter_bytes")  # in the order in which the stages of ZeRO share them
@@ -43,6 +46,7 @@ _CONTEXT_SD = 0.7  # relative error of an assumed context
 _RESERVED_SD = 0.1  # of the log of what the allocator takes over its peak, by 13 rows on an H100
 
 Measured = Sequence[tuple[Configuration, RunSummary]]
+Rows = Sequence[tuple[Configuration, MemoryReading | None]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class Evidence:
     chosen, since their newest run failed for another reason than memory. `retried` are failed runs to repeat, since the
     job was registered again after them. `rows` names the configuration and the run of each observation, and `measured`
     the step time of each configuration in seconds. `fitted` holds the configurations that ran and so fit into memory,
-    also those whose step time is ignored.
+    also those whose step time is ignored. `left_out` gives a sentence for each value of an option whose every launch
+    failed; what has such a value counts as failed.
     """
 
     candidates: tuple[Configuration, ...]
@@ -66,6 +71,7 @@ class Evidence:
     ruled_out: Mapping[Configuration, str]
     doubtful: frozenset[Configuration]
     failed: frozenset[Configuration]
+    left_out: Mapping[tuple[str, str], str]
     retried: tuple[RunRecord, ...]
     num_samples: int
     warnings: tuple[str, ...]
@@ -108,6 +114,9 @@ def evidence_of(data: JobData) -> Evidence:
     memory = _memory_evidence(data.spec, rows, standing)
     failed, retried = _failed(data, misconfigured | contradicted)
     candidates, ruled_out = _feasible(data, memory)
+    ran = {c.options for c, _ in rows} | {each.configuration.options for each in standing}
+    crashing, left_out = _crashing(data, ran)
+    failed |= {c for c in candidates if c.options in crashing or left_out.keys() & set(c.options)}
     timed = [(c, s) for c, s in rows if s.run_id not in data.ignored_step_times]
     fitted, least = frozenset(configuration for configuration, _ in rows), required_fit_probability(data.spec)
     chances = {c: memory.fit_probability(c) for c in candidates if c not in fitted}
@@ -121,6 +130,7 @@ def evidence_of(data: JobData) -> Evidence:
         ruled_out=ruled_out,
         doubtful=frozenset(c for c, chance in chances.items() if chance is not None and chance < least),
         failed=frozenset(failed - fitted),
+        left_out=left_out,
         retried=tuple(run for run in retried if run.configuration not in fitted),
         num_samples=sum(summary.num_samples for _, summary in timed),
         warnings=tuple(dict.fromkeys((*warnings, *notes, *memory.warnings))),
@@ -156,7 +166,33 @@ def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuratio
     except ObservationError:
         raise ObservationError(memory.why_nothing_fits(data.spec)) from None
     feasible = set(candidates)
-    return candidates, {c: memory.why_not(c) for c in everything if c not in feasible and c.instance_type in bound}
+    return candidates, {c: memory.why_not(c) for c in everything if c not in feasible and variant_of(c) in bound}
+
+
+def _crashing(data: JobData, ran: set[Options]) -> tuple[set[Options], dict[tuple[str, str], str]]:
+    """Return the options whose every launch failed, and the values at fault with a sentence each.
+
+    A value is at fault where it is the only one of a failed launch that has run nowhere: `ran` are the options that
+    have, and those of the base count as well. Failures before the job was registered again count no longer.
+    """
+    base = combinations(data.spec.options)[0]
+    proved = {pair for options in (base, *ran) for pair in options}
+    crashing: set[Options] = set()
+    left_out: dict[tuple[str, str], str] = {}
+    for run in data.profile_runs:
+        options = run.configuration.options
+        if run.state != "failed" or run.key <= data.retried_up_to_key or options in ran or options == base:
+            continue
+        crashing.add(options)
+        suspects = [pair for pair in options if pair not in proved]
+        if len(suspects) == 1:
+            (name, value), why = suspects[0], f": {run.message}" if run.message else ""
+            left_out.setdefault(
+                suspects[0],
+                f"{name} {value} is left out, since each launch with it failed; register the job again to retry "
+                f"it{why}",
+            )
+    return crashing, left_out
 
 
 def _as_run(summary: RunSummary) -> tuple[Configuration | None, str | None]:
@@ -207,16 +243,16 @@ def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeO
 
 @dataclass(frozen=True)
 class MemoryEvidence:
-    """What the runs and the specification say of a rank's memory, by instance type; an unknown type has no entry.
+    """What the runs and the specification say of a rank's memory, by variant; an unknown one has no entry.
 
     `models` predict the peak, `max_local_batch_size` is the largest batch that fits, and `capacity_bytes` is the memory
-    of one rank. `out_of_memory` are the failed runs that rule out their batch and all larger ones. `held` are the
-    configurations that took three steps or more, each with how often its allocator found the device full. `sharded`
-    says that the ranks share state.
+    of one rank by instance type. `out_of_memory` are the failed runs that rule out their batch and all larger ones.
+    `held` are the configurations that took three steps or more, each with how often its allocator found the device
+    full. `sharded` says that the ranks share state.
     """
 
-    models: Mapping[str, MemoryModel]
-    max_local_batch_size: Mapping[str, int]
+    models: Mapping[Variant, MemoryModel]
+    max_local_batch_size: Mapping[Variant, int]
     capacity_bytes: Mapping[str, float]
     out_of_memory: tuple[RunSummary, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -224,25 +260,25 @@ class MemoryEvidence:
     sharded: bool = False
 
     def is_proved(self, c: Configuration) -> bool:
-        """Return True where three steps of this local batch or of a larger one ran on this instance type.
+        """Return True where three steps of this local batch or of a larger one ran in this variant.
 
         Where ranks share state (`sharded`), only a run on no more ranks than here counts.
         """
         return any(
-            ran.instance_type == c.instance_type
+            variant_of(ran) == variant_of(c)
             and ran.local_batch_size >= c.local_batch_size
             and (ran.world_size <= c.world_size or not self.sharded)
             for ran, _ in self.held
         )
 
     def retries(self, c: Configuration) -> int:
-        """Return how often the device was full when this local batch ran on this instance type."""
-        alike = (c.instance_type, c.local_batch_size)
-        return max((n for ran, n in self.held if (ran.instance_type, ran.local_batch_size) == alike), default=0)
+        """Return how often the device was full when this local batch ran in this variant."""
+        alike = (variant_of(c), c.local_batch_size)
+        return max((n for ran, n in self.held if (variant_of(ran), ran.local_batch_size) == alike), default=0)
 
     def fit_probability(self, c: Configuration) -> float | None:
         """Probability that a rank's peak fits into its memory; None without a model or a capacity."""
-        model, capacity = self.models.get(c.instance_type), self.capacity_bytes.get(c.instance_type)
+        model, capacity = self.models.get(variant_of(c)), self.capacity_bytes.get(c.instance_type)
         if model is None or capacity is None:
             return None
         return model.fits(float(c.local_batch_size), _room(model, capacity, c.world_size))
@@ -250,15 +286,16 @@ class MemoryEvidence:
     def why_not(self, c: Configuration) -> str:
         """Return a sentence that says why this configuration is above the largest batch that fits."""
         for failed in self.out_of_memory:
-            if failed.configuration.instance_type == c.instance_type and c.local_batch_size >= failed_batch(failed):
+            if variant_of(failed.configuration) == variant_of(c) and c.local_batch_size >= failed_batch(failed):
                 batch = failed_batch(failed)
                 return f"its local batch {c.local_batch_size} is not below {batch}, which ran out of memory."
-        bound = self.max_local_batch_size[c.instance_type]
+        bound = self.max_local_batch_size[variant_of(c)]
         return f"its local batch {c.local_batch_size} is above {bound}, the largest that safely fits."
 
     def why_nothing_fits(self, spec: wire.JobSpec) -> str:
         """Return a sentence that says that memory leaves no candidate, why on each instance type, and what to do."""
         smallest = spec.batch.min_local_batch_size
+        base = combinations(spec.options)[0]
         remedy = f"use a larger instance type, or {'raise cluster.min_nodes' if _shares(spec) else _SHARD_ALL}"
         reasons = []
         needed = {each.instance_type: _counted_bytes(spec.model, _fewest_ranks(each)) for each in spec.cluster}
@@ -271,9 +308,8 @@ class MemoryEvidence:
                 reasons.append(f"{_run_name(min(failed, key=failed_batch))} ran out of memory")
             elif name in self.capacity_bytes and needed[name] > self.capacity_bytes[name]:
                 reasons.append(_state_too_large(needed[name], self.capacity_bytes[name]))
-            elif name in self.models and name in self.capacity_bytes:
-                peak = self.models[name].predict(smallest).mean
-                peak += self.models[name].shards.extra_bytes(_fewest_ranks(cluster))
+            elif (model := self.models.get(Variant(name, base))) is not None and name in self.capacity_bytes:
+                peak = model.predict(smallest).mean + model.shards.extra_bytes(_fewest_ranks(cluster))
                 reasons.append(
                     f"a rank of {name} is expected to need {size(peak)} at a local batch of {smallest}, of which the "
                     f"device has {size(self.capacity_bytes[name])}"
@@ -284,7 +320,7 @@ class MemoryEvidence:
 def _out_of_memory_runs(
     measured: Measured, summaries: Sequence[RunSummary]
 ) -> tuple[list[RunSummary], set[str], list[str]]:
-    """Weigh each out-of-memory failure against larger batches that were measured on the same instance type.
+    """Weigh each out-of-memory failure against larger batches that were measured in the same variant.
 
     Return the runs that rule out their batch and all above it, the ids of the runs that rule out their own
     configuration only, since a larger batch fitted, and a warning for each of these ids. A batch at or above a standing
@@ -293,14 +329,14 @@ def _out_of_memory_runs(
     standing: list[RunSummary] = []
     contradicted: set[str] = set()
     warnings: list[str] = []
-    bound: dict[str, float] = {}
+    bound: dict[Variant, float] = {}
     failed = [summary for summary in summaries if summary.state == "out_of_memory"]
     for summary in sorted(failed, key=failed_batch, reverse=True):
-        name, batch = summary.configuration.instance_type, failed_batch(summary)
+        variant, batch = variant_of(summary.configuration), failed_batch(summary)
         larger = [
             (c, s.run_id)
             for c, s in measured
-            if c.instance_type == name and batch < c.local_batch_size < bound.get(name, math.inf)
+            if variant_of(c) == variant and batch < c.local_batch_size < bound.get(variant, math.inf)
         ]
         if larger:
             c, run_id = max(larger, key=lambda each: each[0].local_batch_size)
@@ -312,50 +348,110 @@ def _out_of_memory_runs(
             )
         else:
             standing.append(summary)
-            bound[name] = batch
+            bound[variant] = batch
     return standing, contradicted, warnings
 
 
 def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[RunSummary]) -> MemoryEvidence:
-    """Fit the memory of each instance type. `failures` are the standing out-of-memory runs."""
-    models: dict[str, MemoryModel] = {}
-    bounds: dict[str, int] = {}
+    """Fit the memory of each variant. `failures` are the standing out-of-memory runs."""
+    models: dict[Variant, MemoryModel] = {}
+    bounds: dict[Variant, int] = {}
     capacities: dict[str, float] = {}
     warnings: list[str] = []
+    base = combinations(spec.options)[0]
     for cluster in spec.cluster:
         name = cluster.instance_type
         rows = [(c, s.memory) for c, s in measured if c.instance_type == name]
-        failed = [failed_batch(each) for each in failures if each.configuration.instance_type == name]
-        readings = [(c, memory) for c, memory in rows if memory is not None]
-        capacity = _capacity(cluster, [memory for _, memory in readings])
-        usable = [(c, memory) for c, memory in readings if memory.peak_bytes > 0]
-        context = assumed_context_bytes(math.inf if capacity is None else capacity)
-        fewest, most = _fewest_ranks(cluster), cluster.max_nodes * cluster.ranks_per_node
-        whole = bool(usable) and all(memory.method != "cuda_allocator" for _, memory in usable)
-        beside = Beside() if whole else _beside(spec.model, [memory for _, memory in usable], context)
-        shards = Shards(_shared_bytes(spec.model, readings), most)
-        try:
-            observed = _memory_observations(spec.model, readings, failed, capacity, context if whole else 0.0, shards)
-            models[name] = fit_memory(observed, shards=shards, beside=beside)
-        except ObservationError as error:
-            if usable:
-                warnings.append(f"Memory of {name}: {error}")
+        failed = [each for each in failures if each.configuration.instance_type == name]
+        capacity = _capacity(cluster, [memory for _, memory in rows if memory is not None])
+        fitted, notes = _memory_models(spec, cluster, rows, failed, capacity)
+        models |= fitted
+        warnings += notes
         if capacity is not None:
             capacities[name] = capacity
-            needed = _counted_bytes(spec.model, fewest)
+            needed = _counted_bytes(spec.model, _fewest_ranks(cluster))
             if not rows and needed > capacity:  # a script that shards was measured, and fits
                 remedy = _SHARD if spec.model.sharding == "none" else _MORE_SHARDS
                 warnings.append(f"Memory of {name}: {_state_too_large(needed, capacity)}: {remedy}.")
-        safety = _plan_safety(spec, len({c.local_batch_size for c, _ in usable}))
-        model, largest = models.get(name), [batch - 1 for batch in failed]
-        if model is not None and capacity is not None and safety is not None:
-            fits = model.max_local_batch_size(_room(model, capacity, fewest), safety_probability=safety)
-            largest.append(max([fits, *(c.local_batch_size for c, _ in rows)]))  # what ran fits
-        if largest:
-            bounds[name] = min(largest)
-        warnings += _unsure(name, usable, capacity, bounds.get(name))
+        for options in combinations(spec.options):
+            variant = Variant(name, options)
+            ran = [(c, memory) for c, memory in rows if c.options == options]
+            usable = [(c, memory) for c, memory in ran if memory is not None and memory.peak_bytes > 0]
+            safety = _plan_safety(spec, len({c.local_batch_size for c, _ in usable}), of_base=options == base)
+            model = fitted.get(variant)
+            largest = [failed_batch(each) - 1 for each in failed if each.configuration.options == options]
+            if model is not None and capacity is not None and safety is not None:
+                room = _room(model, capacity, _fewest_ranks(cluster))
+                fits = model.max_local_batch_size(room, safety_probability=safety)
+                largest.append(max([fits, *(c.local_batch_size for c, _ in ran)]))  # what ran fits
+            if largest:
+                bounds[variant] = min(largest)
+            warnings += _unsure(name, usable, capacity, bounds.get(variant))
     held = [(c, (s.memory and s.memory.alloc_retries) or 0) for c, s in measured if s.num_samples >= _PROVING_STEPS]
     return MemoryEvidence(models, bounds, capacities, tuple(failures), tuple(warnings), tuple(held), _shares(spec))
+
+
+def _memory_models(
+    spec: wire.JobSpec, cluster: wire.ClusterSpec, rows: Rows, failed: Sequence[RunSummary], capacity: float | None
+) -> tuple[dict[Variant, MemoryModel], list[str]]:
+    """Return the memory model of each variant on one instance type, and warnings of readings that no model can use.
+
+    The base comes first, then what was read, then the rest. A further variant has the static bytes of the base unless
+    its own were counted; one that was not read starts from the nearest one that was.
+    """
+    models: dict[Variant, MemoryModel] = {}
+    warnings: list[str] = []
+    base, *further = combinations(spec.options)
+    read = {c.options for c, memory in rows if memory is not None and memory.peak_bytes > 0}
+    for options in (base, *sorted(further, key=lambda each: each not in read)):
+        variant = Variant(cluster.instance_type, options)
+        start = nearest(variant, models)
+        if options == base or options in read:
+            own = [(c, memory) for c, memory in rows if c.options == options]
+            batches = [failed_batch(each) for each in failed if each.configuration.options == options]
+            static_bytes = None if start is None else models[start].static_bytes
+            try:
+                models[variant] = _memory_model(spec, cluster, own, batches, capacity, static_bytes)
+            except ObservationError as error:
+                if options in read:
+                    warnings.append(f"Memory of {cluster.instance_type}: {error}")
+        elif start is not None:
+            effects = [believed_effect(switch) for switch in switches(start.options, options)]
+            spread = math.hypot(*(effect.memory_sd for effect in effects))
+            models[variant] = switched(models[start], sum(effect.memory for effect in effects), spread)
+    return models, warnings
+
+
+def _memory_model(
+    spec: wire.JobSpec,
+    cluster: wire.ClusterSpec,
+    rows: Rows,
+    failed: Sequence[float],
+    capacity: float | None,
+    static_bytes: float | None,
+) -> MemoryModel:
+    """Fit the memory of one variant to its runs. Raises ObservationError where there is nothing to fit.
+
+    `static_bytes` are those of the base, in a further variant: the specification counts for the base alone.
+    """
+    readings = [(c, memory) for c, memory in rows if memory is not None]
+    usable = [(c, memory) for c, memory in readings if memory.peak_bytes > 0]
+    context = assumed_context_bytes(math.inf if capacity is None else capacity)
+    whole = bool(usable) and all(memory.method != "cuda_allocator" for _, memory in usable)
+    beside = Beside() if whole else _beside(spec.model, [memory for _, memory in usable], context)
+    shards = Shards(_shared_bytes(spec.model, readings), cluster.max_nodes * cluster.ranks_per_node)
+    observed = _memory_observations(spec.model, readings, failed, capacity, context if whole else 0.0, shards)
+    if static_bytes is not None:
+        counted = any(_counts_static(memory) for _, memory in usable)
+        static = observed.static_bytes if counted else max(static_bytes, 1.0)
+        observed = replace(observed, static_bytes=static, static_sd=_COUNTING_SD, bytes_per_sample=None)
+    return fit_memory(observed, shards=shards, beside=beside)
+
+
+def _counts_static(memory: MemoryReading) -> bool:
+    """Return True where the agent counted parameters and optimizer state, which a peak of the allocator includes."""
+    counted = memory.parameter_bytes is not None and memory.optimizer_bytes is not None
+    return counted and memory.method == "cuda_allocator"
 
 
 def _unsure(
@@ -433,7 +529,7 @@ def _memory_observations(
     context: float,
     shards: Shards,
 ) -> MemoryObservations:
-    """Return the readings and the counted bytes that the memory of an instance type is fitted to.
+    """Return the readings and the counted bytes that the memory of a variant is fitted to.
 
     The agent counts parameters, gradients and optimizer state; before its first count, the specification gives them in
     single precision, and `context` bytes are added.
@@ -461,14 +557,17 @@ def _memory_observations(
     )
 
 
-def _plan_safety(spec: wire.JobSpec, num_batches: int) -> float | None:
+def _plan_safety(spec: wire.JobSpec, num_batches: int, *, of_base: bool) -> float | None:
     """Return the probability with which a batch must fit to be profiled; None rules no batch out.
 
     Readings at one batch do not identify the growth with the batch. They rule out only a batch that is more likely to
-    fail than not, and without a count of the static share they rule out nothing.
+    fail than not, and without a count of the static share they rule out nothing. The specification counts for the base
+    alone; other variants start from its static bytes, and that the device is full is an answer too.
     """
-    if num_batches > 1 or spec.model.activation_bytes_per_sample:
+    if num_batches > 1 or (of_base and spec.model.activation_bytes_per_sample):
         return required_fit_probability(spec)
+    if not of_base:
+        return _AS_LIKELY_AS_NOT
     return _AS_LIKELY_AS_NOT if spec.model.parameters is not None else None
 
 

@@ -13,6 +13,7 @@ from scipy import special
 import tula_wire as wire
 from tula_service.analysis import hardware, job_data
 from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
+from tula_service.analysis.effects import best_with, effects_of
 from tula_service.analysis.evidence import Evidence
 from tula_service.analysis.scaling import LearningRate
 from tula_service.perfmodel.choice import Choice, Exclusion
@@ -21,8 +22,10 @@ from tula_service.perfmodel.objectives import OBJECTIVES
 from tula_service.perfmodel.points import PointKey
 from tula_service.perfmodel.pricing import JOULES_PER_KWH, Estimate, Limits, usd_per_hour_saved
 from tula_service.perfmodel.step_time_model import StepTimeModel
+from tula_service.perfmodel.variants import Variant, variant_of
 from tula_wire import Configuration
 from tula_wire.format import cluster_name, duration, money, multiple, percent
+from tula_wire.options import combinations
 
 _EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
 _NOTABLE_INPUT = 0.1  # of the step
@@ -41,11 +44,16 @@ _RESTS_ON = {
 def recommendation_fields(answer: Answer, cross_validated_error: float | None) -> dict[str, object]:
     """Return the fields of `wire.Recommendation` that follow from an answer: all but `id`, `job_id` and `created_at`.
 
+    Candidates are listed where their options are the base or were launched: of others, `options` says what they may be
+    worth.
     `cross_validated_error` belongs to exactly the runs and the model of this answer; None without one.
     """
     choice, evidence = answer.choice, answer.evidence
     knee, chosen = choice.knee.estimate, choice.chosen
-    candidates = candidates_of(answer, (*answer.estimates, *answer.estimate(tuple(evidence.ruled_out))))
+    shown = {answer.base, *(c.options for c, _ in evidence.rows)}
+    ruled_out = tuple(c for c in evidence.ruled_out if c.options in shown)
+    estimates = [each for each in answer.estimates if each.configuration.options in shown]
+    candidates = candidates_of(answer, (*estimates, *answer.estimate(ruled_out)))
     by_key = {(candidate.configuration, candidate.spot): candidate for candidate in candidates}
 
     def found(estimate: Estimate | None) -> wire.Candidate | None:
@@ -61,13 +69,19 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
             global_batch_size=None if knee is None else knee.configuration.global_batch_size,
             reason=choice.knee.reason,
         ),
+        "with_base_options": found(best_with(answer, answer.base)) if answer.base else None,
+        "options": effects_of(answer),
         "quality": quality_of(answer),
         "why": why(answer),
         "scaling_rule": None if chosen is None else _learning_rate(answer, chosen.configuration).rule,
         "candidates": candidates,
         "frontier": [estimate.configuration for estimate in choice.frontier],
         "menu": _menu(answer),
-        "max_local_batch_size": dict(evidence.memory.max_local_batch_size),
+        "max_local_batch_size": {
+            variant.instance_type: batch
+            for variant, batch in evidence.memory.max_local_batch_size.items()
+            if variant.options == (answer.base if chosen is None else chosen.configuration.options)
+        },
         "max_sensible_batch_size": _max_sensible_batch_size(answer),
         "model": model_report(answer, cross_validated_error),
     }
@@ -121,7 +135,7 @@ def candidates_of(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Ca
 def model_report(answer: Answer, cross_validated_error: float | None = None) -> wire.ModelReport:
     """Which model predicted, from which data, and its warnings."""
     evidence, model = answer.evidence, answer.model
-    memory = [note for name in sorted(evidence.memory.models) for note in evidence.memory.models[name].notes]
+    memory = [note for variant in sorted(evidence.memory.models) for note in evidence.memory.models[variant].notes]
     warnings = [*_warnings(answer), *_unequal_lengths(answer.data.seen_tokens)]
     warnings += [*_waits_for_data(answer), *_memory_of_chosen(answer)]
     warnings += _large_convolutions(answer.data.spec, evidence)
@@ -201,7 +215,18 @@ def why(answer: Answer) -> str:
         )
     if chosen is not None:
         parts.append(_learning_rate(answer, chosen.configuration).advice)
+        parts += _options(answer, chosen)
     return " ".join(filter(None, (*parts, _RESTS_ON[answer.model.basis])))
+
+
+def _options(answer: Answer, chosen: Estimate) -> list[str]:
+    """Return sentences on the best without any switch, and on what each value of each option is worth."""
+    today = best_with(answer, answer.base) if answer.base else None
+    sentences = []
+    if today is not None and chosen.configuration.options != answer.base:
+        cost = f" and {money(today.cost_usd.mean)}" if answer.choice.goal.priced else ""
+        sentences.append(f"As the script runs today, {_named(today)} takes {duration(today.time_s.mean)}{cost}.")
+    return [*sentences, *(effect.sentence for effect in effects_of(answer))]
 
 
 def reason_of(choice: Choice) -> str:
@@ -275,8 +300,8 @@ def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate])
     peers = [
         c
         for c in candidates
-        if (c.configuration.num_nodes, c.configuration.instance_type, c.spot)
-        == (mine.num_nodes, mine.instance_type, chosen.spot)
+        if (c.configuration.num_nodes, variant_of(c.configuration), c.spot)
+        == (mine.num_nodes, variant_of(mine), chosen.spot)
     ]
     smallest, *_, largest = sorted((*peers, chosen), key=lambda c: c.global_batch_size)
     return 1.0 - time_s / smallest.total_time_s.value, 1.0 - time_s / largest.total_time_s.value
@@ -284,7 +309,8 @@ def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate])
 
 def name_of(c: Configuration) -> str:
     """A configuration in a few words."""
-    return f"{cluster_name(c)} at a global batch of {c.global_batch_size}"
+    options = ", ".join(f"{name} {value}" for name, value in c.options)
+    return f"{cluster_name(c)} at a global batch of {c.global_batch_size}{options and f' with {options}'}"
 
 
 def _named(estimate: Estimate) -> str:
@@ -361,6 +387,8 @@ def _excluded_by(answer: Answer, c: Configuration, fits: float | None) -> str | 
     """
     if c in answer.doubtful:
         return f"it fits into memory with a probability of {percent(fits, digits=0)} only."
+    if c in answer.choice.ineligible - answer.evidence.failed:
+        return "its options were not launched on this cluster."
     if c in answer.evidence.failed:
         return "its profiling run failed; fix the cause and register the job again to retry it."
     return None
@@ -379,11 +407,12 @@ def _ratio(amount: float, per: Interval) -> wire.Estimate:
 def _warnings(answer: Answer) -> list[str]:
     """What neither the specification nor the measurements show, with the remedy."""
     spec, bounds = answer.data.spec, answer.evidence.memory.max_local_batch_size
+    base = combinations(spec.options)[0]
     sentences = [
         f"Nothing bounds the local batch of {name}, so five doublings were tried: give "
         "cluster.memory_bytes_per_rank or batch.max_local_batch_size."
         for name in (cluster.instance_type for cluster in spec.cluster)
-        if spec.batch.max_local_batch_size is None and name not in bounds
+        if spec.batch.max_local_batch_size is None and Variant(name, base) not in bounds
     ]
     if (total := spec.batch.global_batch_size) is not None:
         for cluster in spec.cluster:
@@ -422,8 +451,9 @@ def gaps_of(model: StepTimeModel) -> list[str]:
     if len(rows) > 1 and len({world for _, _, world, _, _ in rows}) == 1:
         sentences.append("Every run had the same cluster size: the effect of the cluster rests on the prior.")
     return sentences + [
-        f"The form {model.form} of {name} needs two configurations: until then the form overlap predicts."
-        for name, fit in model.paper_fits.items()
+        f"The form {model.form} of {variant.instance_type} needs two configurations: until then the form overlap "
+        "predicts."
+        for variant, fit in model.paper_fits.items()
         if fit is None
     ]
 
@@ -445,8 +475,11 @@ def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
 def _has_less_to_do(one: PointKey, other: PointKey) -> bool:
     """Return True where `one` has fewer nodes at the same local batch, or a smaller batch on as many, with all else the
     same."""
-    (name, nodes, world, batch, steps), (other_name, other_nodes, other_world, other_batch, other_steps) = one, other
-    if (name, steps) != (other_name, other_steps) or not math.isclose(world / nodes, other_world / other_nodes):
+    (variant, nodes, world, batch, steps), (other_variant, other_nodes, other_world, other_batch, other_steps) = (
+        one,
+        other,
+    )
+    if (variant, steps) != (other_variant, other_steps) or not math.isclose(world / nodes, other_world / other_nodes):
         return False
     return (nodes < other_nodes and batch == other_batch) or (nodes == other_nodes and batch < other_batch)
 

@@ -16,6 +16,7 @@ from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Limits, Offer, Spot, Training
+from tula_service.perfmodel.variants import Variant
 from tula_wire.enums import Objective
 from tula_wire.options import combinations
 
@@ -128,12 +129,13 @@ def has_prices(spec: wire.JobSpec) -> bool:
     return all(is_priced(cluster.price) for cluster in spec.cluster)
 
 
-def payable(spec: wire.JobSpec, memory: Collection[str]) -> wire.JobSpec:
+def payable(spec: wire.JobSpec, memory: Collection[Variant]) -> wire.JobSpec:
     """Return the specification, without prices if one is per GB-hour and the memory of that instance type is not known.
 
-    `memory` names the instance types whose memory is known.
+    `memory` names the variants whose memory is known.
     """
-    if all(c.instance_type in memory or not c.price.usd_per_gb_hour for c in spec.cluster):
+    base = combinations(spec.options)[0]
+    if all(Variant(c.instance_type, base) in memory or not c.price.usd_per_gb_hour for c in spec.cluster):
         return spec
     return spec.model_copy(update={"cluster": [c.model_copy(update={"price": wire.Price()}) for c in spec.cluster]})
 
@@ -213,19 +215,19 @@ def spot_offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
     }
 
 
-def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[str, int]) -> tuple[wire.Configuration, ...]:
+def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> tuple[wire.Configuration, ...]:
     """Every configuration that may be chosen, sorted.
 
-    `memory_bound` is the largest local batch by instance type, where memory bounds it. It is rounded down to a
+    `memory_bound` is the largest local batch by variant, where memory bounds it. It is rounded down to a
     power-of-two multiple of the smallest batch, so that a refit does not shift every candidate. Without a bound, five
     doublings are candidates. A global batch never exceeds the data set. Raises ObservationError when no candidate is
     left.
     """
-    base = combinations(spec.options)[0]
+    variants = [(cluster, options) for cluster in spec.cluster for options in combinations(spec.options)]
     possible = {
-        replace(c, options=base)
-        for cluster in spec.cluster
-        for c in _on(cluster, spec.batch, memory_bound.get(cluster.instance_type))
+        replace(c, options=options)
+        for cluster, options in variants
+        for c in _on(cluster, spec.batch, memory_bound.get(Variant(cluster.instance_type, options)))
     }
     held = spec.batch.grad_accum_steps
     if not possible and held is not None and spec.batch.global_batch_size is not None:

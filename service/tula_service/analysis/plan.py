@@ -15,14 +15,16 @@ from tula_service.analysis.explanation import reason_of
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.transfer import posteriors_of
 from tula_service.domain import NewRun, RunRecord
-from tula_service.perfmodel.planner import Plan, PlanBudget, launch_of, launches_of, plan
+from tula_service.perfmodel.planner import Plan, PlanBudget, plan
 from tula_service.perfmodel.points import ObservationError
+from tula_service.perfmodel.variants import launch_of, launches_of
 from tula_wire import Configuration
 from tula_wire.bounds import FURTHER_WARMUP_STEPS
 from tula_wire.enums import FINAL_STATES
 from tula_wire.jobs import ProfilingCost
 
 _DEFAULT_MAX_RUNS = 8
+_RUNS_WITH_OPTIONS, _RUNS_PER_OPTION = 4, 2
 _START_UP_S = 30.0
 """Seconds that a launch takes before and after its steps, assumed until one has ended."""
 Span: TypeAlias = tuple[RunRecord, float, float]
@@ -160,8 +162,10 @@ def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
 def _budget(data: JobData) -> PlanBudget:
     profiling = data.spec.profiling
     instruction = instruction_of(data.spec)
+    number = len(data.spec.options)
+    default = _RUNS_WITH_OPTIONS + _RUNS_PER_OPTION * number if number else _DEFAULT_MAX_RUNS
     return PlanBudget(
-        max_runs=profiling.max_runs or _DEFAULT_MAX_RUNS,
+        max_runs=profiling.max_runs or default,
         by_default=profiling.max_runs is None,
         share_launches=profiling.share_launches,
         max_gpu_seconds=profiling.max_gpu_seconds,

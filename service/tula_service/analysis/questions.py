@@ -16,9 +16,11 @@ from tula_service.analysis.plan import PlanDecision, plan_of
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Estimate
+from tula_service.perfmodel.variants import variant_of
 from tula_wire import Configuration
 from tula_wire.bounds import MAX_DURATION_S, MAX_USD_PER_HOUR
 from tula_wire.enums import Basis, Objective
+from tula_wire.options import MAX_OPTIONS, Options, complete
 
 MOST_CONFIGURATIONS = 1024
 _Counts = list[Annotated[int, Field(ge=1, le=2**31 - 1)]]
@@ -59,6 +61,9 @@ class WhatIf(BaseModel):
     global_batch_size: _Counts = Field([], max_length=64, description="Examples per step.")
     local_batch_size: _Counts = Field([], max_length=64, description="Examples per rank.")
     instance_type: list[str] = Field([], max_length=16, description="Instance types of the job.")
+    option: list[str] = Field(
+        [], max_length=MAX_OPTIONS, description="Values of options, as in `precision=bf16`; others as recommended."
+    )
     usd_per_node_hour: float | None = Field(
         None,
         gt=0,
@@ -141,13 +146,16 @@ def _configurations_of(answer: Answer, question: WhatIf) -> tuple[Configuration,
     """Every configuration that the question asks about, sorted. Raises InvalidInput for none or too many."""
     spec, size = answer.data.spec, answer.data.spec.dataset.size
     _check(spec, question)
+    chosen = answer.choice.chosen
+    recommended = answer.base if chosen is None else chosen.configuration.options
+    options = _options_of(spec, question, recommended)
     configurations: set[Configuration] = set()
     for cluster in spec.cluster:
         if question.instance_type and cluster.instance_type not in question.instance_type:
             continue
-        candidates = [c for c in answer.evidence.candidates if c.instance_type == cluster.instance_type]
+        candidates = [c for c in answer.evidence.candidates if variant_of(c) == (cluster.instance_type, options)]
         for nodes in question.num_nodes or sorted({c.num_nodes for c in candidates}):
-            configurations |= _on_cluster(cluster, nodes, spec.batch.grad_accum_steps, candidates, question)
+            configurations |= _on_cluster(cluster, nodes, spec.batch.grad_accum_steps, candidates, question, options)
             if len(configurations) > MOST_CONFIGURATIONS:
                 raise InvalidInput(
                     f"This asks for more than {MOST_CONFIGURATIONS} configurations: ask for fewer.", field="num_nodes"
@@ -187,8 +195,27 @@ def _check(spec: wire.JobSpec, question: WhatIf) -> None:
             )
 
 
+def _options_of(spec: wire.JobSpec, question: WhatIf, recommended: Options) -> Options:
+    """Return the options asked about, and the recommended ones where none are. Raises InvalidInput."""
+    asked = {}
+    for text in question.option:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise InvalidInput(f"{text!r} names no value of an option: write name=value.", field="option")
+        asked[name] = value
+    try:
+        return complete(spec.options, tuple((dict(recommended) | asked).items()))
+    except ValueError as error:
+        raise InvalidInput(str(error), field="option") from error
+
+
 def _on_cluster(
-    cluster: wire.ClusterSpec, nodes: int, held: int | None, candidates: Sequence[Configuration], question: WhatIf
+    cluster: wire.ClusterSpec,
+    nodes: int,
+    held: int | None,
+    candidates: Sequence[Configuration],
+    question: WhatIf,
+    options: Options,
 ) -> set[Configuration]:
     """Return the configurations asked about on `nodes` nodes of one instance type: candidates, and others by batch.
 
@@ -207,6 +234,7 @@ def _on_cluster(
             local_batch_size=batch,
             grad_accum_steps=held or 1,
             instance_type=cluster.instance_type,
+            options=options,
         )
         for batch in batches
         if batch >= 1

@@ -11,7 +11,6 @@ import numpy as np
 import tula_wire as wire
 from tula_service.analysis.hardware import Figures, slow_from
 from tula_service.analysis.job_data import JobData
-from tula_service.domain import RunSummary
 from tula_service.perfmodel.fabric import Buckets, with_fabric
 from tula_service.perfmodel.intervals import LEVEL
 from tula_service.perfmodel.points import StepTimeObservations
@@ -26,7 +25,9 @@ from tula_service.perfmodel.priors import (
 )
 from tula_service.perfmodel.step_time_form import COLLECTIVES
 from tula_service.perfmodel.step_time_model import StepTimeModel
+from tula_service.perfmodel.variants import Variant
 from tula_wire import Configuration
+from tula_wire.options import combinations
 
 _STEP_DEFINING_FIELDS = (
     "name", "activation_checkpointing", "sharding", "pipeline_stages", "tensor_parallel_size", "micro_batch_size",
@@ -104,7 +105,7 @@ def earlier_evidence(data: JobData, figures: Figures) -> EarlierEvidence:
         other_hardware=tuple(elsewhere[:_MAX_PRIORS]),
         scales=tuple(scales.values()),
     )
-    return EarlierEvidence(lessons, tuple(pairs[:_MAX_PAIRS]), _buckets_of(data.summaries))
+    return EarlierEvidence(lessons, tuple(pairs[:_MAX_PAIRS]), _buckets_of(data))
 
 
 def prior_of(
@@ -115,7 +116,7 @@ def prior_of(
     *,
     observed: StepTimeObservations | None,
 ) -> Priors:
-    """Return the priors of a job's fit, one for each instance type.
+    """Return the priors of a job's fit, one for each instance type, of the base options.
 
     `observed` are the job's own runs. Once there are some, a type starts from the generic prior unless earlier jobs ran
     on its hardware, and lessons of other networks count until three cluster sizes of the type were measured. A probe of
@@ -123,6 +124,7 @@ def prior_of(
     or `model.parameters`.
     """
     believed: dict[str, StepTimePrior] = {}
+    base = combinations(spec.options)[0]
     probed = set()
     # The size of an all-reduce that passes as many bytes over a link as a step does.
     reduced_bytes = figures.facts.parameter_bytes * figures.facts.volumes / 2.0
@@ -130,7 +132,7 @@ def prior_of(
     for cluster in spec.cluster:
         name = cluster.instance_type
         batches = [c.local_batch_size for c in candidates if c.instance_type == name]
-        own = None if observed is None else observed.points.take(observed.points.rows_of(name))
+        own = None if observed is None else observed.points.take(observed.points.rows_of(Variant(name, base)))
         prior = prior_of_type(
             name,
             figures.facts,
@@ -153,15 +155,19 @@ def prior_of(
                 probed.add(name)
         if prior is not None:
             believed[name] = prior
-    return Priors(believed, figures.hardware, frozenset(probed), slow_from(spec.model, spec.cluster))
+    return Priors(believed, figures.hardware, frozenset(probed), slow_from(spec.model, spec.cluster), base)
 
 
 def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:
-    """Return what a job's runs taught about each instance type, for later jobs, as JSON.
+    """Return what a job's runs with the base options taught about each instance type, for later jobs, as JSON.
 
     Parameters have the order of `perfmodel.step_time_form.AT`. `_as_prior` is the inverse.
     """
-    learned = {name: posterior.without_prior() for name, posterior in sorted(model.posteriors.items())}
+    learned = {
+        variant.instance_type: posterior.without_prior()
+        for variant, posterior in sorted(model.posteriors.items(), key=lambda each: each[0])
+        if variant.options == model.priors.base
+    }
     return {
         name: {
             "mean": prior.mean.tolist(),
@@ -172,12 +178,14 @@ def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:
     }
 
 
-def _buckets_of(summaries: Sequence[RunSummary]) -> dict[str, Buckets]:
-    """Return the timed buckets of each instance type, from the run with the fewest ranks, which waits least for others.
+def _buckets_of(data: JobData) -> dict[str, Buckets]:
+    """Return the timed buckets of each instance type, from the run of the base options with the fewest ranks.
 
-    Among such runs, the one with the largest batch counts.
+    Such a run waits least for others. Among several, the one with the largest batch counts.
     """
-    timed = [(each.configuration, each.timeline) for each in summaries if each.timeline is not None]
+    base = combinations(data.spec.options)[0]
+    of_base = [each for each in data.summaries if each.configuration.options == base]
+    timed = [(each.configuration, each.timeline) for each in of_base if each.timeline is not None]
     usable = [(c, timeline) for c, timeline in timed if min(*timeline.bucket_bytes, *timeline.ready_s) > 0.0]
     best_first = sorted(usable, key=lambda each: (each[0].world_size, -each[0].local_batch_size))
     return {c.instance_type: Buckets(np.array(t.bucket_bytes), np.array(t.ready_s)) for c, t in reversed(best_first)}

@@ -12,6 +12,7 @@ from tula_service.perfmodel.objectives import OBJECTIVES, Goal, KneeFinding, kne
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Estimate, Limits, menu_of, pareto_frontier, price, tie_break
 from tula_service.perfmodel.step_time_model import StepTimeModel
+from tula_service.perfmodel.variants import Variant, variant_of
 from tula_wire.configurations import Configuration
 
 _NO_KNEE = KneeFinding(None, "no knee: there is no candidate within the limits.")
@@ -71,23 +72,37 @@ def recommend(
     model: StepTimeModel,
     goal: Goal,
     *,
-    memory: Mapping[str, MemoryModel] | None = None,
+    memory: Mapping[Variant, MemoryModel] | None = None,
     unavailable: Collection[Configuration] = (),
     doubtful: Collection[Configuration] = (),
 ) -> Choice:
     """Predict, price and choose among the candidates: the answer that users get and that the planner verifies.
 
-    `memory` is by instance type and is needed under per-GB prices. `unavailable` candidates failed to run and
+    `memory` is by variant and is needed under per-GB prices. `unavailable` candidates failed to run and
     `doubtful` ones may not fit into memory: the choice takes a doubtful one only where nothing else is left, and an
-    unavailable one only where everything is. Raises ObservationError when a price is missing.
+    unavailable one only where everything is. With options, only a launch of the base may be chosen before it was
+    measured. Raises ObservationError when a price is missing.
     """
     estimates = price_candidates(candidates, model, goal, memory=memory)
     ineligible: frozenset[Configuration] = frozenset()
-    for left_out in (frozenset(unavailable), frozenset((*unavailable, *doubtful))):
+    unlaunched, unavailable = unlaunched_options(candidates, model), frozenset(unavailable)
+    for left_out in (unavailable, unavailable | unlaunched, unavailable | unlaunched | frozenset(doubtful)):
         if any(c not in left_out for c in candidates):
             ineligible = left_out
     eligible = [estimate for estimate in estimates if estimate.configuration not in ineligible]
     return replace(choose(goal, eligible), estimates=estimates, ineligible=ineligible)
+
+
+def unlaunched_options(candidates: Sequence[Configuration], model: StepTimeModel) -> frozenset[Configuration]:
+    """Return the candidates with other options than the base whose launch has not measured anything yet."""
+    rows = [] if model.observations is None else model.observations.points.rows()
+    launched = {(variant, nodes, world, steps) for variant, nodes, world, _, steps in rows}
+    return frozenset(
+        c
+        for c in candidates
+        if c.options != model.priors.base
+        and (variant_of(c), c.num_nodes, c.world_size, c.grad_accum_steps) not in launched
+    )
 
 
 def price_candidates(
@@ -95,7 +110,7 @@ def price_candidates(
     model: StepTimeModel,
     goal: Goal,
     *,
-    memory: Mapping[str, MemoryModel] | None = None,
+    memory: Mapping[Variant, MemoryModel] | None = None,
     assumed_peak: Interval | None = None,
 ) -> tuple[Estimate, ...]:
     """Return time and cost of every candidate, on demand and then on spot capacity; arguments as in `recommend`.

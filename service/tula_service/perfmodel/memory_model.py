@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy import special
 
 from tula_service.perfmodel.intervals import LEVEL, WIDEST_LOG, Interval
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
+from tula_service.perfmodel.variants import Variant, variant_of
 from tula_wire.configurations import Configuration
 from tula_wire.format import size
 from tula_wire.memory import usable_bytes
@@ -39,7 +40,7 @@ _NORMAL_END = float(special.ndtri(0.5 + LEVEL / 2.0))
 
 @dataclass(frozen=True)
 class MemoryObservations:
-    """Readings and counts of one rank's memory on one instance type; the columns have shapes (n,), (n,) and (m,).
+    """Readings and counts of one rank's memory in one variant; the columns have shapes (n,), (n,) and (m,).
 
     `out_of_memory_batch_sizes` are local batches that did not fit into `capacity_bytes`. `static_bytes` is what does
     not grow with the batch (parameters, gradients, optimizer state), and `static_sd` its relative error.
@@ -145,14 +146,30 @@ class MemoryModel:
         return allocated, math.sqrt(variance + self.beside.context_sd_bytes**2)
 
 
-def predict_peaks(models: Mapping[str, MemoryModel], configurations: Sequence[Configuration]) -> list[Interval | None]:
-    """Peak bytes of a rank of each configuration; None where its instance type has no memory model."""
+def predict_peaks(
+    models: Mapping[Variant, MemoryModel], configurations: Sequence[Configuration]
+) -> list[Interval | None]:
+    """Peak bytes of a rank of each configuration; None where its variant has no memory model."""
     peaks = {}
     for c in configurations:
-        if (model := models.get(c.instance_type)) is not None:
+        if (model := models.get(variant_of(c))) is not None:
             peak, more = model.predict(c.local_batch_size), model.shards.extra_bytes(c.world_size)
             peaks[c] = Interval(peak.mean + more, peak.low + more, peak.high + more)
     return [peaks.get(c) for c in configurations]
+
+
+def switched(model: MemoryModel, log_factor: float, sd: float) -> MemoryModel:
+    """Return the model of an unmeasured variant: the same static bytes, and exp(`log_factor`) times as many for each
+    example, of which the logarithm may be off by `sd`."""
+    factor = math.exp(log_factor)
+    per_example = factor * model.bytes_per_sample
+    scale = np.array([1.0, factor])
+    covariance = model.covariance * np.outer(scale, scale)
+    covariance[1, 1] += (sd * per_example) ** 2
+    upper = (model.upper[0], factor * model.upper[1])
+    return replace(
+        model, notes=(), failed_from=math.inf, bytes_per_sample=per_example, covariance=covariance, upper=upper
+    )
 
 
 def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), beside: Beside = Beside()) -> MemoryModel:

@@ -25,7 +25,7 @@ _LARGEST_LEVERAGE = 100.0
 
 @dataclass(frozen=True)
 class PaperFit:
-    """Least squares of one instance type: (a, A, s), the inverse of their Gram matrix, and the relative error."""
+    """Least squares of one variant: (a, A, s), the inverse of their Gram matrix, and the relative error."""
 
     form: StepTimeForm
     coefficients: FloatArray
@@ -50,7 +50,7 @@ class PaperFit:
 
 
 def fit_paper_form(observations: StepTimeObservations, form: StepTimeForm) -> PaperFit | None:
-    """The fit to the rows of one instance type; None of a single one. Two rows determine A and s, and a is 0."""
+    """The fit to the rows of one variant; None of a single one. Two rows determine A and s, and a is 0."""
     from scipy.optimize import nnls  # imported on use: only jobs that ask for these forms need it
 
     if len(observations) < _TERMS - 1:

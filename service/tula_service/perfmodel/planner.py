@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import NamedTuple
 
 import numpy as np
 from scipy import special
@@ -20,6 +19,7 @@ from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.step_time_form import log_terms, residual_covariance, same_points
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
+from tula_service.perfmodel.variants import Launch, launch_of, launches_of, switches, variant_of
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Search
 
@@ -33,26 +33,6 @@ _BOUND_SDS = 2.0  # replays of half of the public grids with 3 % noise: 1.5 to 2
 _MOST_JUDGED = 128  # candidates whose variance a design looks at: so a plan of thousands needs 0.2 s and 50 MiB
 _ONE_GB = Interval(1e9, 1e9, 1e9)
 _FORBIDDEN = 1e3
-
-
-class Launch(NamedTuple):
-    """The properties that one launch fixes: it can measure configurations that differ in the local batch alone."""
-
-    instance_type: str
-    num_nodes: int
-    world_size: int
-    grad_accum_steps: int
-
-
-def launch_of(configuration: Configuration) -> Launch:
-    """Return the launch that can measure a configuration."""
-    c = configuration
-    return Launch(c.instance_type, c.num_nodes, c.world_size, c.grad_accum_steps)
-
-
-def launches_of(configurations: Iterable[Configuration]) -> frozenset[Launch]:
-    """Return the launches that can measure these configurations."""
-    return frozenset(launch_of(c) for c in configurations)
 
 
 @dataclass(frozen=True)
@@ -110,7 +90,8 @@ def plan(
     largest. `adaptive` takes the four most informative runs (largest cluster first), then follows `_refine_choice`.
     With `budget.share_launches`, a launch measures up to three batches of its cluster: the first launch takes the
     largest cluster, the second the smallest, unless the first told how a step splits into compute and communication.
-    Where a probe measured the links between nodes, the launch of the smallest cluster comes alone.
+    Where a probe measured the links between nodes, the launch of the smallest cluster comes alone. Where the job has
+    options, both launches are of the base, and `adaptive` then takes the launch of the largest expected gain.
 
     `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
     measured, `recommendation` is the answer that the user gets for `goal`; by default the planner computes it from the
@@ -142,8 +123,9 @@ class _State:
     """The facts that planning decides from; `model` is None before the first measurement.
 
     `used` configurations were measured or are pending, `unused` candidates are neither, and `affordable` holds the
-    unused ones that the budget pays for. A launch measures up to `batches` local batches, or one configuration;
-    `runs_left` counts launches.
+    unused ones that the budget pays for. `of_base` are the candidates with the options that the design launches: the
+    base, or what is nearest to it among the candidates. A launch measures up to `batches` local batches, or one
+    configuration; `runs_left` counts launches.
     """
 
     def __init__(
@@ -156,6 +138,9 @@ class _State:
     ) -> None:
         self.candidates, self.budget = candidates, budget
         self.priors = Priors() if model is None else model.priors
+        base = self.priors.base
+        self.base = min({c.options for c in candidates}, key=lambda options: (len(switches(base, options)), options))
+        self.of_base = tuple(c for c in candidates if c.options == self.base)
         self.model = None if model is None or model.observations is None else model
         self.used = frozenset(pending)
         if self.model is not None:
@@ -190,9 +175,14 @@ class _State:
         return Plan(tuple(PlannedRun(c, purpose) for c in batches), None)
 
     def batches_of(self, among: Iterable[Configuration], launch: Launch, *asked: Configuration) -> list[Configuration]:
-        """Return what a launch measures: `asked`, then the smallest, largest and middle batch while there is room."""
+        """Return what a launch measures: `asked`, then the smallest, largest and middle batch while there is room.
+
+        With other options than the base, the largest batch of the base comes before the middle one.
+        """
         batches = sorted(c for c in among if launch_of(c) == launch)
-        chosen = [*asked, *batches[:1], *batches[-1:], *batches[len(batches) // 2 :][:1]]
+        of_base = [c.local_batch_size for c in self.of_base if launch_of(c) == launch._replace(options=self.base)]
+        shared = [c for c in batches if c.local_batch_size == max(of_base, default=0) and c.options != self.base]
+        chosen = [*asked, *batches[:1], *batches[-1:], *shared, *batches[len(batches) // 2 :][:1]]
         return sorted([*dict.fromkeys(chosen)][: self.batches])
 
     def tells_split(self, launch: Launch) -> bool:
@@ -202,7 +192,10 @@ class _State:
             return False
         split = np.isfinite(seen.compute_time_s) | np.isfinite(seen.exposed_comm_time_s)
         rows = compress(seen.points.rows(), split)
-        return launch in {Launch(name, int(n), int(ranks), int(steps)) for name, n, ranks, _, steps in rows}
+        return launch in {
+            Launch(variant.instance_type, int(n), int(ranks), int(steps), variant.options)
+            for variant, n, ranks, _, steps in rows
+        }
 
     def _launch_of(self, c: Configuration) -> object:
         return launch_of(c) if self.budget.share_launches else c
@@ -228,17 +221,17 @@ class _State:
 
 
 def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> list[Configuration]:
-    """Return the smallest and the largest batch on the largest and the smallest cluster of each type.
+    """Return the smallest and the largest batch on the largest and the smallest cluster of each variant.
 
     With `two`, as in the paper (IV-B), return the largest batch on the largest cluster and the smallest on the
     smallest.
     """
     corners: list[Configuration] = []
-    for name in sorted({c.instance_type for c in candidates}):
-        of_type = [c for c in candidates if c.instance_type == name]
-        sizes = [c.world_size for c in of_type]
+    for variant in sorted({variant_of(c) for c in candidates}):
+        alike = [c for c in candidates if variant_of(c) == variant]
+        sizes = [c.world_size for c in alike]
         for size in (max(sizes), min(sizes)):
-            cluster = [c for c in of_type if c.world_size == size]
+            cluster = [c for c in alike if c.world_size == size]
             cluster.sort(key=lambda c: (c.local_batch_size, c))
             ends = [cluster[-1], cluster[0]]
             corners += ends if not two else ends[:1] if size == max(sizes) else ends[1:]
@@ -267,8 +260,8 @@ def _first_launches(state: _State) -> list[PlannedRun]:
     A type whose first launch told the split needs no second launch.
     """
     begun = launches_of(state.used)
-    told = {launch.instance_type for launch in begun if state.tells_split(launch)}
-    design = first_launches(state.candidates, probed=state.priors.probed)
+    told = {launch.instance_type for launch in begun if launch.options == state.base and state.tells_split(launch)}
+    design = first_launches(state.of_base, probed=state.priors.probed)
     needed = [launch for launch in design if launch in begun or launch.instance_type not in told]
     first = sorted(needed, key=lambda launch: launch not in begun)
     missing = [launch for launch in first if launch not in begun]
@@ -282,15 +275,16 @@ def _first_launches(state: _State) -> list[PlannedRun]:
 
 def _next_design_runs(state: _State, goal: Goal) -> list[PlannedRun]:
     """Return the runs that the design still lacks."""
-    num_types = len({c.instance_type for c in state.candidates})
+    num_types = len({c.instance_type for c in state.of_base})
     num_runs = _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (num_types - 1)
-    missing = min(num_runs - len(state.used), state.runs_left)
+    used = [c for c in state.used if c.options == state.base]
+    missing = min(num_runs - len(used), state.runs_left)
     if missing <= 0:
         return []
-    chosen = design(state.candidates, state.priors, missing, goal=goal, allowed=state.affordable, used=state.used)
+    chosen = design(state.of_base, state.priors, missing, goal=goal, allowed=state.affordable, used=used)
     # Memory is predicted best from two batches of a type that are four apart: one follows the largest clusters.
     chosen[num_types:] = sorted(chosen[num_types:], key=lambda c: not _far_apart(c, chosen[0]))
-    return [PlannedRun(c, _purpose(c, state.candidates)) for c in chosen]
+    return [PlannedRun(c, _purpose(c, state.of_base)) for c in chosen]
 
 
 def _far_apart(one: Configuration, other: Configuration) -> bool:
@@ -382,9 +376,9 @@ def greedy_design(
     points, noise = Points.of(candidates), generic_prior().scales.noise ** 2
     judged = np.unique(np.linspace(0, len(points) - 1, min(len(points), _MOST_JUDGED)).astype(int))
     covariance, variance = prior_covariance(model, points.take(judged), points), np.zeros(len(points))
-    for name in set(points.instance_type):
-        at = points.rows_of(name)
-        variance[at] = model.posterior_for(name).predict(points.take(at))[1]
+    for variant in set(points.variant):
+        at = points.rows_of(variant)
+        variance[at] = model.posterior_for(variant).predict(points.take(at))[1]
     opening, left, due = [list(group) for group in first if group], sorted(set(allowed)), list(used)
     removed = np.zeros((len(points), 0))
     chosen: list[int] = []
@@ -408,12 +402,12 @@ def greedy_design(
 def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> FloatArray:
     """Return the covariance of log step time under a model without measurements, shape (len(first), len(second)).
 
-    The parameters and the residual both contribute. Instance types count as independent.
+    The parameters and the residual both contribute. Variants count as independent.
     """
     covariance = np.zeros((len(first), len(second)))
-    for name in set(first.instance_type) & set(second.instance_type):
-        rows, columns = first.rows_of(name), second.rows_of(name)
-        one, other, posterior = first.take(rows), second.take(columns), model.posterior_for(name)
+    for variant in set(first.variant) & set(second.variant):
+        rows, columns = first.rows_of(variant), second.rows_of(variant)
+        one, other, posterior = first.take(rows), second.take(columns), model.posterior_for(variant)
         member = posterior.leading
         slopes, others = (
             log_terms(member.theta, each, posterior.reference_batch_size, posterior.prior.slow_from).step_slopes
@@ -428,15 +422,24 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
     """Return the next launch that may change or verify the choice, or the reason why there is none. In this order:
 
     1. Verification: the choice itself, if it was not measured.
-    2. Contender: the candidate with the lowest confidence bound, unless that candidate was measured.
+    2. Contender: the candidate with the lowest confidence bound, unless that candidate was measured. Where the job has
+       options, the launch of the largest expected gain: the bounds of what was never launched are wide.
 
-    Where a launch measures several batches, step 2 needs a minimum expected gain.
+    Where a launch measures several batches, and where the job has options, step 2 needs a minimum expected gain.
     """
     chosen = choice.chosen
     if chosen is not None and not chosen.measured and chosen.configuration in state.affordable:
         return state.launch(chosen.configuration, "Verification: it would be recommended, so it is measured itself.")
-    least_gain = _WORTH_A_LAUNCH if state.budget.share_launches else 0.0
-    if expected_gain(choice, state.affordable) >= least_gain:
+    has_options = bool(state.base)
+    least_gain = _WORTH_A_LAUNCH if state.budget.share_launches or has_options else 0.0
+    if (gain := expected_gain(choice, state.affordable)) >= least_gain:
+        if has_options and math.isfinite(gain):
+            of_launches = _expected_gains(choice, state.affordable)
+            gains = max(sorted(of_launches.items()), key=lambda item: sum(item[1].values()))[1]
+            return state.launch(
+                max(sorted(gains), key=lambda c: gains[c]),
+                "Contender: of all launches that are left it has the largest expected gain.",
+            )
         best = most_promising(choice, state.affordable)
         if best is not None and not best.measured and best.configuration in state.affordable:
             return state.launch(
@@ -486,6 +489,12 @@ def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
     """
     if choice.chosen is None or not choice.within_limits_is_likely:
         return math.inf
+    return max((sum(gains.values()) for gains in _expected_gains(choice, runnable).values()), default=0.0)
+
+
+def _expected_gains(choice: Choice, runnable: Collection[Configuration]) -> dict[Launch, dict[Configuration, float]]:
+    """Return the expected improvement of the logarithm over the chosen estimate, by launch and configuration."""
+    assert choice.chosen is not None
     best, barred = choice.goal.value(choice.chosen), choice.barred
     gains: defaultdict[Launch, dict[Configuration, float]] = defaultdict(dict)
     for estimate in choice.estimates:
@@ -497,7 +506,7 @@ def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
             gain = sd * (ahead * float(special.ndtr(ahead)) + density)
             of_launch = gains[launch_of(estimate.configuration)]
             of_launch[estimate.configuration] = max(gain, of_launch.get(estimate.configuration, 0.0))
-    return max((sum(of_launch.values()) for of_launch in gains.values()), default=0.0)
+    return gains
 
 
 def _bound(value: Interval, sds: float) -> float:

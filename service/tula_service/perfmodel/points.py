@@ -10,11 +10,12 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
+from tula_service.perfmodel.variants import Variant, variant_of
+from tula_wire.configurations import Configuration
 
 FloatArray = npt.NDArray[np.float64]
-PointKey: TypeAlias = tuple[str, float, float, float, float]
-"""Instance type, nodes, world size, local batch and accumulation: equal for equal points."""
+PointKey: TypeAlias = tuple[Variant, float, float, float, float]
+"""Variant, nodes, world size, local batch and accumulation: equal for equal points."""
 
 
 class ObservationError(ValueError):
@@ -61,17 +62,19 @@ class Points:
         world_size: Sequence[float] | FloatArray,
         local_batch_size: Sequence[float] | FloatArray,
         grad_accum_steps: Sequence[float] | FloatArray | None = None,
-        instance_type: Sequence[str] | None = None,
+        variant: Sequence[Variant] | None = None,
     ) -> None:
-        """Accumulation defaults to 1, the instance type to the default one. Raises ObservationError on columns that are
-        not configurations."""
+        """Accumulation defaults to 1, the variant to the default type without options.
+
+        Raises ObservationError on columns that are not configurations.
+        """
         rows = len(num_nodes)
         steps = np.ones(rows) if grad_accum_steps is None else grad_accum_steps
         self.num_nodes = column("num_nodes", num_nodes, at_least=1.0)
         self.world_size = column("world_size", world_size, rows, at_least=1.0)
         self.local_batch_size = column("local_batch_size", local_batch_size, rows, at_least=1.0)
         self.grad_accum_steps = column("grad_accum_steps", steps, rows, at_least=1.0)
-        self.instance_type = tuple(instance_type or (DEFAULT_INSTANCE_TYPE,) * rows)
+        self.variant = tuple(variant or (Variant(),) * rows)
 
     @classmethod
     def of(cls, configurations: Points | Sequence[Configuration]) -> Points:
@@ -79,11 +82,11 @@ class Points:
         if isinstance(configurations, Points):
             return configurations
         columns = {name: [float(getattr(c, name)) for c in configurations] for name in cls.COLUMNS}
-        return cls(**columns, instance_type=[c.instance_type for c in configurations])
+        return cls(**columns, variant=[variant_of(c) for c in configurations])
 
     def __len__(self) -> int:
         """Number of points."""
-        return len(self.instance_type)
+        return len(self.variant)
 
     @cached_property
     def logarithms(self) -> FloatArray:
@@ -96,16 +99,17 @@ class Points:
 
     def rows(self) -> list[PointKey]:
         """The key of each point."""
-        return list(zip(self.instance_type, *(getattr(self, name).tolist() for name in self.COLUMNS), strict=True))
+        return list(zip(self.variant, *(getattr(self, name).tolist() for name in self.COLUMNS), strict=True))
 
-    def rows_of(self, instance_type: str) -> npt.NDArray[np.intp]:
-        """Row numbers of the points on an instance type."""
-        return np.flatnonzero([name == instance_type for name in self.instance_type])
+    def rows_of(self, variant: Variant) -> npt.NDArray[np.intp]:
+        """Row numbers of the points of a variant."""
+        return np.flatnonzero([name == variant for name in self.variant])
 
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Points:
         """The points at these row numbers, or where this mask is true."""
         columns = {name: getattr(self, name)[rows] for name in self.COLUMNS}
-        return Points(**columns, instance_type=np.array(self.instance_type, dtype=np.object_)[rows].tolist())
+        chosen = np.arange(len(self))[rows].tolist()
+        return Points(**columns, variant=[self.variant[row] for row in chosen])
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,6 @@ class StepTimeObservations:
         columns = {name: getattr(self, name)[rows] for name in ("step_time_s", *self.OPTIONAL)}
         return StepTimeObservations(points=self.points.take(rows), **columns)
 
-    def by_type(self) -> dict[str, StepTimeObservations]:
-        """The observations of each instance type, sorted by its name."""
-        types = sorted(set(self.points.instance_type))
-        return {name: self.take(self.points.rows_of(name)) for name in types}
+    def by_variant(self) -> dict[Variant, StepTimeObservations]:
+        """The observations of each variant, sorted by its names."""
+        return {variant: self.take(self.points.rows_of(variant)) for variant in sorted(set(self.points.variant))}

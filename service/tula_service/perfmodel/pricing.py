@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.points import ObservationError
 from tula_wire.configurations import Configuration
+from tula_wire.options import Options
 
 SECONDS_PER_HOUR = 3600.0
 _BYTES_PER_GB = 1e9
@@ -187,7 +188,7 @@ def usd_per_hour_saved(faster: Estimate, slower: Estimate) -> float | None:
     return more / saved_s * SECONDS_PER_HOUR if saved_s > 0.0 and more > 0.0 else None
 
 
-def tie_break(estimate: Estimate) -> tuple[int, int, str, int, int]:
+def tie_break(estimate: Estimate) -> tuple[int, int, str, int, int, Options]:
     """Ties go to fewer nodes, then the smaller batch, so that the choice is deterministic."""
     c = estimate.configuration
-    return (c.world_size, c.global_batch_size, c.instance_type, c.local_batch_size, c.grad_accum_steps)
+    return (c.world_size, c.global_batch_size, c.instance_type, c.local_batch_size, c.grad_accum_steps, c.options)

@@ -19,6 +19,7 @@ from tula_service.perfmodel.step_time_form import (
     to_seconds,
 )
 from tula_wire.enums import Basis
+from tula_wire.options import Options
 
 _UNKNOWN_SCALE_SD = 5.0
 _ABSENT_SD = 0.01
@@ -154,13 +155,14 @@ class Priors:
 
     The fit uses `hardware` to carry the measurements of one type over to a type without any. `probed` names the types
     whose links between nodes a probe measured. `slow_from` is the smallest local batch of a type at which convolutions
-    are slower.
+    are slower. `base` are the options of the variants that `believed` describes: the first value of each.
     """
 
     believed: Mapping[str, StepTimePrior] = field(default_factory=dict)
     hardware: Mapping[str, Hardware] = field(default_factory=dict)
     probed: frozenset[str] = frozenset()
     slow_from: Mapping[str, float] = field(default_factory=dict)
+    base: Options = ()
 
 
 def generic_prior() -> StepTimePrior:
@@ -392,6 +394,30 @@ def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, other: Hard
     mean[AT.inter] -= times("inter_node_gbps") or 0.0
     sd[collectives] = np.hypot(sd[collectives], _BETWEEN_TYPES_SD)
     return replace(shape, mean=mean, sd=sd)
+
+
+def prior_from_variant(learnt: StepTimePrior) -> StepTimePrior:
+    """Return the prior of another variant of the same job on the same instance type, before the effect of its switches.
+
+    The compute scale is the measured one; the shape may differ as between jobs.
+    """
+    shape = prior_from_jobs([learnt])
+    sd = shape.sd.copy()
+    sd[AT.compute] = learnt.sd[AT.compute]
+    return replace(shape, sd=sd)
+
+
+def switched(prior: StepTimePrior, log_compute: float, compute_sd: float, links_sd: float) -> StepTimePrior:
+    """Return the prior after switches that multiply the compute by exp(`log_compute`); collectives keep their seconds.
+
+    `compute_sd` and `links_sd` are how far the logarithms of compute and of collectives may be off.
+    """
+    mean, sd, collectives = prior.mean.copy(), prior.sd.copy(), list(COLLECTIVES)
+    mean[AT.compute] += log_compute
+    mean[collectives] -= log_compute
+    sd[AT.compute] = math.hypot(sd[AT.compute], compute_sd)
+    sd[collectives] = np.hypot(sd[collectives], links_sd)
+    return replace(prior, mean=mean, sd=sd)
 
 
 def prior_from_jobs(

@@ -11,13 +11,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import TypeVar
 
 import numpy as np
 
 from tula_service.perfmodel.points import FloatArray, PointKey, Points, StepTimeObservations
-
-V = TypeVar("V")
+from tula_service.perfmodel.variants import Variant, switches
+from tula_wire.options import Options
 
 _LEAST_SHARE = 0.01  # of a step: a shorter wait is the time that taking a batch from a full queue needs
 _HIDES_NOTHING = 0.02  # the weight of h = 0 where the runs do not tell loading from hiding
@@ -29,7 +28,7 @@ _SD_PER_DEVIATION = 1.48  # standard deviation over the median absolute deviatio
 
 @dataclass(frozen=True)
 class InputWait:
-    """How long a step waits for data on one instance type.
+    """How long a step of one variant waits for data.
 
     A loader takes `s_per_example` seconds (L) for each example, and the share `hidden` (h) of the rest of the step
     hides that time:
@@ -37,13 +36,15 @@ class InputWait:
         t_input = max(0, L m b - h (t - t_input))        m b examples of a rank a step; 0 <= h <= 1
 
     A loader in the training process hides nothing (h = 0); workers that fill a queue hide up to all of it (h = 1).
-    `relative_sd` is the relative error of a wait, and `measured_s` holds the measured waits in seconds.
+    `relative_sd` is the relative error of a wait, and `measured_s` holds the measured waits in seconds. Where L was
+    not measured but believed, `unsure_s_per_example` is how far it may be off, in seconds for each example.
     """
 
     s_per_example: float
     hidden: float
     relative_sd: float
     measured_s: Mapping[PointKey, float]
+    unsure_s_per_example: float = 0.0
 
     def predict(self, points: Points, rest_s: FloatArray) -> FloatArray:
         """Return the seconds of waiting, shape (n,), in steps that take `rest_s` without a wait.
@@ -55,6 +56,21 @@ class InputWait:
         measured = [self.measured_s.get(row) for row in points.rows()]
         return np.array([wait if seen is None else seen for wait, seen in zip(waits, measured, strict=True)])
 
+    def sd_s(self, points: Points, rest_s: FloatArray) -> FloatArray:
+        """Return the standard deviation of `predict`, shape (n,), in seconds."""
+        slower = replace(self, s_per_example=self.s_per_example + self.unsure_s_per_example)
+        wait_s = self.predict(points, rest_s)
+        return np.hypot(self.relative_sd * wait_s, slower.predict(points, rest_s) - wait_s)
+
+    def with_loader(self, factor: float) -> InputWait:
+        """Return the waits of a loader that is believed to take `factor` times as long for an example.
+
+        Half of the change is its standard deviation: whether workers help depends on what they wait for.
+        """
+        s_per_example = self.s_per_example * factor
+        unsure = 0.5 * abs(self.s_per_example - s_per_example)
+        return replace(self, s_per_example=s_per_example, measured_s={}, unsure_s_per_example=unsure)
+
 
 NO_WAIT = InputWait(0.0, 0.0, 0.0, {})
 
@@ -64,30 +80,30 @@ class ReducedObservations:
     """Measured step times without the waits for data, and these waits.
 
     `merged` has one row for each configuration, and `extremes`, shape (n, 2), holds the least and the largest step time
-    of its runs in seconds. `by_type` holds the rows of each instance type, with the number of runs that each row
-    merges, shape (rows,); `input_waits` describes how a step waits for data on each type. In both, the type with most
-    rows comes first.
+    of its runs in seconds. `by_variant` holds the rows of each variant, with the number of runs that each row
+    merges, shape (rows,); `input_waits` describes how a step waits for data in each. In both, the variant with the
+    fewest switches from the base comes first, and of these the one with most rows.
     """
 
     merged: StepTimeObservations
     extremes: FloatArray
-    by_type: Mapping[str, tuple[StepTimeObservations, FloatArray]]
-    input_waits: Mapping[str, InputWait]
+    by_variant: Mapping[Variant, tuple[StepTimeObservations, FloatArray]]
+    input_waits: Mapping[Variant, InputWait]
 
 
-def reduce_observations(observations: StepTimeObservations) -> ReducedObservations:
-    """Take the waits out of measured steps, merge repeats, and return both results."""
-    measured = observations.by_type()
+def reduce_observations(observations: StepTimeObservations, base: Options = ()) -> ReducedObservations:
+    """Take the waits out of measured steps, merge repeats, and return both results; `base` are the base options."""
+    measured = observations.by_variant()
     waits = {name: fit_input_wait(rows) for name, rows in measured.items()}
     merged, repeats, extremes = merge_repeats(_without_waits(observations))
     rows_of = {name: merged.points.rows_of(name) for name in measured}
-    by_count = sorted(rows_of, key=lambda name: -rows_of[name].size)
-    by_type = {name: (merged.take(rows_of[name]), repeats[rows_of[name]]) for name in by_count}
-    return ReducedObservations(merged, extremes, by_type, {name: waits[name] for name in by_count})
+    ordered = sorted(rows_of, key=lambda name: (len(switches(base, name.options)), -rows_of[name].size))
+    by_variant = {name: (merged.take(rows_of[name]), repeats[rows_of[name]]) for name in ordered}
+    return ReducedObservations(merged, extremes, by_variant, {name: waits[name] for name in ordered})
 
 
 def fit_input_wait(observations: StepTimeObservations) -> InputWait:
-    """Fit the wait of one instance type to its rows by least squares, relative to the step.
+    """Fit the wait of one variant to its rows by least squares, relative to the step.
 
     Only rows that wait, or that the fit expects to wait, count. Return `NO_WAIT` where no row waits.
     """
@@ -117,11 +133,6 @@ def fit_input_wait(observations: StepTimeObservations) -> InputWait:
     variance = (_PRIOR_DOF * _PRIOR_SD**2 + float(missed @ missed)) / dof
     measured = dict(zip(compress(points.rows(), reported), input_s.tolist(), strict=True))
     return InputWait(float(solution[0]), float(solution[1]), float(np.sqrt(variance)), measured)
-
-
-def of_type(by_type: Mapping[str, V], name: str, otherwise: V) -> V:
-    """Return the entry of the type `name`, else that of the first type, which was measured most, else `otherwise`."""
-    return by_type.get(name, next(iter(by_type.values()), otherwise))
 
 
 def _without_waits(observations: StepTimeObservations) -> StepTimeObservations:

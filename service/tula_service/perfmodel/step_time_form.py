@@ -197,8 +197,7 @@ def residual_variance(scales: ResidualScales) -> float:
 
 
 def same_points(first: Points, second: Points) -> npt.NDArray[np.bool_]:
-    """Return where both are the same configuration, shape (len(first), len(second)); instance types are not
-    compared."""
+    """Return where both are the same configuration, shape (len(first), len(second)); variants are not compared."""
     same = np.ones((len(first), len(second)), dtype=np.bool_)
     for name in Points.COLUMNS:
         same &= getattr(first, name)[:, None] == getattr(second, name)[None, :]

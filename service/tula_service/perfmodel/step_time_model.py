@@ -13,11 +13,31 @@ from tula_service.perfmodel.intervals import Interval, log_interval
 from tula_service.perfmodel.map_fit import Posterior, fit_posterior, prior_posterior, targets_of
 from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
 from tula_service.perfmodel.points import FloatArray, ObservationError, Points, StepTimeObservations
-from tula_service.perfmodel.priors import Hardware, Priors, StepTimePrior, generic_prior, prior_from_other_type
-from tula_service.perfmodel.reduction import NO_WAIT, InputWait, of_type, reduce_observations
-from tula_service.perfmodel.step_time_form import AT
+from tula_service.perfmodel.priors import (
+    Hardware,
+    Priors,
+    StepTimePrior,
+    generic_prior,
+    prior_from_other_type,
+    prior_from_variant,
+    switched,
+)
+from tula_service.perfmodel.reduction import NO_WAIT, InputWait, reduce_observations
+from tula_service.perfmodel.step_time_form import AT, log_terms
+from tula_service.perfmodel.variants import (
+    INTERACTION_SD,
+    Effect,
+    Switch,
+    Variant,
+    believed_effect,
+    further_switches,
+    nearest,
+    nearest_for_waits,
+    switches,
+)
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Basis, StepTimeForm
+from tula_wire.options import Options
 
 _RANGE_TOLERANCE = 1.05
 
@@ -51,11 +71,11 @@ class StepTimeModel:
     """A fitted model of the step time; `basis` is what it rests on.
 
     `observations` are what was fitted, one row for each configuration, and `extremes`, shape (n, 2), the least and the
-    largest step time of its runs in seconds. `posteriors` covers the instance types that were measured, the type with
-    most runs first; any other type rests on its prior or on the type measured most, at `reference_batch_size` unless
-    that prior names another batch. `paper_fits` holds the paper's form where the job asked for it and enough was
+    largest step time of its runs in seconds. `posteriors` covers the variants that were measured, the base of the type
+    with most runs first; any other variant rests on its prior or on the nearest measured one, at `reference_batch_size`
+    unless that prior names another batch. `paper_fits` holds the paper's form where the job asked for it and enough was
     measured; the form `overlap` makes every other prediction. All of these describe a step without its waits for data.
-    `input_waits` adds the waits by instance type; a type without an entry waits like the type that was measured most.
+    `input_waits` adds the waits by variant; a variant without an entry waits like the nearest one that was measured.
     `accumulates` says that some candidate or run has several micro-steps, so that what comes once a step counts.
     """
 
@@ -63,27 +83,28 @@ class StepTimeModel:
     basis: Basis
     observations: StepTimeObservations | None
     priors: Priors = field(repr=False)
-    posteriors: Mapping[str, Posterior] = field(repr=False)
+    posteriors: Mapping[Variant, Posterior] = field(repr=False)
     reference_batch_size: float = field(repr=False)
     extremes: FloatArray = field(default_factory=lambda: np.zeros((0, 2)), repr=False)
-    paper_fits: Mapping[str, PaperFit | None] = field(default_factory=dict, repr=False)
+    paper_fits: Mapping[Variant, PaperFit | None] = field(default_factory=dict, repr=False)
     interval_scale: float = 1.0
-    input_waits: Mapping[str, InputWait] = field(default_factory=dict, repr=False)
+    input_waits: Mapping[Variant, InputWait] = field(default_factory=dict, repr=False)
     accumulates: bool = False
+    _unmeasured: dict[Variant, Posterior] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def predict(self, configurations: Points | Sequence[Configuration]) -> StepTimePredictions:
         """Predicted step times of n configurations with their 90 % intervals."""
         points = Points.of(configurations)
         extrapolated = self._extrapolated(points)
         mean_s, low_s, high_s, compute_s, comm_s, input_s = (np.zeros(len(points)) for _ in range(6))
-        for name in set(points.instance_type):
-            at = points.rows_of(name)
+        for variant in set(points.variant):
+            at = points.rows_of(variant)
             rows = points.take(at)
-            step = (self.paper_fits.get(name) or self.posterior_for(name)).predict_step(rows)
-            whole_s, wait = np.exp(step.mean), of_type(self.input_waits, name, NO_WAIT)
+            step = (self.paper_fits.get(variant) or self.posterior_for(variant)).predict_step(rows)
+            whole_s, wait = np.exp(step.mean), self._wait_of(variant)
             input_s[at] = wait.predict(rows, whole_s)
             mean_s[at] = whole_s + input_s[at]
-            sd_s = np.hypot(step.sd * self.interval_scale * whole_s, wait.relative_sd * input_s[at])
+            sd_s = np.hypot(step.sd * self.interval_scale * whole_s, wait.sd_s(rows, whole_s))
             low_s[at], high_s[at] = log_interval(mean_s[at], sd_s / mean_s[at], step.dof)
             compute_s[at], comm_s[at] = np.exp(step.compute), np.exp(step.communication)
         compute_s = np.minimum(compute_s, mean_s - input_s)
@@ -100,24 +121,38 @@ class StepTimeModel:
             input_s=input_s,
         )
 
-    def posterior_for(self, instance_type: str) -> Posterior:
-        """The posterior of the form `overlap` for an instance type; planning reads its covariance.
+    def posterior_for(self, variant: Variant) -> Posterior:
+        """The posterior of the form `overlap` for a variant; planning reads its covariance.
 
-        Raises ObservationError where neither a measurement nor a prior covers the type.
+        Raises ObservationError where neither a measurement nor a prior covers its instance type.
         """
-        if (measured := self.posteriors.get(instance_type)) is not None:
+        if (measured := self.posteriors.get(variant)) is not None:
             return measured
-        if (prior := _believed(instance_type, self.posteriors, self.priors)) is None:
-            raise ObservationError(f"instance type {instance_type!r} has no measurement and no prior; profile it.")
-        of_steps = _of_steps(prior, self.accumulates, self.priors.slow_from.get(instance_type, math.inf))
-        return prior_posterior(of_steps, prior.reference_batch_size or self.reference_batch_size)
+        if (known := self._unmeasured.get(variant)) is not None:
+            return known
+        name = variant.instance_type
+        if (prior := _believed(variant, self.posteriors, self.priors)) is None:
+            raise ObservationError(f"instance type {name!r} has no measurement and no prior; profile it.")
+        of_steps = _of_steps(prior, self.accumulates, self.priors.slow_from.get(name, math.inf))
+        posterior = prior_posterior(of_steps, prior.reference_batch_size or self.reference_batch_size)
+        self._unmeasured[variant] = posterior
+        return posterior
+
+    def _wait_of(self, variant: Variant) -> InputWait:
+        """Return the waits of a variant: as measured, or as those of the nearest one with the loader that it has."""
+        start = nearest_for_waits(variant, self.input_waits)
+        if start is None:
+            return NO_WAIT
+        wait = self.input_waits[start]
+        faster = sum(believed_effect(switch).loading for switch in switches(start.options, variant.options))
+        return wait.with_loader(math.exp(faster)) if faster else wait
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
-        """Return which points lie outside the box of what was measured on their type: all, where nothing was."""
+        """Return which points lie outside the box of what was measured of their variant: all, where nothing was."""
         outside = np.ones(len(points), dtype=np.bool_)
         seen = Points.of([]) if self.observations is None else self.observations.points
-        for name in set(seen.instance_type):
-            at, known = points.rows_of(name), seen.rows_of(name)
+        for variant in set(seen.variant):
+            at, known = points.rows_of(variant), seen.rows_of(variant)
             outside[at] = False
             for column in ("num_nodes", "world_size", "local_batch_size"):
                 value, measured = getattr(points, column)[at], getattr(seen, column)[known]
@@ -133,13 +168,13 @@ def fit_step_time(
     candidates: Points | Sequence[Configuration] | None = None,
     interval_scale: float = 1.0,
 ) -> StepTimeModel:
-    """Fit the step time of every instance type that was measured.
+    """Fit the step time of every variant that was measured.
 
     `candidates` only sets b_ref (the largest batch in question), which makes the generic prior mean the same before and
-    after the largest batch is profiled. A type that was measured less, or not at all, starts from the type that was
-    measured most, moved by the difference of their hardware. `form` RING or PARAMETER_SERVER predicts by the paper's
-    equation 2 wherever enough was measured to fit it. Raises ObservationError when there is neither a measurement nor a
-    prior with a scale.
+    after the largest batch is profiled. A variant that was measured less, or not at all, starts from the nearest one
+    that was measured before it, moved by the difference of their hardware and by the effects of their switches. `form`
+    RING or PARAMETER_SERVER predicts by the paper's equation 2 wherever enough was measured to fit it. Raises
+    ObservationError when there is neither a measurement nor a prior with a scale.
     """
     prior = prior or Priors()
     if observations is None or not len(observations):
@@ -150,18 +185,19 @@ def fit_step_time(
     accumulates = _accumulates(candidates) or _accumulates(observations.points)
     if not accumulates:
         observations = replace(observations, optimizer_time_s=np.full(len(observations), np.nan))
-    reduced = reduce_observations(observations)
-    posteriors: dict[str, Posterior] = {}
-    paper_fits: dict[str, PaperFit | None] = {}
-    for name, (rows, repeats) in reduced.by_type.items():
-        believed = _believed(name, posteriors, prior) or generic_prior()
-        start = _of_steps(believed, accumulates, prior.slow_from.get(name, math.inf))
+    reduced = reduce_observations(observations, prior.base)
+    posteriors: dict[Variant, Posterior] = {}
+    paper_fits: dict[Variant, PaperFit | None] = {}
+    for variant, (rows, repeats) in reduced.by_variant.items():
+        believed = _believed(variant, posteriors, prior) or generic_prior()
+        start = _of_steps(believed, accumulates, prior.slow_from.get(variant.instance_type, math.inf))
         targets = targets_of(rows, repeats, start.scales)
-        posteriors[name] = fit_posterior(targets, start, start.reference_batch_size or largest)
+        posteriors[variant] = fit_posterior(targets, start, start.reference_batch_size or largest)
         if form != "overlap":
-            paper_fits[name] = fit_paper_form(rows, form)
+            paper_fits[variant] = fit_paper_form(rows, form)
     # Where only a probe of the links tells of several nodes, the predictions rest on that probe.
-    probed = float(observations.points.num_nodes.max()) == 1.0 and prior.probed & set(posteriors)
+    types = {variant.instance_type for variant in posteriors}
+    probed = float(observations.points.num_nodes.max()) == 1.0 and prior.probed & types
     return StepTimeModel(
         form=form,
         basis="probed" if probed else "profiled",
@@ -198,15 +234,65 @@ def unmeasured_model(
     )
 
 
-def _believed(name: str, posteriors: Mapping[str, Posterior], priors: Priors) -> StepTimePrior | None:
-    """Return the prior of a type: the runs on the type measured most, unless earlier jobs know the scale better."""
-    own = priors.believed.get(name)
-    if not posteriors:
-        return own
-    most, measured = next(iter(posteriors.items()))
-    hardware = (priors.hardware.get(each, Hardware()) for each in (most, name))
-    carried = prior_from_other_type(measured.as_prior(), *hardware)
-    return own if own is not None and own.absolute and own.sd[AT.compute] < carried.sd[AT.compute] else carried
+def _believed(variant: Variant, posteriors: Mapping[Variant, Posterior], priors: Priors) -> StepTimePrior | None:
+    """Return the prior of a variant: the runs of the nearest measured one and the effects of the switches to it.
+
+    On a type without runs, earlier jobs may know the scale better than the runs on another type do.
+    """
+    own, start = priors.believed.get(variant.instance_type), nearest(variant, posteriors)
+    if start is None:
+        return own if own is None else _after_switches(own, priors.base, variant, posteriors, priors.base)
+    measured = posteriors[start].as_prior()
+    if start.instance_type == variant.instance_type:
+        return _after_switches(prior_from_variant(measured), start.options, variant, posteriors, priors.base)
+    hardware = (priors.hardware.get(each.instance_type, Hardware()) for each in (start, variant))
+    carried = prior_from_other_type(measured, *hardware)
+    if own is not None and own.absolute and own.sd[AT.compute] < carried.sd[AT.compute]:
+        return _after_switches(own, priors.base, variant, posteriors, priors.base)
+    return _after_switches(carried, start.options, variant, posteriors, priors.base)
+
+
+def _after_switches(
+    prior: StepTimePrior, start: Options, variant: Variant, posteriors: Mapping[Variant, Posterior], base: Options
+) -> StepTimePrior:
+    """Return the prior of a variant from that of the variant of its type with the options `start`."""
+    made = switches(start, variant.options)
+    if not made:
+        return prior
+    effects = [_effect(switch, variant, posteriors) for switch in made]
+    interaction = INTERACTION_SD * math.sqrt(further_switches(start, base, variant.options))
+    return switched(
+        prior,
+        sum(effect.compute for effect in effects),
+        math.hypot(*(effect.compute_sd for effect in effects), interaction),
+        max(effect.links_sd for effect in effects),
+    )
+
+
+def _effect(switch: Switch, variant: Variant, posteriors: Mapping[Variant, Posterior]) -> Effect:
+    """Return the effect of a switch: as two measured variants show that differ in it alone, else as it is believed.
+
+    Among such pairs, the one with the most in common with `variant` counts.
+    """
+    pairs: dict[Variant, Variant] = {}
+    for variant_after in posteriors:
+        if (switch.option, switch.after) in variant_after.options:
+            swapped = dict(variant_after.options) | {switch.option: switch.before}
+            before = variant_after._replace(options=tuple(sorted(swapped.items())))
+            if before in posteriors:
+                pairs[variant_after] = before
+    like = nearest(variant, pairs)
+    if like is None:
+        return believed_effect(switch)
+    ends = [posteriors[like], posteriors[pairs[like]]]
+    at = Points([1.0], [1.0], [ends[0].reference_batch_size])
+    log_after, log_before = (
+        float(log_terms(end.leading.theta, at, end.reference_batch_size, end.prior.slow_from).compute[0])
+        for end in ends
+    )
+    elsewhere = INTERACTION_SD if like.instance_type != variant.instance_type else 0.0
+    spread = math.hypot(*(end.as_prior().sd[AT.compute] for end in ends), elsewhere)
+    return Effect(log_after - log_before, spread, links_sd=INTERACTION_SD)
 
 
 def _of_steps(prior: StepTimePrior, accumulates: bool, slow_from: float) -> StepTimePrior:

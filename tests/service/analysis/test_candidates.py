@@ -13,6 +13,7 @@ import tula_wire as wire
 from tests.support.configurations import make_configuration
 from tula_service.analysis.job_data import candidates_of, powers_of_two
 from tula_service.perfmodel.points import ObservationError
+from tula_service.perfmodel.variants import Variant
 
 
 def a_job(batch: dict[str, Any], **cluster: int) -> wire.JobSpec:
@@ -77,4 +78,4 @@ def test_the_largest_batch_is_accumulated_as_far_as_is_allowed():
 
 def test_an_empty_space_says_what_to_change():
     with pytest.raises(ObservationError, match="lower min_local_batch_size"):
-        candidates_of(a_job({}, max_nodes=2), {"a": 16})
+        candidates_of(a_job({}, max_nodes=2), {Variant("a"): 16})

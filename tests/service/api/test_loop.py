@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +100,12 @@ def test_the_loop_ends_in_a_recommendation_that_rests_on_measurements(client: ht
     assert answer.basis == "profiled"
     assert answer.model.num_runs == runs
     assert answer.chosen is not None
-    truth = step_time(asdict(answer.chosen.configuration))
+    truth = step_time(answer.chosen.configuration.as_json())
     assert answer.chosen.step_time_s.value == pytest.approx(truth, rel=0.1)
 
     job = ok(client.get(path(wire.routes.JOB, job_id=job_id)))
     assert job["state"] == "ready"
-    assert job["recommended"] == asdict(answer.chosen.configuration)
+    assert job["recommended"] == answer.chosen.configuration.as_json()
     assert [run["state"] for run in job["plan"]] == ["succeeded"] * runs
     listed = ok(client.get(wire.routes.JOBS, params={"search": "LOOP"}))
     assert [row["id"] for row in listed["jobs"]] == [job_id]

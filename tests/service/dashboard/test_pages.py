@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from html import unescape
 
 import httpx
@@ -577,7 +576,7 @@ def follow(browser: Browser, job_id: str, **headers: str) -> None:
     path = wire.routes.JOB_RECOMMENDATION.format(job_id=job_id)
     best = wire.read(wire.Recommendation, browser("GET", path).text).chosen
     assert best is not None
-    body = {"kind": "train", "configuration": asdict(best.configuration), "holder": "h"}
+    body = {"kind": "train", "configuration": best.configuration.as_json(), "holder": "h"}
     run_id = browser("POST", wire.routes.JOB_RUNS.format(job_id=job_id), json=body, headers=headers).json()["id"]
     samples = {"rank": 0, "boot_id": "b", "world_size": best.configuration.world_size}
     samples |= {"sequence": [*range(20)], "step": [*range(20)], "step_time_s": [1.1 * best.step_time_s.value] * 20}

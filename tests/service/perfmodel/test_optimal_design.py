@@ -18,6 +18,7 @@ from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.step_time_form import log_terms, residual_covariance
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
+from tula_service.perfmodel.variants import Variant
 from tula_wire import Configuration
 
 NOISE = generic_prior().scales.noise ** 2
@@ -32,7 +33,7 @@ def matrix(model: StepTimeModel, candidates: list[Configuration]) -> np.ndarray:
     found = np.zeros((len(candidates), len(candidates)))
     for name in {c.instance_type for c in candidates}:
         at = [row for row, c in enumerate(candidates) if c.instance_type == name]
-        points, posterior = Points.of([candidates[row] for row in at]), model.posterior_for(name)
+        points, posterior = Points.of([candidates[row] for row in at]), model.posterior_for(Variant(name))
         member = posterior.leading
         slopes = log_terms(member.theta, points, posterior.reference_batch_size).step_slopes
         residual = residual_covariance(points, points, member.scales) + member.scales.own**2 * np.eye(len(at))

@@ -9,6 +9,7 @@ from tests.support.configurations import make_configuration
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.priors import Hardware, ModelFacts, Priors, prior_from_hardware
 from tula_service.perfmodel.step_time_model import fit_step_time
+from tula_service.perfmodel.variants import Variant
 from tula_wire import Configuration
 from tula_wire.enums import StepTimeForm
 
@@ -59,7 +60,7 @@ def test_overlap_predicts_until_two_configurations_were_measured(form: StepTimeF
     observed = StepTimeObservations.at(PLANNED[:1], [additive(c, form) for c in PLANNED[:1]])
     few, overlap = (fit_step_time(observed, form=each, candidates=GRID) for each in (form, "overlap"))
     assert np.array_equal(few.predict(GRID).mean_s, overlap.predict(GRID).mean_s)
-    assert few.paper_fits == {"default": None}
+    assert few.paper_fits == {Variant(): None}
 
 
 def test_before_any_run_the_prior_is_that_of_overlap() -> None:

@@ -31,6 +31,7 @@ from tula_service.perfmodel.priors import (
 )
 from tula_service.perfmodel.step_time_form import log_terms
 from tula_service.perfmodel.step_time_model import fit_step_time
+from tula_service.perfmodel.variants import Variant
 
 TABLE = Path(__file__).parents[2] / "data" / "single_device.csv"
 
@@ -268,7 +269,7 @@ def test_a_collective_known_in_seconds_stays_so_whatever_compute_turns_out_to_be
     times = [8.0 * float(np.exp(scale.mean[0])) * batch / 128 for batch in (32, 128)]
     theta = (
         fit_step_time(StepTimeObservations.at(one, times), prior=Priors({"default": prior}))
-        .posterior_for("default")
+        .posterior_for(Variant())
         .leading.theta
     )
     assert theta[0] > scale.mean[0] + 1.0
@@ -280,14 +281,14 @@ def test_jobs_that_inherit_a_network_and_stay_on_one_gpu_do_not_make_the_next_su
     nodes = [make_configuration(n, 1, batch) for n in (1, 2, 4, 8) for batch in (32, 128)]
     times = [0.02 + 0.001 * c.local_batch_size + 0.05 * (c.num_nodes - 1) / c.num_nodes for c in nodes]
     lessons = [
-        fit_step_time(StepTimeObservations.at(nodes, times), candidates=nodes).posterior_for("default").without_prior()
+        fit_step_time(StepTimeObservations.at(nodes, times), candidates=nodes).posterior_for(Variant()).without_prior()
     ]
     first = prior_from_jobs(lessons, scale=a_guess(), gradient_ratios=[1.0])
     for number in range(9):
         inherited = prior_from_jobs(lessons, scale=a_guess(), gradient_ratios=[1.0] * len(lessons))
         seen = StepTimeObservations.at(nodes[:2], [time * (1.0 + 0.1 * number) for time in times[:2]])
         model = fit_step_time(seen, prior=Priors({"default": inherited}), candidates=nodes)
-        lessons.append(model.posterior_for("default").without_prior())
+        lessons.append(model.posterior_for(Variant()).without_prior())
     after = prior_from_jobs(lessons, scale=a_guess(), gradient_ratios=[1.0] * 10)
     assert after.sd[S_INTER] > 0.95 * first.sd[S_INTER]
     assert first.sd[S_INTER] < 0.6 * a_guess().sd[S_INTER], "the job that measured it taught it"

@@ -12,6 +12,7 @@ from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.pricing import Offer, Spot, Training
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
+from tula_service.perfmodel.variants import Variant
 from tula_wire.configurations import Configuration
 
 GRID = [
@@ -68,7 +69,7 @@ def test_more_steps_for_the_same_quality_take_longer_and_cost_more() -> None:
 
 
 def test_estimates_carry_the_peaks_that_the_memory_model_predicts() -> None:
-    memory = {"default": fit_memory(MemoryObservations(bytes_per_sample=1e7, static_bytes=1e9))}
+    memory = {Variant(): fit_memory(MemoryObservations(bytes_per_sample=1e7, static_bytes=1e9))}
     found = cheapest(memory=memory)
     assert [e.peak_bytes for e in found.estimates] == predict_peaks(memory, GRID) * 2
     assert predict_peaks(memory, [Configuration(num_nodes=1, local_batch_size=1, instance_type="other")]) == [None]

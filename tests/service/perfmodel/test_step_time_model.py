@@ -14,6 +14,7 @@ from tests.support.configurations import make_configuration
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.priors import Hardware, ModelFacts, Priors, prior_from_hardware, prior_from_jobs
 from tula_service.perfmodel.step_time_model import StepTimePredictions, fit_step_time, unmeasured_model
+from tula_service.perfmodel.variants import Variant
 from tula_wire import Configuration
 from tula_wire.enums import StepTimeForm
 
@@ -180,7 +181,7 @@ def test_a_prior_from_hardware_is_right_within_its_own_wide_interval():
 def test_earlier_jobs_on_the_same_hardware_sharpen_the_first_guess():
     earlier = [
         fit_step_time(observe(GRID, lambda c, s=s: overlap_time(c, speed=s)), candidates=GRID)
-        .posterior_for("default")
+        .posterior_for(Variant())
         .as_prior()
         for s in (0.5, 2.0)
     ]
@@ -262,7 +263,7 @@ def test_a_prior_of_earlier_jobs_goes_before_what_is_carried_over_when_it_knows_
     observed = StepTimeObservations.at(seen, [overlap_time(c) for c in seen])
     earlier = (
         fit_step_time(observe(GRID, lambda c: overlap_time(c, speed=5.0)), candidates=GRID)
-        .posterior_for("default")
+        .posterior_for(Variant())
         .as_prior()
     )
     sharp = replace(prior_from_jobs([earlier]), sd=np.full(len(earlier.sd), 0.1))

@@ -17,6 +17,7 @@ from tula_service.analysis.job_data import JobData
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.priors import Lesson, Lessons, StepTimePrior
 from tula_service.perfmodel.step_time_model import fit_step_time
+from tula_service.perfmodel.variants import Variant
 from tula_service.usecases.job_data import load_job_data
 from tula_wire.devices import DEVICES
 
@@ -83,7 +84,7 @@ def test_a_run_on_a_processor_says_less_of_an_accelerator_than_a_data_sheet(clus
 
 KNOWN = {"name": "net", "flops_per_sample": 60e9}
 GUESSED = {"name": "net", "parameters": round(60e9 / 900)}  # the same FLOPs, if the rule of thumb holds
-LEARNT = MODEL.posteriors["node"].as_prior()
+LEARNT = MODEL.posteriors[Variant("node")].as_prior()
 
 
 def first_guess(wanted: wire.JobSpec, *earlier: tuple[dict[str, Any], StepTimePrior]) -> StepTimePrior:

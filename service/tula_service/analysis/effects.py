@@ -1,0 +1,123 @@
+"""What each value of a job's options is worth, as the wire's models and in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import tula_wire as wire
+from tula_service.analysis.answer import Answer
+from tula_service.perfmodel.choice import choose
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.pricing import Estimate
+from tula_service.perfmodel.variants import Variant
+from tula_wire.format import percent
+from tula_wire.options import Options
+
+_CHANGES_NUMERICS = frozenset({"precision"})
+
+
+def best_with(answer: Answer, options: Options) -> Estimate | None:
+    """Return what the objective chooses among the candidates with these options; None where none of them is left.
+
+    Options that were not launched count as well, as predicted.
+    """
+    failed = answer.evidence.failed
+    alike = [
+        each for each in answer.estimates if each.configuration.options == options and each.configuration not in failed
+    ]
+    sure = [each for each in alike if each.configuration not in answer.doubtful]
+    return choose(answer.choice.goal, sure or alike).chosen if alike else None
+
+
+def effects_of(answer: Answer) -> list[wire.OptionEffect]:
+    """Return the effect of each value but the first of each option; empty before a run was measured."""
+    chosen = answer.choice.chosen
+    if answer.evidence.observed is None or chosen is None:
+        return []
+    launched = {pair for c, _ in answer.evidence.rows for pair in c.options}
+    return [
+        _effect(answer, chosen, name, value, (name, value) in launched)
+        for name, (_, *further) in sorted(answer.data.spec.options.items())
+        for value in further
+    ]
+
+
+def _effect(answer: Answer, chosen: Estimate, name: str, value: str, launched: bool) -> wire.OptionEffect:
+    first = answer.data.spec.options[name][0]
+    held = chosen.configuration.options
+    recommended = (name, value) in held
+    before, after = (
+        best_with(answer, tuple((other, word if other == name else now) for other, now in held))
+        for word in (first, value)
+    )
+    ratios: dict[str, Interval] = {}
+    most_gain = None
+    if before is not None and after is not None:
+        ratios["time"] = _ratio(after.time_s, before.time_s)
+        if answer.choice.goal.priced:
+            ratios["cost"] = _ratio(after.cost_usd, before.cost_usd)
+        if (memory := _memory(answer, before, after)) is not None:
+            ratios["memory"] = memory
+        if not launched:
+            goal = answer.choice.goal
+            most_gain = max(0.0, 1.0 - _ratio(goal.value(after), goal.value(before)).low)
+    left_out = answer.evidence.left_out.get((name, value))
+    if left_out is None and after is None:
+        left_out = f"{name} {value} is left out, since none of its batches fits into memory."
+    return wire.OptionEffect(
+        option=name,
+        value=value,
+        base=first,
+        launched=launched,
+        recommended=recommended,
+        **{of: wire.Estimate(value=ratio.mean, low=ratio.low, high=ratio.high) for of, ratio in ratios.items()},
+        most_gain=most_gain,
+        left_out=left_out,
+        sentence=left_out or " ".join(_sentences(name, value, ratios, most_gain, recommended)),
+    )
+
+
+def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | None:
+    """Return the ratio of the peaks of two variants at the local batch of the former; None where one is unknown."""
+    batch, models = before.configuration.local_batch_size, answer.evidence.memory.models
+    peaks = [
+        None
+        if (model := models.get(Variant(each.configuration.instance_type, each.configuration.options))) is None
+        else model.predict(batch)
+        for each in (before, after)
+    ]
+    return None if peaks[0] is None or peaks[1] is None else _ratio(peaks[1], peaks[0])
+
+
+def _ratio(after: Interval, before: Interval) -> Interval:
+    """Return the ratio of two uncertain amounts, as if their errors were independent."""
+    up = math.hypot(math.log(after.high / after.mean), math.log(before.mean / before.low))
+    down = math.hypot(math.log(after.mean / after.low), math.log(before.high / before.mean))
+    mean = after.mean / before.mean
+    return Interval(mean, mean * math.exp(-down), mean * math.exp(up))
+
+
+def _sentences(
+    name: str, value: str, ratios: dict[str, Interval], most_gain: float | None, recommended: bool
+) -> Iterator[str]:
+    if most_gain is not None:
+        yield f"{name} {value} was not launched: it could win at most {percent(most_gain, digits=0)}."
+        return
+    said = [f"{_changed(ratio)} {what}" for what, ratio in ratios.items() if what in ("time", "cost")]
+    if not said:
+        yield f"{name} {value} has nothing to be compared with, since the first value leaves no candidate."
+        return
+    parts = " and ".join(said)
+    memory = f", at equal batch {_changed(ratios['memory'])} memory" if "memory" in ratios else ""
+    yield f"{name} {value} takes {parts}{memory}."
+    if recommended and name in _CHANGES_NUMERICS:
+        yield "It changes the numbers that training computes with: compare the losses of both before relying on it."
+
+
+def _changed(ratio: Interval) -> str:
+    """Return how much more or less that is, with the interval: `48 % [44, 52] less`."""
+    less = ratio.mean < 1.0
+    ends = sorted((1.0 - end if less else end - 1.0) for end in (ratio.low, ratio.high))
+    low, high = (f"{100.0 * end:.0f}" for end in ends)
+    return f"{percent(abs(ratio.mean - 1.0), digits=0)} [{low}, {high}] {'less' if less else 'more'}"

@@ -1,0 +1,138 @@
+"""Options of a job: launched one after another after the base, worth what they measure, never recommended unseen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import tula_wire as wire
+from tests.service.usecases.cluster import Cluster, overlapping, spec
+from tula_service.usecases import runs
+from tula_service.usecases.access import ANONYMOUS
+
+OPTIONS = {"precision": ["fp32", "bf16"], "compile": ["off", "on"]}
+BASE = (("compile", "off"), ("precision", "fp32"))
+FACTORS = {"bf16": 0.5, "on": 0.95}
+
+
+def switched(c: wire.Configuration) -> float:
+    """Seconds a step: bf16 halves it, and compilation takes 5 % off."""
+    factor = 1.0
+    for _, word in c.options:
+        factor *= FACTORS.get(word, 1.0)
+    return factor * overlapping(replace(c, options=()))
+
+
+def worked(cluster: Cluster, **changes: Any) -> wire.Recommendation:
+    """The recommendation of a job with options whose plan is done."""
+    cluster.step_time = switched
+    job_id = cluster.register(spec(**({"options": OPTIONS} | changes))).job.id
+    cluster.work(job_id)
+    return cluster.recommendation(job_id)
+
+
+def launches(cluster: Cluster) -> list[tuple[object, ...]]:
+    """Cluster and options of each launch, in the order in which they ran."""
+    ran = [(c.num_nodes, c.options) for c in cluster.ran]
+    return [one for one, before in zip(ran, [None, *ran], strict=False) if one != before]
+
+
+def test_a_plan_launches_the_base_first_and_then_finds_what_pays(cluster: Cluster) -> None:
+    answer = worked(cluster)
+    assert answer.chosen is not None
+    assert answer.with_base_options is not None
+    assert [options for _, options in launches(cluster)[:2]] == [BASE, BASE]
+    assert len(launches(cluster)) <= 8
+    assert dict(answer.chosen.configuration.options)["precision"] == "bf16"
+    assert answer.chosen.profiled
+    assert answer.with_base_options.configuration.options == BASE
+    assert answer.chosen.total_time_s.value < 0.6 * answer.with_base_options.total_time_s.value
+
+
+def test_each_value_says_what_it_is_worth_in_time_money_and_memory(cluster: Cluster) -> None:
+    answer = worked(cluster)
+    by_value = {effect.value: effect for effect in answer.options}
+    assert set(by_value) == {"bf16", "on"}
+    bf16 = by_value["bf16"]
+    assert bf16.launched
+    assert bf16.recommended
+    assert bf16.time is not None
+    assert bf16.cost is not None
+    assert bf16.memory is not None
+    assert bf16.time.low <= 0.5 <= bf16.time.high
+    assert 0.45 < bf16.time.value < 0.55
+    assert bf16.sentence in answer.why
+    assert "compare the losses" in bf16.sentence
+    compiled = by_value["on"]
+    assert compiled.launched or (compiled.most_gain is not None and compiled.most_gain < 0.6)
+
+
+def test_nothing_that_was_not_launched_is_recommended_or_listed(cluster: Cluster) -> None:
+    job_id = cluster.register(spec(options=OPTIONS)).job.id
+    first = cluster.recommendation(job_id)
+    assert first.chosen is not None
+    assert first.chosen.configuration.options == BASE
+    assert {c.configuration.options for c in first.candidates} == {BASE}
+    assert first.options == []
+    cluster.step_time = switched
+    while cluster.work(job_id, most=1):
+        answer = cluster.recommendation(job_id)
+        assert answer.chosen is not None
+        launched = {(c.num_nodes, c.options) for c in cluster.ran}
+        at = answer.chosen.configuration
+        assert at.options == BASE or (at.num_nodes, at.options) in launched
+
+
+def test_a_value_that_crashes_at_every_launch_is_left_out_and_the_rest_goes_on(cluster: Cluster) -> None:
+    cluster.step_time = switched
+    job_id = cluster.register(spec(options={"precision": ["fp32", "bf16"], "attention": ["eager", "flash"]})).job.id
+    crashed = 0
+    while (run := claimed(cluster, job_id)) is not None:
+        if ("attention", "flash") in run.configuration.options:
+            cluster.patch(run.id, "failed", message="The command ended with exit code 1.")
+            crashed += 1
+        else:
+            cluster.execute(run)
+    answer = cluster.recommendation(job_id)
+    assert answer.chosen is not None
+    assert dict(answer.chosen.configuration.options) == {"attention": "eager", "precision": "bf16"}
+    (flash,) = (effect for effect in answer.options if effect.value == "flash")
+    assert 1 <= crashed <= 3
+    assert flash.left_out is not None
+    assert flash.left_out.startswith("attention flash is left out, since each launch with it failed")
+    assert "exit code 1" in flash.left_out
+
+
+def claimed(cluster: Cluster, job_id: str) -> wire.Run | None:
+    return runs.claim(cluster.store, ANONYMOUS, job_id, wire.ClaimRequest(holder="launcher")).run
+
+
+def test_a_value_that_needs_less_memory_reaches_for_its_own_largest_batch(cluster: Cluster) -> None:
+    cluster.capacity_bytes = 4e9
+    peak = {"on": 10e6, "off": 30e6}
+
+    class Checkpointed(Cluster):
+        def execute(self, run: wire.Run, *, steps: int = 20) -> wire.Run:
+            self.bytes_per_sample = peak[dict(run.configuration.options)["checkpointing"]]
+            return super().execute(run, steps=steps)
+
+    slow_links = Checkpointed(cluster.store, lambda c: overlapping(replace(c, options=()), bandwidth=0.02))
+    slow_links.capacity_bytes = cluster.capacity_bytes
+    job_id = slow_links.register(
+        spec(options={"checkpointing": ["off", "on"]}, batch={"max_local_batch_size": 512})
+    ).job.id
+    slow_links.work(job_id)
+    answer = slow_links.recommendation(job_id)
+    assert answer.chosen is not None
+    assert answer.with_base_options is not None
+    assert dict(answer.chosen.configuration.options) == {"checkpointing": "on"}
+    assert answer.chosen.configuration.local_batch_size > answer.with_base_options.configuration.local_batch_size
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_job_may_have_five_options_and_launches_at_most_fourteen_times(cluster: Cluster, shared: bool) -> None:
+    options = {name: ["off", "on"] for name in ("compile", "fused", "pinned", "channels", "amp")}
+    worked(cluster, options=options, profiling={"share_launches": shared})
+    assert len(launches(cluster)) <= 14
