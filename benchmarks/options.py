@@ -1,0 +1,436 @@
+"""One choice over nodes, batch and options: regret and launches of plans, and how well effects of options are known.
+
+    python -m benchmarks.options [--tables FOLDER] [--draws 5] [--noise 0.03] [--json OUT] [--smoke]
+
+`--tables` is a folder with dlperf_v100.csv, lambda_tf2021.csv and tf_cnn_2017.csv, which are not in the repository:
+step times of one network with precision, XLA, graph fusion, gradient clipping or synthetic data switched, on several
+clusters. The planner launches up to three batches of a cluster and a variant at a time and sees the table's step times
+with `--noise` (standard deviation of their logarithm); what it recommends is judged by the table without noise. Only
+measured configurations are candidates, so that the planner knows which batches fit. A rank-hour has one price.
+
+Synthetic jobs have five options (precision, compile, checkpointing, num_workers and one of an unknown name): 32
+variants on 1 to 8 nodes with up to six batches. Their effects are drawn wider than the planner believes them, some make
+a step slower, pairs of them interact, and in every third job the loader is slower than the compute, which runs report
+as a wait for data. Half precision and checkpointing shrink what an example needs of memory; static bytes differ by 10 %
+from one variant to another, and a peak has two lines.
+
+`options.regret.time.mean`, `.cost.mean` and `.max`: how much more the recommendation takes or costs than the best of
+all combinations, over tables and synthetic jobs; `source.*` the same of each table. `options.launches.one`, `.two`,
+`.five`: mean launches with one, two and five options, and `options.exhaustive.*` how many there are in all.
+`options.effect.one_launch.*`: |log(predicted / measured)| of a variant of one switch on the clusters where it was not
+launched, after launches of the base on the smallest and the largest cluster and one of the variant on the smallest, of
+dlperf; `options.effect.all.*` the same of all tables; `options.effect.end.*` after one more launch, on the largest.
+`options.coverage`: share of the latter two that is within their 90 % intervals. `options.largest_batch.*`:
+|log(predicted / true)| of the largest batch of a launched variant of the synthetic jobs, by its memory model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from benchmarks.support.grids import read_rows
+from benchmarks.support.report import mean, median, parser_of, percentile, print_table, write_json
+from tula_service.perfmodel.choice import Choice, recommend
+from tula_service.perfmodel.memory_model import MemoryObservations, fit_memory
+from tula_service.perfmodel.objectives import Goal
+from tula_service.perfmodel.planner import PlanBudget, first_launches, plan
+from tula_service.perfmodel.points import StepTimeObservations
+from tula_service.perfmodel.pricing import Offer, Training
+from tula_service.perfmodel.priors import Priors
+from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
+from tula_service.perfmodel.variants import Launch, launch_of, launches_of
+from tula_wire import Configuration
+from tula_wire.enums import Objective
+from tula_wire.options import Options, combinations
+
+_OBJECTIVES: Final[tuple[Objective, ...]] = ("time", "cost")
+_EXAMPLES = 1.28e8
+_BATCHES_OF_A_LAUNCH = 3
+_ORDERED: Final[Mapping[str, tuple[str, ...]]] = {
+    "precision": ("fp32", "fp16"),
+    "compile": ("off", "on"),
+    "fusion": ("off", "on"),
+    "clipping": ("on", "off"),
+    "loader": ("real", "synthetic"),
+}
+"""Options of the tables; the first value of each is the base."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The measured configurations of one job with its options: seconds a step, and the waits for data in them."""
+
+    name: str
+    source: str
+    options: dict[str, list[str]]
+    step_time_s: dict[Configuration, float] = field(repr=False)
+    input_time_s: dict[Configuration, float] = field(default_factory=dict, repr=False)
+
+    @property
+    def candidates(self) -> tuple[Configuration, ...]:
+        """The measured configurations, sorted."""
+        return tuple(sorted(self.step_time_s))
+
+    @property
+    def base(self) -> Options:
+        """The first value of each option."""
+        return combinations(self.options)[0]
+
+    def value(self, c: Configuration, objective: Objective) -> float:
+        """Return the seconds of an example, times the ranks where it is the cost that counts."""
+        return self.step_time_s[c] / c.global_batch_size * (c.world_size if objective == "cost" else 1)
+
+    def measure(self, configurations: Sequence[Configuration], factors: Mapping[Configuration, float]) -> Measured:
+        """Return what profiling these configurations would observe; `factors` are the noise of each."""
+        step_s = [self.step_time_s[c] * factors[c] for c in configurations]
+        input_s = [self.input_time_s.get(c, math.nan) * factors[c] for c in configurations]
+        return StepTimeObservations.at(configurations, step_s, input_time_s=input_s)
+
+
+Measured = StepTimeObservations
+
+
+def table_jobs(folder: Path) -> Iterator[Job]:
+    """Yield the jobs of the tables in which the base and another variant were measured on several clusters."""
+    rows: dict[tuple[str, str], dict[tuple[Configuration, tuple[tuple[str, str], ...]], list[float]]] = {}
+    for name, parse in (("dlperf_v100", _of_dlperf), ("lambda_tf2021", _of_lambda), ("tf_cnn_2017", _of_tf_cnn)):
+        for row in read_rows(folder / f"{name}.csv"):
+            if (parsed := parse(row)) is None or not row["step_time_s"]:
+                continue
+            job, options = parsed
+            nodes, ranks = int(float(row["num_nodes"] or 1)), int(float(row["num_replicas"]))
+            at = Configuration(
+                num_nodes=nodes, ranks_per_node=ranks // nodes, local_batch_size=int(float(row["local_batch"]))
+            )
+            times = rows.setdefault((name, job), {}).setdefault((at, tuple(sorted(options.items()))), [])
+            times.append(float(row["step_time_s"]))
+    for (source, job), times_of in sorted(rows.items()):
+        yield from _job(source, job, {key: float(np.mean(times)) for key, times in times_of.items()})
+
+
+def _job(
+    source: str, name: str, times: Mapping[tuple[Configuration, tuple[tuple[str, str], ...]], float]
+) -> Iterator[Job]:
+    """Yield the job of these step times, if the base and another variant have two clusters or more."""
+    seen = {option: {dict(chosen)[option] for _, chosen in times} for option, _ in next(iter(times))[1]}
+    options = {
+        option: [word for word in _ORDERED[option] if word in words] for option, words in seen.items() if len(words) > 1
+    }
+    step_time_s = {
+        replace(c, options=tuple((option, word) for option, word in chosen if option in options)): seconds
+        for (c, chosen), seconds in times.items()
+    }
+    base = combinations(options)[0]
+    clusters = {o: {c.world_size for c in step_time_s if c.options == o} for o in {c.options for c in step_time_s}}
+    kept = {o for o, sizes in clusters.items() if len(sizes) > 1}
+    if base in kept and len(kept) > 1:
+        yield Job(f"{source}/{name}", source, options, {c: s for c, s in step_time_s.items() if c.options in kept})
+
+
+def _of_dlperf(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
+    """Return the network in its framework, and what the name and the notes say of precision and other switches."""
+    found = re.fullmatch(r"(\S+) (\S+) (FP32|FP16)(?:\(inferred\))?", row["model"])
+    if found is None:
+        return None
+    network, framework, precision = found.groups()
+    notes = row["notes"].lower()
+    options = {"precision": precision.lower()}
+    if framework == "TensorFlow" and "xla" in notes:
+        options["compile"] = "off" if "without xla" in notes else "on"
+    if framework == "MindSpore" and "graph kernel fusion" in notes:
+        options["fusion"] = "off" if "without" in notes else "on"
+    if framework.startswith("OneFlow") and "clip" in notes:
+        options["clipping"] = "off" if "without clip" in notes else "on"
+    if "dali" in notes or "loss_scaling" in notes or "static loss scale" in notes or "with amp" in notes:
+        return None  # further variants of one framework, without a base of their own
+    return f"{network} {framework}{' clipping' if 'clipping' in options else ''}", options
+
+
+def _of_lambda(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
+    """Return network and machine, precision, and whether the machine's name says that XLA compiled."""
+    network, _, precision = row["model"].rpartition(" ")
+    if precision not in ("fp16", "fp32") or "trt2" in row["network"]:  # near-duplicates of `trt`
+        return None
+    machine = re.sub(r"\dx(?=A100)", "", row["network"].replace("_XLA", ""))
+    return f"{network} {machine}", {"precision": precision, "compile": "on" if "XLA" in row["network"] else "off"}
+
+
+def _of_tf_cnn(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
+    """Return network and cluster, and whether data were read or made up."""
+    if row["notes"] not in ("real data", "synthetic data"):
+        return None
+    return f"{row['model']} {row['network']}", {"loader": row["notes"].split()[0]}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a synthetic job in bytes, by variant: what does not grow, what an example needs, and the device.
+
+    A peak is the larger of two moments of a step, the second of which grows faster from fewer bytes; `second` is its
+    slope over that of the first.
+    """
+
+    static_bytes: Mapping[Options, float]
+    bytes_per_sample: Mapping[Options, float]
+    second: Mapping[Options, float]
+    capacity_bytes: float
+
+    def peak(self, options: Options, batch: int) -> float:
+        """Return the peak of a local batch."""
+        static, slope = self.static_bytes[options], self.bytes_per_sample[options]
+        return max(static + slope * batch, 0.6 * static + self.second[options] * slope * batch)
+
+    def largest(self, options: Options) -> int:
+        """Return the largest local batch that fits."""
+        return bisect_left(range(1, 4096), True, key=lambda batch: self.peak(options, batch) > self.capacity_bytes)
+
+
+def synthetic_job(number: int) -> tuple[Job, Memory]:
+    """Return a job of five options, drawn by its number, and its memory; in every third, the loader binds."""
+    dice = np.random.default_rng((35, number))
+    options = {
+        "precision": ["fp32", "bf16"],
+        "compile": ["off", "on"],
+        "checkpointing": ["off", "on"],
+        "num_workers": ["4", "16"],
+        "attention": ["eager", "other"],
+    }
+    effect = {
+        "precision": dice.normal(-0.55, 0.35),
+        "compile": dice.normal(-0.15, 0.2),
+        "checkpointing": dice.normal(0.28, 0.1),
+        "num_workers": 0.0,
+        "attention": dice.normal(-0.1, 0.3),
+    }
+    interaction = {pair: dice.normal(0.0, 0.15) for pair in itertools.combinations(sorted(options), 2)}
+    compute_s, floor_s = 10 ** dice.uniform(-3.2, -1.8), 10 ** dice.uniform(-2.5, -1.3)
+    link_s = 10 ** dice.uniform(-2.5, -0.5)
+    binds = number % 3 == 0
+    loading_s = compute_s * (dice.uniform(0.8, 2.5) if binds else dice.uniform(0.01, 0.2))
+    per_sample = 10 ** dice.uniform(7.3, 8.3)
+    memory = Memory(
+        static_bytes={o: 2e9 * math.exp(dice.normal(0.0, 0.1)) for o in combinations(options)},
+        second={o: dice.uniform(0.9, 1.2) for o in combinations(options)},
+        bytes_per_sample={
+            o: per_sample
+            * (dice.uniform(0.55, 0.75) if dict(o)["precision"] == "bf16" else 1.0)
+            * (dice.uniform(0.25, 0.6) if dict(o)["checkpointing"] == "on" else 1.0)
+            for o in combinations(options)
+        },
+        capacity_bytes=2e9 + per_sample * dice.uniform(140, 260),
+    )
+    step_time_s: dict[Configuration, float] = {}
+    input_time_s: dict[Configuration, float] = {}
+    base = dict(combinations(options)[0])
+    for chosen in combinations(options):
+        on = [name for name, word in chosen if word != base[name] and name != "num_workers"]
+        pairs = itertools.combinations(sorted(on), 2)
+        log_factor = sum(effect[name] for name in on) + sum(interaction[pair] for pair in pairs)
+        loader_s = loading_s / (3.0 if dict(chosen)["num_workers"] == "16" else 1.0)
+        for nodes, batch in itertools.product((1, 2, 4, 8), (16, 32, 64, 128, 256, 512)):
+            if batch > memory.largest(chosen):
+                continue
+            c = Configuration(num_nodes=nodes, ranks_per_node=1, local_batch_size=batch, options=chosen)
+            own_s = math.exp(log_factor) * (compute_s * batch + floor_s)
+            comm_s = link_s * 2.0 * (nodes - 1) / nodes
+            rest_s = (own_s**3 + comm_s**3) ** (1 / 3) * math.exp(dice.normal(0.0, 0.02))
+            input_time_s[c] = max(0.0, loader_s * batch - 0.95 * rest_s)
+            step_time_s[c] = rest_s + input_time_s[c]
+    return Job(f"synthetic-{number:02}", "synthetic", options, step_time_s, input_time_s), memory
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a plan launched, in order, and what it then recommends."""
+
+    launched: tuple[Configuration, ...]
+    launches: int
+    chosen: Configuration
+    model: StepTimeModel
+
+
+def replay(job: Job, objective: Objective, factors: Mapping[Configuration, float]) -> Planned:
+    """Follow the planner until it stops, as the service does."""
+    goal = Goal(objective, Training(_EXAMPLES), {"default": Offer(usd_per_rank_hour=3600.0)})
+    budget = PlanBudget(max_runs=4 + 2 * len(job.options), share_launches=True)
+    priors, launched = Priors(base=job.base), list[Configuration]()
+    model: StepTimeModel | None = None
+    choice: Choice | None = None
+    while True:
+        decided = plan(
+            "adaptive",
+            job.candidates,
+            model or unmeasured_model(priors, job.candidates),
+            goal=goal,
+            recommendation=choice,
+            budget=budget,
+        )
+        asked = [run.configuration for run in decided.runs]
+        if not asked:
+            assert choice is not None
+            assert choice.chosen is not None
+            assert model is not None
+            launches = len(launches_of(launched))
+            return Planned(tuple(launched), launches, choice.chosen.configuration, model)
+        first = launch_of(asked[0])
+        launched += [c for c in asked if launch_of(c) == first]
+        model = fit_step_time(job.measure(launched, factors), prior=priors, candidates=job.candidates)
+        choice = recommend(job.candidates, model, goal)
+
+
+def noise_of(job: Job, sd: float, draw: int) -> dict[Configuration, float]:
+    """Return the factor of each configuration's measurement; the same for the same job and draw."""
+    dice = np.random.default_rng((zlib.crc32(job.name.encode()), draw))
+    return {c: float(np.exp(sd * dice.standard_normal())) for c in job.candidates}
+
+
+@dataclass
+class Errors:
+    """Errors of predictions, |log|, and whether each interval holds the measured step time."""
+
+    errors: list[float] = field(default_factory=list)
+    within: list[bool] = field(default_factory=list)
+
+    def add(self, model: StepTimeModel, job: Job, at: Sequence[Configuration]) -> None:
+        """Judge the predictions at these configurations."""
+        predicted = model.predict(at)
+        for row, c in enumerate(at):
+            truth = job.step_time_s[c]
+            self.errors.append(abs(math.log(predicted.mean_s[row] / truth)))
+            self.within.append(bool(predicted.low_s[row] <= truth <= predicted.high_s[row]))
+
+
+def judge_effects(job: Job, factors: Mapping[Configuration, float], one: Errors, both: Errors) -> None:
+    """Predict each variant with one switch where it was not launched, from one launch of it and from two."""
+    priors = Priors(base=job.base)
+    for options in sorted({c.options for c in job.candidates} - {job.base}):
+        if sum(pair not in job.base for pair in options) != 1:
+            continue
+        of_base = _ends([c for c in job.candidates if c.options == job.base])
+        smallest, *largest = _ends([c for c in job.candidates if c.options == options])
+        for launches, errors in (([smallest], one), ([smallest, *largest], both)):
+            ran = [c for launch in (*of_base, *launches) for c in _batches(job, launch)]
+            taken = set(launches)
+            left = [c for c in job.candidates if c.options == options and launch_of(c) not in taken]
+            if left and (launches != [smallest] or largest):
+                errors.add(fit_step_time(job.measure(ran, factors), prior=priors, candidates=job.candidates), job, left)
+
+
+def _ends(candidates: Sequence[Configuration]) -> list[Launch]:
+    """Return the launches of the smallest and of the largest cluster, the smallest first."""
+    return list(reversed(first_launches(candidates)))
+
+
+def _batches(job: Job, launch: Launch) -> list[Configuration]:
+    """Return up to three batches of a launch: the smallest, the middle and the largest."""
+    batches = [c for c in job.candidates if launch_of(c) == launch]
+    return sorted({batches[0], batches[len(batches) // 2], batches[-1]})[:_BATCHES_OF_A_LAUNCH]
+
+
+def largest_batches(planned: Planned, memory: Memory, job: Job) -> list[float]:
+    """Return |log(predicted / true)| of the largest batch of each launched variant but the base."""
+    errors = []
+
+    def readings(options: Options) -> dict[int, float]:
+        ran = {c.local_batch_size for c in planned.launched if c.options == options}
+        return {batch: memory.peak(options, batch) for batch in sorted(ran)}
+
+    of_base = readings(job.base)
+    base = fit_memory(MemoryObservations(list(of_base), list(of_base.values())))
+    for options in sorted({c.options for c in planned.launched} - {job.base}):
+        read = readings(options)
+        observed = MemoryObservations(list(read), list(read.values()), static_bytes=max(base.static_bytes, 1.0))
+        fits = fit_memory(observed).max_local_batch_size(memory.capacity_bytes / 0.98, safety_probability=0.5)
+        errors.append(abs(math.log(max(fits, 1) / memory.largest(options))))
+    return errors
+
+
+@dataclass
+class Figures:
+    """What was judged so far: regrets by source and objective, launches by the number of options, errors."""
+
+    regrets: dict[str, dict[Objective, list[float]]] = field(default_factory=dict)
+    launches: dict[int, list[int]] = field(default_factory=lambda: {1: [], 2: [], 5: []})
+    exhaustive: dict[int, list[int]] = field(default_factory=lambda: {1: [], 2: [], 5: []})
+    largest_batch: list[float] = field(default_factory=list)
+    one: Errors = field(default_factory=Errors)
+    one_of_all: Errors = field(default_factory=Errors)
+    both: Errors = field(default_factory=Errors)
+
+    def judge_choice(self, job: Job, memory: Memory | None, noise: float, draws: int) -> None:
+        """Follow the planner for each objective and draw."""
+        regrets = self.regrets.setdefault(job.source, {name: [] for name in _OBJECTIVES})
+        for draw, objective in itertools.product(range(draws), _OBJECTIVES):
+            planned = replay(job, objective, noise_of(job, noise, draw))
+            best = min(job.value(c, objective) for c in job.candidates)
+            regrets[objective].append(job.value(planned.chosen, objective) / best - 1.0)
+            self.launches[len(job.options)].append(planned.launches)
+            self.exhaustive[len(job.options)].append(len(launches_of(job.candidates)))
+            if memory is not None:
+                self.largest_batch += largest_batches(planned, memory, job)
+
+    def judge_effects(self, job: Job, noise: float) -> None:
+        """Predict the variants of one switch of a table's job."""
+        after_one = Errors()
+        judge_effects(job, noise_of(job, noise, 0), after_one, self.both)
+        for errors in (self.one_of_all, *([self.one] if job.source == "dlperf_v100" else [])):
+            errors.errors += after_one.errors
+            errors.within += after_one.within
+
+    def as_json(self) -> dict[str, float | str]:
+        """Return the figures by key."""
+        figures: dict[str, float | str] = {}
+        for objective in _OBJECTIVES:
+            values = [value for of_source in self.regrets.values() for value in of_source[objective]]
+            figures[f"options.regret.{objective}.mean"] = mean(values)
+            figures[f"options.regret.{objective}.max"] = max(values)
+            for source, of_source in self.regrets.items():
+                figures[f"source.{source}.regret.{objective}.mean"] = mean(of_source[objective])
+                figures[f"source.{source}.regret.{objective}.max"] = max(of_source[objective])
+        for number, word in ((1, "one"), (2, "two"), (5, "five")):
+            figures[f"options.launches.{word}"] = mean(self.launches[number])
+            figures[f"options.exhaustive.{word}"] = mean(self.exhaustive[number])
+        for name, errors in (("one_launch", self.one), ("all", self.one_of_all), ("end", self.both)):
+            figures[f"options.effect.{name}.median"] = median(errors.errors)
+            figures[f"options.effect.{name}.p90"] = percentile(errors.errors, 0.9)
+        within = [float(hit) for hit in (*self.one_of_all.within, *self.both.within)]
+        figures["options.coverage"] = mean(within)
+        figures["options.largest_batch.median"] = median(self.largest_batch)
+        figures["options.largest_batch.p90"] = percentile(self.largest_batch, 0.9)
+        return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the figures; see the module."""
+    parser = parser_of("options", __doc__)
+    parser.add_argument("--tables", type=Path, metavar="FOLDER", help="folder with the three tables (default: none)")
+    parser.add_argument("--noise", type=float, default=0.03, help="standard deviation of a run's log step time")
+    parser.add_argument("--draws", type=int, default=5, help="draws of the noise for each job of the tables")
+    parser.add_argument("--synthetic", type=int, default=18, metavar="N", help="synthetic jobs")
+    options = parser.parse_args(arguments)
+    figures = Figures()
+    for number in range(1 if options.smoke else options.synthetic):
+        job, memory = synthetic_job(number)
+        figures.judge_choice(job, memory, options.noise, 1)
+    for job in [] if options.tables is None else table_jobs(options.tables):
+        figures.judge_choice(job, None, options.noise, 1 if options.smoke else options.draws)
+        figures.judge_effects(job, options.noise)
+    found = figures.as_json()
+    print_table(
+        "One choice over nodes, batch and options", ("key", "value"), [(k, f"{v:.4g}") for k, v in found.items()]
+    )
+    write_json(options.json, found)
+
+
+if __name__ == "__main__":
+    main()
