@@ -128,6 +128,7 @@ def resume(
 
     Loop over `range(resumed.epoch, epochs)` afterwards. After a change of batch or ranks the position in the data is
     kept in examples, and the random numbers start afresh. Weights are read into their place, without a second copy.
+    Torch's part of a checkpoint is pickled, and reading it runs what it holds: resume from a folder of your own only.
     Raises `CheckpointError` on all ranks when the checkpoint does not fit, with nothing changed, or cannot be read on
     one of them; do not train on after the latter, since part of it may have been loaded.
     """

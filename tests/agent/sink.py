@@ -14,7 +14,8 @@ from tula_wire import RunPatch, SampleBatch, TelemetryChunk
 
 @dataclass
 class Sink:
-    """What came in, and how to behave: ok, error (500), garbage, html, hang, trickle, refuse (422), busy (429)."""
+    """What came in, and how to behave: ok, error (500), garbage, html, hang, trickle, refuse (422),
+    unknown_token (401), busy (429)."""
 
     behaviour: str = "ok"
     retry_after: str | None = None
@@ -128,6 +129,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _refuse(self) -> None:
         self.answer(422, b'{"type": "urn:tula:problem:invalid-input", "detail": "on purpose"}')
+
+    def _unknown_token(self) -> None:
+        self.answer(401, b'{"type": "urn:tula:problem:unauthenticated", "detail": "on purpose"}')
 
     def _busy(self) -> None:
         self.answer(429, b'{"detail": "too many"}', {"retry-after": self.server.sink.retry_after or "0"})

@@ -80,17 +80,24 @@ def test_spooled_requests_are_sent_when_the_service_is_back(sink: Sink, launch: 
     assert not list((tmp_path / "spool").glob("*"))
 
 
-def test_a_refused_request_goes_to_a_file_and_is_not_retried(
+def test_refused_requests_are_counted_said_once_and_not_retried(
     sink: Sink, launch: Launch, plain: Plain, tmp_path: Path
 ) -> None:
     sink.behaviour = "refuse"
     done = launch("train.py")
     assert done.printed("weights") == plain()
-    assert "the service refused" in done.stderr
+    assert done.stderr.count("the service refused") == 1
+    assert "measurements were dropped" in done.stderr
     posts = [path for method, path in sink.seen if method == "POST"]
     assert 0 < len(posts) < 12
-    kept = [e.path for file in (tmp_path / "spool").glob("*.rejected") for e in read_records(file)]
-    assert set(posts) <= set(kept)
+    assert not list((tmp_path / "spool").glob("*"))
+
+
+def test_what_a_wrong_token_can_not_send_waits_on_disk(sink: Sink, launch: Launch, environment: dict[str, str]) -> None:
+    sink.behaviour = "unknown_token"
+    done = launch("train.py")
+    assert done.stderr.count("they wait on disk") == 1
+    assert "/v1/runs/run1/samples" in spooled(environment)
 
 
 def test_a_full_disk_changes_nothing_and_the_loss_is_counted(sink: Sink, launch: Launch, plain: Plain) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tula_agent.ship.spool import REJECTED, TAKEN, Spool, read_records, spool_files
+from tula_agent.ship.spool import TAKEN, read_records, spool_files
 from tula_agent.ship.transport import Transport
 
 _CONFLICT = 409  # the run has left that state already, which loses no measurement
@@ -29,9 +29,10 @@ class Uploaded:
 
 
 def upload_spool(directory: Path, transport: Transport) -> Uploaded:
-    """Send every request under `directory` in the order it was written; a file is deleted once all of it was answered.
+    """Send every request under `directory` in the order it was written; a file is deleted once all of it was taken.
 
-    Refused requests stay in a `.rejected` file. Stops at the first request that cannot be delivered.
+    A file with a refused request stays, since another service or token may take it. Stops at the first request that
+    cannot be delivered.
     """
     done = Uploaded()
     for path in spool_files(directory):
@@ -42,7 +43,7 @@ def upload_spool(directory: Path, transport: Transport) -> Uploaded:
             requests = list(read_records(taken))
         except FileNotFoundError:  # another upload has taken or sent it
             continue
-        refused = []
+        refused = done.refused
         for request in requests:
             reply = transport.send(request)
             if reply.verdict == "retry":
@@ -51,15 +52,11 @@ def upload_spool(directory: Path, transport: Transport) -> Uploaded:
                 return done
             done.requests += 1
             if reply.verdict == "refused" and not (request.method == "PATCH" and reply.status == _CONFLICT):
-                refused.append(request)
                 done.refused += 1
                 done.why = reply.detail or f"status {reply.status}"
-        if refused:
-            keeper = Spool(taken.with_name(taken.name.split(".")[0] + REJECTED), 2**40)
-            for request in refused:
-                keeper.append(request)
-        taken.unlink(missing_ok=True)  # another upload may have sent it too
         done.files += 1
+        if done.refused == refused:
+            taken.unlink(missing_ok=True)  # another upload may have sent it too
     return done
 
 
@@ -81,7 +78,8 @@ def upload(
     else:
         typer.echo(f"Sent {done.requests} requests from {done.files} files.")
         if done.refused:
-            typer.echo(f"{done.refused} were refused ({done.why}) and kept in {directory}.", err=True)
+            remedy = "check TULA_URL and TULA_TOKEN, and send them again, or delete them"
+            typer.echo(f"{done.refused} were refused ({done.why}) and stay in {directory}: {remedy}.", err=True)
         if done.left:
             typer.echo(f"The service at {url} does not answer ({done.why}): start it and try again.", err=True)
     raise typer.Exit(1 if done.left or done.refused else 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tula_agent.guard import Guard, logger
 from tula_agent.readings import take
-from tula_agent.ship.spool import REJECTED, Spool, SpooledRequest
+from tula_agent.ship.spool import Spool, SpooledRequest
 from tula_agent.ship.transport import Reply, Transport
 from tula_wire.retry import backoff_s
 
@@ -25,7 +25,8 @@ FLUSH_INTERVAL_S, QUICK_FOR_S, SLOW_FLUSHES = 1.0, 30.0, 10
 """A run sends at every flush interval for `QUICK_FOR_S` seconds, and once in `SLOW_FLUSHES` intervals after that."""
 QUEUE_LIMIT = 100
 """Requests in memory, those of a minute or two. What no request has taken yet is bounded by `Readings`."""
-REJECTED_LIMIT_BYTES = 4 * 2**20
+_TOKENS_FAULT = (401, 403)
+"""Statuses of a token that is unknown or of another job: another one may send the same, as that of `tula upload`."""
 SAVING_SHARE = 0.1
 """Share of the time to close that is kept for writing to disk what a service that hangs has not taken."""
 
@@ -71,7 +72,7 @@ class Exporter:
         self._queue: deque[SpooledRequest] = deque()
         self._sending: SpooledRequest | None = None
         self._spool = Spool(spool_path, spool_limit_bytes)
-        self._rejected = Spool(spool_path.with_suffix(REJECTED), REJECTED_LIMIT_BYTES)
+        self._refusals: set[int] = set()  # statuses that were logged
         self._thread: threading.Thread | None = None
         self._transport: Transport | None = None
         self._closing = False
@@ -196,7 +197,7 @@ class Exporter:
         while True:
             assert self._transport is not None
             reply = self._transport.send(request)
-            if reply.verdict != "retry":
+            if reply.verdict != "retry" and reply.status not in _TOKENS_FAULT:
                 self._failures = 0
                 self._count_outcome(request, reply)
                 return True
@@ -211,13 +212,10 @@ class Exporter:
 
     def _count_outcome(self, request: SpooledRequest, reply: Reply) -> None:
         if reply.verdict == "refused":
-            with self._guard("keeping a refused request"):
-                kept = self._rejected.append(request)
-                self.dropped += request.values
-                where = f"kept in {self._rejected.path}" if kept else "and it could not be kept"
-                logger.warning(
-                    "the service refused %s %s (%s), %s", request.method, request.path, _reason(reply), where
-                )
+            self.dropped += request.values
+            if reply.status not in self._refusals:
+                self._refusals.add(reply.status)
+                logger.warning("the service refused %s %s (%s)", request.method, request.path, _reason(reply))
         if self._on_reply is not None:
             with self._guard("reading an answer"):
                 self._on_reply(request, reply)

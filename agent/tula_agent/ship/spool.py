@@ -18,7 +18,6 @@ _HEAD = struct.Struct("<4sII")  # magic, length, CRC-32 of the payload
 _MAGIC = b"TUL1"
 _MAX_RECORD = 16 * 2**20
 SUFFIX = ".spool"
-REJECTED = ".rejected"
 TAKEN = ".uploading"  # after a random part, so that no other file has that name
 _RUN = r"/v1/runs/[\w-][\w.:-]{0,199}"
 _AGENTS_ROUTES = re.compile(rf"PATCH {_RUN}|POST {_RUN}/(samples|telemetry)", re.ASCII)
@@ -142,6 +141,6 @@ def read_records(path: Path) -> Iterator[SpooledRequest]:
 
 
 def spool_files(directory: Path) -> list[Path]:
-    """Spool files in `directory`, oldest first, without those of requests that the service has refused."""
+    """Spool files in `directory`, oldest first."""
     paths = [path for path in directory.iterdir() if path.suffix in (SUFFIX, TAKEN)]
     return sorted(paths, key=lambda path: (path.stat().st_mtime, path.name))

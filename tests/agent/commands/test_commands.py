@@ -93,9 +93,12 @@ def test_upload_sends_what_waits_and_keeps_what_is_refused(sink: Sink, tmp_path:
     assert result.exit_code == 1
     assert json.loads(result.stdout) | {"why": ""} == {"files": 1, "requests": 2, "refused": 1, "left": 0, "why": ""}
     assert sink.states == ["succeeded"]
-    kept = list(tmp_path.iterdir())
-    assert [path.suffix for path in kept] == [".rejected"]
-    assert [envelope.path for envelope in read_records(kept[0])] == ["/v1/runs/r/samples"]
+    (kept,) = tmp_path.iterdir()
+    assert [envelope.path for envelope in read_records(kept)] == ["/v1/runs/r", "/v1/runs/r/samples"]
+    again = CliRunner().invoke(command(upload), [str(tmp_path), "--url", sink.url])
+    assert again.exit_code == 1
+    assert "1 were refused (" in again.stderr
+    assert "check TULA_URL and TULA_TOKEN, and send them again, or delete them" in again.stderr
 
 
 def test_an_upload_without_a_service_loses_nothing(sink: Sink, tmp_path: Path) -> None:
