@@ -2,24 +2,31 @@
 
 `tula.pth`, beside the installed packages, has Python import this module when it starts with TULA_RUN_ID or TULA_JOB in
 its environment; without them, a start costs two look-ups. The hook does nothing until torch is imported, then nothing
-until an optimizer has stepped, and nothing at all in a script that imports `tula_agent`: hence a module outside that
-package. It never raises.
+until an optimizer has stepped, and takes no step of a script that imports `tula_agent`: hence a module outside that
+package. Where the script imports accelerate, it also notes that this lowers the batch after an out-of-memory, which no
+step shows. It never raises.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import sys
+from collections.abc import Callable
 from typing import Any
 
-_OPTIMIZER = "torch.optim.optimizer"
+lowered_for: list[str] = []
+"""The last out-of-memory after which accelerate lowered the script's batch; empty before the first."""
 
 
-class WhenTorchLoads:
-    """Registers the hook right after torch has defined its optimizers; imports nothing itself."""
+class WhenImported:
+    """Hands each of some modules to a function right after Python has imported it; imports nothing itself."""
+
+    def __init__(self, functions: dict[str, Callable[[Any], None]]) -> None:
+        self._functions = functions
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
-        if name != _OPTIMIZER:
+        if name not in self._functions:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
@@ -29,12 +36,36 @@ class WhenTorchLoads:
         def exec_module(module: Any) -> None:
             execute(module)
             with contextlib.suppress(Exception):
-                sys.meta_path.remove(self)
-                module.register_optimizer_step_post_hook(Stepped())
+                self._functions.pop(name)(module)
+                if not self._functions:
+                    sys.meta_path.remove(self)
 
         with contextlib.suppress(Exception):
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def see_steps(optimizers: Any) -> None:
+    """Have `Stepped` called after each step of the optimizers of torch's module."""
+    optimizers.register_optimizer_step_post_hook(Stepped())
+
+
+def see_out_of_memory(memory: Any) -> None:
+    """Note the exceptions that accelerate's module takes for an out-of-memory: the script goes on with fewer examples.
+
+    `find_executable_batch_size`, the Trainer's `auto_find_batch_size` too, catches the exception itself.
+    """
+    judge = memory.should_reduce_batch_size
+
+    @functools.wraps(judge)
+    def judged(exception: Exception) -> Any:
+        lowers = judge(exception)
+        if lowers:
+            with contextlib.suppress(Exception):
+                lowered_for[:] = [f"{type(exception).__name__}: {exception}"]
+        return lowers
+
+    memory.should_reduce_batch_size = judged
 
 
 class Stepped:
@@ -59,4 +90,5 @@ class Stepped:
             print(f"tula: nothing more is measured, training continues: {error!r}", file=sys.stderr)
 
 
-sys.meta_path.insert(0, WhenTorchLoads())
+_FUNCTIONS = {"torch.optim.optimizer": see_steps, "accelerate.utils.memory": see_out_of_memory}
+sys.meta_path.insert(0, WhenImported(_FUNCTIONS))

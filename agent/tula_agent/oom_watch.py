@@ -48,6 +48,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
 
 
+def caught_by_the_script() -> str | None:
+    """Return the out-of-memory that the script caught last, as far as it is known; for the thread that trains."""
+    lowered_for = getattr(sys.modules.get("tula_startup"), "lowered_for", None)
+    if lowered_for:
+        return str(lowered_for[0])
+    return "CUDA out of memory, caught by the script." if cuda_oom_count(_own_device()) else None
+
+
 class OomWatch:
     """Watches one rank from a thread of its own.
 
@@ -99,8 +107,7 @@ class OomWatch:
         """
         if self._channel is None:
             return
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._device = torch.cuda.current_device()
+        self._device = _own_device()
         self._counted = self._counted_before = self._count()
         self._thread = threading.Thread(target=self._look, name="tula-out-of-memory", daemon=True)
         self._thread.start()
@@ -205,6 +212,12 @@ class OomWatch:
         timer = threading.Timer(self._exit_within_s, lambda: self._end(EXIT_CODE))
         timer.daemon = True
         timer.start()
+
+
+def _own_device() -> int | None:
+    """Return the CUDA device of the calling thread; None where CUDA is not in use."""
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.current_device() if in_use else None
 
 
 def cuda_oom_count(device: int | None) -> int:

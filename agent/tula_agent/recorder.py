@@ -6,7 +6,7 @@ import os
 import secrets
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -129,6 +129,7 @@ class Recorder:
     ) -> None:
         self.config = config = with_group_place(config)
         self.sizes = BatchSizes(batch_size)
+        self.ends_for_smaller: Callable[[int, int], bool] | None = None  # see `Run._ends_for_smaller`
         self.model_parallel_size = max(1, model_parallel_size)
         self.guard = guard
         self.leads = config.rank == 0  # the rank that reports for the run
@@ -363,6 +364,9 @@ class Recorder:
 
     def _first_size(self, size: int, loader: Any) -> None:
         self._batch_size = size
+        planned = self.config.local_batch_size if self.plan is not None and self.launch.cut_to is None else None
+        if planned is not None and size < planned and self.ends_for_smaller and self.ends_for_smaller(size, planned):
+            return
         configured = self.local_configured
         states = self.sizes.given is not None or stated_batch_size(loader) is not None
         if configured is not None and configured != size and (states or self.launch.cut_to):

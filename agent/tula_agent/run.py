@@ -101,6 +101,7 @@ class Run:
             from tula_agent.recorder import Recorder  # imports an HTTP client, which an inactive run does not need
 
             self.recorder = Recorder(config, self.guard, grad_accum_steps, model_parallel_size, batch_size)
+            self.recorder.ends_for_smaller = self._ends_for_smaller
             self.config = self.recorder.config
 
     @property
@@ -349,10 +350,26 @@ class Run:
         if recorder is not None and not recorder.finished:
             with self.guard("reporting out of memory"):
                 text = f"{type(error).__name__}: {error}"[:2000] if error is not None else None
-                if self.oom_watch is not None:
-                    self.oom_watch.notify(text, local_batch_size)
-                else:
-                    recorder.finish("out_of_memory", text, local_batch_size)
+                self._end_out_of_memory(text, local_batch_size)
+
+    def _ends_for_smaller(self, size: int, planned: int) -> bool:
+        """End a profiling run of `planned` examples whose script uses `size` after an out-of-memory that it caught.
+
+        Two signs say that the batch does not fit: a smaller batch than the run's, and the error before it.
+        """
+        from tula_agent.oom_watch import caught_by_the_script
+
+        caught = caught_by_the_script()
+        if caught is not None:
+            text = f"The script lowered its batch from {planned} to {size} after: {caught}"
+            self._end_out_of_memory(text[:2000], planned)
+        return caught is not None
+
+    def _end_out_of_memory(self, text: str | None, local_batch_size: int | None) -> None:
+        if self.oom_watch is not None:
+            self.oom_watch.notify(text, local_batch_size)
+        elif self.recorder is not None:
+            self.recorder.finish("out_of_memory", text, local_batch_size)
 
     def report_exception(self, error: BaseException) -> None:
         """This exception ends the training: report it, as out of memory where it is that."""

@@ -116,6 +116,39 @@ def test_batches_of_a_loader_that_is_new_at_each_step_are_its_micro_steps(
     assert sink.states == ["running", "succeeded"]
 
 
+@pytest.mark.parametrize("smaller", ["", "2=small,4=middle"])
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_batch_that_a_script_lowers_after_an_out_of_memory_did_not_fit(
+    sink: Sink, launch: Launch, ranks: int, smaller: str
+) -> None:
+    """The largest batch of the launch alone has ended, and the others go back to the plan."""
+    launch(
+        "with_hook.py", str(SCRIPTS / "kinds.py"), "finds_its_batch",
+        ranks=ranks, expect=None, TULA_SMALLER_BATCHES=smaller, **PROFILE,
+    )  # fmt: skip
+    ended = [(path, body) for _, path, body in sink.requests if body.get("state") not in ("running", None)]
+    assert {(path, body["state"], body["failed_local_batch_size"]) for path, body in ended} == {
+        ("/v1/runs/run1", "out_of_memory", 8)
+    }
+    assert "from 8 to 5 after: OutOfMemoryError: CUDA out of memory" in ended[0][1]["message"]
+    assert {path for _, path, _ in sink.requests if "/small" in path or "/middle" in path} == set()
+
+
+def test_an_out_of_memory_of_another_batch_ends_no_run(sink: Sink, launch: Launch) -> None:
+    """Also where batches are cut, which makes them smaller than the run's."""
+    launch("with_hook.py", str(SCRIPTS / "kinds.py"), "lowers_to_its_batch", **PROFILE, TULA_SMALLER_BATCHES="2=small")
+    measured = {(path.split("/")[3], body["local_batch_size"]) for _, path, body in sink.requests if "step" in body}
+    assert measured == {("small", 2), ("run1", 8)}
+    assert "out_of_memory" not in sink.states
+
+
+def test_a_training_may_lower_its_batch(sink: Sink, launch: Launch) -> None:
+    variables = PROFILE | {"TULA_KIND": "train"}
+    done = launch("with_hook.py", str(SCRIPTS / "kinds.py"), "finds_its_batch", **variables)
+    assert done.printed("complete")
+    assert sink.states[-1] == "succeeded"
+
+
 def test_accumulation_that_rises_while_it_is_measured_is_said(sink: Sink, launch: Launch) -> None:
     done = launch("with_hook.py", str(SCRIPTS / "kinds.py"), "accumulation_rises", ranks=2, **PROFILE)
     assert done.stderr.count("accumulation rose from 1 to 2 micro-steps a step while it was measured") == 1

@@ -180,6 +180,27 @@ def dispatched() -> None:
     accelerator.end_training()
 
 
+def finds_its_batch(first: int = BATCH, fits: int = 5) -> None:
+    """Tries 8, 7, 6 and 5, of which the last fits."""
+    from accelerate.utils import find_executable_batch_size
+
+    model, optimizer = classifier()
+
+    def train(size: int) -> None:
+        for _ in range(PASSES):
+            for x, y in DataLoader(examples(64), size):
+                if len(x) > fits:
+                    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                step(optimizer, cross_entropy(model(x), y))
+
+    find_executable_batch_size(train, starting_batch_size=first)()
+
+
+def lowers_to_its_batch() -> None:
+    """Begins with 16, and arrives at the batch of the run."""
+    finds_its_batch(2 * BATCH, BATCH)
+
+
 def detection() -> None:
     """Tuples of images of several sizes and of dictionaries, as torchvision's recipe collates them."""
     model, optimizer = classifier()
