@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Final, ParamSpec, Protocol, TypeVar
 
 from tula_service.errors import Busy
+from tula_wire.format import duration
 
 _LOG = logging.getLogger("tula.service")
 _LONGEST_QUEUE_S: Final = 15.0
@@ -92,7 +93,8 @@ class Fits:
                 self._drop()
             else:
                 self._drop(kill=True)
-                sentence = f"A fit took more than {self._longest_s:g} s and was ended, and what it was to replace stays"
+                took = f"A fit took more than {duration(self._longest_s)} and was ended"
+                sentence = f"{took}, and what it was to replace stays"
                 _LOG.error("%s.", sentence)
                 raise Busy(f"{sentence}: retry later, and report it if that takes as long.", retry_after_s=60.0)
         raise Busy(
