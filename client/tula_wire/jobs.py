@@ -230,10 +230,10 @@ class Quality(WireModel):
 
 
 class OptionEffect(WireModel):
-    """What a value of an option is worth at the recommended values of the other options.
+    """What a value of an option is worth: the best candidate with it against the best with the option's first value.
 
-    The best candidate with this value is compared with the best candidate with the option's first value, each at its
-    own nodes and batch: a factor of 0.5 halves the time.
+    Each is at its own nodes and batch; a factor of 0.5 halves the time. The other options are those of two launches
+    that differ in this option alone, as near as may be to the recommended ones, else the recommended ones.
     """
 
     option: str = Field(description="Name of the option.")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import tula_wire as wire
 from tula_service.analysis.answer import Answer
 from tula_service.perfmodel.choice import choose
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.pricing import Estimate
-from tula_service.perfmodel.variants import Variant
+from tula_service.perfmodel.variants import Variant, switches
 from tula_wire.format import percent
 from tula_wire.options import Options
 
@@ -35,22 +35,20 @@ def effects_of(answer: Answer) -> list[wire.OptionEffect]:
     chosen = answer.choice.chosen
     if answer.evidence.observed is None or chosen is None:
         return []
-    launched = {pair for c, _ in answer.evidence.rows for pair in c.options}
+    launched = {c.options for c, _ in answer.evidence.rows}
     return [
-        _effect(answer, chosen, name, value, (name, value) in launched)
+        _effect(answer, chosen.configuration.options, name, value, launched)
         for name, (_, *further) in sorted(answer.data.spec.options.items())
         for value in further
     ]
 
 
-def _effect(answer: Answer, chosen: Estimate, name: str, value: str, launched: bool) -> wire.OptionEffect:
+def _effect(
+    answer: Answer, held: Options, name: str, value: str, launched_options: Collection[Options]
+) -> wire.OptionEffect:
     first = answer.data.spec.options[name][0]
-    held = chosen.configuration.options
-    recommended = (name, value) in held
-    before, after = (
-        best_with(answer, tuple((other, word if other == name else now) for other, now in held))
-        for word in (first, value)
-    )
+    recommended, launched = (name, value) in held, any((name, value) in options for options in launched_options)
+    before, after = (best_with(answer, options) for options in _compared(held, name, (first, value), launched_options))
     ratios: dict[str, Interval] = {}
     most_gain = None
     if before is not None and after is not None:
@@ -76,6 +74,23 @@ def _effect(answer: Answer, chosen: Estimate, name: str, value: str, launched: b
         left_out=left_out,
         sentence=left_out or " ".join(_sentences(name, value, ratios, most_gain, recommended)),
     )
+
+
+def _compared(
+    held: Options, name: str, words: tuple[str, str], launched_options: Collection[Options]
+) -> tuple[Options, Options]:
+    """Return the options with and without a value to compare: both launched if may be, then as near as may be to the
+    recommended ones, `held`."""
+
+    def distance(pair: tuple[Options, Options]) -> tuple[int, int, Options]:
+        unseen = sum(options not in launched_options for options in pair)
+        return unseen, min(len(switches(held, options)) for options in pair), pair[0]
+
+    pairs = []
+    for options in {held, *launched_options}:
+        before, after = (tuple((o, word if o == name else now) for o, now in options) for word in words)
+        pairs.append((before, after))
+    return min(pairs, key=distance)
 
 
 def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | None:

@@ -215,18 +215,7 @@ def why(answer: Answer) -> str:
         )
     if chosen is not None:
         parts.append(_learning_rate(answer, chosen.configuration).advice)
-        parts += _options(answer, chosen)
     return " ".join(filter(None, (*parts, _RESTS_ON[answer.model.basis])))
-
-
-def _options(answer: Answer, chosen: Estimate) -> list[str]:
-    """Return sentences on the best without any switch, and on what each value of each option is worth."""
-    today = best_with(answer, answer.base) if answer.base else None
-    sentences = []
-    if today is not None and chosen.configuration.options != answer.base:
-        cost = f" and {money(today.cost_usd.mean)}" if answer.choice.goal.priced else ""
-        sentences.append(f"As the script runs today, {_named(today)} takes {duration(today.time_s.mean)}{cost}.")
-    return [*sentences, *(effect.sentence for effect in effects_of(answer))]
 
 
 def reason_of(choice: Choice) -> str:
