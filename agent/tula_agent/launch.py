@@ -16,7 +16,7 @@ class Launch:
 
     whole: the local batch that the script was started with. smaller: the other batches with their runs, ascending.
     own_run_id: the run of the whole batch. cut_to: the batch that is due, as an attribute, since the loop asks each
-    time; None: the whole one is. first_step: where the measurement of the batch that is due began. ended: the smaller
+    time; None: the whole one is. first_step: where the measurement of the batch that is due began. measured:
     batches that were measured, with their runs; the shipping thread takes them.
     """
 
@@ -24,7 +24,7 @@ class Launch:
         self.whole = whole
         self.own_run_id = run_id
         self.first_step = 0
-        self.ended: deque[tuple[int, str]] = deque()
+        self.measured: deque[tuple[int, str]] = deque()
         self._runs: dict[int, str] = {}
         self.use(smaller)
 
@@ -62,7 +62,7 @@ class Launch:
     def end_batch(self, step: int) -> None:
         """The batch that was due is measured, and `step` was its last; the next one is due."""
         if self.cut_to is not None:
-            self.ended.append((self.cut_to, self.run_id))
+            self.measured.append((self.cut_to, self.run_id))
         self.use(self._due[1:])
         self.first_step = step + 1
 

@@ -613,7 +613,7 @@ class Recorder:
         return took_long
 
     def _profile(self, step: int, step_time_s: float | None) -> bool:
-        """Let the profiling plan see a step after warm-up; True where that takes long."""
+        """Let ranks agree on what is pending, and a profiling plan see a step after warm-up; True if that took time."""
         pending = self.profiling.pending
         if pending:
             self.profiling.agree()
@@ -647,7 +647,7 @@ class Recorder:
 
     def _end_measuring(self) -> None:
         """All batches are measured: send that before the script is asked to end, since it may do so in any way."""
-        self.launch.ended.append((self._batch_size or 0, self.launch.run_id))
+        self.launch.measured.append((self._batch_size or 0, self.launch.run_id))
         self.exporter.flush(self.config.exit_deadline_s)
 
     # The batches of a launch.

@@ -28,7 +28,7 @@ RESERVED: Final = frozenset(
         *("checkpoint_dir", "resume", "run_id", "launch_id", "env_file"),
     )
 )
-"""Placeholders that Tula fills already."""
+"""Placeholders that Tula fills already: the names of `PLACEHOLDERS` in `tula_client/launch/template.py`."""
 
 _NAME: Final = r"[a-z][a-z0-9_]{0,63}"
 _WORD: Final = r"[A-Za-z0-9._:/@+-]{1,200}"

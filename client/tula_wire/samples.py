@@ -179,7 +179,10 @@ class SamplesAccepted(WireModel):
 
     stored: int = Field(description="Number of samples stored.")
     duplicates: int = Field(description="Number of samples that were stored before.")
-    stop: bool = Field(False, description="True: the run is known precisely enough, or was cancelled; end it.")
+    stop: bool = Field(
+        False,
+        description="True: end the run, which is over, or measured as long or as precisely as asked.",
+    )
     reason: str | None = optional("Why to stop, in one sentence.")
 
 

@@ -2,7 +2,8 @@
 
     s = min(|g_small| / (|g_large| + eps), s_max) by element, where   | |G_i|^2 - |G_{i-1}|^2 | / |G_{i-1}|^2 < delta
 
-The factors of `ags` are found after the last step of an epoch and used on later batches, so that they are independent
+The factors of `ags` are found once an epoch (at its last step with `steps_per_epoch`, else at the first step of the
+next epoch) and used on later batches, so that they are independent
 of the batch that they scale (Lemma 1); they are 1 in the first epoch.
 """
 

@@ -1,6 +1,7 @@
 """TulaOptimizer: wraps any optimizer and scales the steps of a large batch, by the same factor on every rank.
 
-w <- w - r eta u        u: the wrapped optimizer's update, eta: its learning rate, r: the policy's factor
+w <- w - r eta u        u: the wrapped optimizer's update, which `gain` turns under SGD; eta: its learning rate;
+                        r: the policy's factor, under `ags` and `static` one for each element
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class TulaOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one scaled step; `closure` is evaluated once, before anything is measured.
+        """Take one scaled step; `closure` is evaluated once, before the factor is found. The first step is not scaled.
 
         A step without a backward pass at a learning rate of 0, by which torch.distributed.checkpoint makes an
         optimizer's state, is the wrapped optimizer's alone and is not counted.

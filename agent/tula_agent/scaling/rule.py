@@ -2,8 +2,9 @@
 
     r = (|G|^2 + c S/b) / (|G|^2 + c S/B),   c = 4,   in [1, B/b],   at most 1.1 times that of the step before
 
-With c = 1 this is AdaScale's gain (Johnson et al. 2020, equation 6). Under `Measure` the same measurement runs, and the
-factor is 1. `SpikeClip` clips gradients that are suddenly much longer than those before them.
+Under Adam the learning rate is multiplied by the root of r. With c = 1 this is AdaScale's gain (Johnson et al. 2020,
+equation 6). Under `Measure` the same measurement runs, and the factor is 1. `SpikeClip` clips gradients that are
+suddenly much longer than those before them.
 """
 
 from __future__ import annotations

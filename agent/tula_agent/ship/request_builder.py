@@ -134,8 +134,11 @@ class RequestBuilder:
 
     def collect(self, last: bool = False) -> list[SpooledRequest]:
         """Requests that are due; `last` waits a moment for the other ranks and then keeps nothing back."""
-        leads, ended = self._identity().rank == 0, take(self._launch.ended)  # before `steps`, to miss no last step
-        self._ended += ended if leads else []
+        leads, measured = (
+            self._identity().rank == 0,
+            take(self._launch.measured),
+        )  # before `steps`, to miss no last step
+        self._ended += measured if leads else []
         taken = take(self._readings.steps)
         self._device.update(take(self._readings.device))
         for name, value in self._device_use().items() if taken else ():

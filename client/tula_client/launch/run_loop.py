@@ -81,7 +81,9 @@ class ActiveRun:
     """A run whose command was started; times are of the runner's clock, in seconds.
 
     smaller: the runs of smaller batches that the same command measures first. limit_from: when the time limit last
-    began to count, which it does at the start and again at the first measurement.
+    began to count, which it does at the start and again at the first measurement. limit_reached: the training was
+    asked to end at its own limit. has_measured: its first sample is stored. has_ended: the service refused to renew
+    its lease.
     """
 
     run: Run

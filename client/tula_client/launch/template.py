@@ -28,6 +28,8 @@ PLACEHOLDERS: Final = {
     "launch_id": "unique id of this start, for example as the name of a cluster job",
     "env_file": 'a JSON file {"env_vars": {...}} with the TULA_* variables, for launchers that pass no environment',
 }
+"""Names and meanings, the same names as in `tula_wire.options.RESERVED`; what `Template.fill` is not given is a field
+of the configuration."""
 
 _SMALL_FLOAT: Final = 1e-9  # rounding may put dataset.size x epochs a little above its true value
 _WORD = re.compile(r"[A-Za-z0-9._:/@+-]{1,200}")

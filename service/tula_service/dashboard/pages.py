@@ -338,7 +338,7 @@ def _by_cost(recommendation: Recommendation) -> bool:
 
 
 def _ranked(recommendation: Recommendation) -> list[Candidate]:
-    """The chosen candidate, the runner-up, then the rest by what the objective looks at, excluded ones last."""
+    """The chosen candidate, the runner-up, then the rest by time or, for objectives of cost, by cost; excluded last."""
     by_cost = _by_cost(recommendation)
 
     def place(each: Candidate) -> tuple[int, bool, float]:

@@ -1,6 +1,8 @@
 """The objectives: what each ranks candidates by, which one it takes, why, and what it needs to know.
 
-A new objective is a class in this file with an entry in `OBJECTIVES`, its name in `tula_wire/enums.py`, and a test.
+A new objective is a class in this file with an entry in `OBJECTIVES`, its name in `tula_wire/enums.py` and
+`docs/commands.md`, and a test. What it needs to know beyond time and cost is a field of `Goal`, which
+`analysis/job_data.py: goal_of` fills.
 """
 
 # ruff: noqa: ARG002 - what one objective does not look at, another does
@@ -91,7 +93,7 @@ class Objective:
 
     `needs_prices` says that a job without prices cannot have it. `needs_efficiency` says that estimates count the steps
     that a batch needs for the quality of the smallest one. `by_cost` says that tables list candidates by cost.
-    `is_compromise` says that the objective gives up time or money for a smaller batch.
+    `is_compromise` says that the explanation compares its choice with the fastest candidate.
     """
 
     needs_prices = False

@@ -66,7 +66,7 @@ def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[
 def observe_samples(tx: Transaction, run: RunRecord, new: wire.SampleBatch, num_new: int) -> None:
     """Update a training run's monitor with new samples of its first rank; announce changes of speed and broken limits.
 
-    The last `num_new` rows are new: where a batch is resent in part, those that were stored before come first. Runs in
+    The last `num_new` rows are taken for the new ones, since a process numbers its samples in ascending order. Runs in
     the transaction that stores the samples, so it makes no fit.
     """
     if run.kind != "train" or new.rank != 0 or run.monitor is None:
