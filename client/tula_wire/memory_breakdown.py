@@ -1,4 +1,4 @@
-"""What a run reports of one rank's memory; apart from the formula in `memory.py`, which needs no Pydantic."""
+"""The memory of one rank as a run reports it. The formula is in `memory.py`, which needs no Pydantic."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class LogLines:
         self._unfinished = b""
 
     def new(self, *, last: bool = False) -> list[str]:
-        """The whole lines since the last call, at most 256 KiB; `last`: all, and one without an end too."""
+        """Return the whole lines since the last call, at most 256 KiB; `last`: all, also a line without an end."""
         lines: list[bytes] = []
         try:
             with self._log.open("rb") as file:
@@ -74,12 +74,12 @@ class Process:
         self._grace_s = grace_s
 
     def poll(self) -> int | None:
-        """Exit status, 128 + n for signal n; None while it runs."""
+        """Return the exit status, 128 + n for signal n; None while the command runs."""
         status = self._supervisor.poll()
         return status if status is None or status >= 0 else 128 - status
 
     def request_stop(self, *, stacks: bool = False) -> None:
-        """Ask for SIGTERM to the command, then to what is left, then SIGKILL; returns at once.
+        """Ask for SIGTERM to the command, then to the processes that are left, then for SIGKILL; return at once.
 
         stacks: each rank first prints its own into the log, which ends the rank.
         """
@@ -143,7 +143,7 @@ def run_variables(
     restart: int,
     smaller: Sequence[Run] = (),
 ) -> dict[str, str]:
-    """The `TULA_*` variables of `run`, listed in `docs/commands.md`; `smaller`: the other runs of its launch."""
+    """Return the `TULA_*` variables of `run`, listed in `docs/commands.md`; `smaller`: the other runs of its launch."""
     configuration = run.configuration
     variables = {
         "TULA_URL": url,
@@ -178,7 +178,7 @@ def run_variables(
 def command_environment(
     inherited: Mapping[str, str], variables: Mapping[str, str], command: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The environment of `command`: inherited, without the `TULA_*` variables of an outer run, output unbuffered."""
+    """Return the environment of `command`: inherited, without `TULA_*` variables of an outer run, output unbuffered."""
     kept = {name: value for name, value in inherited.items() if not name.startswith("TULA_")}
     defaults = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     words = (part for word in command for part in word.split())  # also of `bash -c "torchrun ..."`

@@ -1,4 +1,4 @@
-"""Parent process of one launched command: ends it, and every process below it, whatever happens to `tula`.
+"""Run one launched command as its parent process: end it, and every process below it, whatever happens to `tula`.
 
 Runs as a script and imports only the standard library. It registers as the reaper of orphans below it (Linux, prctl
 PR_SET_CHILD_SUBREAPER), so that it finds ranks that torchrun moved to another session. Its standard input is a pipe
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _asked_to_stop(wake: int) -> bool:
-    """Wait up to a second for a signal or an order of `tula`, each of which is to stop; True if there was one."""
+    """Wait up to a second for a signal or an order of `tula`; return True if either asked the command to stop."""
     ready, _, _ = select.select([0, wake], [], [], 1.0)
     if wake in ready:
         os.read(wake, 4096)
@@ -78,7 +78,7 @@ def _become_subreaper() -> None:
 
 
 def _reap(child: subprocess.Popen[bytes]) -> int | None:
-    """Reap the command and its orphans; the exit status of the command, or None while it runs."""
+    """Reap the command and its orphans; return the exit status of the command, or None while the command runs."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -94,7 +94,7 @@ def _reap(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def _descendants() -> list[int]:
-    """Ids of all processes below this one, parents first, without zombies."""
+    """Return the ids of all processes below this one, parents first, without zombies."""
     children = _children()
     pids = list(children.get(os.getpid(), []))
     for pid in pids:
@@ -103,7 +103,7 @@ def _descendants() -> list[int]:
 
 
 def _children() -> dict[int, list[int]]:
-    """Ids of processes that are no zombies, by the id of their parent."""
+    """Return the ids of processes that are no zombies, by the id of their parent."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -118,7 +118,7 @@ def _children() -> dict[int, list[int]]:
 
 
 def _left(child: subprocess.Popen[bytes], *, top: bool = False) -> list[int]:
-    """Ids of the processes below that still run; `top`: of those alone whose parent is this process."""
+    """Return the ids of the processes below that still run; `top`: only processes whose parent is this process."""
     _reap(child)
     if sys.platform != "linux":
         return [child.pid] * (child.returncode is None)
@@ -131,7 +131,7 @@ def _kill(pid: int, number: int) -> None:
 
 
 def _end_all(child: subprocess.Popen[bytes], grace_s: float) -> int | None:
-    """SIGTERM the command, later what is left, and SIGKILL what is left after `grace_s`; the command's exit status."""
+    """Send SIGTERM to the command, later to what is left, and SIGKILL after `grace_s`; return the exit status."""
     began, told = time.monotonic(), set[int]()
     while (left := _left(child)) and (took_s := time.monotonic() - began) < grace_s + _KILL_WITHIN_S:
         if took_s >= grace_s:

@@ -121,7 +121,7 @@ def _menu(answer: Answer) -> list[wire.MenuPoint]:
 
 
 def candidates_of(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Candidate]:
-    """Estimates with everything that is predicted of them, in the order given.
+    """Return the estimates as candidates of the wire, with everything that is predicted, in the order given.
 
     Without those that spot interruptions would practically never let finish: JSON has no infinite time.
     """
@@ -133,7 +133,7 @@ def candidates_of(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Ca
 
 
 def model_report(answer: Answer, cross_validated_error: float | None = None) -> wire.ModelReport:
-    """Which model predicted, from which data, and its warnings."""
+    """Return which model predicted, from which data, and the model's warnings."""
     evidence, model = answer.evidence, answer.model
     memory = [note for variant in sorted(evidence.memory.models) for note in evidence.memory.models[variant].notes]
     warnings = [*_warnings(answer), *_unequal_lengths(answer.data.seen_tokens)]
@@ -180,7 +180,7 @@ def quality_of(answer: Answer) -> wire.Quality | None:
 
 
 def why(answer: Answer) -> str:
-    """Why this candidate, how the runner-up differs, what limits exclude, and what the answer rests on."""
+    """Say why the candidate is chosen, how the runner-up differs, what limits exclude, what the answer rests on."""
     choice, objective = answer.choice, OBJECTIVES[answer.objective]
     parts = []
     chosen = choice.chosen
@@ -262,7 +262,7 @@ def _least(choice: Choice) -> str:
 
 
 def breach(exclusion: Exclusion, limits: Limits) -> str:
-    """How a candidate breaks a limit."""
+    """Say how a candidate breaks a limit."""
     if exclusion.limit == "interruptions":
         return "spot interruptions would practically never let it finish."
     if exclusion.limit == "max_global_batch_size":
@@ -282,7 +282,7 @@ def breach(exclusion: Exclusion, limits: Limits) -> str:
 
 
 def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate]) -> tuple[float | None, float | None]:
-    """Share of the training time saved against the smallest and the largest batch on as many nodes."""
+    """Say which share of the training time is saved against the smallest and the largest batch on as many nodes."""
     if chosen is None:
         return None, None
     mine, time_s = chosen.configuration, chosen.total_time_s.value
@@ -297,7 +297,7 @@ def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate])
 
 
 def name_of(c: Configuration) -> str:
-    """A configuration in a few words."""
+    """Describe a configuration in a few words."""
     options = ", ".join(f"{name} {value}" for name, value in c.options)
     return f"{cluster_name(c)} at a global batch of {c.global_batch_size}{options and f' with {options}'}"
 
@@ -384,17 +384,17 @@ def _excluded_by(answer: Answer, c: Configuration, fits: float | None) -> str | 
 
 
 def estimate_of(value: Interval, per: float = 1.0) -> wire.Estimate:
-    """An interval on the wire, in units of `per`."""
+    """Return an interval of the wire, in units of `per`."""
     return wire.Estimate(value=value.mean / per, low=value.low / per, high=value.high / per)
 
 
 def _ratio(amount: float, per: Interval) -> wire.Estimate:
-    """`amount` over an uncertain duration."""
+    """Return `amount` over an uncertain duration."""
     return wire.Estimate(value=amount / per.mean, low=amount / per.high, high=amount / per.low)
 
 
 def _warnings(answer: Answer) -> list[str]:
-    """What neither the specification nor the measurements show, with the remedy."""
+    """Return warnings of what neither the specification nor the measurements show, each with the remedy."""
     spec, bounds = answer.data.spec, answer.evidence.memory.max_local_batch_size
     base = combinations(spec.options)[0]
     sentences = [
@@ -422,7 +422,7 @@ def _warnings(answer: Answer) -> list[str]:
 
 
 def gaps_of(model: StepTimeModel) -> list[str]:
-    """What the measurements leave open, one sentence per gap, and which of them contradict one another."""
+    """Say what the measurements leave open, one sentence per gap, and which measurements contradict one another."""
     if model.observations is None:
         return ["Nothing was measured: every figure comes from hardware data or from other jobs."]
     rows = model.observations.points.rows()
@@ -528,7 +528,7 @@ def _memory_of_chosen(answer: Answer) -> list[str]:
 
 
 def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
-    """Why the batch was kept small, and how the fastest candidate, with a larger one, differs."""
+    """Say why the batch was kept small, and how the fastest candidate, which has a larger batch, differs."""
     quick = choice.least_time
     if quick is None or quick.configuration.global_batch_size <= chosen.configuration.global_batch_size:
         return ""
@@ -558,7 +558,7 @@ def _learning_rate(answer: Answer, c: Configuration) -> LearningRate:
 
 
 def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
-    """Return for each limit that excludes something the candidate that breaks it by least, and among equals the best.
+    """Return for each limit that excludes candidates the one that breaks the limit by least, among equals the best.
 
     Candidates that no deadline or budget lets in come last, since they are no near miss of either limit.
     """
@@ -569,7 +569,7 @@ def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
 
 
 def _difference(choice: Choice, chosen: Estimate, other: Estimate) -> str:
-    """How another candidate differs from the chosen one in time, money and batch."""
+    """Say how another candidate differs from the chosen candidate in time, money and batch."""
     parts = [f"takes {_compared(other.time_s.mean / chosen.time_s.mean, 'as long', 'longer', 'less time')}"]
     if choice.goal.priced and chosen.cost_usd.mean > 0:
         parts.append(f"costs {_compared(other.cost_usd.mean / chosen.cost_usd.mean, 'as much', 'more', 'less')}")

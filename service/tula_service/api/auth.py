@@ -37,28 +37,28 @@ _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 
 def address_of(request: Request) -> str:
-    """The address that requests without a token count against."""
+    """Return the address under which requests without a token are counted."""
     return f"address {request.client.host if request.client else 'unknown'}"
 
 
 def is_ingest(method: str, path: str) -> bool:
-    """True of samples and telemetry, which may be larger than other bodies, and more."""
+    """Return True for samples and telemetry: their bodies may be larger, and their requests more, than others."""
     return any(method == known and pattern.match(path) for known, pattern in _INGEST_PATTERNS)
 
 
 def is_for_agents(method: str, path: str) -> bool:
-    """True of what agents send: such requests have room and threads that no other takes."""
+    """Return True for requests of agents, for which room and threads are reserved."""
     return any(method == known and pattern.match(path) for known, pattern in _AGENT_PATTERNS)
 
 
 def is_open(method: str, path: str) -> bool:
-    """True of `UNAUTHENTICATED_ROUTES`."""
+    """Return True for the routes that need no token (`UNAUTHENTICATED_ROUTES`)."""
     name = "/static/{name}" if path.startswith("/static/") else path
     return ("GET" if method == "HEAD" else method, name) in UNAUTHENTICATED_ROUTES
 
 
 async def admit(request: Request) -> Principal:
-    """Who is calling, counted; before the request's body is read, and before it takes room or a thread.
+    """Return who is calling, and count the request, before its body is read and before it takes room or a thread.
 
     Takes `Authorization: Bearer TOKEN`, and a browser's session. Without a token, the user of this machine, or anyone
     for the public routes of a service that only reads. Raises Unauthenticated, and Busy beyond a limit.
@@ -101,7 +101,7 @@ async def _identify(request: Request, services: Services) -> Principal:
 
 
 async def authorise(request: Request) -> Principal:
-    """Who is calling, if they may call this route; every route but the open ones stands behind this.
+    """Return who is calling, if they may call this route; every route but the open routes depends on this function.
 
     Raises Forbidden.
     """
@@ -120,7 +120,7 @@ def _is_public(request: Request, settings: Settings) -> bool:
 
 
 def _required_scopes(method: str, route: str) -> frozenset[str]:
-    """Scopes that may use the route: users, administrators, and readers of it, unless listed above."""
+    """Return the scopes that may use the route: user, admin, and read for a read, unless the route is listed above."""
     key = ("GET" if method == "HEAD" else method, route)
     scopes = {"user", "admin"}
     if key[0] == "GET" and route not in _ABOUT_TOKENS:
@@ -143,18 +143,18 @@ def _secret(request: Request) -> str | None:
 
 
 def cookie_of(request: Request) -> str | None:
-    """The session in a browser's cookie, None without a plausible one."""
+    """Return the session of a browser's cookie; None without a plausible session."""
     secret = request.cookies.get(COOKIE, "")
     return secret if is_plausible(secret) else None
 
 
 def is_plausible(secret: str) -> bool:
-    """True of a text that may be a secret: printable, and not long."""
+    """Return True for a text that may be a secret: printable, and not long."""
     return 0 < len(secret) <= _MAX_TOKEN_LENGTH and secret.isascii() and secret.isprintable()
 
 
 def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
-    """True for reading, and for a write that a page of this service sends (CSRF); `unknown`: if nothing says."""
+    """Return True for a read, and for a write from a page of this service (CSRF); `unknown`: where no header says."""
     if request.method in _SAFE:
         return True
     site = request.headers.get("sec-fetch-site")
@@ -165,7 +165,7 @@ def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
 
 
 def _require_local_origin(request: Request) -> None:
-    """Without a token only local requests are served: no proxied request, and no page of another site."""
+    """Refuse a request without a token that is not local, comes through a proxy or from a page of another site."""
     headers = request.headers
     host = headers.get("host", "")
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
@@ -189,7 +189,7 @@ class User(NamedTuple):
 
 
 async def _user(request: Request, services: AppServices) -> User:
-    """Async, because FastAPI runs a plain function in a thread."""
+    """Return the caller; async, because FastAPI runs a plain function in a thread."""
     return User(store=services.store, principal=request.scope["tula.principal"])
 
 

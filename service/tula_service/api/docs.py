@@ -102,18 +102,18 @@ _SWAGGER = (
 
 @router.get("/openapi.json")
 def get_openapi_document(request: Request) -> dict[str, Any]:
-    """The OpenAPI document of every route."""
+    """Return the OpenAPI document of every route."""
     return document(request.app)
 
 
 @router.get("/docs", response_class=HTMLResponse)
 def get_docs() -> HTMLResponse:
-    """The routes in Swagger UI, which also sends requests."""
+    """Show the routes in Swagger UI, which can also send requests."""
     return HTMLResponse(_SWAGGER)
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The document, with schemas of problem documents and of events, which no route returns as its answer."""
+    """Return the OpenAPI document, with the schemas of problems and events, which no route returns as its answer."""
     if app.openapi_schema is None:
         tags = [{"name": name, "description": text} for name, text in TAGS.items()]
         made = get_openapi(
@@ -165,7 +165,7 @@ def _with_named_choices(schema: Any) -> Any:
 
 
 def _error_answers(operation: dict[str, Any], *, is_open: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The error answers of an operation by status; the ranges cover what a proxy or the HTTP parser answers."""
+    """Return the error answers of an operation by status; the ranges cover what a proxy or the HTTP parser answers."""
     possible = {500, 503} if is_open else {401, 403, 429, 500, 503}
     if "requestBody" in operation:
         possible |= {409, 413, 415, 422}

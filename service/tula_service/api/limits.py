@@ -1,4 +1,4 @@
-"""How often one sender may ask: requests of a token, failed authentications and open paths of an address."""
+"""Limit how often a sender may ask: by token, or by address for failed authentications and open routes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RequestLimits:
         self._count("failed", address, FAILED_PER_MINUTE, remedy)
 
     def count_open(self, address: str) -> None:
-        """Count a request for what needs no token. Raises Busy beyond the limit of the address."""
+        """Count a request to a route that needs no token. Raises Busy when the address asks too often."""
         remedy = f"More than {OPEN_PER_MINUTE} requests of this address in a minute: wait Retry-After seconds."
         self._count("open", address, OPEN_PER_MINUTE, remedy)
 

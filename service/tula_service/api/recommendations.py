@@ -24,7 +24,7 @@ def get_recommendation(
     services: AppServices,
     objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
 ) -> Response:
-    """The recommendation as of now, for the job's own objective unless another is asked for."""
+    """Return the recommendation as of now, for the job's own objective unless the query names another."""
     missed: list[float] = []
     # The store caches the rendered JSON, which is sent unchanged.
     body = recommendations.get(
@@ -38,5 +38,5 @@ def get_recommendation(
 
 @router.get(routes.JOB_PREDICTIONS, response_model=Predictions)
 def get_predictions(job_id: str, user: CurrentUser, question: Annotated[WhatIf, Query()]) -> Response:
-    """Every combination of the values given (each may be repeated); what is left out takes all the job may use."""
+    """Predict every combination of the given values; a parameter may be repeated, and without it all values count."""
     return Response(recommendations.predict(*user, job_id, question), media_type="application/json")

@@ -29,7 +29,7 @@ MULTIPROCESS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 ErrorPage: TypeAlias = Callable[[Scope, Problem, Mapping[str, str]], Response | None]
-"""Makes a page of a problem for a person who navigates, None for a program."""
+"""Renders a problem as a page for a person in a browser; returns None where a program asked."""
 
 
 class Metrics:
@@ -50,7 +50,7 @@ class Metrics:
         self.fit_s = Histogram("tula_fit_seconds", "Time of a fresh fit.", buckets=_SECONDS, registry=own)
 
     def render(self) -> bytes:
-        """The text that Prometheus reads, of all workers together."""
+        """Return the text that Prometheus reads, of all workers together."""
         registry = self._registry
         if MULTIPROCESS_VARIABLE in os.environ:
             registry = CollectorRegistry()
@@ -91,7 +91,7 @@ class Services:
 
 
 async def _services(request: Request) -> Services:
-    """Async, because FastAPI runs a plain function in a thread."""
+    """Return the services; async, because FastAPI runs a plain function in a thread."""
     services: Services = request.app.state.services
     return services
 

@@ -175,7 +175,7 @@ class _State:
         return Plan(tuple(PlannedRun(c, purpose) for c in batches), None)
 
     def batches_of(self, among: Iterable[Configuration], launch: Launch, *asked: Configuration) -> list[Configuration]:
-        """Return what a launch measures: `asked`, then the smallest, largest and middle batch while there is room.
+        """Return a launch's batches: `asked`, then the smallest, largest and middle batch while there is room.
 
         With other options than the base, the largest batch of the base comes before the middle one.
         """
@@ -257,7 +257,7 @@ def first_launches(candidates: Sequence[Configuration], *, probed: Collection[st
 def _first_launches(state: _State) -> list[PlannedRun]:
     """Return the runs that are missing from the launches that every search begins with.
 
-    A type whose first launch told the split needs no second launch.
+    An instance type whose first launch told compute from communication needs no second launch.
     """
     begun = launches_of(state.used)
     told = {launch.instance_type for launch in begun if launch.options == state.base and state.tells_split(launch)}
@@ -288,7 +288,7 @@ def _next_design_runs(state: _State, goal: Goal) -> list[PlannedRun]:
 
 
 def _far_apart(one: Configuration, other: Configuration) -> bool:
-    """True if one local batch is at least four times the other, on the same instance type."""
+    """Return True if one local batch is at least four times the other, on the same instance type."""
     batches = sorted((one.local_batch_size, other.local_batch_size))
     return one.instance_type == other.instance_type and batches[1] >= _APART * batches[0]
 
@@ -366,7 +366,7 @@ def greedy_design(
     first: Iterable[Sequence[int]],
     weights: FloatArray,
 ) -> list[int]:
-    """Row numbers of up to `num_runs` runs, in order, that leave the least weighted variance; deterministic.
+    """Return the row numbers of up to `num_runs` runs, in order, that leave the least weighted variance; deterministic.
 
     Each pick minimises the posterior variance of log step time under a model without measurements, summed over the
     rows, or over 128 of them that are evenly spread: no step time is needed, so the runs may go in parallel. `used`
