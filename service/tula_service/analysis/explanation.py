@@ -24,7 +24,7 @@ from tula_service.perfmodel.pricing import JOULES_PER_KWH, Estimate, Limits, usd
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_service.perfmodel.variants import Variant, variant_of
 from tula_wire import Configuration
-from tula_wire.format import cluster_name, duration, money, multiple, percent
+from tula_wire.format import cluster_name, duration, money, multiple, option, percent
 from tula_wire.options import combinations
 
 _EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
@@ -298,8 +298,8 @@ def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate])
 
 def name_of(c: Configuration) -> str:
     """Describe a configuration in a few words."""
-    options = ", ".join(f"{name} {value}" for name, value in c.options)
-    return f"{cluster_name(c)} at a global batch of {c.global_batch_size}{options and f' with {options}'}"
+    options = "".join(f", {option(name, value)}" for name, value in c.options)
+    return f"{cluster_name(c)} at a global batch of {c.global_batch_size}{options}"
 
 
 def _named(estimate: Estimate) -> str:
