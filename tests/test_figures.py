@@ -45,6 +45,12 @@ KEYS: dict[str, tuple[str, ...]] = {
         f"share noise.regret.{name}.mean{end}" for name in ("time", "cost") for end in ("", ".low", ".high")
     ),
     "90 % intervals hold": ("share coverage.regular", "share coverage.hard", "share noise.coverage.chosen"),
+    "one choice over nodes": (
+        "share options.regret.time.mean",
+        "share options.regret.cost.mean",
+        *(f"ratio options.{of}.{number}" for of in ("launches", "exhaustive") for number in ("one", "two", "five")),
+    ),
+    "a switch where it was not launched": ("share options.effect.one_launch.median", "share options.effect.end.median"),
     "step time on eight GPUs": ("share lessons.median_error", "share without.median_error"),
     "memory of the largest batch": ("share memory.largest.median",),
     "accuracy lost by a large batch": (
