@@ -149,9 +149,9 @@ class Readings:
     dropped and counted. `steps`: timing, warm-up, sampled; `comm`: DDP's times of earlier steps, of which the oldest
     are dropped, since the steps are kept; `device`: steps that the device times, added before they end; `memory`: the
     newest breakdown by local batch; `energy_per_step_j`: the newest joules of a step, by local batch; `timelines`: the
-    timeline of buckets from `measure/ddp.py`, by local batch; `all_reduces`: the result of a probe; `epochs_before`:
-    the epochs that earlier processes of this training completed (None: unknown); `expects_comm`: every rank reports
-    `CommTiming`s.
+    timeline of buckets from `measure/ddp.py`, by local batch; `all_reduces`: the result of a probe; `host`: what is
+    known of the loader and the host, by the names of `tula_wire.HostFacts`; `epochs_before`: the epochs that earlier
+    processes of this training completed (None: unknown); `expects_comm`: every rank reports `CommTiming`s.
     """
 
     def __init__(self, limit: int) -> None:
@@ -160,6 +160,7 @@ class Readings:
         self.energy_per_step_j: dict[int | None, float] = {}
         self.timelines: dict[int | None, dict[str, list[float]]] = {}
         self.all_reduces: dict[str, Any] | None = None
+        self.host: dict[str, Any] = {}
         self.epochs_before: float | None = None
         self.expects_comm = False
         self._limit = limit

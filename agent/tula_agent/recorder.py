@@ -21,6 +21,7 @@ from tula_agent.launch import Launch
 from tula_agent.measure.ddp import BucketTimer, CommSplit
 from tula_agent.measure.energy import EnergyMeter
 from tula_agent.measure.gradients import GradientReader
+from tula_agent.measure.launches import OperationCounter, node_time_s
 from tula_agent.measure.memory import MemoryMonitor, device_of, device_use
 from tula_agent.measure.step_timer import DeviceClock, StepTimer, clock_for
 from tula_agent.profiling import Profiling, StopAgreement
@@ -41,6 +42,8 @@ EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
 """Training runs send a sample of every step at first, then of every fifth, so that a drift is noticed within 100 steps.
 Telemetry has every step."""
 MEMORY_EVERY_STEPS = 1000
+COUNTED_STEP = 1
+"""Step whose operations are counted: the first one that is like those after it, and a warm-up of most runs."""
 BUCKETS_TIMED_FROM = 2
 """Steps of a launch until buckets are timed, since DDP orders its buckets in the first step. Further batches are timed
 from their first step on: hooks on every parameter slow a step, and these have fewer warm-up steps to hide that."""
@@ -156,6 +159,7 @@ class Recorder:
         self._number = next(_recorders)
         self._comm_split: CommSplit | None = None
         self._bucket_timer: BucketTimer | None = None
+        self._operations: OperationCounter | None = None
         self._optimizer_calls: count[int] | None = None  # of any optimizer, where the script gives none to watch
         self._counting: Any = None
         self._device_clock: DeviceClock | None = None
@@ -281,7 +285,8 @@ class Recorder:
         self.profiling.measure_alone(ends=self.leads)
 
     def watch(self, models: list[Any], optimizers: list[Any]) -> None:
-        """Hook the optimizers and remember all by weak references; models get no hook, DDP's hook stays free."""
+        """Hook the optimizers and remember all by weak references; models get no hook
+        that stays, DDP's own hook is free."""
         self._check_group()
         for optimizer in self.objects.add(models, optimizers):
             self._pull_numbers(optimizer)
@@ -367,11 +372,17 @@ class Recorder:
         planned = self.config.local_batch_size if self.plan is not None and self.launch.cut_to is None else None
         if planned is not None and size < planned and self.ends_for_smaller and self.ends_for_smaller(size, planned):
             return
+        self.uses_workers(getattr(loader, "num_workers", None))
         configured = self.local_configured
         states = self.sizes.given is not None or stated_batch_size(loader) is not None
         if configured is not None and configured != size and (states or self.launch.cut_to):
             text = "the script uses batches of %d per rank, but the run's are %d: pass it on"
             logger.warning(text, size, configured)
+
+    def uses_workers(self, loader_workers: Any) -> None:
+        """Take notice of the processes of the training's loader; None where it is no DataLoader."""
+        if type(loader_workers) is int:
+            self.readings.host.setdefault("loader_workers", loader_workers)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Step pre-hook of the watched optimizers; never raises."""
@@ -536,6 +547,9 @@ class Recorder:
         self.objects = TrackedObjects()
         self._comm_split = None
         self._stop_timing_buckets()
+        if self._operations is not None:
+            self._operations.end()
+            self._operations = None
         self.gradients = GradientReader()
 
     # The end of a step.
@@ -596,11 +610,14 @@ class Recorder:
     def _do_what_is_due(self, step: int, warmup: bool, step_time_s: float | None) -> bool:
         """What is not done after every step, and which steps have none of it; True where that takes long."""
         since, profiling = step - self.launch.first_step, self.profiling
+        if self.leads and step <= COUNTED_STEP:
+            self._count_operations(step)
         took_long = since == max(2, profiling.warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
         if took_long:
             self._read_memory()
         if since == max(2, profiling.warmup_steps):
             self.energy.begin(self._batch_size, self.memory.device)
+            self._read_host()
         if step in (WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP):
             self._check_accumulation(step)
         if self.leads and profiling.plan is not None:
@@ -721,6 +738,27 @@ class Recorder:
                     "the script trains them, tune a command that begins with that phase, too"
                 )
                 logger.warning(text, min(99.9, 100.0 * frozen / total))
+
+    def _count_operations(self, step: int) -> None:
+        """Count the operations of COUNTED_STEP: begin at the end of the step before it, and end with it."""
+        with self.guard("counting operations"):
+            if self._operations is None and step == COUNTED_STEP - 1:
+                self._operations = OperationCounter(self.objects.models)
+            elif self._operations is not None and step == COUNTED_STEP:
+                counter, self._operations = self._operations, None
+                if operations := counter.end():
+                    self.readings.host["operations"] = operations
+
+    def _read_host(self) -> None:
+        """Read once what the verdict needs of the host; timing an operation takes some 10 ms. Never raises."""
+        host = self.readings.host
+        if not self.leads or "cores" in host:
+            return
+        with self.guard("the host"):
+            facts: dict[str, Any] = {"cores": max(1, len(os.sched_getaffinity(0)) // self.config.ranks_per_node)}
+            if "operations" in host and not (self._device_clock is not None and self._device_clock.capturing()):
+                facts["launch_time_s"] = node_time_s(device_of(self.objects.models))
+            host.update(facts)  # at once: the shipping thread sends them when they are there
 
     def _read_memory(self) -> None:
         """Read the memory, in some tens of microseconds. Never raises."""

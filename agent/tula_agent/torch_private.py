@@ -60,6 +60,11 @@ def index_sampler(iterator: Any) -> Any:
     return getattr(iterator, "_index_sampler", None)
 
 
+def loader_workers(iterator: Any) -> Any:
+    """Return how many processes load for an iterator over a DataLoader, which keeps no reference to its loader."""
+    return getattr(iterator, "_num_workers", None)
+
+
 # DistributedDataParallel.
 
 

@@ -17,7 +17,13 @@ from tula_agent.config import is_launched, read_config
 from tula_agent.guard import Guard, logger
 from tula_agent.rank_channel import current_group
 from tula_agent.run import GLOO_RELEASE_S, Run, init
-from tula_agent.torch_private import has_yielded, index_sampler, joins_uneven_inputs, loader_iterator_class
+from tula_agent.torch_private import (
+    has_yielded,
+    index_sampler,
+    joins_uneven_inputs,
+    loader_iterator_class,
+    loader_workers,
+)
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -230,6 +236,7 @@ class UneditedLoop:
         if key == self._main or (self._main is None and self._recorder.local_configured in (None, size)):
             self._size = size
             self._batches += 1
+            self._recorder.uses_workers(loader_workers(iterator))
             self._run.batch_arrived(batch, sampler)
         else:
             self._recorder.timer.waited()

@@ -264,6 +264,10 @@ class Calls(Unsent):
     def run(self, run_id: str) -> Call[wire.Run]:
         """One run."""
 
+    @_endpoint("GET", routes.RUN_VERDICT)
+    def verdict(self, run_id: str) -> Call[wire.Verdict]:
+        """What bounds the speed of a run: one diagnosis, its evidence, and one next step with its worth."""
+
     @_endpoint("PATCH", routes.RUN)
     def patch_run(self, run_id: str, patch: wire.RunPatch) -> Call[wire.Run]:
         """Change the state of a run, or renew its lease with the state `running`."""

@@ -58,6 +58,7 @@ from tula_wire.samples import (
     Fabric,
     FabricList,
     FabricProbe,
+    HostFacts,
     SampleBatch,
     SamplePage,
     SamplesAccepted,
@@ -67,6 +68,7 @@ from tula_wire.samples import (
     TelemetrySeries,
 )
 from tula_wire.scaling import ScalingPatch, ScalingThresholds
+from tula_wire.verdict import Verdict
 
 __all__ = [
     "COLUMNS",
@@ -93,6 +95,7 @@ __all__ = [
     "FabricList",
     "FabricProbe",
     "FieldError",
+    "HostFacts",
     "Instruction",
     "Job",
     "JobCreated",
@@ -146,6 +149,7 @@ __all__ = [
     "TokenCreate",
     "TokenCreated",
     "TokenList",
+    "Verdict",
     "WireModel",
     "read",
     "routes",

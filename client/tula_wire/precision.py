@@ -12,6 +12,8 @@ FEWEST_STEPS: Final = 8
 _LEAST_S: Final = 1.0
 _OF_START_UP: Final = 0.1
 _NORMAL: Final = 1.96
+NORMAL_90: Final = 1.645
+"""Half-width of a 90 % interval of a normal variable, in standard deviations."""
 
 
 def relative_error(step_times_s: Sequence[float], start_up_s: float = 0.0) -> float:
@@ -28,12 +30,12 @@ def relative_error(step_times_s: Sequence[float], start_up_s: float = 0.0) -> fl
     return student(count - 1) * error_s / fmean(step_times_s)
 
 
-def student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, by the first terms of a series in 1 / freedom (Abramowitz 26.7.5).
+def student(freedom: int, z: float = _NORMAL) -> float:
+    """Return the quantile of Student's t at which a normal variable has `z`, without which its 97.5 % quantile.
 
-    It is 3 % too low with two degrees of freedom, and less than 1 % with more.
+    By the first terms of a series in 1 / freedom (Abramowitz 26.7.5): at 97.5 % it is 3 % too low with two degrees of
+    freedom, and less than 1 % with more.
     """
-    z = _NORMAL
     first = (z**3 + z) / 4.0
     second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0
     third = (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / 384.0

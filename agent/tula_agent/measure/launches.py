@@ -1,16 +1,21 @@
-"""The time that the host takes to start one operation, which bounds the step time of small batches."""
+"""How many operations a step starts, and the time that the host takes to start one, which bounds small batches."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from tula_agent.batches import tensors_in
 from tula_agent.torch_private import AllocationTrace
 
 _LAYERS, _WIDTH, _REPEATS = 50, 8, 4
+MOST_NODES = 20_000
+"""Nodes of a graph that are visited, in some 10 ms; a larger graph counts as one of so many."""
 
 
 def launch_time_s(device: torch.device) -> float:
@@ -20,22 +25,89 @@ def launch_time_s(device: torch.device) -> float:
     number of operations that `estimate_memory` counts there. The probe takes some 10 ms, draws no random number and
     keeps nothing.
     """
-    weight = torch.zeros(_WIDTH, _WIDTH, device=device, requires_grad=True)
-    bias = torch.zeros(_WIDTH, device=device, requires_grad=True)
-
-    def step() -> None:
-        x = torch.zeros(_WIDTH, _WIDTH, device=device)
-        for _ in range(_LAYERS):
-            x = F.relu(F.linear(x, weight, bias))
-        torch.autograd.grad(x.sum(), (weight, bias))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    trace = AllocationTrace((weight, bias), {})
+    network = _TinyNetwork(device)
+    trace = AllocationTrace((network.weight, network.bias), {})
     with torch.enable_grad():
         with trace:
-            step()
-        return min(_seconds_of(step) for _ in range(_REPEATS)) / trace.step_operations
+            network.step()
+        return network.fastest_s() / trace.step_operations
+
+
+def node_time_s(device: torch.device) -> float:
+    """Return the same for each node of the autograd graph, forward and backward together: as `OperationCounter` counts.
+
+    It costs what `launch_time_s` does.
+    """
+    network = _TinyNetwork(device)
+    with torch.enable_grad():
+        nodes = count_nodes(network.forward())
+        return network.fastest_s() / nodes
+
+
+class _TinyNetwork:
+    """Fifty layers that are too small to keep a device busy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.weight = torch.zeros(_WIDTH, _WIDTH, device=device, requires_grad=True)
+        self.bias = torch.zeros(_WIDTH, device=device, requires_grad=True)
+
+    def forward(self) -> torch.Tensor:
+        x = torch.zeros(_WIDTH, _WIDTH, device=self._device)
+        for _ in range(_LAYERS):
+            x = F.relu(F.linear(x, self.weight, self.bias))
+        return x.sum()
+
+    def step(self) -> None:
+        torch.autograd.grad(self.forward(), (self.weight, self.bias))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def fastest_s(self) -> float:
+        self.step()
+        return min(_seconds_of(self.step) for _ in range(_REPEATS))
+
+
+def count_nodes(output: Any) -> int:
+    """Return the number of nodes in the autograd graphs that end in the tensors of `output`, up to MOST_NODES."""
+    stack = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    nodes: set[Any] = set()  # of the nodes themselves, so that none is freed and its identity given to another
+    while stack and len(nodes) < MOST_NODES:
+        node = stack.pop()
+        if node not in nodes:
+            nodes.add(node)
+            stack += [following for following, _ in node.next_functions if following is not None]
+    return len(nodes)
+
+
+class OperationCounter:
+    """Counts the operations of one step from the outputs of its models, by a forward hook on each until `end`.
+
+    Of several models the one that has most counts, since the graph of one may hold another's. What a compiled model
+    runs is one node: its operations are joined already.
+    """
+
+    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
+        self._counts: Counter[int] = Counter()  # by model, over the micro-steps
+        self._hooks = [
+            model.register_forward_hook(self._counting(number)) for number, model in enumerate(models)
+        ]  # called in the middle of a forward pass, which must not notice
+
+    def end(self) -> int:
+        """Remove the hooks and return the count; 0 where no model showed a graph."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        return max(self._counts.values(), default=0)
+
+    def _counting(self, number: int) -> Callable[..., None]:
+        def count(_model: Any, _inputs: Any, output: Any) -> None:
+            try:
+                self._counts[number] += count_nodes(output)
+            except Exception:
+                self._counts[number] += 0
+
+        return count
 
 
 def _seconds_of(step: Callable[[], None]) -> float:

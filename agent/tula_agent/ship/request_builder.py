@@ -16,6 +16,7 @@ from tula_agent.launch import Launch
 from tula_agent.rank_channel import Channel
 from tula_agent.readings import CommTiming, Interval, Readings, StepTiming, take
 from tula_agent.ship.spool import SpooledRequest, encode
+from tula_agent.ship.verdict_log import StepRow, VerdictLog
 from tula_wire import routes
 
 HOLD_S = 5.0
@@ -122,6 +123,8 @@ class RequestBuilder:
         self._newest = -1  # step
         self._usual: dict[int, StepTiming] = {}  # by step, the last ones
         self._released: deque[int] = deque(maxlen=1000)
+        self._verdict = VerdictLog()
+        self._told_host: set[int | None] = set()  # local batch sizes
         self._sequence = 0
         self._chunk = 0
         self._names = MetricNames()
@@ -148,6 +151,9 @@ class RequestBuilder:
             with self._guard("reaching the other ranks"):
                 channel = self._channel()
         due = self._collect_first(taken, channel, last) if leads else self._collect_other(taken, channel)
+        if leads and self._is_training():
+            with self._guard("the verdict"):
+                self._verdict.say_when_due(self._readings.host, last=last)
         return due + self._ends() + self._telemetry()
 
     def _collect_first(
@@ -271,6 +277,7 @@ class RequestBuilder:
             further_s = timing.input_time_s * (1.0 - self._launch.share_of(timing.local_batch_size))
             step_time_s, input_time_s = max(timing.step_time_s - further_s, 0.0), timing.input_time_s - further_s
             row.timing = timing._replace(step_time_s=step_time_s, input_time_s=input_time_s)
+            self._note_for_verdict(row)
         readings, identity, due = self._readings, self._identity(), []
         memory_of = {size: readings.memory.pop(size, None) for size in {row.timing.local_batch_size for row in rows}}
         replicas = max(1, identity.world_size // self._model_parallel_size)
@@ -281,14 +288,33 @@ class RequestBuilder:
                 "memory": memory_of[size],
                 "energy_per_step_j": readings.energy_per_step_j.pop(size, None),
                 "timeline": readings.timelines.pop(size, None),
+                "host": self._host_of(size),
                 "all_reduces": readings.all_reduces,
             }
             readings.all_reduces = None
+            if memory_of[size] is not None:
+                self._verdict.add_memory(memory_of[size])
             body |= {name: value for name, value in further.items() if value is not None}
             path = routes.RUN_SAMPLES.format(run_id=self._launch.run_of(size))
             due.append(SpooledRequest("POST", path, encode(body), len(body["sequence"])))
         self._sequence += len(rows)
         return due
+
+    def _note_for_verdict(self, row: SampleRow) -> None:
+        if not row.warmup and self._is_training():
+            timing, split = row.timing, row.split
+            comm = (
+                (None, None, None) if split is None else (split.exposed_comm_time_s, split.skew_s, split.straggler_rank)
+            )
+            self._verdict.add(timing.step, StepRow(timing.step_time_s, timing.input_time_s, *comm))
+
+    def _host_of(self, size: int | None) -> dict[str, Any] | None:
+        """What is known of loader and host, once for each batch size, since each may be a run's."""
+        host = self._readings.host
+        if "cores" not in host or size in self._told_host or self._identity().rank:
+            return None
+        self._told_host.add(size)
+        return dict(host)
 
     def _telemetry(self) -> list[SpooledRequest]:
         values = [

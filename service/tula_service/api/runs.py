@@ -12,7 +12,7 @@ from tula_service.api.bodies import JsonRoute
 from tula_service.api.queries import Cursor, Lease, reject_unknown_query
 from tula_service.api.services import AppServices
 from tula_service.usecases import runs
-from tula_wire import ClaimRequest, Run, RunClaimed, RunCreate, RunKind, RunList, RunPatch, routes
+from tula_wire import ClaimRequest, Run, RunClaimed, RunCreate, RunKind, RunList, RunPatch, Verdict, routes
 
 router = APIRouter(route_class=JsonRoute, tags=["runs"], dependencies=[Depends(reject_unknown_query)])
 
@@ -45,6 +45,12 @@ def list_runs(
 async def get_run(run_id: str, caller: Caller, services: AppServices) -> Run:
     """One run."""
     return await to_thread.run_sync(runs.get, services.store, caller, run_id, limiter=services.ingest_threads)
+
+
+@router.get(routes.RUN_VERDICT)
+def get_verdict(run_id: str, user: CurrentUser) -> Verdict:
+    """What bounds the speed of a run: one diagnosis, its evidence, and one next step with its worth."""
+    return runs.verdict(*user, run_id)
 
 
 @router.patch(routes.RUN)

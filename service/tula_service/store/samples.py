@@ -15,7 +15,7 @@ from tula_service.domain import BucketTimeline, FloatArray, IntArray, MemoryRead
 from tula_service.errors import InvalidInput
 from tula_service.store._base import WRITES, Repository, RowMap, same_fields
 from tula_service.store.tables import jobs, memory_readings, run_summaries, runs, sample_sources, step_samples
-from tula_wire import Configuration, SampleBatch
+from tula_wire import Configuration, HostFacts, SampleBatch, read
 
 _LOG = logging.getLogger("tula.service")
 _MOST_STEP_TIMES = 200_000
@@ -151,6 +151,13 @@ class Samples(Repository):
                 by_rank.setdefault(row["rank"], MemoryReading(**same_fields(MemoryReading, row)))
         return by_rank
 
+    def host_facts(self, run_key: int) -> HostFacts | None:
+        """Return what the newest process of the run's first rank said of its loader and host; None where it did not."""
+        table = sample_sources.c
+        statement = sa.select(table.host).where(table.run_key == run_key, table.rank == 0, table.host.is_not(sa.null()))
+        row = self._row(statement.order_by(table.key.desc()).limit(1))
+        return None if row is None else read(HostFacts, row["host"])
+
     def summaries(self, job_id: str, summarise: Summarise) -> list[RunSummary]:
         """Return one summary for each run of the job that has samples or ran out of memory, oldest run first.
 
@@ -256,6 +263,8 @@ class Samples(Repository):
         facts = {name: getattr(batch, name) for name in _SEEN}
         if batch.timeline is not None:
             facts["timeline"] = batch.timeline.model_dump()
+        if batch.host is not None:
+            facts["host"] = batch.host.model_dump(exclude_none=True)
         table = sample_sources.c
         source = self._row(_SOURCE, run=run_key, sender=batch.rank, boot=batch.boot_id)
         if source is not None:

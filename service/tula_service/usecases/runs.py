@@ -13,7 +13,7 @@ import sqlalchemy as sa
 import tula_wire as wire
 from tula_service.analysis.plan import instruction_of
 from tula_service.analysis.questions import expectation_of
-from tula_service.domain import RUN_TRANSITIONS, NewRun, RunRecord
+from tula_service.domain import RUN_TRANSITIONS, FloatArray, NewRun, RunRecord
 from tula_service.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
 from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.step_summary import summarise
@@ -28,11 +28,14 @@ from tula_wire.bounds import LAUNCH_TOKEN_S
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
 from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
 from tula_wire.precision import relative_error
+from tula_wire.verdict import Steps, diagnose
 
 T = TypeVar("T")
 
 _OPEN: Final[Collection[RunState]] = ("pending", "claimed", "running")
 _RETRY_AFTER_S = 2.0
+_VERDICT_STEPS = 1000
+"""Steps that a verdict rests on: what bounds a training may change over it, and the newest steps say how it is now."""
 _MEMORY_REPLAN = "A run has just run out of memory: the plan is being computed again."
 _MESSAGES = {
     "vanished": "No report or sample of this training arrived before its lease expired.",
@@ -281,6 +284,27 @@ def output(store: Store, principal: Principal, run_id: str) -> str | None:
     """The end of what the run has written, as far as it was sent. Raises NotFound."""
     with store.reading() as tx:
         return tx.runs.output(visible_run(tx, principal, run_id).key)
+
+
+def verdict(store: Store, principal: Principal, run_id: str) -> wire.Verdict:
+    """Return the diagnosis of a run by its newest measured steps, its evidence and a next step. Raises NotFound."""
+    with store.reading() as tx:
+        key = visible_run(tx, principal, run_id).key
+        recent = tx.samples.recent(key, limit=_VERDICT_STEPS, rank=0)
+        host, memory = tx.samples.host_facts(key), tx.samples.memory_by_rank(key, limit=16)
+    columns = {name: _known(getattr(recent, name)) for name in ("input_time_s", "exposed_comm_time_s", "skew_s")}
+    ranks = () if recent.straggler_rank is None else recent.straggler_rank.tolist()
+    steps = Steps(
+        step_time_s=recent.step_time_s.tolist(),
+        straggler_rank=[rank if rank >= 0 else None for rank in ranks],
+        **columns,
+    )
+    fullest = max(memory.values(), key=lambda reading: reading.alloc_retries or 0, default=None)
+    return diagnose(steps, host, fullest)
+
+
+def _known(values: FloatArray | None) -> list[float | None]:
+    return [] if values is None else [value if value == value else None for value in values.tolist()]
 
 
 def view(record: RunRecord) -> wire.Run:
