@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tests.client.test_bad_input import spec_file
 from tests.client.test_cli import Tula, tula
-from tests.client.test_client import profile
+from tests.client.test_client import profile, steps
 from tula_client import Client
 from tula_client._spec import load_spec
-from tula_wire import RunCreate, RunPatch
+from tula_wire import ClaimRequest, RunCreate, RunPatch
 
 __all__ = ["tula"]
 
@@ -38,6 +38,31 @@ def test_a_job_that_is_trained_is_not_trained_again_by_the_same_command(
     assert code == 0
     assert "This job is trained already" in out
     assert not list((tmp_path / "w").rglob("*.log"))
+
+
+def test_the_end_of_tuning_says_what_bounds_the_recommended_run(tula: Tula, tmp_path: Path, address: str) -> None:
+    path = spec_file(tmp_path, tmp_path.name)
+    with Client(address, token="") as client:
+        job_id = client.register(load_spec(Path(path))).job.id
+        while (run := client.claim(job_id, ClaimRequest(holder="test")).run) is not None:
+            client.patch_run(run.id, RunPatch(state="running", holder="test"))
+            measured = steps(run)
+            waits = [0.4 * time_s for time_s in measured.step_time_s]
+            client.send_samples(run.id, measured.model_copy(update={"input_time_s": waits}))
+            client.patch_run(run.id, RunPatch(state="succeeded", holder="test"))
+        ran = {run.id for run in client.runs(job_id).runs}
+    command = ["tune", path, "--work-dir", str(tmp_path / "w")]
+    launch = ["--", sys.executable, "-c", "pass", "{local_batch_size}", "{num_nodes}"]
+    code, out, err = tula(*command, *launch)
+    assert code == 0, err
+    said = " ".join(out.split())
+    assert "Verdict on run run-" in said
+    assert "Input-bound: it waits for data 40 % of a step." in said
+    assert "It saves up to 40 % of a step." in said
+    code, out, _ = tula(*command, "--json", *launch)
+    (verdict,) = json.loads(out)["verdicts"]
+    assert verdict["run"] in ran
+    assert (verdict["diagnosis"], verdict["at_most"]) == ("input_bound", True)
 
 
 def test_a_training_says_what_the_last_one_used_and_can_be_held_to_it(tula: Tula, tmp_path: Path, address: str) -> None:

@@ -57,6 +57,10 @@ def test_a_spec_becomes_trained_weights_by_way_of_real_measurements(tmp_path: Pa
             seen = measured.get(one["configuration"]["local_batch_size"])
             assert one["profiled"] == (seen is not None)
 
+        (verdict,) = tuned["verdicts"]
+        assert verdict["run"] in {run.id for run in profiled if run.configuration.local_batch_size in measured}
+        assert client.verdict(verdict["run"]).evidence == verdict["evidence"]
+
         again, _ = tula("tune", str(spec), *script)
         assert again["recommendation"]["model"]["num_runs"] == len(profiled)
         assert len([run for run in job.runs() if run.kind == "profile"]) == len(profiled)

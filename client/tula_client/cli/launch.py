@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import math
 import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -18,7 +19,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from tula_client import Client, RetryPolicy
-from tula_client._errors import ExitCode, LaunchError, UsageError
+from tula_client._errors import ExitCode, LaunchError, TulaError, UsageError
 from tula_client._spec import load_spec
 from tula_client.cli.jobs import menu_table, recommendation_view
 from tula_client.cli.output import JobName, Json, emit, lasting_console
@@ -37,9 +38,10 @@ from tula_client.launch.tune import (
     work_through,
 )
 from tula_client.launch.workdir import WorkDir
-from tula_wire import Configuration, Job, JobPatch, JobSpec, Run
+from tula_wire import Configuration, Job, JobPatch, JobSpec, Recommendation, Run, Verdict
 from tula_wire.format import configuration as in_words
 from tula_wire.text import printable
+from tula_wire.verdict import sentence
 
 RETRY = RetryPolicy(max_attempts=3, budget_s=10.0)
 """Short, because the runner retries for minutes itself and supervises its processes meanwhile."""
@@ -48,6 +50,7 @@ _TRAINING_GRACE_S = 30.0
 """Seconds between SIGTERM and SIGKILL of a training: enough to write a checkpoint."""
 
 _Runs = Sequence[tuple[Run, Outcome]]
+_Verdicts = Sequence[tuple[Run, Verdict]]
 
 Command = Annotated[
     list[str], typer.Argument(metavar="-- COMMAND...", help="Launch command with {placeholders}: see tula launchers.")
@@ -126,7 +129,11 @@ def tune(
                 reporter.note(tuned.recommendation.why)
                 runner.time_limit_s = None
                 trained = train(runner, job, template)
-    emit(_tuned_plain(tuned, trained), _tuned_view(tuned, trained), as_json)
+        verdicts = [
+            *_verdict_on(client, _run_like(tuned.recommendation, tuned.job.plan)),
+            *(() if trained is None else _verdict_on(client, trained[-1][0])),
+        ]
+    emit(_tuned_plain(tuned, trained, verdicts), _tuned_view(tuned, trained, verdicts), as_json)
     return ExitCode.OK if tuned.recommendation.chosen is not None else ExitCode.FAILED
 
 
@@ -225,7 +232,8 @@ def run(
         with open_runner(client, registered, work_dir, reporter, **options) as runner:
             choices: dict[str, Any] = {"fresh": fresh, "reconfigure": reconfigure, "configuration": fixed}
             trained = train(runner, registered, template, method=method, max_restarts=max_restarts, **choices)
-    emit(_trained_plain(trained), _trained_view(trained), as_json)
+        verdicts = _verdict_on(client, trained[-1][0])
+    emit(_trained_plain(trained, verdicts), Group(_trained_view(trained), *map(_verdict_view, verdicts)), as_json)
 
 
 def _note_change(client: Client, job: Job, reporter: Reporter) -> None:
@@ -311,23 +319,60 @@ def _go_on(_number: int, _frame: FrameType | None) -> None:
     """Handles a signal that ends nothing; a command inherits no handler, but would inherit that a signal is ignored."""
 
 
-def _tuned_plain(tuned: Tuned, trained: _Runs | None) -> dict[str, Any]:
+def _run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:
+    """Return the measured run of the recommended configuration, or the one that is most like it: by its nodes, then by
+    its batch."""
+    chosen = recommendation.chosen
+    measured = [run for run in plan if run.state == "succeeded"]
+    if chosen is None or not measured:
+        return None
+
+    def distance(run: Run) -> tuple[bool, float, float]:
+        have, want = run.configuration, chosen.configuration
+        nodes, batch = have.num_nodes / want.num_nodes, have.global_batch_size / want.global_batch_size
+        return have != want, abs(math.log(nodes)), abs(math.log(batch))
+
+    return min(measured, key=distance)
+
+
+def _verdict_on(client: Client, run: Run | None) -> list[tuple[Run, Verdict]]:
+    """Return the run with its verdict; nothing where there is none, since a command has done its work without it."""
+    if run is None:
+        return []
+    with suppress(TulaError):
+        verdict = client.verdict(run.id)
+        return [(run, verdict)] if verdict.diagnosis != "unknown" else []
+    return []
+
+
+def _verdict_view(verdict: tuple[Run, Verdict]) -> RenderableType:
+    run, said = verdict
+    return Group(Text(), Text(f"Verdict on run {run.id} ({in_words(run.configuration)})."), Text(sentence(said)))
+
+
+def _verdicts_plain(verdicts: _Verdicts) -> list[dict[str, Any]]:
+    return [{"run": run.id, **said.model_dump(mode="json")} for run, said in verdicts]
+
+
+def _tuned_plain(tuned: Tuned, trained: _Runs | None, verdicts: _Verdicts) -> dict[str, Any]:
     return {
         "job": tuned.job,
         "reason": tuned.job.plan_reason,
         "runs": _runs_plain(tuned.finished),
         "recommendation": tuned.recommendation,
-        "trained": None if trained is None else _trained_plain(trained),
+        "trained": None if trained is None else _trained_plain(trained, verdicts),
+        "verdicts": _verdicts_plain(verdicts),
     }
 
 
-def _trained_plain(attempts: _Runs) -> dict[str, Any]:
+def _trained_plain(attempts: _Runs, verdicts: _Verdicts) -> dict[str, Any]:
     run, _ = attempts[-1]
     return {
         "run": run.id,
         "configuration": run.configuration,
         "global_batch_size": run.configuration.global_batch_size,
         "attempts": _runs_plain(attempts),
+        "verdicts": _verdicts_plain([(of, said) for of, said in verdicts if of.id == run.id]),
     }
 
 
@@ -353,7 +398,7 @@ def logs(
         print(printable(line))
 
 
-def _tuned_view(tuned: Tuned, trained: _Runs | None) -> RenderableType:
+def _tuned_view(tuned: Tuned, trained: _Runs | None, verdicts: _Verdicts) -> RenderableType:
     lines: list[RenderableType] = [
         Text(f"{tuned.job.name} ({tuned.job.id}): {tuned.job.plan_reason}"),
         Text(),
@@ -361,7 +406,7 @@ def _tuned_view(tuned: Tuned, trained: _Runs | None) -> RenderableType:
     ]
     if trained is not None:
         lines += [Text(), _trained_view(trained)]
-    return Group(*lines)
+    return Group(*lines, *map(_verdict_view, verdicts))
 
 
 def _trained_view(attempts: _Runs) -> RenderableType:

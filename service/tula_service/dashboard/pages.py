@@ -268,6 +268,7 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
         left_out=max(0, len(logged) - MAX_LOGGED),
         events=listed,
         output=runs.output(*user, run_id),
+        verdict=runs.verdict(*user, run_id),
     )
 
 

@@ -206,6 +206,19 @@ def test_a_run_links_to_its_job_and_offers_every_chart(browser: Browser) -> None
         assert f'data-chart="/v1/runs/{run_id}/charts/{name}"' in page
 
 
+def test_a_run_s_page_shows_its_verdict_once_steps_are_measured(browser: Browser) -> None:
+    run_id = train(browser, register(browser))
+    assert 'class="verdict"' not in browser.page(f"/runs/{run_id}")
+    sequence = list(range(20))
+    body = {"rank": 0, "boot_id": "b", "sequence": sequence, "step": sequence}
+    body |= {"step_time_s": [0.1] * 20, "input_time_s": [0.05] * 20, "host": {"loader_workers": 1, "cores": 8}}
+    assert browser("POST", wire.routes.RUN_SAMPLES.format(run_id=run_id), json=body).status_code == 202
+    page = " ".join(browser.page(f"/runs/{run_id}").split())
+    assert "Input-bound</h2>" in page
+    assert "It waits for data 50 % of a step, with num_workers=1." in page
+    assert "give the DataLoader 1 more worker (num_workers=2). It saves 50 % [50, 50] of a step." in page
+
+
 def test_settings_are_stated_and_a_profiling_run_has_no_empty_charts(browser: Browser) -> None:
     job_id = register(browser)
     run_id = train(browser, job_id, columns=("delta", "scripted_small_batch_size", "loss"))
