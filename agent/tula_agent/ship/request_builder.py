@@ -292,8 +292,8 @@ class RequestBuilder:
                 "all_reduces": readings.all_reduces,
             }
             readings.all_reduces = None
-            if memory_of[size] is not None:
-                self._verdict.add_memory(memory_of[size])
+            if (memory := memory_of[size]) is not None:
+                self._verdict.add_memory(memory)
             body |= {name: value for name, value in further.items() if value is not None}
             path = routes.RUN_SAMPLES.format(run_id=self._launch.run_of(size))
             due.append(SpooledRequest("POST", path, encode(body), len(body["sequence"])))

@@ -133,7 +133,8 @@ class Monitor:
 
     `low_s` and `high_s` are the ends of the predicted step time, and `checked_at` is the step of the last projection.
     `announced` names the limits whose violation was announced. `changed` says that the detector has fired before.
-    `elapsed_s` is the run's own time; `spent_s` and `spent_usd` are those of the runs that it continues.
+    `elapsed_s` is the run's own time; `spent_s` and `spent_usd` are those of the runs that it continues. `step` is the
+    newest one, None before any, and `epochs_before` what earlier processes had trained, None where that is not known.
     """
 
     detector: DriftState | None = None
@@ -146,6 +147,8 @@ class Monitor:
     elapsed_s: float = 0.0
     spent_s: float = 0.0
     spent_usd: float = 0.0
+    step: int | None = None
+    epochs_before: float | None = None
 
     @classmethod
     def start(cls, expected: Estimate | None, *, spent_s: float, spent_usd: float) -> Monitor:
@@ -173,6 +176,16 @@ class Monitor:
         if monitor.detector is not None and not warmup:
             monitor = replace(monitor, detector=watch_drift(monitor.detector, step_times_s))
         return monitor
+
+    def at(self, step: int, epochs_before: float | None) -> Monitor:
+        """The state with the newest step."""
+        return replace(self, step=step, epochs_before=epochs_before)
+
+    def examples_left(self, spec: wire.JobSpec, c: Configuration) -> float | None:
+        """Examples that the training still has to read; None before a step, or where its first epoch is unknown."""
+        if self.step is None or (self.epochs_before is None and self.spent_s > 0.0):
+            return None
+        return examples_left(spec, c, self.step, self.epochs_before)
 
     def expecting(self, level_s: float) -> Monitor:
         """The state after a confirmed alarm: from now on a change from the new step time raises one."""

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Final, TypeAlias
 
 from anyio import to_thread
 from fastapi import APIRouter, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 from pydantic import BaseModel, Field
 
+from tula_service import __version__
+from tula_service.api.auth import CurrentUser
 from tula_service.api.services import AppServices
 from tula_service.errors import ServiceError
 from tula_service.store import Store
+from tula_service.usecases.access import Principal
 from tula_service.usecases.events import check_ready, overview
+from tula_service.usecases.monitoring import running_trainings
 from tula_wire import routes
 
 router = APIRouter(tags=["operations"])
@@ -55,25 +61,51 @@ async def get_ready(services: AppServices) -> Status:
 
 
 @router.get(routes.METRICS, response_class=Response)
-def get_metrics(services: AppServices) -> Response:
-    """Counters of this replica's workers; queue, agents and prediction error over all replicas."""
-    lines = "\n".join(_gauges(services.store))
-    return Response(services.metrics.render() + lines.encode() + b"\n", media_type=CONTENT_TYPE_LATEST)
+def get_metrics(user: CurrentUser, services: AppServices) -> Response:
+    """Counters of this replica's workers; over all replicas queue, agents, prediction error, and the trainings that run
+    in the token's projects."""
+    registry = CollectorRegistry()
+    registry.register(_Stored(services.store, user.principal))
+    return Response(services.metrics.render() + generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _gauges(store: Store) -> Iterator[str]:
-    by_state, num_agents, errors = overview(store)
-    gauges: tuple[tuple[str, str, dict[str, float]], ...] = (
-        ("tula_runs", "Runs by state.", {f'{{state="{state}"}}': count for state, count in by_state.items()}),
-        ("tula_agents_seen", "Processes that measure runs which are running.", {"": num_agents}),
-        (
-            "tula_prediction_error_recent",
-            "Absolute relative error of step time.",
-            {f'{{quantile="{share}"}}': value for share, value in errors.items()},
-        ),
-    )
-    for name, about, values in gauges:
-        yield f"# HELP {name} {about}"
-        yield f"# TYPE {name} gauge"
-        for labels, value in sorted(values.items()):
-            yield f"{name}{labels} {value:g}"
+_OF_TRAININGS: Final = (
+    ("tula_job_step_seconds", "Step time of a running training.", "step_time_s"),
+    ("tula_job_predicted_step_seconds", "Its step time as predicted before it started.", "predicted_step_time_s"),
+    ("tula_job_eta_seconds", "Time that its remaining steps take at its speed.", "left_s"),
+    ("tula_job_spent_usd", "US dollars of its nodes so far, earlier starts included.", "spent_usd"),
+    ("tula_job_tokens_per_second", "Tokens that all its ranks train on in a second.", "tokens_per_s"),
+)
+
+
+_Values: TypeAlias = Mapping[tuple[str, ...], float | None]
+"""Figures by the values of a metric's labels."""
+
+
+class _Stored(Collector):
+    """What the database says, the same on every replica; trainings are those that `principal` may see."""
+
+    def __init__(self, store: Store, principal: Principal) -> None:
+        self._store, self._principal = store, principal
+
+    def collect(self) -> Iterator[Metric]:
+        by_state, num_agents, errors = overview(self._store)
+        yield _gauge("tula_build_info", "Version of the service.", ["version"], {(__version__,): 1.0})
+        yield _gauge("tula_runs", "Runs by state.", ["state"], {(state,): n for state, n in by_state.items()})
+        yield _gauge("tula_agents_seen", "Processes that measure runs which are running.", [], {(): num_agents})
+        recent: _Values = {(str(share),): value for share, value in errors.items()}
+        yield _gauge("tula_prediction_error_recent", "Absolute relative error of step time.", ["quantile"], recent)
+        running = running_trainings(self._store, self._principal)
+        for name, about, field in _OF_TRAININGS:
+            values: _Values = {(one.job_id, one.job_name, one.run_id): getattr(one, field) for one in running}
+            # Prometheus itself labels what it scrapes with `job`.
+            yield _gauge(name, about, ["job_id", "job_name", "run_id"], values)
+
+
+def _gauge(name: str, about: str, labels: list[str], values: _Values) -> Metric:
+    """A metric with one series for each value that is known."""
+    family = GaugeMetricFamily(name, about, labels=labels)
+    for key, value in sorted(values.items()):
+        if value is not None:
+            family.add_metric(key, value)
+    return family

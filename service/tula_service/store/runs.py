@@ -91,6 +91,14 @@ class Runs(Repository):
         order = (runs.c.position, runs.c.key) if plan_order else (runs.c.key.desc(),)
         return [_run_record(row) for row in self._rows(statement.order_by(*order))]
 
+    def running_trainings(self, project_id: str | None, *, limit: int) -> Sequence[RunRecord]:
+        """The newest trainings that run, without those whose lease has expired; without a project, of all projects."""
+        held = runs.c.lease_expires_at.is_(sa.null()) | (runs.c.lease_expires_at >= self._now())
+        statement = _SELECT_RUNS.where(runs.c.state == "running", runs.c.kind == "train", held)
+        if project_id is not None:
+            statement = statement.where(runs.c.project_id == project_id)
+        return [_run_record(row) for row in self._rows(statement.order_by(runs.c.key.desc()).limit(limit))]
+
     def transition(
         self,
         run_id: str,

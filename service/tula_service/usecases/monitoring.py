@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 import numpy as np
@@ -14,13 +14,17 @@ from tula_service.domain import RunRecord
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.step_summary import robust_mean
-from tula_service.store import Transaction
+from tula_service.store import Store, Transaction
 from tula_service.store.jobs import JobRecord
+from tula_service.usecases.access import Principal
 from tula_service.usecases.job_data import spec_of
 from tula_wire.format import duration, money
 
 _CONFIRMING_STEPS, _LEVEL_STEPS = 20, 15
 """The newest steps that confirm an alarm, and those whose mean is the level after it: the detector fires after 15."""
+MOST_TRAININGS = 50
+"""Trainings of which metrics are served: a bound on the series that a scrape adds, and on its time."""
+_TOKENS = "tokens_per_example"
 
 
 def start(
@@ -74,10 +78,11 @@ def observe_samples(tx: Transaction, run: RunRecord, new: wire.SampleBatch, num_
     elapsed_s = None if run.started_at is None else (tx.now() - run.started_at).total_seconds()
     times, step = np.array(new.step_time_s[-num_new:]), max(new.step)
     monitor = Monitor.read(run.monitor).observe(times, elapsed_s=elapsed_s, warmup=new.warmup)
+    monitor = monitor.at(step, new.epochs_before)
     if monitor.fired and not new.warmup:
         monitor = _check_alarm(tx, run, monitor, step)
     if not new.warmup and monitor.limits_due(step):
-        monitor = _check_limits(tx, run, monitor, step, new.epochs_before)
+        monitor = _check_limits(tx, run, monitor, step)
     tx.runs.update(run.id, monitor=monitor.to_json())
 
 
@@ -93,11 +98,11 @@ def _check_alarm(tx: Transaction, run: RunRecord, monitor: Monitor, step: int) -
     return monitor.expecting(level_s)
 
 
-def _check_limits(tx: Transaction, run: RunRecord, monitor: Monitor, step: int, epochs_before: float | None) -> Monitor:
-    if epochs_before is None and monitor.spent_s > 0.0:
-        return monitor  # the epoch in which the training began is unknown
+def _check_limits(tx: Transaction, run: RunRecord, monitor: Monitor, step: int) -> Monitor:
     spec = spec_of(tx.jobs.get(run.job_id))
-    left = alarm.examples_left(spec, run.configuration, step, epochs_before)
+    left = monitor.examples_left(spec, run.configuration)
+    if left is None:
+        return monitor
     mean_s = robust_mean(tx.samples.recent(run.key, limit=alarm.CHECK_EVERY_STEPS, rank=0).step_time_s)[0]
     if mean_s is None:
         return monitor
@@ -106,3 +111,45 @@ def _check_limits(tx: Transaction, run: RunRecord, monitor: Monitor, step: int, 
         tx.events.append(run.job_id, "advice", run_id=run.id, data=advice)
     announced = [*monitor.announced, *(advice["kind"] for advice in broken)]
     return replace(monitor, checked_at=step, announced=announced)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a running training stands; None where it is not known. Earlier starts count toward what is spent."""
+
+    job_id: str
+    job_name: str
+    run_id: str
+    step_time_s: float | None
+    predicted_step_time_s: float | None
+    left_s: float | None
+    spent_usd: float | None
+    tokens_per_s: float | None
+
+
+def running_trainings(store: Store, principal: Principal) -> list[Progress]:
+    """Return where the newest trainings stand that run now in the projects of `principal`, at most MOST_TRAININGS."""
+    with store.reading() as tx:
+        running = tx.runs.running_trainings(principal.project_id, limit=MOST_TRAININGS)
+        return [_progress(tx, run) for run in running]
+
+
+def _progress(tx: Transaction, run: RunRecord) -> Progress:
+    job = tx.jobs.get(run.job_id)
+    spec, configuration = spec_of(job), run.configuration
+    monitor = Monitor() if run.monitor is None else Monitor.read(run.monitor)
+    step_s = robust_mean(tx.samples.recent(run.key, limit=alarm.CHECK_EVERY_STEPS, rank=0).step_time_s)[0]
+    left = monitor.examples_left(spec, configuration)
+    tokens = spec.model.tokens_per_example or tx.telemetry.newest(run.key, [_TOKENS])[_TOKENS]
+    priced = alarm.usd_per_s(spec, configuration, monitor.peak_bytes) is not None
+    examples_per_s = None if step_s is None else configuration.global_batch_size / step_s
+    return Progress(
+        job_id=job.id,
+        job_name=job.name,
+        run_id=run.id,
+        step_time_s=step_s,
+        predicted_step_time_s=run.predicted_step_time_s,
+        left_s=None if left is None or examples_per_s is None else left / examples_per_s,
+        spent_usd=_spent(spec, run, tx.now())[1] if priced else None,
+        tokens_per_s=None if tokens is None or examples_per_s is None else tokens * examples_per_s,
+    )

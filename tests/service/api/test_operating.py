@@ -6,13 +6,19 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner, Result
 
 from benchmarks.support.postgres import PostgresServer
 from tests.service.api.conftest import SPEC, Service, Tenant
+from tests.support.configurations import make_configuration
+from tula_service import __version__
 from tula_service.__main__ import app
 from tula_service.api.auth import COOKIE
+from tula_service.domain import NewRun
+from tula_service.usecases.monitoring import MOST_TRAININGS
 from tula_wire import routes
 
 
@@ -167,13 +173,14 @@ def test_the_error_of_a_recommendation_that_was_followed_is_in_the_metrics(servi
         for _ in range(2):
             assert boss.patch(path, json={"state": "succeeded"}).status_code == 200
         error = abs(0.1 / chosen["step_time_s"]["value"] - 1.0)
-        for share in (0.5, 0.9):
-            assert f'tula_prediction_error_recent{{quantile="{share}"}} {error:g}' in boss.get(routes.METRICS).text
+        shown = scraped(boss)["tula_prediction_error_recent"]
+        assert shown == [({"quantile": str(share)}, pytest.approx(error)) for share in (0.5, 0.9)]
 
 
 def test_metrics_count_requests_ingest_queue_fits_and_agents(service: Service, red: Tenant) -> None:
-    """Each figure moves with what it counts, and no tenant's name is in them."""
-    with service.client(service.token("admin")) as boss, service.client(red.agent) as agent:
+    """Each figure moves with what it counts, and another project's jobs are in none of them."""
+    blue = service.tenant("blue")
+    with service.client(blue.user) as boss, service.client(red.agent) as agent:
         job = boss.post(routes.JOBS, json=SPEC.model_dump(mode="json")).json()["job"]["id"]
         batch = {"rank": 0, "boot_id": "b", "sequence": [0, 1], "step": [0, 1], "step_time_s": [0.1, 0.1]}
         for _ in range(2):
@@ -191,8 +198,77 @@ def test_metrics_count_requests_ingest_queue_fits_and_agents(service: Service, r
     assert found["tula_step_values_stored_total"] == 3
     assert found[f'tula_requests_total{{method="POST",route="{routes.RUN_SAMPLES}",status="202"}}'] == 2
     assert found["tula_agents_seen"] == 1
-    assert found['tula_runs{state="running"}'] == 1
+    assert found['tula_runs{state="running"}'] == 2
     assert found['tula_runs{state="pending"}'] >= 1
     assert found['tula_fits_total{cached="true"}'] >= 1
     assert red.project_id not in text
     assert red.job_id not in text
+
+
+def scraped(client: httpx.Client) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """What Prometheus's own parser reads: the labels and value of each sample, by its name."""
+    samples: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(client.get(routes.METRICS).text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return samples
+
+
+NAME = 'net "v2" \\ half'
+
+
+def start_training(client: httpx.Client, **limits: object) -> tuple[str, str]:
+    """A training of a job whose name a label has to escape: ids of its job and run."""
+    spec = SPEC.model_dump(mode="json") | {"name": NAME, "epochs": 10} | limits
+    spec["cluster"] = {"max_nodes": 4, "price": {"usd_per_node_hour": 3600.0}}
+    spec["model"] = {"name": "digits-net", "tokens_per_example": 100}
+    job = client.post(routes.JOBS, json=spec).json()["job"]["id"]
+    create = {"kind": "train", "configuration": {"num_nodes": 2, "local_batch_size": 16}, "holder": "launcher"}
+    run = client.post(routes.JOB_RUNS.format(job_id=job), json=create).json()["id"]
+    assert client.patch(routes.RUN.format(run_id=run), json={"state": "running"}).status_code == 200
+    return job, run
+
+
+def test_a_running_training_is_scraped_with_speed_rest_money_and_tokens(service: Service) -> None:
+    with service.client(service.token("admin")) as boss:
+        job, run = start_training(boss)
+        labels = {"job_id": job, "job_name": NAME, "run_id": run}
+        steps = list(range(20))
+        batch = {"rank": 0, "boot_id": "b", "sequence": steps, "step": steps, "step_time_s": [0.5] * 20}
+        assert boss.post(routes.RUN_SAMPLES.format(run_id=run), json=batch).status_code == 202
+        shown = scraped(boss)
+        assert shown["tula_job_step_seconds"] == [(labels, 0.5)]
+        assert shown["tula_job_tokens_per_second"] == [(labels, 6400.0)]
+        left = (10 - 20 * 32 / 1797) * 1797 / 32 * 0.5
+        assert shown["tula_job_eta_seconds"] == [(labels, pytest.approx(left))]
+        assert shown["tula_job_spent_usd"][0][1] > 0.0
+        assert shown["tula_job_predicted_step_seconds"][0][1] > 0.0
+        assert [labels["version"] for labels, _ in shown["tula_build_info"]] == [__version__]
+        assert boss.patch(routes.RUN.format(run_id=run), json={"state": "succeeded"}).status_code == 200
+        assert not [name for name in scraped(boss) if name.startswith("tula_job_")], "an ended training has no series"
+
+
+def test_a_resumed_training_of_unknown_epoch_has_no_eta(service: Service) -> None:
+    with service.client(service.token("admin")) as boss:
+        job, run = start_training(boss)
+        batch = {"rank": 0, "boot_id": "b", "sequence": [0], "step": [0], "step_time_s": [0.5]}
+        assert boss.post(routes.RUN_SAMPLES.format(run_id=run), json=batch).status_code == 202
+        create = {"kind": "train", "configuration": {"num_nodes": 2, "local_batch_size": 16}, "continues": run}
+        again = boss.post(routes.JOB_RUNS.format(job_id=job), json=create).json()["id"]
+        assert boss.patch(routes.RUN.format(run_id=again), json={"state": "running"}).status_code == 200
+        assert boss.post(routes.RUN_SAMPLES.format(run_id=again), json=batch).status_code == 202
+        shown = scraped(boss)
+        assert [labels["run_id"] for labels, _ in shown["tula_job_step_seconds"]] == [again]
+        assert "tula_job_eta_seconds" not in shown
+
+
+def test_the_number_of_trainings_that_are_scraped_is_bounded(service: Service, red: Tenant) -> None:
+    with service.store.transaction() as tx:
+        for _ in range(MOST_TRAININGS + 5):
+            tx.runs.create(
+                red.job_id, NewRun("train", make_configuration(1, 1, 32), "running", predicted_step_time_s=1.0)
+            )
+    with service.client(red.user) as user:
+        assert len(scraped(user)["tula_job_predicted_step_seconds"]) == MOST_TRAININGS
+    with service.client(service.tenant("blue").user) as other:
+        assert not any(labels["job_id"] == red.job_id for labels, _ in scraped(other).get("tula_job_step_seconds", []))

@@ -49,7 +49,7 @@ def test_steps_without_a_measured_split_do_not_hide_those_with_one(service: Serv
 
 
 def test_the_straggler_is_named(service: Service, tenant: Tenant) -> None:
-    said = send(service, tenant, skew_s=[0.03] * STEPS, straggler_rank=[5] * STEPS)
+    said = send(service, tenant, world_size=8, skew_s=[0.03] * STEPS, straggler_rank=[5] * STEPS)
     assert (said.diagnosis, said.straggler_rank) == ("straggler", 5)
 
 
