@@ -1,6 +1,6 @@
 """Runs every script of a folder by its first line against a real service, and prints one line on how each ended.
 
-    python -m experiments.cases FOLDER [--only 21 48] [--limit 300] [--logs FOLDER]
+    python -m experiments.cases FOLDER [--only 21 48] [--limit 600] [--logs FOLDER]
 
 A script's first line, or a shell script's second, is `# run: COMMAND     (what it shows)`; a script without one is
 passed over. COMMAND runs in FOLDER, with TULA_URL set to a service that lives as long as this command; words in
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.cases", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="beginnings of names")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for each (300)")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for each (600)")
     parser.add_argument("--logs", type=Path, help="where the output of each is kept")
     options = parser.parse_args(arguments)
     hung = 0
