@@ -24,7 +24,7 @@ from tula_wire.enums import FINAL_STATES
 from tula_wire.jobs import ProfilingCost
 
 _DEFAULT_MAX_RUNS = 8
-_RUNS_WITH_OPTIONS, _RUNS_PER_OPTION = 4, 2
+_RUNS_WITH_OPTIONS, _RUNS_PER_OPTION, _RUNS_PER_FURTHER_TYPE = 4, 2, 2
 _START_UP_S = 30.0
 """Seconds that a launch takes before and after its steps, assumed until one has ended."""
 Span: TypeAlias = tuple[RunRecord, float, float]
@@ -162,8 +162,9 @@ def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
 def _budget(data: JobData) -> PlanBudget:
     profiling = data.spec.profiling
     instruction = instruction_of(data.spec)
-    number = len(data.spec.options)
-    default = _RUNS_WITH_OPTIONS + _RUNS_PER_OPTION * number if number else _DEFAULT_MAX_RUNS
+    options, further_types = len(data.spec.options), len(data.spec.cluster) - 1
+    with_options = _RUNS_WITH_OPTIONS + _RUNS_PER_OPTION * options + _RUNS_PER_FURTHER_TYPE * further_types
+    default = with_options if options else _DEFAULT_MAX_RUNS
     return PlanBudget(
         max_runs=profiling.max_runs or default,
         by_default=profiling.max_runs is None,

@@ -170,3 +170,17 @@ def test_a_job_may_have_five_options_and_launches_at_most_fourteen_times(cluster
     options = {name: ["off", "on"] for name in ("compile", "fused", "pinned", "channels", "amp")}
     worked(cluster, options=options, profiling={"share_launches": shared})
     assert len(launches(cluster)) <= 14
+
+
+def test_a_second_instance_type_has_launches_of_its_own(cluster: Cluster) -> None:
+    types = [{"instance_type": name, "max_nodes": 4, "price": {"usd_per_node_hour": 3.0}} for name in ("a", "b")]
+    job_id = cluster.register(spec(options={"precision": ["fp32", "bf16"]}, cluster=types)).job.id
+    cluster.step_time = lambda c: switched(replace(c, instance_type="a")) * (1.6 if c.instance_type == "b" else 1.0)
+    cluster.work(job_id)
+    answer = cluster.recommendation(job_id)
+    assert answer.chosen is not None
+    assert answer.chosen.configuration.instance_type == "a"
+    assert answer.chosen.configuration.options == (("precision", "bf16"),)
+    ran = [(c.instance_type, c.num_nodes, c.options) for c in cluster.ran]
+    assert len(set(ran)) <= 8
+    assert {options for _, _, options in ran[:12]} == {(("precision", "fp32"),)}
