@@ -15,6 +15,7 @@ from tula_agent.guard import Guard, logger
 from tula_agent.launch import Launch
 from tula_agent.rank_channel import Channel
 from tula_agent.readings import CommTiming, Interval, Readings, StepTiming, take
+from tula_agent.ship.otel import OtelMetrics
 from tula_agent.ship.spool import SpooledRequest, encode
 from tula_agent.ship.verdict_log import StepRow, VerdictLog
 from tula_wire import routes
@@ -124,6 +125,7 @@ class RequestBuilder:
         self._usual: dict[int, StepTiming] = {}  # by step, the last ones
         self._released: deque[int] = deque(maxlen=1000)
         self._verdict = VerdictLog()
+        self._otel = OtelMetrics()
         self._told_host: set[int | None] = set()  # local batch sizes
         self._sequence = 0
         self._chunk = 0
@@ -277,7 +279,7 @@ class RequestBuilder:
             further_s = timing.input_time_s * (1.0 - self._launch.share_of(timing.local_batch_size))
             step_time_s, input_time_s = max(timing.step_time_s - further_s, 0.0), timing.input_time_s - further_s
             row.timing = timing._replace(step_time_s=step_time_s, input_time_s=input_time_s)
-            self._note_for_verdict(row)
+            self._note(row)
         readings, identity, due = self._readings, self._identity(), []
         memory_of = {size: readings.memory.pop(size, None) for size in {row.timing.local_batch_size for row in rows}}
         replicas = max(1, identity.world_size // self._model_parallel_size)
@@ -300,13 +302,16 @@ class RequestBuilder:
         self._sequence += len(rows)
         return due
 
-    def _note_for_verdict(self, row: SampleRow) -> None:
-        if not row.warmup and self._is_training():
-            timing, split = row.timing, row.split
-            comm = (
-                (None, None, None) if split is None else (split.exposed_comm_time_s, split.skew_s, split.straggler_rank)
-            )
-            self._verdict.add(timing.step, StepRow(timing.step_time_s, timing.input_time_s, *comm))
+    def _note(self, row: SampleRow) -> None:
+        """Let the log's verdict and OpenTelemetry see a step of a training."""
+        if row.warmup or not self._is_training() or self._identity().rank:
+            return
+        timing, split = row.timing, row.split
+        comm = (None, None, None) if split is None else (split.exposed_comm_time_s, split.skew_s, split.straggler_rank)
+        self._verdict.add(timing.step, StepRow(timing.step_time_s, timing.input_time_s, *comm))
+        if self._guard.works("OpenTelemetry"):
+            with self._guard("OpenTelemetry"):
+                self._otel.record(self._launch.run_of(None), timing.step_time_s, comm[0], timing.input_time_s)
 
     def _host_of(self, size: int | None) -> dict[str, Any] | None:
         """What is known of loader and host, once for each batch size, since each may be a run's."""

@@ -1,0 +1,40 @@
+"""Metrics of a training for OpenTelemetry, where the process has configured its SDK: the agent configures nothing."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+_METRICS: Final = (
+    ("tula.training.step.duration", "Wall-clock time of an optimizer step."),
+    ("tula.training.communication.exposed.duration", "Communication of a step that no compute hides."),
+    ("tula.training.input.wait.duration", "Time for which a step waits for data."),
+)
+"""Name and description of each histogram, in seconds. No convention names metrics of a training yet."""
+
+
+class OtelMetrics:
+    """Three histograms of the process's own meter provider; nothing is imported, and nothing done, without one."""
+
+    def __init__(self) -> None:
+        self._histograms: list[Any] | None = None
+
+    def record(self, run_id: str, step_time_s: float, exposed_comm_time_s: float | None, input_time_s: float) -> None:
+        """Record a step after the warm-up, as the first rank measured it. Raises what the SDK raises."""
+        histograms = self._found()
+        attributes = {"tula.run.id": run_id}
+        for histogram, value in zip(histograms, (step_time_s, exposed_comm_time_s, input_time_s), strict=False):
+            if value is not None:
+                histogram.record(value, attributes)
+
+    def _found(self) -> list[Any]:
+        """The histograms; empty until the process has set a meter provider of the SDK."""
+        api, sdk = sys.modules.get("opentelemetry.metrics"), sys.modules.get("opentelemetry.sdk.metrics")
+        if self._histograms is None and api is not None and sdk is not None:
+            provider = api.get_meter_provider()
+            if isinstance(provider, sdk.MeterProvider):
+                meter = provider.get_meter("tula_agent")
+                self._histograms = [
+                    meter.create_histogram(name, unit="s", description=about) for name, about in _METRICS
+                ]
+        return self._histograms or []
