@@ -27,7 +27,7 @@ from pathlib import Path
 import tula_wire as wire
 from benchmarks.support.grids import DATA, read_rows
 from benchmarks.support.report import mean, median, parser_of, percentile, print_table, write_json
-from tula_service.analysis.hardware import BYTES_PER_NUMBER, facts_of, hardware_of, slow_from
+from tula_service.analysis.hardware import BYTES_PER_NUMBER, RECOMPUTED, facts_of, hardware_of, slow_from
 from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.priors import (
     KEPT_PER_OUTPUT,
@@ -82,15 +82,17 @@ def read(path: Path) -> list[Timing]:
             continue
         outputs = float(row.get("activation_elements_per_sample") or 0.0)
         kept = round(KEPT_PER_OUTPUT * BYTES_PER_NUMBER[precision] * outputs)
+        checkpointing = row.get("activation_checkpointing") == "1"
         model = wire.ModelSpec(
             name=row["network"],
             parameters=round(float(row["parameters"])),
-            flops_per_sample=3.0 * float(row["flops_per_sample"]),
+            # A table counts what checkpoints compute again, and a specification leaves it out.
+            flops_per_sample=3.0 * float(row["flops_per_sample"]) / (RECOMPUTED if checkpointing else 1.0),
             precision=precision,
             activation_bytes_per_sample=kept or None,
             operations_per_step=int(row.get("operations_per_step") or 0) or None,
             convolution_elements_per_sample=int(row.get("convolution_elements_per_sample") or 0) or None,
-            activation_checkpointing=row.get("activation_checkpointing") == "1",
+            activation_checkpointing=checkpointing,
         )
         batch = float(row["local_batch_size"])
         guess = prior_from_hardware(facts_of(model), hardware, reference_batch_size=batch)

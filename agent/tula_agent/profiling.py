@@ -11,7 +11,7 @@ from tula_agent.guard import Guard, logger
 from tula_agent.launch import Launch
 from tula_agent.rank_channel import Channel, RankRendezvous
 from tula_wire.bounds import FURTHER_WARMUP_STEPS
-from tula_wire.precision import FEWEST_STEPS, relative_error
+from tula_wire.precision import FEWEST_STEPS, MOST_TIMES, is_known, is_long_enough, spread
 
 DECIDE_EVERY = 4
 """Steps between two chances to end early, from FEWEST_STEPS measured ones on."""
@@ -61,15 +61,17 @@ class StopAgreement:
             )
         return plan
 
-    def decide(self, measured: int, wants_stop: bool, first_step: int = 0) -> bool:
+    def decide(self, measured: int, measure_steps: int, wants_stop: bool, first_step: int = 0) -> bool:
         """True when the measurement that began at `first_step` ends at this step, where the ranks have agreed.
 
-        measured: steps after warm-up, the same on every rank. wants_stop: only the first rank's counts.
+        measured: steps after warm-up, and measure_steps: how many were asked for, the same on every rank. wants_stop:
+        only the first rank's counts.
         """
         channel = self._channel
         if channel is None:
             return wants_stop
-        if measured < FEWEST_STEPS or (measured - FEWEST_STEPS) % DECIDE_EVERY:
+        early = measured >= FEWEST_STEPS and (measured - FEWEST_STEPS) % DECIDE_EVERY == 0
+        if not early and measured % measure_steps:
             return False
         with self._guard("agreeing with the other ranks"):
             if channel.rank == 0:
@@ -95,6 +97,7 @@ class Profiling:
         self.pending = False  # True: `agree` has something to do
         self._agreement = StopAgreement(None, guard)
         self._times: list[float] = []
+        self._usual_spread = 0.0  # of the batches that this launch has measured
         self._began_s, self._start_up_s = time.monotonic(), 0.0
         self._stop_requested: str | None = None
 
@@ -127,7 +130,7 @@ class Profiling:
         self.pending = self.pending or not agreement.joined
 
     def stop_soon(self, run_id: str) -> None:
-        """The service asks for this run's end: it has enough samples, or the run was cancelled."""
+        """The service says that this run has ended, as when it was cancelled."""
         self._stop_requested = run_id
 
     def drop_smaller_batches(self) -> None:
@@ -147,6 +150,7 @@ class Profiling:
     def begin_again(self) -> None:
         """Measure another batch, warm-up first."""
         self.stopping = False
+        self._usual_spread = max(self._usual_spread, spread(self._times))
         self._times = []
         self._began_s = time.monotonic()
 
@@ -169,8 +173,8 @@ class Profiling:
     def ends(self, step: int, step_time_s: float | None, run_id: str = "") -> bool:
         """True when `run_id` ends with `step`; its time in seconds, or None where it is not comparable.
 
-        The service may ask for the end in its reply, and the first rank by its own estimate of precision; the run ends
-        at the next step at which all ranks read the decision.
+        The service may say in its reply that the run was cancelled, and the first rank knows when it has measured what
+        was asked for or is precise enough; the run ends at the next step at which all ranks read the decision.
         """
         if self.plan is None:
             return False
@@ -181,9 +185,14 @@ class Profiling:
         measured = step + 1 - self._launch.first_step - self.warmup_steps
         if not self._agreement.agreed or measured < 1:
             return False
-        precise = self.plan.precision > 0 and relative_error(self._times, self._start_up_s) <= self.plan.precision
-        enough = precise or self._stop_requested == run_id
-        if measured >= self.plan.measure_steps or self._agreement.decide(measured, enough, self._launch.first_step):
+        asked, precision = self.plan.measure_steps, self.plan.precision
+        enough = (
+            self._stop_requested == run_id
+            or is_known(self._times, precision, self._start_up_s, self._usual_spread)
+            or (measured % asked == 0 and is_long_enough(self._times, measured, asked, precision, self._usual_spread))
+        )
+        most = MOST_TIMES * asked if precision > 0 else asked
+        if measured >= most or self._agreement.decide(measured, asked, enough, self._launch.first_step):
             self.stopping = True
             return True
         return False

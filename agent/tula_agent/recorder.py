@@ -832,5 +832,5 @@ class Recorder:
             numbers.poll(transport)
 
     def _on_reply(self, request: SpooledRequest, reply: Reply) -> None:
-        if request.method == "POST" and reply.body and reply.body.get("stop") is True:
+        if request.method == "POST" and reply.body and reply.body.get("run_ended") is True:
             self.profiling.stop_soon(request.path.split("/")[3])

@@ -38,7 +38,9 @@ class Instruction(WireModel):
     profiling_warmup_steps: WarmupSteps = Field(
         description="Steps to discard first; at most 3 of a launch's second batch and those after it."
     )
-    measuring_steps: MeasuringSteps = Field(description="Steps to measure at most.")
+    measuring_steps: MeasuringSteps = Field(
+        description="Steps to measure; up to four times as many while slow steps leave their mean little known."
+    )
     precision: Share = Field(description="Relative error of the step time at which the run may end early.")
     probe_s: Annotated[float, Field(ge=0, le=60)] = Field(
         0.0, description="Seconds for which its ranks time all-reduces, where no fabric of as many is stored; 0: not."
@@ -491,7 +493,11 @@ class ProfilingSpec(WireModel):
         description="Steps that a profiling run discards first; at most 3 of a launch's second batch and those after "
         "it.",
     )
-    measuring_steps: MeasuringSteps = Field(30, description="Steps that a profiling run measures at most.")
+    measuring_steps: MeasuringSteps = Field(
+        30,
+        description="Steps that a profiling run measures; up to four times as many while slow steps leave their mean "
+        "open by more than 10 %, unless `precision` is 0.",
+    )
     precision: Share = Field(0.02, description="Relative error of the step time at which a run ends early.")
     share_launches: bool = Field(
         True,

@@ -1,4 +1,4 @@
-"""How precisely a profiling run knows its step time: the one rule of agent and service by which a run ends early."""
+"""How precisely a profiling run knows its step time: the rules of agent and service by which a run ends."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ _OF_START_UP: Final = 0.1
 _NORMAL: Final = 1.96
 NORMAL_90: Final = 1.645
 """Half-width of a 90 % interval of a normal variable, in standard deviations."""
+_TOLERABLE: Final = 0.1
+MOST_TIMES: Final = 4
+"""How many times the steps that were asked for a run measures at most."""
 
 
 def relative_error(step_times_s: Sequence[float], start_up_s: float = 0.0) -> float:
@@ -28,6 +31,73 @@ def relative_error(step_times_s: Sequence[float], start_up_s: float = 0.0) -> fl
         return math.inf
     error_s = stdev(step_times_s) / math.sqrt(count)
     return student(count - 1) * error_s / fmean(step_times_s)
+
+
+def is_known(
+    step_times_s: Sequence[float], precision: float, start_up_s: float = 0.0, usual_spread: float = 0.0
+) -> bool:
+    """Return True where the step time is known to `precision`, so that a run may end early; never where that is 0.
+
+    `usual_spread` is what `spread` returned for an earlier batch of the same launch. Slow steps that came at random
+    there may be missing here by chance, so that spread too must leave the mean open by a tenth at most.
+    """
+    if precision <= 0.0 or relative_error(step_times_s, start_up_s) > precision:
+        return False
+    return _error_of(usual_spread, len(step_times_s)) <= _TOLERABLE
+
+
+def is_long_enough(
+    step_times_s: Sequence[float], measured: int, measuring_steps: int, precision: float, usual_spread: float = 0.0
+) -> bool:
+    """Return True where a run that measured `measured` steps has done what it was asked for.
+
+    A run measures `measuring_steps` steps. Where slow steps come at random, the mean of so few is little known: a 95 %
+    interval of more than a tenth either way doubles the steps, and doubles them again. The interval follows from the
+    `spread` of these steps, or from `usual_spread` as in `is_known` where that is larger. With a `precision` of 0, or
+    below eight steps, no step is added.
+    """
+    if measured < measuring_steps or precision <= 0.0 or measured >= MOST_TIMES * measuring_steps:
+        return measured >= measuring_steps
+    times = step_times_s[: measuring_steps * (2 if measured >= 2 * measuring_steps else 1)]
+    if len(times) < FEWEST_STEPS:
+        return True
+    means = _means(times)
+    own = student(len(means) - 1) * stdev(means) / math.sqrt(len(means)) / fmean(means)
+    return max(own, _error_of(usual_spread, len(times))) <= _TOLERABLE
+
+
+def spread(step_times_s: Sequence[float]) -> float:
+    """Return the standard deviation of independent steps whose mean would be as little known, over that mean.
+
+    Successive steps may be alike, and slow steps may come at regular distances, so it follows from the means of
+    successive steps (batch means). It is 0 below eight steps.
+    """
+    if len(step_times_s) < FEWEST_STEPS:
+        return 0.0
+    means = _means(step_times_s)
+    return stdev(means) * math.sqrt(_in_each(len(step_times_s))) / fmean(means)
+
+
+def _means(times: Sequence[float]) -> list[float]:
+    """Return the means of successive times, without the first few times.
+
+    The largest time counts as the second largest where it lies apart, as in the mean that the service reports.
+    """
+    smallest, *_, second, largest = sorted(times)
+    most = second if largest - second > second - smallest else largest
+    size = _in_each(len(times))
+    starts = range(len(times) % size, len(times), size)
+    return [fmean(min(time_s, most) for time_s in times[start : start + size]) for start in starts]
+
+
+def _in_each(count: int) -> int:
+    """Return how many of `count` times a batch mean takes: their cube root grows as the size of least error does."""
+    return round(math.cbrt(count))
+
+
+def _error_of(spread: float, count: int) -> float:
+    """Return the half-width of a 95 % interval of the mean of `count` steps of this spread."""
+    return student(count - 1) * spread / math.sqrt(count) if count > 1 else math.inf
 
 
 def student(freedom: int, z: float = _NORMAL) -> float:

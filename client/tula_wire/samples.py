@@ -195,6 +195,7 @@ class SamplesAccepted(WireModel):
         False,
         description="True: end the run, which is over, or measured as long or as precisely as asked.",
     )
+    run_ended: bool = Field(False, description="True: the run was cancelled or has ended in another way.")
     reason: str | None = optional("Why to stop, in one sentence.")
 
 

@@ -162,6 +162,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(422, b'{"type": "urn:tula:problem:invalid-input", "detail": "does not fit"}')
         sink.requests.append((self.command, self.path, json.loads(body)))
         answer = {"stored": 1, "duplicates": 0, "stop": sink.stop and kind == "samples"}
+        answer["run_ended"] = answer["stop"]
         return self.answer(200, json.dumps(answer).encode())
 
     def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:

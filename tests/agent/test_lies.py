@@ -60,7 +60,7 @@ def test_no_impossible_answer_changes_a_training(launch: Launch, ranks: int) -> 
     count = str(len(lies))
     with lying(Liar({}, truth={"version": 0})) as honest:
         without = launch(SCRIPT, "--steps", count, ranks=ranks, TULA_URL=honest.url)
-    posts = field_lies({"stored": 1, "duplicates": 0, "stop": False, "reason": None})
+    posts = field_lies({"stored": 1, "duplicates": 0, "stop": False, "run_ended": False, "reason": None})
 
     def lied_to() -> Done:
         lies_by_path = {"/scaling": [*lies] * 5, "/samples": [*posts], "/telemetry": [*posts], "/run1": [*posts]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import Any
 
@@ -43,6 +44,28 @@ def test_all_ranks_take_the_first_ranks_plan_and_end_at_the_same_step() -> None:
     assert ends == [16, 16]  # at the first common step after the first rank has enough
 
 
+def test_steps_that_are_slow_at_random_are_measured_for_longer_and_all_ranks_end_at_the_same_step() -> None:
+    """The other ranks see other times, and those of the first rank decide."""
+    store, asked = dist.HashStore(), PLAN.measure_steps
+    ranks = []
+    for rank in range(2):
+        rendezvous: Any = Connected(Channel(store, "run/", rank, 2))
+        ranks.append(Profiling(PLAN, Launch("r", None), Guard()))
+        ranks[rank].use(StopAgreement(rendezvous, Guard(), 2))
+    threads = [threading.Thread(target=rank.agree) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    dice = random.Random(0)
+    slow = [0.6 if dice.random() < 0.5 else 0.2 for _ in range(200)]
+    first = next(step for step in range(5, 200) if ranks[0].ends(step, slow[step]))
+    second = next(step for step in range(5, 200) if ranks[1].ends(step, 0.2))
+    assert first == second
+    assert first + 1 - PLAN.warmup_steps in (2 * asked, 4 * asked)
+
+
 def test_the_first_rank_of_a_training_waits_for_no_other() -> None:
     """The others may run without an agent; one that has a plan learns that there is none."""
     store = dist.HashStore()
@@ -54,3 +77,14 @@ def test_the_first_rank_of_a_training_waits_for_no_other() -> None:
     assert waited == []
     rendezvous = Connected(second)
     assert StopAgreement(rendezvous, Guard(), 2).join(PLAN) is None
+
+
+def test_a_batch_whose_first_steps_are_alike_by_chance_is_measured_as_long_as_the_batch_before_it() -> None:
+    profiling = Profiling(PLAN, Launch("r", None), Guard())
+    profiling.use(StopAgreement(None, Guard(), world_size=1))
+    dice = random.Random(0)
+    slow = [0.6 if dice.random() < 0.5 else 0.2 for _ in range(200)]
+    assert next(step for step in range(5, 200) if profiling.ends(step, slow[step])) > 5 + PLAN.measure_steps
+    profiling.begin_again()
+    alike = next(step for step in range(5, 200) if profiling.ends(step, 0.2)) + 1 - PLAN.warmup_steps
+    assert alike > PLAN.measure_steps

@@ -26,7 +26,7 @@ _FLOPS_PER_PARAMETER = 300.0
 _UNKNOWN_FLOPS_SD = 1.0
 _COUNTED = ("precision", "parameters", "activation_bytes_per_sample")
 BYTES_PER_NUMBER = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0}
-_RECOMPUTED = 4.0 / 3.0  # a second forward pass, after a forward pass and a backward pass of twice its length
+RECOMPUTED: Final = 4.0 / 3.0  # a second forward pass, after a forward pass and a backward pass of twice its length
 _GUESS: Final = (4.15, 1.02, -0.61)
 """log(bytes kept / bytes per number) = g0 + g1 log F + g2 log parameters, over the networks of the tables that
 `perfmodel.priors` names."""
@@ -137,7 +137,7 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
     # The wire counts forward and backward, the performance model one forward pass.
     flops = _FLOPS_PER_PARAMETER * parameters if counted_flops is None else counted_flops / 3.0
     devices = job_data.devices_of(model)
-    again = _RECOMPUTED if model.activation_checkpointing else 1.0
+    again = RECOMPUTED if model.activation_checkpointing else 1.0
     # What a checkpointed network keeps says little of what it computes, so there a count is not used.
     counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
     guess = _guessed_activation_bytes(flops, parameters, BYTES_PER_NUMBER[model.precision or "fp32"]) / devices

@@ -19,7 +19,7 @@ from tula_service.usecases.access import KnownRuns, Principal, visible_job
 from tula_wire import SampleBatch, SamplePage, SamplesAccepted, StepSample
 from tula_wire.enums import FINAL_STATES
 from tula_wire.format import percent
-from tula_wire.precision import relative_error
+from tula_wire.precision import is_known, is_long_enough
 
 _CURSOR: Final = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 
@@ -52,7 +52,7 @@ class SampleIngest:
                 raise _no_such_rank("straggler_rank", highest, world_size)
             if stored:
                 monitoring.observe_samples(tx, run, batch, stored)
-            stop, reason = _stop_advice(tx, run)
+            ended, (stop, reason) = run.state in FINAL_STATES, _stop_advice(tx, run)
             tx.leases.renew(run_id)
             if stored and self._runs.should_emit_event(run_id):
                 tx.events.append(job_id, "samples", run_id=run_id, data={"num_samples": run.num_samples})
@@ -60,7 +60,8 @@ class SampleIngest:
             # In a transaction by itself: it changes other jobs, which samples never lock.
             with suppress(NotFound):  # deleted meanwhile
                 fabrics.add_of_run(self._store, run_id, batch.all_reduces)
-        return SamplesAccepted(stored=stored, duplicates=len(batch.sequence) - stored, stop=stop, reason=reason)
+        duplicates = len(batch.sequence) - stored
+        return SamplesAccepted(stored=stored, duplicates=duplicates, stop=stop, run_ended=ended, reason=reason)
 
 
 class SampleQuery(SampleFilter):
@@ -102,11 +103,11 @@ def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
     tx.samples.refresh(run.key, summarise)
     recent = tx.samples.recent(run.key, rank=0)
     measuring_steps = int(run.instruction["measuring_steps"])
-    if recent.step.size >= measuring_steps:
-        return True, f"All {measuring_steps} measuring steps are in."
     precision, times = float(run.instruction["precision"]), recent.step_time_s.tolist()
+    if is_long_enough(times, len(times), measuring_steps, precision):
+        return True, f"All {len(times)} measuring steps are in."
     elapsed_s = 0.0 if run.started_at is None else (tx.now() - run.started_at).total_seconds()
-    if precision > 0 and relative_error(times, start_up_s=elapsed_s - sum(times)) <= precision:
+    if is_known(times, precision, start_up_s=elapsed_s - sum(times)):
         return True, f"The step time is known to within {percent(precision)} after {recent.step.size} steps."
     return False, None
 
