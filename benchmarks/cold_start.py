@@ -82,6 +82,7 @@ def read(path: Path) -> list[Timing]:
             continue
         outputs = float(row.get("activation_elements_per_sample") or 0.0)
         kept = round(KEPT_PER_OUTPUT * BYTES_PER_NUMBER[precision] * outputs)
+        transposed = row.get("transposed_elements_per_sample")
         checkpointing = row.get("activation_checkpointing") == "1"
         model = wire.ModelSpec(
             name=row["network"],
@@ -92,6 +93,7 @@ def read(path: Path) -> list[Timing]:
             activation_bytes_per_sample=kept or None,
             operations_per_step=int(row.get("operations_per_step") or 0) or None,
             convolution_elements_per_sample=int(row.get("convolution_elements_per_sample") or 0) or None,
+            transposed_elements_per_sample=round(float(transposed)) if transposed else None,
             activation_checkpointing=checkpointing,
         )
         batch = float(row["local_batch_size"])

@@ -224,7 +224,8 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `own`: tensors that exist already, which are not recorded. `step_operations`: how many operations since `begin_step`
     start a kernel, since they make a tensor or write to one. `step_flops`: of these, by torch's own formulas or those
     of `formulas`; `FlopCounterMode` would keep the tensors. `largest_convolution`: the most elements of a tensor that a
-    convolution reads or makes. torch's own trackers (`torch.distributed._tools`) are private.
+    convolution reads or makes. `step_transposed`: elements of images that convolutions since `begin_step` read or make
+    in channels-first memory. torch's own trackers (`torch.distributed._tools`) are private.
 
     On a CPU, autocast copies half-precision logits to float32 for `log_softmax`, and its gradient back; CUDA's kernels
     read and write half precision themselves, so those copies are not recorded.
@@ -232,7 +233,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, own: Iterable[torch.Tensor], formulas: Mapping[Any, Callable[..., int]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.step_flops = self.step_operations = self.largest_convolution = 0
+        self.step_flops = self.step_operations = self.step_transposed = self.largest_convolution = 0
         self._formulas = {**flop_registry, **formulas}
         self._events: list[Allocation] = []
         self._steps: list[tuple[int, int]] = []  # (last key, number of events) as each step began
@@ -267,7 +268,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin_step(self) -> None:
         """Mark that a training step begins."""
         self._steps.append((self._last_key, len(self._events)))
-        self.step_flops = self.step_operations = 0
+        self.step_flops = self.step_operations = self.step_transposed = 0
 
     def events_with_step_repeated(self, times: int) -> list[Allocation]:
         """Return the events, followed by those of the last step `times` more.
@@ -314,6 +315,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket in _CONVOLUTIONS:
             sizes = (each.numel() for each in tree_leaves((args, made)) if isinstance(each, torch.Tensor))
             self.largest_convolution = max(self.largest_convolution, *sizes)
+            self.step_transposed += _transposed_elements(func, args, made)
         before = self._last_key
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor) and (memory := storage_key(tensor)) not in self._keys:
@@ -346,6 +348,28 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
+
+
+def _transposed_elements(convolution: Any, args: Sequence[Any], made: Any) -> int:
+    """Return how many elements of images a convolution reads or makes in channels-first memory.
+
+    A backward pass is two convolutions, each of which reads the gradient: one makes the gradient of the images, and one
+    reads the images for the gradient of the weights.
+    """
+    images = [args[0], made]
+    if convolution.overloadpacket is torch.ops.aten.convolution_backward:
+        of_images, of_weights = made[:2]
+        images = [] if of_images is None else [args[0], of_images]
+        images += [] if of_weights is None else [args[0], args[1]]
+    return sum(
+        image.numel()
+        for image in images
+        if image.dim() == 4
+        and image.stride(1) > 1  # 0 for a gradient that is one number
+        and not image.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
 _READS_HALVES = (torch.ops.aten._log_softmax.default, torch.ops.aten._to_copy.default)
 
 

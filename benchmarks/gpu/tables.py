@@ -35,9 +35,13 @@ PHASES = ("forward_s", "backward_s", "optimizer_s")
 STEP_COLUMNS = (
     "source", "gpu", "network", "precision", "local_batch_size", "step_time_s", "parameters", "flops_per_sample",
     "activation_elements_per_sample", "operations_per_step", "convolution_elements_per_sample",
-    "activation_checkpointing",
+    "transposed_elements_per_sample", "activation_checkpointing",
 )  # fmt: skip
-"""Columns of tests/data/single_device.csv and four more, for `python -m benchmarks.cold_start --steps FILE`."""
+"""Columns of tests/data/single_device.csv and five more, for `python -m benchmarks.cold_start --steps FILE`."""
+FACTS = (
+    "parameters", "flops_per_sample", "operations_per_step", "convolution_elements_per_sample",
+    "transposed_elements_per_sample",
+)  # fmt: skip
 MEMORY_COLUMNS = (
     "workload", "source", "gpu", "model", "precision", "local_batch_size", "memory_bytes", "analytic_bytes",
 )  # fmt: skip
@@ -196,6 +200,7 @@ def measure_network(network: Network, precision: str, device: torch.device, ends
         "flops_per_sample": estimate.flops_per_sample / 3.0,  # of one forward pass, as the table has them
         "operations_per_step": estimate.operations_per_step,
         "convolution_elements_per_sample": estimate.convolution_elements_per_sample,
+        "transposed_elements_per_sample": estimate.transposed_elements_per_sample,
         "activation_checkpointing": estimate.activation_checkpointing,
         "capacity_bytes": capacity,
         "largest_from_estimate": estimate.largest_local_batch_size(capacity),
@@ -265,8 +270,7 @@ def write_tables(results: Results, folder: Path) -> None:
             continue
         network, precision = name.split()
         about = {"source": "tula", "gpu": gpu, "precision": PRECISIONS[precision]}
-        facts = ("parameters", "flops_per_sample", "operations_per_step", "convolution_elements_per_sample")
-        step = {"network": network} | {key: row.get(key) for key in facts}
+        step = {"network": network} | {key: row.get(key) for key in FACTS}
         step["activation_checkpointing"] = int(row.get("activation_checkpointing", False))
         if len(row["batches"]) > 1:
             smallest, second = sorted(row["batches"], key=int)[:2]

@@ -372,6 +372,10 @@ class ModelSpec(WireModel):
     convolution_elements_per_sample: Annotated[int, Field(ge=1, le=2**50)] | None = optional(
         "Most elements of an example in the input or output of a convolution; null: without one, or unknown."
     )
+    transposed_elements_per_sample: Annotated[int, Field(ge=0, le=2**50)] | None = optional(
+        "Elements of an example that the convolutions of a step read or make in channels-first memory: half precision "
+        "on GPUs converts them. 0: none, as with channels-last memory."
+    )
     reserved_ratio: Annotated[float, Field(ge=1, le=10)] | None = optional(
         "What the caching allocator takes from a full device over what is allocated there, as `estimate_memory` says."
     )

@@ -39,7 +39,8 @@ class MemoryEstimate:
     batch.
     `operations_per_step` is how many operations of forward and backward pass start a kernel, and
     `convolution_elements_per_sample` the most elements of an example in a convolution's input or output; None without
-    a convolution.
+    a convolution. `transposed_elements_per_sample` is how many elements of an example the convolutions of both passes
+    read or make in channels-first memory.
     `precision` names, as in a job specification, the type of autocast where it was on, else the type of most
     parameters.
     """
@@ -57,6 +58,7 @@ class MemoryEstimate:
     batch_normalization: bool = False
     operations_per_step: int | None = None
     convolution_elements_per_sample: int | None = None
+    transposed_elements_per_sample: int | None = None
     allocations: AllocationModel | None = field(default=None, repr=False, compare=False)
 
     def total_bytes(self, local_batch_size: int) -> int:
@@ -105,6 +107,7 @@ class MemoryEstimate:
             "activation_checkpointing": self.activation_checkpointing,
             "operations_per_step": self.operations_per_step,
             "convolution_elements_per_sample": self.convolution_elements_per_sample,
+            "transposed_elements_per_sample": self.transposed_elements_per_sample,
             "optimizer": optimizer,
             "batch_normalization": self.batch_normalization,
         }
@@ -146,6 +149,7 @@ def estimate_memory(
         operations_per_step=twice.operations,
         convolution_elements_per_sample=(twice.convolution_elements - once.convolution_elements) // (times * size)
         or None,
+        transposed_elements_per_sample=(twice.transposed - once.transposed) // (times * size),
         allocations=_allocation_model(times * size, once, twice),
     )
 
@@ -217,6 +221,7 @@ class _DryRun:
 
     `peak_bytes` leaves out parameters, buffers, inputs and gradients of parameters. `flops` and `operations` count one
     forward and backward pass. `convolution_elements`: the most elements in a convolution's input or output.
+    `transposed`: the elements that its convolutions read or make in channels-first memory.
     `recomputes`: modules ran again within the backward pass. `allocations`: the events of ten steps, in order.
     """
 
@@ -224,6 +229,7 @@ class _DryRun:
     flops: int
     operations: int
     convolution_elements: int
+    transposed: int
     recomputes: bool
     allocations: list[Allocation]
 
@@ -266,6 +272,7 @@ def _dry_run(model: torch.nn.Module, sample: Any, times: int, state_ratios: Sequ
             flops=trace.step_flops,
             operations=trace.step_operations,
             convolution_elements=trace.largest_convolution,
+            transposed=trace.step_transposed,
             recomputes=bool(step.recomputed),
             allocations=trace.events_with_step_repeated(_STEPS - 2),
         )

@@ -31,6 +31,8 @@ _GUESS: Final = (4.15, 1.02, -0.61)
 """log(bytes kept / bytes per number) = g0 + g1 log F + g2 log parameters, over the networks of the tables that
 `perfmodel.priors` names."""
 _GUESSED_ACTIVATIONS_SD: Final = 0.3
+_READ_AND_WRITTEN: Final = 2.0
+_HALF: Final = ("bf16", "fp16")
 _LEAST_POWER_SD: Final = 0.1  # of the logarithm of power, between configurations
 _OTHER_TYPE_POWER_SD: Final = 0.5
 MANY_ELEMENTS: Final = 2**31
@@ -140,6 +142,10 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
     again = RECOMPUTED if model.activation_checkpointing else 1.0
     # What a checkpointed network keeps says little of what it computes, so there a count is not used.
     counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
+    transposed_bytes = None
+    if model.transposed_elements_per_sample is not None and model.precision in _HALF:
+        per_element = _READ_AND_WRITTEN * BYTES_PER_NUMBER[model.precision]
+        transposed_bytes = again * per_element * model.transposed_elements_per_sample / devices
     guess = _guessed_activation_bytes(flops, parameters, BYTES_PER_NUMBER[model.precision or "fp32"]) / devices
     return ModelFacts(
         parameters,
@@ -153,6 +159,7 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
         volumes=3.0 if model.sharding == "zero3" else 2.0,
         idle_samples=float((model.pipeline_stages - 1) * (model.micro_batch_size or 1)),
         operations=None if model.operations_per_step is None else float(model.operations_per_step),
+        transposed_bytes_per_sample=transposed_bytes,
     )
 
 
@@ -182,10 +189,10 @@ def guesses_of(spec: wire.JobSpec) -> list[str]:
     sentences = []
     if spec.model.flops_per_sample is None:
         sentences.append("The model's FLOPs per sample are unknown and were guessed: give model.flops_per_sample.")
-    if spec.model.convolution_elements_per_sample is not None and spec.model.precision in ("bf16", "fp16"):
+    if spec.model.transposed_elements_per_sample and spec.model.precision in _HALF:
         sentences.append(
-            f"Convolutions in {spec.model.precision} may take longer than guessed where model and images are not in "
-            "channels-last memory: call model.to(memory_format=torch.channels_last), and the same of the images."
+            f"Convolutions in {spec.model.precision} convert images from channels-first memory and back, which the "
+            "guess counts: call model.to(memory_format=torch.channels_last), and the same of the images, to save it."
         )
     names = [f"model.{name}" for name in _COUNTED if getattr(spec.model, name) is None]
     if names:

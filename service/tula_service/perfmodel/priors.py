@@ -42,6 +42,9 @@ _BELIEVED_SDS = 4.0
 _OF_ARITHMETIC, _OF_ACTIVATIONS, _OF_PARAMETERS = 0.634, 18.5, 30.7
 """From timm's table (Apache-2.0: 765 rows, one RTX 3090 with AMP) and the rows of Lambda's, TensorFlow's, DLPerf's and
 mxnet-finetuner's (BSD-3-Clause, Apache-2.0: eleven devices), each network or device left out in turn when scored."""
+_OF_ACTIVATIONS_ALONE = 16.2
+"""In half precision, where the bytes that convolutions convert are counted apart: from timm's rows in two layouts, with
+the other two numbers as they are. With each family left out in turn, these rows say 16.2 too."""
 FLOOR_S: Final = 0.03
 """Seconds that launches and the optimizer take on any accelerator where operations were not counted: batch sweeps on
 one device in Pollux's and DLPerf's tables (Apache-2.0) have floors of 7 to 215 ms, around 30. No table covers small
@@ -108,6 +111,8 @@ class ModelFacts:
     backward pass gathers the parameters again. `idle_samples` is the number of examples whose compute a device of a
     pipeline waits for: with m micro-batches and p stages, a step takes the time of m + p - 1 micro-batches.
     `operations` is how many operations of a micro-step start a kernel, or None where they were not counted.
+    `transposed_bytes_per_sample` are the bytes that a sample's images take to be read and written while convolutions in
+    half precision change their memory layout; None where these were not counted, or in single precision.
     """
 
     parameter_count: float
@@ -119,6 +124,7 @@ class ModelFacts:
     volumes: float = _ALL_REDUCE_VOLUMES
     idle_samples: float = 0.0
     operations: float | None = None
+    transposed_bytes_per_sample: float | None = None
 
     def __post_init__(self) -> None:
         """Raise ObservationError unless the counts are positive and finite: a third of a tiny number may be 0."""
@@ -187,11 +193,12 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
 
     A roofline gives the compute of a step on one device, off by about 1.3 either way,
 
-        t(b) = b (arithmetic 3 F / peak + activations A / W) + parameters P / W + floor
+        t(b) = b (arithmetic 3 F / peak + (activations A + X) / W) + parameters P / W + floor
 
     or, where the operations of a step were counted, (g^4 + l^4)^(1/4): g has the terms in b, and l the term of the
     parameters and `operations` launches. F is the FLOPs of one forward pass per sample, A the bytes that one sample
-    leaves for the backward pass, P the bytes of parameters, and W the memory bandwidth. Between nodes,
+    leaves for the backward pass, X the bytes that one sample moves while convolutions in half precision change the
+    memory layout of its images, P the bytes of parameters, and W the memory bandwidth. Between nodes,
     s_inter = volumes * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). A guess stands in for
     an unknown figure of the hardware, and makes c wider.
     """
@@ -201,7 +208,11 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
     # In logarithms throughout: a specification may name any finite number of FLOPs, and ratios of such underflow.
     log_bandwidth = math.log(bandwidth * 1e9)
     arithmetic = math.log(3.0 * _OF_ARITHMETIC) + math.log(facts.flops_per_sample) - math.log(peak * 1e12)
-    moved = math.log(_OF_ACTIVATIONS) + (math.log(facts.activation_bytes_per_sample) - log_bandwidth)
+    transposed = facts.transposed_bytes_per_sample
+    passes = _OF_ACTIVATIONS if transposed is None else _OF_ACTIVATIONS_ALONE
+    moved = math.log(passes) + (math.log(facts.activation_bytes_per_sample) - log_bandwidth)
+    if transposed:
+        moved = float(np.logaddexp(moved, math.log(transposed) - log_bandwidth))
     log_compute = math.log(b_ref) + float(np.logaddexp(arithmetic, moved))
     per_step = math.log(_OF_PARAMETERS) + (math.log(facts.parameter_bytes) - log_bandwidth)
     log_bits = math.log(8.0) + math.log(facts.parameter_count) + math.log(_BYTES_PER_PARAMETER)

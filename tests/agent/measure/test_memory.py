@@ -208,6 +208,21 @@ def test_the_largest_tensor_of_a_convolution_is_counted_by_example() -> None:
     assert estimate_memory(nn.Linear(4, 4), torch.randn(2, 4)).convolution_elements_per_sample is None
 
 
+def test_images_that_convolutions_read_or_make_in_channels_first_memory_are_counted_by_example() -> None:
+    """A convolution of x into y passes over x and y forward, and twice over y and over both again backward."""
+    network = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 4, 3), nn.Sigmoid())
+    images = torch.randn(2, 3, 10, 10)
+    image, hidden, out = 3 * 100, 16 * 100, 4 * 64
+    forward, weights = image + 2 * hidden + out, image + hidden + hidden + out
+    of_hidden = hidden + out  # nobody asks for a gradient of the images
+    counted = estimate_memory(network, images).transposed_elements_per_sample
+    assert counted == forward + weights + of_hidden
+    last = torch.channels_last
+    network.to(memory_format=last)  # type: ignore[call-overload]
+    assert estimate_memory(network, images.to(memory_format=last)).transposed_elements_per_sample == 0
+    assert estimate_memory(nn.Linear(4, 4), torch.randn(2, 4)).transposed_elements_per_sample == 0
+
+
 def test_a_launch_takes_some_microseconds_and_its_measurement_draws_no_random_number() -> None:
     before = torch.random.get_rng_state()
     assert 1e-7 < launch_time_s(torch.device("cpu")) < 1e-2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -215,11 +216,25 @@ def test_a_specification_hears_of_what_it_lacks_and_of_nothing_that_it_has() -> 
     for name in counted:
         (said,) = hardware.guesses_of(spec(model={key: full[key] for key in full if key != name}, cluster=[on]))
         assert [each for each in counted if f"model.{each}" in said] == [name]
-    for precision, said in (("fp16", 1), ("fp32", 0)):
-        convolutional = full | {"precision": precision, "convolution_elements_per_sample": 802_816}
+    for precision, transposed, said in (("fp16", 802_816, 1), ("fp16", 0, 0), ("fp32", 802_816, 0)):
+        convolutional = full | {"precision": precision, "transposed_elements_per_sample": transposed}
         sentences = hardware.guesses_of(spec(model=convolutional, cluster=[on]))
         assert [sentence for sentence in sentences if "torch.channels_last" in sentence] == sentences
         assert len(sentences) == said
+
+
+def test_changing_the_layout_of_images_costs_half_precision_the_bytes_that_pass_through_memory() -> None:
+    def compute_s(**facts: Any) -> float:
+        model = {"name": "new", "flops_per_sample": 24e9, "parameters": 25_000_000, "precision": "fp16"} | facts
+        guess = first_guess(spec(cluster=[one("V100").model_dump()], model=model))
+        return math.exp(float(guess.mean[0])) / float(guess.reference_batch_size or 0.0)
+
+    elements = 60_000_000
+    converts, none = compute_s(transposed_elements_per_sample=elements), compute_s(transposed_elements_per_sample=0)
+    assert converts - none == pytest.approx(2 * 2 * elements / 900e9)
+    assert none < compute_s() < converts, "an unknown layout counts as a mixture of both"
+    single = {"precision": "fp32"}
+    assert compute_s(**single, transposed_elements_per_sample=elements) == compute_s(**single)
 
 
 def test_a_precision_makes_the_first_guess_faster_on_tensor_cores_and_narrower() -> None:
