@@ -26,7 +26,7 @@ _LAZY = {
 
 
 def __dir__() -> list[str]:
-    """What a script uses."""
+    """Return what a script uses."""
     return __all__
 
 

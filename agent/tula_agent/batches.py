@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """The examples that `batch` itself shows, or None where it does not show them.
+    """Return the examples that `batch` itself shows, or None where it does not show them.
 
     Its own count (graphs), the length of a list of samples or of the first list of a tuple of lists, or the leading
     length of the first two tensors, where these agree.
@@ -51,7 +51,7 @@ class BatchSizes:
         self._leads: int | None = None  # the stated size that is the first tensor's leading length
 
     def of(self, batch: Any, loader: Any = None) -> int | None:
-        """The examples in `batch`, or what `given` counts; None where neither says."""
+        """Return the examples in `batch`, or what `given` counts; None where neither says."""
         given = self.given
         if given is not None and not isinstance(given, (int, float)):
             return max(1, round(given(batch)))
@@ -74,7 +74,7 @@ class BatchSizes:
 
 
 def stated_batch_size(loader: Any) -> int | None:
-    """The `batch_size` of a loader, or of its batch sampler."""
+    """Return the `batch_size` of a loader, or of its batch sampler."""
     for holder in (loader, getattr(loader, "batch_sampler", None)):
         if type(size := getattr(holder, "batch_size", None)) is int and size > 0:
             return int(size)
@@ -82,7 +82,7 @@ def stated_batch_size(loader: Any) -> int | None:
 
 
 def _lengths(batch: Any) -> dict[tuple[str, int], int]:
-    """Every length in which a batch may show its size, by its place; the likelier places come first."""
+    """Return every length in which a batch may show its size, by its place; the likelier places come first."""
     lengths = {}
     if isinstance(batch, (list, tuple)):
         lengths["outer", 0] = len(batch)

@@ -387,7 +387,7 @@ def _delete(folder: Path) -> None:
 
 
 def _ours(root: Path) -> list[Path]:
-    """The folders of our checkpoints, oldest first; copies under other names are ignored."""
+    """Return the folders of our checkpoints, oldest first; copies under other names are ignored."""
     named = (path for path in root.glob("step-*") if _NAME.fullmatch(path.name))
     return sorted((path for path in named if (path / _OURS).exists()), key=_age)
 

@@ -31,7 +31,7 @@ class Guard:
         self.failures: dict[str, int] = {}
 
     def __call__(self, part: str) -> _Quiet:
-        """A context manager that catches what `part` raises."""
+        """Return a context manager that catches what `part` raises."""
         return _Quiet(self, part)
 
     def works(self, part: str) -> bool:

@@ -45,7 +45,7 @@ class Launch:
         self.cut_to = self._due[0][0] if self._due else None
 
     def differs(self, smaller: Sequence[tuple[int, str]]) -> bool:
-        """True where nothing is measured yet and another batch than the first of `smaller` is due."""
+        """Return True where nothing is measured yet and another batch than the first of `smaller` is due."""
         return self.first_step == 0 and (smaller[0][0] if smaller else None) != self.cut_to
 
     def cut(self, batch: Any, size: int | None, first: bool) -> Any:
@@ -67,11 +67,11 @@ class Launch:
         self.first_step = step + 1
 
     def run_of(self, local_batch_size: int | None) -> str:
-        """The run that samples of this batch belong to."""
+        """Return the run that samples of this batch belong to."""
         return self._runs.get(local_batch_size or 0, self.own_run_id)
 
     def share_of(self, local_batch_size: int | None) -> float:
-        """Which share of the whole batch this is; 1 for any that is not cut."""
+        """Return which share of the whole batch this is; 1 for any that is not cut."""
         if self.whole is None or local_batch_size not in self._runs:
             return 1.0
         return local_batch_size / self.whole

@@ -58,11 +58,11 @@ class Channel:
         self._store.set(self._prefix + key, json.dumps(value))
 
     def has(self, *keys: str) -> bool:
-        """True when all of `keys` have been published; never waits."""
+        """Return True when all of `keys` have been published; never waits."""
         return bool(self._store.check([self._prefix + key for key in keys]))
 
     def wait(self, key: str, within_s: float) -> Any:
-        """The value of `key`, or None when it is not published `within_s` seconds."""
+        """Return the value of `key`, or None when it is not published `within_s` seconds."""
         ends = time.monotonic() + within_s
         pause = 0.0002
         while not self.has(key):
@@ -73,7 +73,7 @@ class Channel:
         return self.get(key)
 
     def get(self, key: str) -> Any:
-        """The value of a published `key`."""
+        """Return the value of a published `key`."""
         return json.loads(self._store.get(self._prefix + key))
 
     def post(self, message: Any) -> None:
@@ -122,7 +122,7 @@ class RankRendezvous:
             self._over(group_store).set(_ADDRESS, addresses)
 
     def channel(self, within_s: float = 0.0) -> Channel | None:
-        """The channel, or None if the first rank has not published its address `within_s` seconds."""
+        """Return the channel, or None if the first rank has not published its address `within_s` seconds."""
         ends = time.monotonic() + within_s
         if self._channel is None and self._lock.acquire(timeout=max(0.0, within_s)):
             try:
@@ -166,7 +166,7 @@ def _options(within_s: float) -> dict[str, Any]:
 
 
 def current_group() -> Any:
-    """The default process group, or None."""
+    """Return the default process group, or None."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 

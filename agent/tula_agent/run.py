@@ -255,7 +255,7 @@ class Run:
                 recorder.want_batch()
 
     def cut(self, batch: Any) -> Any:
-        """The examples of `batch` to work on: the first ones where a smaller batch is to be measured."""
+        """Return the examples of `batch` to work on: the first ones where a smaller batch is to be measured."""
         return batch if self.recorder is None else self.recorder.cut(batch, None)
 
     def batch_arrived(self, batch: Any, loader: Any = None, micro_steps: int = 1) -> None:
@@ -289,7 +289,7 @@ class Run:
                 self.recorder.watch(_many(model), _many(optimizer))
 
     def largest_local_batch_size(self) -> int | None:
-        """The largest batch per rank that should fit into this rank's memory, predicted without trying it.
+        """Return the largest batch per rank that should fit into this rank's memory, predicted without trying it.
 
         None until a watched model has done a few steps and memory was read (the fifth step), or without a run. From
         one batch size the prediction errs on the small side; see `tula_wire.memory`.
@@ -406,20 +406,20 @@ class Steps(Generic[T]):
         return self._begin()
 
     def __next__(self) -> T:
-        """The next batch of a loop that the script drives with `next`."""
+        """Return the next batch of a loop that the script drives with `next`."""
         if self._iterator is None:
             self._iterator = self._begin()
         return next(self._iterator)
 
     def __len__(self) -> int:
-        """The loader's. Raises TypeError where it has none, whatever its own method raises."""
+        """Return the loader's length. Raises TypeError where it has none, whatever its own method raises."""
         try:
             return len(self._loader)  # type: ignore[arg-type]
         except Exception as error:  # `list()` asks for a length, and takes no other error for an answer
             raise TypeError(f"this loader has no length: {error!r}") from error
 
     def __getattr__(self, name: str) -> Any:
-        """The loader's `sampler`, `dataset`, `batch_size`, and whatever else it has."""
+        """Return the loader's `sampler`, `dataset`, `batch_size`, and whatever else it has."""
         if name == "_loader":  # of a copy that is being made
             raise AttributeError(name)
         return getattr(self._loader, name)

@@ -138,7 +138,7 @@ class Client(Calls, Blocking):
             return error
 
     def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> JobHandle:
-        """A handle of a job given by id or name, or by its specification: a `JobSpec`, a mapping or a TOML file.
+        """Return a handle of a job given by id or name, or by its specification: a `JobSpec`, a mapping or a TOML file.
 
         A specification finds the job that has the same one, else registers it. Raises `TulaError` if a name is
         ambiguous.
@@ -359,7 +359,7 @@ def recommend(
     url: str | None = None,
     token: str | None = None,
 ) -> Recommendation:
-    """The recommendation for a job given as a `JobSpec`, a mapping, or the path of a TOML file.
+    """Return the recommendation for a job given as a `JobSpec`, a mapping, or the path of a TOML file.
 
     Registers the job unless the service has one with this specification. `url` and `token` are as of `Client`. Raises
     `TulaError`.

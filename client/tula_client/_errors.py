@@ -149,12 +149,12 @@ class InternalServiceError(ProblemError, type=ProblemType.INTERNAL):
 
 
 def from_problem(problem: Problem) -> ProblemError:
-    """The exception of a problem's type; a type of a newer service becomes a plain `ProblemError`."""
+    """Return the exception of a problem's type; a type of a newer service becomes a plain `ProblemError`."""
     return _BY_TYPE.get(problem.type, ProblemError)(problem)
 
 
 def _sentence(problem: Problem) -> str:
-    """The problem in one sentence that names the field."""
+    """Return the problem in one sentence that names the field."""
     detail = " ".join((problem.detail or problem.title).split())
     if problem.field and problem.field not in detail:
         detail = f"{problem.field}: {detail}"

@@ -44,7 +44,7 @@ _P = TypeVar("_P", bound=_Page)
 
 
 def job_id(name_or_id: str) -> Flow[str]:
-    """The id of a job given by id, or by a name that exactly one job has that is not archived."""
+    """Return the id of a job given by id, or by a name that exactly one job has that is not archived."""
     if not name_or_id.strip():
         raise JobNotFoundError("JOB: give a job's id or name; tula jobs list shows them")
     try:
@@ -67,7 +67,7 @@ def job_of(job: str | Path | Mapping[str, Any] | JobSpec) -> Flow[str]:
 
 
 def jobs_named(name: str, limit: int | None = None) -> Flow[list[JobSummary]]:
-    """The jobs of that name that are not archived, newest first: all, or the first `limit`."""
+    """Return the jobs of that name that are not archived, newest first: all, or the first `limit`."""
     summaries: list[JobSummary] = []
     cursor: str | None = None
     while limit is None or len(summaries) < limit:
@@ -79,7 +79,7 @@ def jobs_named(name: str, limit: int | None = None) -> Flow[list[JobSummary]]:
 
 
 def runs(job_id: str) -> Flow[list[Run]]:
-    """All runs of a job, newest first."""
+    """Return all runs of a job, newest first."""
     pages = yield from _pages(lambda cursor: calls.runs(job_id, limit=_PAGE, cursor=cursor))
     return [run for page in pages for run in page.runs]
 
@@ -109,7 +109,7 @@ def plot(
     quantity: Literal["time", "cost"] = "time",
     objective: Objective | None = None,
 ) -> Flow[Any]:
-    """The chart as an Altair object, for notebooks; with `output`, written as PNG, SVG or JSON instead."""
+    """Return the chart as an Altair object, for notebooks; with `output`, written as PNG, SVG or JSON instead."""
     spec = yield from calls.chart(job_id, name, quantity=quantity, objective=objective)
     if output is None:
         with needs_extra("a plot in a notebook"):
@@ -120,7 +120,7 @@ def plot(
 
 
 def to_dataframe(job_id: str, table: Table = "candidates") -> Flow[Any]:
-    """A table as a pandas data frame; raises `MissingExtraError` without pandas."""
+    """Return a table as a pandas data frame; raises `MissingExtraError` without pandas."""
     table_rows = yield from rows(job_id, table)
     with needs_extra("a data frame"):
         import pandas
@@ -128,7 +128,7 @@ def to_dataframe(job_id: str, table: Table = "candidates") -> Flow[Any]:
 
 
 def rows(job_id: str, table: Table = "candidates") -> Flow[list[Row]]:
-    """A table as a list of dictionaries, with the names of the wire; raises `TulaError` for an unknown one.
+    """Return a table as a list of dictionaries, with the names of the wire; raises `TulaError` for an unknown one.
 
     A configuration gives the columns of its fields and `world_size` and `global_batch_size`, an estimate a column and
     the ends of its interval as `_low` and `_high`, other objects the columns of their fields, a list or a mapping JSON.
@@ -158,7 +158,7 @@ def _pages(page: Callable[[str | None], Question[_P]]) -> Flow[list[_P]]:
 
 
 def _telemetry(job_id: str) -> Flow[list[Row]]:
-    """Every point of every column that the first rank of each run has reported."""
+    """Return every point of every column that the first rank of each run has reported."""
     points: list[Row] = []
     for run in (yield from runs(job_id)):
         for column in (yield from calls.series(run.id)).available:
@@ -167,7 +167,7 @@ def _telemetry(job_id: str) -> Flow[list[Row]]:
 
 
 def _points(run_id: str, column: str, first: int | None, last: int | None) -> Flow[list[Row]]:
-    """The points from step `first` to `last`; a range with more than one answer holds is halved."""
+    """Return the points from step `first` to `last`; a range with more than one answer holds is halved."""
     series = yield from calls.series(run_id, column, max_points=_POINTS, first_step=first, last_step=last)
     if not series.downsampled or series.steps[0] == series.steps[-1]:
         same: Row = {"run_id": series.run_id, "rank": series.rank, "column": series.column}
@@ -183,7 +183,7 @@ def _rows(models: Iterable[BaseModel]) -> list[Row]:
 
 
 def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, bool]:
-    """The role of a candidate in the answer."""
+    """Return the role of a candidate in the answer."""
 
     def is_same(other: Candidate | None) -> bool:
         return other is not None and (other.configuration, other.spot) == (candidate.configuration, candidate.spot)
@@ -197,7 +197,7 @@ def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, boo
 
 
 def _row(kind: type[BaseModel], model: BaseModel | None) -> Row:
-    """The columns of `kind`; all empty without a model."""
+    """Return the columns of `kind`; all empty without a model."""
     row: Row = {}
     for name, field in kind.model_fields.items():
         value = getattr(model, name, None)

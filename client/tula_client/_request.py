@@ -88,7 +88,7 @@ class Question(Protocol[T_co]):
     """A call, or a flow."""
 
     def __iter__(self) -> Flow[T_co]:
-        """The flow."""
+        """Return the flow."""
         ...
 
 
@@ -135,7 +135,7 @@ class Method(Generic[P, T]):
         return function if owner is None else types.MethodType(function, owner)
 
     def _function(self, kind: type) -> Any:
-        """The function that class `kind` has under this name: it takes the object first."""
+        """Return the function that class `kind` has under this name: it takes the object first."""
         if not issubclass(kind, (Blocking, Awaited)):
             return self.build
 
@@ -178,7 +178,7 @@ class RetryPolicy:
     budget_s: float = 30.0
 
     def wait_s(self, *, attempt: int, waited_s: float, asked_s: float | None, dice: float) -> float | None:
-        """Seconds to wait before the next attempt, or None to give up.
+        """Return the seconds to wait before the next attempt, or None to give up.
 
         `attempt` counts from 1, `waited_s` is the sum of earlier waits, `asked_s` is what the service asked for, `dice`
         is uniform in [0, 1).
@@ -193,7 +193,7 @@ NO_RETRY: Final = RetryPolicy(max_attempts=1)
 
 
 def worth_repeating(received: Received, *, idempotent: bool) -> bool:
-    """True if another attempt may succeed and does no harm."""
+    """Return True if another attempt may succeed and does no harm."""
     if isinstance(received, Answer):
         return received.status in NOT_PROCESSED or (idempotent and received.status in MAYBE_PROCESSED)
     return idempotent or isinstance(received, NOT_SENT)
@@ -237,7 +237,7 @@ def _attempts(call: Call[T], policy: RetryPolicy, url: str) -> Generator[Step, R
 
 
 def proxy_for(url: str) -> str | None:
-    """The proxy that the environment names for this address, without a password; None without one."""
+    """Return the proxy that the environment names for this address, without a password; None without one."""
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme) or getproxies().get("all")
     if proxy is None or proxy_bypass(parts.netloc):
@@ -246,7 +246,7 @@ def proxy_for(url: str) -> str | None:
 
 
 def _unanswered(url: str, error: Exception | None) -> ServiceUnreachableError:
-    """The exception for every way to get no answer."""
+    """Return the exception for every way to get no answer."""
     reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
     remedy = "start one with tula serve, or set TULA_URL"
     if proxy := proxy_for(url):

@@ -59,7 +59,7 @@ def access(url: str | None = None, token: str | None = None) -> Access:
 
 
 def _sent_to(named: Access, places: list[Access]) -> Access | None:
-    """The first place whose token may be sent to the address that `named` gave, None without one."""
+    """Return the first place whose token may be sent to the address that `named` gave, None without one."""
     for place in places:
         by_argument = place.file is None and named.origin == "argument"
         if place.token and (by_argument or _bare(place.url or DEFAULT_URL) == _bare(named.url)):
@@ -68,7 +68,7 @@ def _sent_to(named: Access, places: list[Access]) -> Access | None:
 
 
 def config_path() -> Path:
-    """The user's config file, on Linux `~/.config/tula/config.toml`."""
+    """Return the user's config file, on Linux `~/.config/tula/config.toml`."""
     import platformdirs
 
     return platformdirs.user_config_path("tula") / "config.toml"
@@ -143,7 +143,7 @@ def _usable_token(place: Access) -> str:
 
 
 def package_version() -> str:
-    """The installed version of Tula; 0.0.0 if only its source is on the path, as with `py_modules` of Ray."""
+    """Return the installed version of Tula; 0.0.0 if only its source is on the path, as with `py_modules` of Ray."""
     try:
         return version("tula")
     except PackageNotFoundError:

@@ -16,7 +16,7 @@ from tula_wire.problems import remedy
 
 
 def load_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:
-    """The job that a TOML file, a mapping or a model describes.
+    """Return the job that a TOML file, a mapping or a model describes.
 
     Raises `UsageError` with each wrong field and its remedy, several on one line each.
     """
@@ -55,7 +55,7 @@ def faults(error: ValidationError) -> list[str]:
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model in the type of a field, possibly in a list or a union; None for a plain value."""
+    """Return the model in the type of a field, possibly in a list or a union; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((inner for one in get_args(annotation) if (inner := model_in(one)) is not None), None)

@@ -60,7 +60,7 @@ class WireModel(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The model's schema, in which `read` lets a word pass that this version does not know."""
+        """Return the model's schema, in which `read` lets a word pass that this version does not know."""
         schema: CoreSchema = _open(handler(source))
         return schema
 
@@ -69,7 +69,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def optional(description: str) -> Any:
-    """A field that is null unless it is given."""
+    """Return a field that is null unless it is given."""
     return Field(None, description=description)
 
 

@@ -30,7 +30,7 @@ class Device:
     source: str
 
     def tflops(self, precision: str) -> float | None:
-        """The peak at `precision`; None where the device lacks it."""
+        """Return the peak at `precision`; None where the device lacks it."""
         half = self.fp16 if self.tf32 is not None else None
         return {"fp32": self.fp32, "tf32": self.tf32, "fp16": self.fp16, "bf16": half}[precision]
 
@@ -79,7 +79,7 @@ def known_device(accelerator: str | None) -> str | None:
 
 
 def capacities_gib(accelerator: str, device: Device) -> tuple[int, ...]:
-    """The capacities of `device` that a name such as `A100-80GB` means: the one in the name, else all."""
+    """Return the capacities of `device` that a name such as `A100-80GB` means: the one in the name, else all."""
     sizes = tuple(each for each in device.capacities_gib if re.search(rf"(?<!\d){each} ?G", accelerator))
     return sizes or device.capacities_gib
 

@@ -92,7 +92,7 @@ def mass(grams: float | None) -> str:
 
 
 def percent(share: float | None, *, signed: bool = False, digits: int = 1) -> str:
-    """A fraction as per cent."""
+    """Return a fraction as per cent."""
     if share is None or not math.isfinite(share):
         return NOTHING
     rounded = round(share * 100, digits) + 0.0  # never -0
@@ -110,7 +110,7 @@ def _figures(number: float, figures: int = 3) -> Decimal:
 
 
 def cluster_name(value: Configuration) -> str:
-    """The nodes: `4 nodes`, or `4 nodes of p3` where the instance types have names."""
+    """Return the nodes: `4 nodes`, or `4 nodes of p3` where the instance types have names."""
     nodes = f"{value.num_nodes} node{'s' if value.num_nodes != 1 else ''}"
     return nodes if value.instance_type == DEFAULT_INSTANCE_TYPE else f"{nodes} of {value.instance_type}"
 

@@ -7,7 +7,7 @@ from email.utils import parsedate_to_datetime
 
 
 def backoff_s(failures: int, jitter: float, *, base_s: float, cap_s: float, asked_s: float | None = None) -> float:
-    """Seconds to wait after `failures` attempts (from 1): exponential backoff with full jitter.
+    """Return the seconds to wait after `failures` attempts (from 1): exponential backoff with full jitter.
 
     The wait is uniform in [0, min(cap_s, base_s * 2**(failures - 1))], as `jitter` is in [0, 1), and is added to
     `asked_s`, the seconds that `Retry-After` asks for (RFC 9110, section 10.2.3).

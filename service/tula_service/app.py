@@ -175,7 +175,7 @@ def _tracer() -> Any:
 
 
 def create_app_from_environment() -> FastAPI:
-    """The factory that uvicorn's workers call; `tula serve` writes its settings into the environment."""
+    """Return the application, for uvicorn's workers; `tula serve` writes its settings into the environment."""
     fits = Fits()
     fits.start()
     app = create_app(Settings.read(), fits=fits)

@@ -217,13 +217,13 @@ def _refuse_strangers_without_a_token(settings: Settings, store: Store) -> None:
 
 
 def _dashboard(settings: Settings) -> str:
-    """Its address; a free port is named by the line that follows."""
+    """Return the dashboard's address; the line that follows names a free port."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"http://{host}:{settings.port}/" if settings.port else "on the free port below"
 
 
 def _place_of(url: sqlalchemy.URL) -> str:
-    """The database's file, or its URL without the password."""
+    """Return the database's file, or its URL without the password."""
     return str(Path(url.database or "").absolute()) if url.get_backend_name() == "sqlite" else url.render_as_string()
 
 

@@ -44,7 +44,7 @@ def configuration_mismatch(
     local_batch_size: int | None,
     grad_accum_steps: int | None,
 ) -> str | None:
-    """A sentence for the user if a run's process saw another configuration than planned (None: not reported)."""
+    """Return a sentence for the user if a run's process saw another configuration than planned (None: not reported)."""
     world = world_size or planned.world_size
     batch = local_batch_size or planned.local_batch_size
     steps = grad_accum_steps or planned.grad_accum_steps

@@ -21,7 +21,7 @@ class NotFound(ServiceError):
 
     @classmethod
     def of(cls, kind: str, identity: str) -> NotFound:
-        """The usual sentence for a missing `kind` ("job", "run", ...)."""
+        """Return the usual sentence for a missing `kind` ("job", "run", ...)."""
         return cls(f"There is no {kind} {identity!r}: check the id, and that your token belongs to its project.")
 
 

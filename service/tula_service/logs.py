@@ -16,7 +16,7 @@ class JsonFormatter(logging.Formatter):
     """Time, level, logger, message, and the known extra fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; a traceback becomes a member of it."""
+        """Return one line; a traceback becomes a member of it."""
         line: dict[str, Any] = {
             "at": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -33,7 +33,7 @@ class TextFormatter(logging.Formatter):
     """Local time, level, message and the known extra fields; for people."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and a traceback on more; no control character reaches the terminal."""
+        """Return one line, and a traceback on more; no control character reaches the terminal."""
         fields = "".join(f" {name}={value}" for name, value in _details(record).items())
         lines = [f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():7} {record.getMessage()}{fields}"]
         if record.exc_info:

@@ -55,7 +55,7 @@ class Settings(BaseSettings):
             raise SettingsError(f"{PREFIX}{str(first['loc'][0]).upper()} {remedy(first)}") from None
 
     def to_environment(self) -> dict[str, str]:
-        """The variables from which the same settings are read: how workers get them."""
+        """Return the variables from which the same settings are read: how workers get them."""
         return {PREFIX + name.upper(): str(value) for name, value in self}
 
     @property

@@ -36,12 +36,12 @@ class Finding:
 
 
 def _check(name: str, passed: bool, fact: str, remedy: str, otherwise: State = "wrong") -> Finding:
-    """What was found of `name`: ok, or `otherwise` with its remedy."""
+    """Return what was found of `name`: ok, or `otherwise` with its remedy."""
     return Finding(name, "ok", fact) if passed else Finding(name, otherwise, fact, remedy)
 
 
 def examine(environ: Mapping[str, str], client: httpx.Client, origin: str = "TULA_URL") -> list[Finding]:
-    """Every finding, in the order in which a job would fail at it; `origin` gave the URL. Never raises."""
+    """Return every finding, in the order in which a job would fail at it; `origin` gave the URL. Never raises."""
     findings = [Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")]
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("torch", _torch),

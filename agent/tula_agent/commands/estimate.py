@@ -86,7 +86,7 @@ def estimate(
 
 
 def with_model(text: str, facts: Mapping[str, str]) -> str:
-    """A job specification whose table `[model]` has `facts`, values in TOML; every other line, and `name`, stay.
+    """Return a job specification whose table `[model]` has `facts`, values in TOML; every other line, and `name`, stay.
 
     A fact replaces the line that sets it, or the comment that would. Raises ValueError where there is no such table.
     """
@@ -106,7 +106,7 @@ def with_model(text: str, facts: Mapping[str, str]) -> str:
 
 
 def _read(path: Path) -> str:
-    """A valid job specification with a table `[model]`. Raises `typer.BadParameter`."""
+    """Return a valid job specification with a table `[model]`. Raises `typer.BadParameter`."""
     try:
         load_spec(path)
         text = path.read_text(encoding="utf-8")
@@ -145,7 +145,7 @@ def _capacities(device: str | None) -> tuple[int, ...]:
 
 
 def _name(optimizer: torch.optim.Optimizer | None) -> str:
-    """The optimizer as a job specification names it; the specification's default without one."""
+    """Return the optimizer as a job specification names it; the specification's default without one."""
     kind = type(optimizer).__name__
     if optimizer is None or (kind == "SGD" and optimizer.defaults["momentum"]):
         return "momentum"
@@ -153,7 +153,7 @@ def _name(optimizer: torch.optim.Optimizer | None) -> str:
 
 
 def _toml(value: str | bool | float) -> str:
-    """A plain value in TOML."""
+    """Return a plain value in TOML."""
     if isinstance(value, (bool, str)):
         return json.dumps(value)
     return f"{value:_}" if isinstance(value, int) else f"{value:.4g}"

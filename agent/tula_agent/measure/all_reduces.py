@@ -105,7 +105,7 @@ def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[st
 
 
 def _times(buffer: torch.Tensor, group: Any, repeats: int) -> list[float]:
-    """Seconds of each all-reduce on this rank."""
+    """Return the seconds of each all-reduce on this rank."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -117,7 +117,7 @@ def _times(buffer: torch.Tensor, group: Any, repeats: int) -> list[float]:
 
 
 def _mean(group: Any, device: torch.device, seconds: Sequence[float]) -> list[float]:
-    """The mean of each value over the ranks of the group: the same on all of them.
+    """Return the mean of each value over the ranks of the group: the same on all of them.
 
     A rank that comes early to an all-reduce waits for the others and one that comes late does not: over repeats that
     follow one another the means add up to the time that passed, the largest values to more.

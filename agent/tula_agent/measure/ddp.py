@@ -64,7 +64,7 @@ class CommSplit:
             set_ddp_statistics_interval(model, self._interval)
 
     def at_boundary(self, step: int, ended: StepTiming | None) -> CommTiming | None:
-        """The times of an earlier step, if DDP has published them since the last boundary.
+        """Return the times of an earlier step, if DDP has published them since the last boundary.
 
         step: the step under way; ended: that step's timing when this boundary is its end. Costs about 8 us when it
         reads, and next to nothing at boundaries before DDP can have published.
@@ -134,7 +134,7 @@ class BucketTimer:
             self._start, self._seen = self._now(), []
 
     def end(self) -> dict[str, list[float]] | None:
-        """A step has ended: the timeline once it is known, and an empty one where it can't be."""
+        """End a step; return the timeline once it is known, and an empty timeline where it cannot be known."""
         self._steps += 1
         if self._hooks:
             if len(self._seen) == len(self._bytes) and self._start is not None:

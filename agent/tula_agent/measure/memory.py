@@ -71,7 +71,7 @@ def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
 
 
 def device_of(models: Iterable[torch.nn.Module]) -> torch.device:
-    """The device of the first parameter; without one, CUDA if the process has initialised it, else the CPU."""
+    """Return the device of the first parameter; without one, CUDA if the process has initialised it, else the CPU."""
     for model in models:
         for parameter in model.parameters():
             return parameter.device
@@ -188,7 +188,7 @@ class MemoryMonitor:
         self._counted["batch_bytes"] = batch_bytes(batch) * (1 + int(ahead))
 
     def read(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
-        """What is known of the memory now and of its peak, as a `tula_wire.MemoryBreakdown` has it; some tens of
+        """Return what is known of the memory now and of its peak, as a `tula_wire.MemoryBreakdown` has it; some tens of
         microseconds.
         """
         if models or self.device is None:
@@ -228,7 +228,7 @@ class MemoryMonitor:
                 Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to what is resident now
 
     def _components(self, device: torch.device) -> dict[str, Any]:
-        """The components as known now; activations are the peak without everything static."""
+        """Return the components as known now; activations are the peak without everything static."""
         parts: dict[str, Any] = {
             "method": "cuda_allocator",
             "capacity_bytes": capacity_bytes(device, self._ranks_per_node),
@@ -264,7 +264,7 @@ class MemoryMonitor:
         self._growing[local_batch_size] = max(0, growing)
 
     def largest_local_batch_size(self) -> int | None:
-        """The largest batch that should fit, at least the largest that did; None while too little is known."""
+        """Return the largest batch that should fit, at least the largest that did; None while too little is known."""
         answer = largest_local_batch_size(self._capacity, self._static, self._growing, self._reserved_ratio)
         if answer is not None and not self._logged:
             self._logged = True

@@ -108,7 +108,7 @@ class StepTimer:
         return timing
 
     def wanted(self) -> None:
-        """Take notice that the loop asks for a batch in the middle of a step."""
+        """Note that the loop asks for a batch in the middle of a step."""
         self._wanted = self._clock()
 
     def waited(self) -> None:

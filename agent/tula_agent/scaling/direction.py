@@ -95,7 +95,7 @@ def inverse_root(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def newton_inverse_root(matrices: torch.Tensor) -> torch.Tensor:
-    """The same by the iteration above, in the precision of `matrices`."""
+    """Return the same by the iteration above, in the precision of `matrices`."""
     size = torch.linalg.matrix_norm(matrices, keepdim=True)
     y = matrices / size
     identity = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)

@@ -39,7 +39,7 @@ OWN_RATE = (
 
 
 def _of_inner(name: str) -> Any:
-    """An attribute of the wrapped optimizer, to read and to replace."""
+    """Return an attribute of the wrapped optimizer, to read and to replace."""
     return property(lambda self: getattr(self._inner, name), lambda self, value: setattr(self._inner, name, value))
 
 
@@ -183,7 +183,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         return not self._statistics.tap.seen and on_host and not any(rates)
 
     def _refuse_unknown_batch(self) -> None:
-        """b_small means nothing without B: factors would have a ceiling that is several times too high."""
+        """Refuse b_small without B: the ceiling of the factors would be several times too high."""
         needed = self._arguments["small_batch_size"] is not None and self.policy.name in ("gain", "ags")
         if needed and self._statistics.batch_size is None and not self._statistics.observed:
             raise ValueError(

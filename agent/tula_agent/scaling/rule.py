@@ -295,7 +295,7 @@ class SpikeClip:
 
 
 def _part_read(gradient: torch.Tensor) -> torch.Tensor:
-    """The first rows of `gradient`: a view in any memory format."""
+    """Return the first rows of `gradient`: a view in any memory format."""
     elements = gradient.numel()
     if elements <= _WHOLE:
         return gradient

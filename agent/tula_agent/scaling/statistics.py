@@ -142,11 +142,11 @@ class GradientStatistics:
         self._without_parts = 0
 
     def parameters(self) -> list[torch.Tensor]:
-        """All parameters, group by group."""
+        """Return all parameters, group by group."""
         return [p for group in self.inner.param_groups for p in group["params"]]
 
     def gradients(self) -> Gradients:
-        """The current gradient of each parameter."""
+        """Return the current gradient of each parameter."""
         return [p.grad for p in self.parameters()]
 
     @property
@@ -178,7 +178,7 @@ class GradientStatistics:
         self._observed, self._longest = self._observed + length, max(self._longest, length)
 
     def forget_batch(self) -> None:
-        """The step is over."""
+        """Forget the batch, since its step is over."""
         self.batch = None
         self._observed = self._longest = 0.0
 

@@ -193,7 +193,7 @@ class Exporter:
         return self._spool.empty
 
     def _attempt(self, request: SpooledRequest, last: bool) -> bool:
-        """True when the request was delivered or refused."""
+        """Return True when the request was delivered or refused."""
         while True:
             assert self._transport is not None
             reply = self._transport.send(request)

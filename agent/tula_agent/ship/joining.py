@@ -77,7 +77,7 @@ class Joining:
         self._asking = threading.Lock()
 
     def ready(self, last: bool) -> bool:
-        """True once the run is known, or there will be none; `last` at the end of the script.
+        """Return True once the run is known, or there will be none; `last` at the end of the script.
 
         Where another thread asks already, which hangs in a request at the end, this one does not wait for it.
         """
@@ -178,7 +178,7 @@ class Joining:
             service.close()
 
     def _continued(self, service: Transport, job_id: str) -> dict[str, Any]:
-        """The training run before a restart by torchrun, if the service still has it.
+        """Return the training run before a restart by torchrun, if the service still has it.
 
         One that another run continued is older: this machine had no part in the start before.
         """
@@ -205,7 +205,7 @@ class Joining:
         return max(1, ranks // ranks_per_node), ranks_per_node
 
     def _job(self, service: Transport, num_nodes: int, ranks_per_node: int, local_batch_size: int) -> str:
-        """The id of the job: found by that, found by its name, or registered."""
+        """Return the id of the job: found by that, found by its name, or registered."""
         name = self._wanted.name
         if is_id(name) and _ask(service, "GET", f"{routes.JOB_RUNS.format(job_id=name)}?limit=1", may_miss=True):
             return name
@@ -241,7 +241,7 @@ def _ask(
 
 
 def _mark(number: int) -> Path | None:
-    """The file that holds the run's id for a later start by the same torchrun; None without torchrun.
+    """Return the file that holds the run's id for a later start by the same torchrun; None without torchrun.
 
     It lies in the folder of its logs, one for each torchrun, which that keeps over all starts and mostly removes at its
     end. torchrun's store need not outlive a start (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`).
@@ -258,7 +258,7 @@ def _host(channel: Channel, rank: int) -> str:
 
 
 def _checked(identifier: Any) -> str:
-    """An id that can be part of a path. Raises ValueError for anything else."""
+    """Return an id that can be part of a path. Raises ValueError for anything else."""
     if not is_id(identifier):
         raise ValueError(f"no id: {identifier!r:.40}")
     return str(identifier)

@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _usage(error: Exception, arguments: list[str]) -> str:
-    """The message for a command line that the parser rejects, with the command that prints help."""
+    """Return the message for a command line that the parser rejects, with the command that prints help."""
     sentence = str(error.format_message()).strip()  # type: ignore[attr-defined]
     if not sentence:
         return ""
@@ -82,7 +82,7 @@ def _fail(sentence: str, code: int) -> int:
 
 
 def build(arguments: Sequence[str] = ()) -> typer.Typer:
-    """The whole command; of other packages, imports only the sub-command that `arguments` name."""
+    """Return the whole command; of other packages, imports only the sub-command that `arguments` name."""
     app = typer.Typer(
         name="tula",
         help="How many nodes, and which global batch size?",
@@ -148,7 +148,7 @@ def _root(
 
 
 def _first_word(arguments: Sequence[str]) -> str | None:
-    """The name of the sub-command; None if there is none, for which the help lists all."""
+    """Return the name of the sub-command; None if there is none, for which the help lists all."""
     rest = iter(arguments)
     for word in rest:
         if word == "--url":

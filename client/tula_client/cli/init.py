@@ -100,13 +100,13 @@ def _varied(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
 
 
 def _bare(name: str, equals: str) -> str:
-    """An option's name without dashes in front; nothing for a word that is none."""
+    """Return an option's name without dashes in front; nothing for a word that is none."""
     dashed = name.startswith("-")
     return name.lstrip("-").replace("_", "-") if dashed or equals else ""
 
 
 def _script(command: Sequence[str]) -> str:
-    """The name of the script or module that the command runs."""
+    """Return the name of the script or module that the command runs."""
     script = next((Path(word).stem for word in command if word.endswith(".py")), None)
     if script is None and "-m" in command[:-1]:
         script = command[len(command) - list(reversed(command)).index("-m")].rpartition(".")[2]
@@ -114,7 +114,7 @@ def _script(command: Sequence[str]) -> str:
 
 
 def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tuple[str, int]]) -> str:
-    """The content of a job.toml; every value that is needed and unknown has a guess and a comment."""
+    """Return the content of a job.toml; every value that is needed and unknown has a guess and a comment."""
     ranks = len(devices) or numbers.get("ranks_per_node", 1)
     stated = numbers.get("local_batch_size") or numbers.get("global_batch_size", 0) // ranks
     batch = stated or _DEFAULT_BATCH
@@ -160,6 +160,6 @@ def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tup
 
 
 def _tune(output: Path, template: Sequence[str]) -> str:
-    """The command to tune with, for a shell; it leaves braces alone, so they are not quoted."""
+    """Return the command to tune with, for a shell; it leaves braces alone, so they are not quoted."""
     listed = ("tula", "tune", str(output), "--", *template)
     return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in listed)

@@ -32,7 +32,7 @@ WORDS_WIDTH = 16
 
 
 def seconds(text: str) -> float:
-    """A number of seconds from the command line; raises `typer.BadParameter` for anything else."""
+    """Return a number of seconds from the command line; raises `typer.BadParameter` for anything else."""
     try:
         number = float(text)
     except ValueError:
@@ -99,7 +99,7 @@ def emit(value: Any, human: RenderableType, as_json: bool) -> None:
 
 
 def escaped(document: str) -> str:
-    """The same JSON without characters that steer a terminal: they can only be within its strings."""
+    """Return the same JSON without characters that steer a terminal: they can only be within its strings."""
     return _UNPRINTABLE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
 
 
@@ -108,14 +108,14 @@ def _plain(value: BaseModel | Configuration) -> dict[str, Any]:
 
 
 def facts(rows: Sequence[Sequence[str]]) -> Table:
-    """A table of names and values, without a heading."""
+    """Return a table of names and values, without a heading."""
     drawn = table(["", ""], rows)
     drawn.show_header = False
     return drawn
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A plain table; a heading with the prefix `>` aligns its column right, `=` keeps the column on one line."""
+    """Return a plain table; a heading with the prefix `>` aligns its column right, `=` keeps the column on one line."""
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         # A narrow terminal wraps cells, except numbers and the first column, which users copy.
@@ -162,7 +162,7 @@ class Narrowing:
 
 
 def saving(value: float) -> str:
-    """A saved share of time in words; a negative share means a longer time."""
+    """Return a saved share of time in words; a negative share means a longer time."""
     if abs(value) < 0.005:
         return "the same time as"
     if value > 0:
@@ -171,7 +171,7 @@ def saving(value: float) -> str:
 
 
 def estimate(value: Estimate | None, unit: str = "s") -> str:
-    """A prediction with its interval."""
+    """Return a prediction with its interval."""
     if value is None:
         return NOTHING
     formats = {"s": duration, "usd": money, "bytes": size, "count": count, "kwh": energy, "gco2": mass}
@@ -180,7 +180,7 @@ def estimate(value: Estimate | None, unit: str = "s") -> str:
 
 
 def brief(value: Configuration | None) -> str:
-    """A configuration for a table cell, short enough for one line."""
+    """Return a configuration for a table cell, short enough for one line."""
     if value is None:
         return NOTHING
     kind = f" {value.instance_type}" if value.instance_type != "default" else ""

@@ -65,7 +65,7 @@ class Outcome:
         return "".join(f"\n    {line}" for line in self.lines)
 
     def patch(self, run: Run, holder: str) -> RunPatch:
-        """The request that reports this outcome of `run` to the service."""
+        """Return the request that reports this outcome of `run` to the service."""
         text = self.message if not self.lines else f"{self.message} Last lines: {' | '.join(self.lines)}"
         return RunPatch(
             state=self.state,
@@ -77,7 +77,7 @@ class Outcome:
 
 
 def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float | None = None) -> Outcome:
-    """The outcome of `run`, as the service knows it now, from exit `status` and the last `lines` of its log.
+    """Return the outcome of `run`, as the service knows it now, from exit `status` and the last `lines` of its log.
 
     A run that was cancelled, by a user or by its limits, stays so however its command then ended, and so does a
     profiling run that has measured enough, which its agent reports as success. A failure that the agent reported
@@ -127,7 +127,7 @@ def _kept(run: Run) -> str:
 
 
 def tail(log: Path) -> list[str]:
-    """The lines in the last 256 KiB of `log`; empty if it cannot be read."""
+    """Return the lines in the last 256 KiB of `log`; empty if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(0, 2)
@@ -184,6 +184,6 @@ def relevant_lines(lines: list[str], count: int = 4) -> list[str]:
 
 
 def agent_warnings(lines: list[str]) -> list[str]:
-    """The agent's messages for the user, without prefix and repetitions."""
+    """Return the agent's messages for the user, without prefix and repetitions."""
     texts = (line.partition(AGENT_PREFIX)[2].strip() for line in lines if AGENT_PREFIX in line)
     return list(dict.fromkeys(text for text in texts if text))

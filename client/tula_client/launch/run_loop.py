@@ -179,7 +179,7 @@ class Runner:
         return claimed
 
     def create_run(self, job: Job, kind: RunKind, configuration: Configuration, **more: Any) -> Run:
-        """A run outside the plan of `job`, checked; raises `LaunchError` for another than the one asked for."""
+        """Return a run outside the plan of `job`, checked; raises `LaunchError` for another than the one asked for."""
         create = RunCreate(kind=kind, configuration=configuration, holder=self.holder, lease_s=LEASE_S, **more)
         return _check_run(self.retrying(self.service.create_run, job.id, create), job, kind, configuration)
 
@@ -325,7 +325,7 @@ class Runner:
         return outcomes
 
     def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str], stopped: bool) -> tuple[Run, Outcome]:
-        """One run of a command that ended with `status`, as the service then knows it, and its outcome.
+        """Return one run of a command that ended with `status`, as the service then knows it, and its outcome.
 
         stopped: the command was, because the run of its largest batch was cancelled.
         """
@@ -376,7 +376,7 @@ class Runner:
         return self._tokens[job_id].secret
 
     def _run_with_samples(self, run_id: str) -> Run:
-        """The run as the service knows it, once the samples are uploaded that its agent could not send."""
+        """Return the run as the service knows it, once the samples are uploaded that its agent could not send."""
         run = self.retrying(self.service.run, run_id)
         spool = self.work.spool(run_id)
         if run.num_samples == 0 and any(spool.glob("*.spool")):

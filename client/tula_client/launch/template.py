@@ -117,7 +117,7 @@ class Template:
         return self._has(_ACCUMULATION)
 
     def _has(self, needed: str) -> bool:
-        """True if the command holds the placeholders of `needed`, which may be `one or two with three`."""
+        """Return True if the command holds the placeholders of `needed`, which may be `one or two with three`."""
         return any(set(names.split(" with ")) <= self.placeholders for names in needed.split(" or "))
 
 

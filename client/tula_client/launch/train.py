@@ -115,7 +115,7 @@ def _preempted(active: ActiveRun, status: int) -> bool:
 
 
 def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool, configuration: Configuration | None) -> _State:
-    """The state of the unfinished training, or of another training."""
+    """Return the state of the unfinished training, or of another training."""
     work, note = runner.work, runner.reporter.note
     state = None if fresh else work.load(_State, _STATE)
     if state is not None and not may_hold_files(work.checkpoints(state.training)):
@@ -160,7 +160,7 @@ def _recommended(runner: Runner, job: Job) -> Configuration:
 
 
 def _learning_rate_factor(runner: Runner, job: Job, template: Template, configuration: Configuration) -> float:
-    """The factor for the placeholder; 1, with a note, where the rule has no answer for this configuration."""
+    """Return the factor for the placeholder; 1, with a note, where the rule has no answer for this configuration."""
     if "learning_rate_factor" not in template.placeholders:
         return 1.0
     candidates = runner.retrying(runner.service.recommendation, job.id).candidates
@@ -198,7 +198,7 @@ def _fall_back(runner: Runner, job: Job, template: Template, failed: Configurati
 def next_smaller(
     failed: Configuration, *, can_accumulate: bool, max_local_batch_size: int | None = None
 ) -> Configuration | None:
-    """What to try after `failed` ran out of memory; None if there is nothing smaller.
+    """Return what to try after `failed` ran out of memory; None if there is nothing smaller.
 
     First the same global batch B from a smaller local batch b and more accumulation (b * accumulation constant), the
     largest such b below the failed one and at most `max_local_batch_size`, but not below a quarter of that bound:

@@ -24,14 +24,14 @@ _FOR_RAY = {"RAY_DEDUP_LOGS": "0"}
 
 
 def may_hold_files(folder: Path) -> bool:
-    """True if there is a file below `folder`, or if that cannot be determined because a folder is unreadable."""
+    """Return True if there is a file below `folder`, or if that cannot be determined because a folder is unreadable."""
     errors: list[OSError] = []
     holds = any(files for _, _, files in os.walk(folder, onerror=errors.append))
     return holds or not all(isinstance(error, FileNotFoundError) for error in errors)
 
 
 def _private(path: str, flags: int) -> int:
-    """An opener of files that only the user can read."""
+    """Return an opener of files that only the user can read."""
     return os.open(path, flags, 0o600)
 
 
@@ -89,15 +89,15 @@ class WorkDir:
         return self.path / "spool" / run_id
 
     def checkpoints(self, training: int = 1) -> Path:
-        """The checkpoint folder of a training, shared by its restarts but not with other trainings."""
+        """Return the checkpoint folder of a training, shared by its restarts but not with other trainings."""
         return self.path / ("checkpoints" if training == 1 else f"checkpoints-{training}")
 
     def next_training(self) -> int:
-        """The number of a training that has no checkpoints yet."""
+        """Return the number of a training that has no checkpoints yet."""
         return next(n for n in count(1) if not may_hold_files(self.checkpoints(n)))
 
     def scratch(self, run_id: str) -> Path:
-        """The checkpoint folder of a profiling run, whose weights are not used."""
+        """Return the checkpoint folder of a profiling run, whose weights are not used."""
         return self.path / "scratch" / run_id
 
     def env_file(self, run_id: str, variables: dict[str, str]) -> Path:
@@ -108,7 +108,7 @@ class WorkDir:
         return path
 
     def load(self, kind: type[T], name: str) -> T | None:
-        """A saved state, or None."""
+        """Return a saved state, or None."""
         try:
             return TypeAdapter(kind).validate_python(json.loads((self.path / f"{name}.json").read_bytes()))
         except (OSError, ValueError):
@@ -121,7 +121,7 @@ class WorkDir:
         _replace(self.path / f"{name}.json", TypeAdapter(type(state)).dump_python(state))
 
     def names(self, prefix: str) -> list[str]:
-        """Names of saved states that start with `prefix`."""
+        """Return the names of saved states that start with `prefix`."""
         return sorted(path.stem for path in self.path.glob(f"{prefix}*.json"))
 
     def delete(self, name: str) -> None:

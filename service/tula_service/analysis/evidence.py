@@ -485,12 +485,12 @@ def state_beyond_memory(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> str
 
 
 def required_fit_probability(spec: wire.JobSpec) -> float:
-    """The probability with which a recommended batch must fit."""
+    """Return the probability with which a recommended batch must fit."""
     return min(max(spec.profiling.memory_safety, 0.5), 0.999)
 
 
 def failed_batch(failed: RunSummary) -> int:
-    """The local batch that did not fit."""
+    """Return the local batch that did not fit."""
     return failed.failed_local_batch_size or failed.configuration.local_batch_size
 
 

@@ -132,7 +132,7 @@ def expectation_of(data: JobData, configuration: Configuration) -> Estimate | No
 
 
 def _specification_at(spec: wire.JobSpec, question: WhatIf) -> wire.JobSpec:
-    """The specification with the price and the deadline of the question."""
+    """Return the specification with the price and the deadline of the question."""
     changed: dict[str, object] = {}
     if question.deadline_s is not None:
         changed["limits"] = spec.limits.model_copy(update={"deadline_s": question.deadline_s})
@@ -143,7 +143,7 @@ def _specification_at(spec: wire.JobSpec, question: WhatIf) -> wire.JobSpec:
 
 
 def _configurations_of(answer: Answer, question: WhatIf) -> tuple[Configuration, ...]:
-    """Every configuration that the question asks about, sorted. Raises InvalidInput for none or too many."""
+    """Return every configuration that the question asks about, sorted. Raises InvalidInput for none or too many."""
     spec, size = answer.data.spec, answer.data.spec.dataset.size
     _check(spec, question)
     chosen = answer.choice.chosen

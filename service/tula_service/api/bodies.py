@@ -23,7 +23,7 @@ class JsonRoute(APIRoute):
     """A route whose body parameter, a model, is parsed by a thread: FastAPI itself parses bodies on the event loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, called with the model in place of the JSON that FastAPI would read."""
+        """Return the handler, called with the model in place of the JSON that FastAPI would read."""
         handler = super().get_route_handler()
         if self.body_field is None:
             return handler
@@ -45,7 +45,7 @@ class _Parsed(Request):
 
 
 async def _read(request: Request, model: type[BaseModel]) -> BaseModel:
-    """The body as this model. Raises pydantic.ValidationError, UnsupportedMedia."""
+    """Return the body as this model. Raises pydantic.ValidationError, UnsupportedMedia."""
     kind = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if (kind, encoding) != (JSON, "identity"):

@@ -74,7 +74,7 @@ def install(app: FastAPI) -> None:
 
 
 def problem_of(scope: Scope, error: HTTPException | errors.ServiceError) -> Response:
-    """The problem document of an error of this service, or of a status that `_HTTP` has."""
+    """Return the problem document of an error of this service, or of a status that `_HTTP` has."""
     if isinstance(error, HTTPException):
         kind, title, detail = _HTTP.get(error.status_code, (ProblemType.INVALID, "Error", str(error.detail)))
         return _problem(scope, error.status_code, detail, kind=kind, title=title, headers=error.headers)
@@ -100,7 +100,7 @@ def _problem(
     faults: Sequence[FieldError] = (),
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """A problem document, or its page; it names the first fault's field."""
+    """Return a problem document, or its page; it names the first fault's field."""
     problem = Problem(
         type=kind or PROBLEMS[status][0],
         title=title or PROBLEMS[status][1],

@@ -142,7 +142,7 @@ class RequestMiddleware:
         return address_of(request)
 
     async def _arrived(self, scope: Scope, receive: Receive, sender: str) -> Receive:
-        """A `receive` of the whole body. Raises HTTPException 408, TooLarge, Busy."""
+        """Return a `receive` of the whole body. Raises HTTPException 408, TooLarge, Busy."""
         limit = MAX_BODY_BYTES if is_ingest(scope["method"], scope["path"]) else ORDINARY_BYTES
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdigit() and int(declared) > limit:

@@ -58,7 +58,7 @@ async def post_logout(request: Request) -> Response:
 
 
 async def _signed_in(request: Request, secret: str) -> str:
-    """The secret of a new session of this token. Raises Unauthenticated, and Busy beyond a limit."""
+    """Return the secret of a new session of this token. Raises Unauthenticated, and Busy beyond a limit."""
     services: Services = request.app.state.services
     try:
         if not is_plausible(secret):

@@ -93,7 +93,7 @@ class AccuracyGuard:
         learning_rate_factor: float | None = None,
         divided: bool = True,
     ) -> str:
-        """The line of quality of a recommendation.
+        """Return the line of quality of a recommendation.
 
         refused_larger: larger batches were left out. learning_rate_factor: over the base batch's rate; None: unknown.
         divided: several ranks or micro-steps share a step, whose gradients `TulaOptimizer` compares.

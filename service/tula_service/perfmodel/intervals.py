@@ -39,15 +39,15 @@ class Interval:
         return self.mean * math.exp(0.5 * min(self.log_sd, _WIDEST_SD) ** 2)
 
     def scaled(self, factor: float) -> Interval:
-        """The same multiplied by a known factor of at least 0."""
+        """Return the same multiplied by a known factor of at least 0."""
         return Interval(self.mean * factor, self.low * factor, self.high * factor)
 
     def plus(self, other: Interval) -> Interval:
-        """The sum; conservative, as if both were wrong in the same direction."""
+        """Return the sum; conservative, as if both were wrong in the same direction."""
         return Interval(self.mean + other.mean, self.low + other.low, self.high + other.high)
 
     def times(self, other: Interval) -> Interval:
-        """The product of two positive values; conservative in the same way."""
+        """Return the product of two positive values; conservative in the same way."""
         return Interval(self.mean * other.mean, self.low * other.low, self.high * other.high)
 
 

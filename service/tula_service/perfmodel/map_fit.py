@@ -109,7 +109,7 @@ class Posterior:
         return mean, np.asarray(self.member_weights @ (variances + (means - mean) ** 2), dtype=np.float64)
 
     def predict_step(self, points: Points) -> LogStepTimes:
-        """What one run would measure at n points; its terms are the leading member's, moved to the mean."""
+        """Return what one run would measure at n points; its terms are the leading member's, moved to the mean."""
         mean, variance = self.predict(points)
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
         noise_variance = self.prior.scales.noise**2 * min(factor, 4.0)  # of a run around its configuration's own
@@ -128,7 +128,7 @@ class Posterior:
         return self._moments([member.covariance * member.variance_factor for member in self.members])
 
     def without_prior(self) -> StepTimePrior:
-        """What the measurements alone teach later jobs: what they would have left of the generic prior.
+        """Return what the measurements alone teach later jobs: what they would have left of the generic prior.
 
         The prior of the fit is divided out: a job that has not left one GPU would otherwise repeat what others found of
         a network, and each repetition would count as another job that measured it. How well the job fits the form
@@ -184,7 +184,7 @@ def targets_of(observations: StepTimeObservations, repeats: FloatArray, scales: 
 
 
 def prior_posterior(prior: StepTimePrior, reference_batch_size: float) -> Posterior:
-    """The posterior of no data: the prior itself."""
+    """Return the posterior of no data: the prior itself."""
     none = np.zeros(0)
     member = Member(
         theta=prior.mean,

@@ -110,15 +110,15 @@ class Objective:
         return True
 
     def rank(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
-        """The estimates from the best on; `allowed` has at least one."""
+        """Return the estimates from the best on; `allowed` has at least one."""
         return sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, tie_break(e)))
 
     def next_best(self, ranked: Sequence[Estimate]) -> Estimate | None:
-        """The estimate that would be taken without the first."""
+        """Return the estimate that would be taken without the first."""
         return ranked[1] if len(ranked) > 1 else None
 
     def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
-        """What the best estimate is the best in, as the end of a sentence."""
+        """Return what the best estimate is the best in, as the end of a sentence."""
         return "it is expected to be the fastest of the candidates within the limits."
 
 
@@ -223,7 +223,7 @@ class _Balanced(_Compromise):
         )
 
     def _kept(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
-        """The estimates whose batch keeps the accuracy; those of the smallest batch where none does."""
+        """Return the estimates whose batch keeps the accuracy; those of the smallest batch where none does."""
         kept = [e for e in allowed if self.may_choose(goal, e.configuration.global_batch_size)]
         least = min(e.configuration.global_batch_size for e in allowed)
         return kept or [e for e in allowed if e.configuration.global_batch_size == least]

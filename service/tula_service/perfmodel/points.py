@@ -78,14 +78,14 @@ class Points:
 
     @classmethod
     def of(cls, configurations: Points | Sequence[Configuration]) -> Points:
-        """The columns of a sequence of configurations, in its order."""
+        """Return the columns of a sequence of configurations, in its order."""
         if isinstance(configurations, Points):
             return configurations
         columns = {name: [float(getattr(c, name)) for c in configurations] for name in cls.COLUMNS}
         return cls(**columns, variant=[variant_of(c) for c in configurations])
 
     def __len__(self) -> int:
-        """Number of points."""
+        """Return the number of points."""
         return len(self.variant)
 
     @cached_property
@@ -98,7 +98,7 @@ class Points:
         return np.asarray(np.log([self.local_batch_size, ranks, self.num_nodes, self.grad_accum_steps, earlier]))
 
     def rows(self) -> list[PointKey]:
-        """The key of each point."""
+        """Return the key of each point."""
         return list(zip(self.variant, *(getattr(self, name).tolist() for name in self.COLUMNS), strict=True))
 
     def rows_of(self, variant: Variant) -> npt.NDArray[np.intp]:
@@ -106,7 +106,7 @@ class Points:
         return np.flatnonzero([name == variant for name in self.variant])
 
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Points:
-        """The points at these row numbers, or where this mask is true."""
+        """Return the points at these row numbers, or where this mask is true."""
         columns = {name: getattr(self, name)[rows] for name in self.COLUMNS}
         chosen = np.arange(len(self))[rows].tolist()
         return Points(**columns, variant=[self.variant[row] for row in chosen])
@@ -154,14 +154,14 @@ class StepTimeObservations:
         return cls(points=where, step_time_s=np.asarray(step_time_s, dtype=np.float64), **arrays)
 
     def __len__(self) -> int:
-        """Number of measured step times."""
+        """Return the number of measured step times."""
         return len(self.points)
 
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> StepTimeObservations:
-        """The observations at these row numbers, or where this mask is true."""
+        """Return the observations at these row numbers, or where this mask is true."""
         columns = {name: getattr(self, name)[rows] for name in ("step_time_s", *self.OPTIONAL)}
         return StepTimeObservations(points=self.points.take(rows), **columns)
 
     def by_variant(self) -> dict[Variant, StepTimeObservations]:
-        """The observations of each variant, sorted by its names."""
+        """Return the observations of each variant, sorted by its names."""
         return {variant: self.take(self.points.rows_of(variant)) for variant in sorted(set(self.points.variant))}

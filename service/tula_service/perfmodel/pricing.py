@@ -86,7 +86,7 @@ class Limits:
     max_global_batch_size: int | None = None
 
     def of_totals(self, estimate: Estimate) -> list[tuple[str, Interval, float]]:
-        """The deadline and the budget where they are set: (name, what the candidate takes of it, limit)."""
+        """Return the deadline and the budget where they are set: (name, what the candidate takes of it, limit)."""
         both = (
             ("deadline_s", estimate.time_s, self.deadline_s),
             ("budget_usd", estimate.cost_usd, self.budget_usd),
@@ -156,7 +156,7 @@ def price(
 
 
 def pareto_frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
-    """The estimates that no other dominates by its means of time and cost, the fastest first.
+    """Return the estimates that no other dominates by its means of time and cost, the fastest first.
 
     One is dominated when another is no worse in both and better in one; of equals the first one stays.
     """

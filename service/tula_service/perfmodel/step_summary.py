@@ -58,5 +58,5 @@ def robust_mean(values: FloatArray) -> tuple[float | None, float | None]:
 
 
 def known_mean(values: FloatArray | None) -> float | None:
-    """The robust mean of the finite values; None where there are none."""
+    """Return the robust mean of the finite values; None where there are none."""
     return None if values is None else robust_mean(values[np.isfinite(values)])[0]

@@ -61,7 +61,7 @@ class StepTimePredictions:
     input_s: FloatArray
 
     def intervals(self) -> tuple[Interval, ...]:
-        """The same as one `Interval` per prediction."""
+        """Return the same as one `Interval` per prediction."""
         rows = zip(self.mean_s, self.low_s, self.high_s, strict=True)
         return tuple(Interval(float(mean), float(low), float(high)) for mean, low, high in rows)
 
@@ -122,7 +122,7 @@ class StepTimeModel:
         )
 
     def posterior_for(self, variant: Variant) -> Posterior:
-        """The posterior of the form `overlap` for a variant; planning reads its covariance.
+        """Return the posterior of the form `overlap` for a variant; planning reads its covariance.
 
         Raises ObservationError where neither a measurement nor a prior covers its instance type.
         """
@@ -301,7 +301,7 @@ def _of_steps(prior: StepTimePrior, accumulates: bool, slow_from: float) -> Step
 
 
 def _accumulates(configurations: Points | Sequence[Configuration] | None) -> bool:
-    """True where some configuration has several micro-steps."""
+    """Return True where some configuration has several micro-steps."""
     return float(Points.of(configurations or []).grad_accum_steps.max(initial=1.0)) > 1.0
 
 

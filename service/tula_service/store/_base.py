@@ -56,20 +56,20 @@ class Repository:
         return int(self._connection.execute(statement).rowcount)
 
     def _insert(self, table: sa.Table) -> Any:
-        """An INSERT that can take ON CONFLICT, in the dialect of this database."""
+        """Return an INSERT that can take ON CONFLICT, in the dialect of this database."""
         return postgresql.insert(table) if self._postgres else sqlite.insert(table)
 
     def _put(
         self, table: sa.Table, key: Mapping[str, Any], values: Mapping[str, Any], *, where: Any = None, **new: Any
     ) -> None:
-        """Insert a row with `values` and the values of `new`; where the key exists, set `values` if `where` holds of
-        that row."""
+        """Insert a row with `values` and the values of `new`; where the key exists, set `values` if that row
+        meets `where`."""
         insert = self._insert(table).values(**key, **values, **new)
         self._connection.execute(insert.on_conflict_do_update(index_elements=list(key), set_=values, where=where))
 
 
 def new_id(prefix: str) -> str:
-    """A random id with its kind as a prefix, such as `job-4f1c0a9be2d37758`."""
+    """Return a random id with its kind as a prefix, such as `job-4f1c0a9be2d37758`."""
     return f"{prefix}-{secrets.token_hex(8)}"
 
 

@@ -31,7 +31,7 @@ class Projects(Repository):
     """Tenants."""
 
     def create(self, name: str) -> Project:
-        """A new project. Raises Conflict when the name is taken."""
+        """Return a new project. Raises Conflict when the name is taken."""
         statement = (
             self._insert(projects)
             .values(id=new_id("project"), name=name, created_at=self._now())
@@ -43,15 +43,15 @@ class Projects(Repository):
         return self.by_name(name)
 
     def get(self, project_id: str) -> Project:
-        """The project. Raises NotFound."""
+        """Return the project. Raises NotFound."""
         return self._one(projects.c.id == project_id, project_id)
 
     def by_name(self, name: str) -> Project:
-        """The project of this name. Raises NotFound."""
+        """Return the project of this name. Raises NotFound."""
         return self._one(projects.c.name == name, name)
 
     def list(self) -> list[Project]:
-        """All projects by name."""
+        """Return all projects by name."""
         return [Project(**row) for row in self._rows(sa.select(projects).order_by(projects.c.name))]
 
     def _one(self, condition: sa.ColumnElement[bool], name: str) -> Project:
@@ -72,14 +72,14 @@ class Tokens(Repository):
         return token
 
     def get(self, token_id: str) -> Token:
-        """The token of this id. Raises NotFound."""
+        """Return the token of this id. Raises NotFound."""
         row = self._row(sa.select(*_TOKEN).where(tokens.c.id == token_id))
         if row is None:
             raise NotFound.of("token", token_id)
         return Token(**row)
 
     def by_hash(self, sha256: str) -> Token | None:
-        """The token with this hash, whatever its state, or the token of the session with this hash."""
+        """Return the token with this hash, whatever its state, or the token of the session with this hash."""
         session = sa.select(sessions.c.token_id).where(sessions.c.sha256 == sha256, sessions.c.expires_at > self._now())
         condition = (tokens.c.sha256 == sha256) | (tokens.c.id == session.scalar_subquery())
         row = self._row(sa.select(*_TOKEN).where(condition))
@@ -135,7 +135,7 @@ class Sessions(Repository):
         self._connection.execute(sa.insert(sessions).values(values))
 
     def exists(self, sha256: str) -> bool:
-        """True if there is a session with this hash."""
+        """Return True if there is a session with this hash."""
         return self._row(sa.select(sessions.c.token_id).where(sessions.c.sha256 == sha256)) is not None
 
     def delete(self, sha256: str) -> None:

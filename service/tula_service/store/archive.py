@@ -102,7 +102,7 @@ class Archive:
         return written
 
     def _stored(self, table: str) -> dict[str, int]:
-        """The finished files of a month, each with the number of its rows."""
+        """Return the finished files of a month, each with the number of its rows."""
         from pyarrow import parquet
 
         paths = self._files_of(table, ".parquet")
@@ -142,7 +142,7 @@ _OPTIONS: Final[dict[str, Any]] = {
 
 
 def _num_values(engine: sa.Engine, table: str) -> int:
-    """How many rows the archive of a table has."""
+    """Return how many rows the archive of a table has."""
     columns = "length(columns) - length(replace(columns, ',', '')) + 1"
     query = f"SELECT coalesce(sum(num_steps::bigint * ({columns})), 0) FROM {table} JOIN runs ON runs.key = run_key"
     with engine.begin() as connection:
@@ -182,7 +182,7 @@ def _parts(engine: sa.Engine, table: str, values_at_once: int) -> Iterator[pa.Ta
 
 
 def _part(chunks: Sequence[sa.Row[Any]]) -> pa.Table:
-    """One row for each value of these chunks."""
+    """Return one row for each value of these chunks."""
     import pyarrow as pa
 
     names: list[str] = []

@@ -63,7 +63,7 @@ _encode = partial(json.dumps, allow_nan=False, separators=(",", ":"))
 
 
 def utc_now() -> datetime:
-    """The present moment, aware."""
+    """Return the present moment, aware."""
     return datetime.now(timezone.utc)
 
 
@@ -125,7 +125,7 @@ class Store:
 
     @classmethod
     def open(cls, url: str, *, now: Clock = utc_now, connections: int = POOL_SIZE, fits: Fits | None = None) -> Store:
-        """The store behind a database URL or a SQLite file's path, with at most so many connections."""
+        """Return the store behind a database URL or a SQLite file's path, with at most so many connections."""
         return cls(open_engine(url, pool_size=connections), now=now, fits=fits)
 
     def check_disk(self) -> None:
@@ -141,11 +141,11 @@ class Store:
         self.engine.dispose()
 
     def transaction(self) -> AbstractContextManager[Transaction]:
-        """A transaction that may write."""
+        """Return a transaction that may write."""
         return self._begin(self._writer_lock, writes=True)
 
     def reading(self) -> AbstractContextManager[Transaction]:
-        """A transaction that only reads, all of it from one snapshot."""
+        """Return a transaction that only reads, all of it from one snapshot."""
         return self._begin(nullcontext(), writes=False)
 
     @contextmanager
@@ -173,7 +173,7 @@ class Store:
 
 
 def why_unavailable(error: Exception) -> str:
-    """One sentence on a driver's error, which says that nothing was stored."""
+    """Return one sentence on a driver's error, which says that nothing was stored."""
     text = str(error).lower()
     if "disk is full" in text or "no space left" in text:
         return _FULL
@@ -181,7 +181,7 @@ def why_unavailable(error: Exception) -> str:
 
 
 def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
-    """An engine for `sqlite:///PATH`, a bare PATH, or `postgresql+psycopg://...`.
+    """Return an engine for `sqlite:///PATH`, a bare PATH, or `postgresql+psycopg://...`.
 
     Raises InvalidInput for any other URL; connects only when first used, and then raises InvalidInput for a file of
     another kind, and for a Postgres database that cannot hold every text.
@@ -231,7 +231,7 @@ def _make_private(file: Path) -> None:
 
 
 def is_sqlite(engine: sa.Engine) -> bool:
-    """True when the engine is the embedded one."""
+    """Return True when the engine is the embedded one."""
     return engine.dialect.name == "sqlite"
 
 

@@ -33,14 +33,14 @@ class Events(Repository):
         return [Event(**row) for row in self._rows(newer.order_by(events.c.id).limit(limit))]
 
     def recent(self, job_id: str, *, kinds: Sequence[str], run_id: str | None = None, limit: int = 20) -> list[Event]:
-        """The newest events of these kinds, of one run if wanted, newest first."""
+        """Return the newest events of these kinds, of one run if wanted, newest first."""
         statement = sa.select(events).where(events.c.job_id == job_id, events.c.kind.in_(kinds))
         if run_id is not None:
             statement = statement.where(events.c.run_id == run_id)
         return [Event(**row) for row in self._rows(statement.order_by(events.c.id.desc()).limit(limit))]
 
     def count_before(self, when: datetime) -> int:
-        """The number of events older than `when`."""
+        """Return the number of events older than `when`."""
         return int(self._scalar(sa.select(sa.func.count()).select_from(events).where(events.c.at < when)))
 
     def delete_before(self, when: datetime, *, limit: int) -> int:
@@ -49,5 +49,5 @@ class Events(Repository):
         return int(self._connection.execute(sa.delete(events).where(events.c.id.in_(chosen))).rowcount)
 
     def last_id(self, job_id: str) -> int:
-        """The newest event's id, 0 without any."""
+        """Return the newest event's id, 0 without any."""
         return self._scalar(sa.select(sa.func.max(events.c.id)).where(events.c.job_id == job_id)) or 0

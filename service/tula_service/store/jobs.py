@@ -103,7 +103,7 @@ class Jobs(Repository):
         return self.get(existing["id"]), False
 
     def get(self, job_id: str) -> JobRecord:
-        """The job. Raises NotFound."""
+        """Return the job. Raises NotFound."""
         row = self._row(_SELECT_JOBS.where(jobs.c.id == job_id, jobs.c.state != _DELETING))
         if row is None:
             raise NotFound.of("job", job_id)
@@ -120,7 +120,7 @@ class Jobs(Repository):
         return self.get(job_id)
 
     def data_version(self, job_id: str) -> int:
-        """The version of all data that a fit of this job reads. Raises NotFound."""
+        """Return the version of all data that a fit of this job reads. Raises NotFound."""
         version = self._scalar(sa.select(jobs.c.data_version).where(jobs.c.id == job_id, jobs.c.state != _DELETING))
         if version is None:
             raise NotFound.of("job", job_id)
@@ -219,7 +219,7 @@ class Jobs(Repository):
         return self._connection.execute(statement.order_by(jobs.c.key)).scalars().all()
 
     def deleting(self) -> Sequence[str]:
-        """Jobs whose deletion has begun and may have been interrupted."""
+        """Return the jobs whose deletion has begun and may have been interrupted."""
         return self._connection.execute(sa.select(jobs.c.id).where(jobs.c.state == _DELETING)).scalars().all()
 
     def delete(self, job_id: str) -> None:
@@ -232,7 +232,7 @@ class Jobs(Repository):
 
 
 def _job_record(row: RowMap) -> JobRecord:
-    """The record of a row that `_SELECT_JOBS` found; it was valid when it was stored."""
+    """Return the record of a row that `_SELECT_JOBS` found; it was valid when it was stored."""
     values = {name: row[name] for name in JobRecord.model_fields} | {
         "recommended": None if row["recommended"] is None else Configuration.from_json(row["recommended"]),
         "cross_validated_runs": row["cross_validated_runs"] or (),

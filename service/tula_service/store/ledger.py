@@ -63,14 +63,14 @@ class Ledger(Repository):
         return self._records(*conditions, limit=limit)
 
     def latest(self, job_id: str, objective: Objective | None = None) -> LedgerRecord | None:
-        """The newest entry of a job (for one objective)."""
+        """Return the newest entry of a job (for one objective)."""
         conditions = [ledger.c.job_id == job_id]
         if objective is not None:
             conditions.append(ledger.c.objective == objective)
         return next(iter(self._records(*conditions, limit=1)), None)
 
     def get(self, recommendation_id: str) -> LedgerRecord | None:
-        """One entry by its id."""
+        """Return one entry by its id."""
         return next(iter(self._records(ledger.c.id == recommendation_id, limit=1)), None)
 
     def errors(self, *, limit: int = 1000) -> Sequence[float]:

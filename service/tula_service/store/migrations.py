@@ -59,7 +59,7 @@ def check_schema(engine: sa.Engine) -> None:
 
 
 def is_empty(engine: sa.Engine) -> bool:
-    """True for a database without any table: a new file, or a Postgres database just created."""
+    """Return True for a database without any table: a new file, or a Postgres database just created."""
     try:
         with engine.connect() as connection:
             return not sa.inspect(connection).get_table_names()
@@ -68,7 +68,7 @@ def is_empty(engine: sa.Engine) -> bool:
 
 
 def head_revision() -> str:
-    """The newest schema that this code knows."""
+    """Return the newest schema that this code knows."""
     return max(_revisions())
 
 
@@ -91,7 +91,7 @@ def _require_trigrams(connection: sa.Connection) -> None:
 
 
 def _current(connection: sa.Connection) -> str | None:
-    """The revision that alembic wrote into the database, None before the first."""
+    """Return the revision that alembic wrote into the database, None before the first."""
     if not sa.inspect(connection).has_table(_VERSION.name):
         return None
     revision: str | None = connection.execute(sa.select(_VERSION.c.version_num)).scalar_one_or_none()

@@ -124,7 +124,7 @@ def drop(engine: sa.Engine, table: str, archive: Archive | None, *, before: date
 
 
 def _in_use(connection: sa.Connection, table: str, before: datetime) -> bool:
-    """True if a run of this month or an earlier one may send: it has not ended, or did so after `before`.
+    """Return True if a run of this month or an earlier one may send: it has not ended, or did so after `before`.
 
     A run may wait for as long as its job is not archived, and one whose lease has ended goes on if its agent returns.
     """
@@ -179,13 +179,13 @@ def _months(engine: sa.Engine) -> list[int]:
 
 
 def _tables(engine: sa.Engine) -> dict[str, bool]:
-    """The tables of months in their order, each with whether it is attached."""
+    """Return the tables of months in their order, each with whether it is attached."""
     with engine.connect() as connection:
         return {str(name): bool(attached) for name, attached in connection.execute(_TABLES)}
 
 
 def _end_of(table: str) -> int:
-    """The month that follows a table's."""
+    """Return the month that follows a table's."""
     return _following(int(table.rsplit("_", 1)[1]))
 
 

@@ -62,7 +62,7 @@ class Principal:
         return self.project_id or DEFAULT_PROJECT_ID
 
     def may_touch(self, *, job_id: str, project_id: str) -> bool:
-        """The one rule: administrators everything, users and readers their project, agents their job."""
+        """Apply the one rule: administrators touch everything, users and readers their project, agents their job."""
         if self.is_admin:
             return True
         if self.scope == "agent":
@@ -86,7 +86,7 @@ def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord
 
 
 def visible_run(tx: Transaction, principal: Principal, run_id: str) -> RunRecord:
-    """The run. Raises NotFound both without such a run and for a caller who may not see it."""
+    """Return the run. Raises NotFound both without such a run and for a caller who may not see it."""
     run = tx.runs.get(run_id) if run_id.isprintable() else None
     if run is None or not principal.may_touch(job_id=run.job_id, project_id=run.project_id):
         raise NotFound.of("run", run_id)
@@ -94,7 +94,7 @@ def visible_run(tx: Transaction, principal: Principal, run_id: str) -> RunRecord
 
 
 def digest(secret: str) -> str:
-    """The SHA-256 that the store keeps. Secrets hold 256 random bits, so a slow hash would add nothing."""
+    """Return the SHA-256 that the store keeps. Secrets hold 256 random bits, so a slow hash would add nothing."""
     return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
 
 
@@ -142,7 +142,7 @@ def issue_token(
 
 
 def visible_tokens(store: Store, caller: Principal) -> Sequence[Token]:
-    """All tokens for an administrator, those of the caller's project for a user."""
+    """Return all tokens for an administrator, those of the caller's project for a user."""
     with store.reading() as tx:
         return tx.tokens.list(project_id=caller.project_id)
 
@@ -178,7 +178,7 @@ def end_session(store: Store, secret: str) -> None:
 
 
 def create_project(store: Store, actor: Principal, name: str) -> Project:
-    """A new project, recorded in the audit log. Raises Forbidden, or Conflict if the name is taken."""
+    """Return a new project, recorded in the audit log. Raises Forbidden, or Conflict if the name is taken."""
     if not actor.is_admin:
         raise Forbidden("Only an administrator creates projects: ask one.")
     with store.transaction() as tx:
@@ -188,7 +188,7 @@ def create_project(store: Store, actor: Principal, name: str) -> Project:
 
 
 def visible_projects(store: Store, caller: Principal) -> Sequence[Project]:
-    """Every project for an administrator, otherwise the caller's own."""
+    """Return every project for an administrator, otherwise the caller's own."""
     with store.reading() as tx:
         if caller.is_admin:
             return tx.projects.list()
@@ -210,7 +210,7 @@ def check_still_valid(tx: Transaction, principal: Principal) -> None:
 
 
 def state_of(token: Token, now: datetime) -> str:
-    """How a token has ended, "valid" before that."""
+    """Return how a token has ended, "valid" before that."""
     if token.revoked_at is not None:
         return "revoked"
     return "expired" if token.expires_at is not None and token.expires_at <= now else "valid"
@@ -248,7 +248,7 @@ class KnownRuns:
             self._runs.pop(run_id, None)
 
     def should_emit_event(self, run_id: str) -> bool:
-        """True once a second for each run: readers of events need no more."""
+        """Return True once a second for each run: readers of events need no more."""
         with self._lock:
             is_due = run_id not in self._announced
             if is_due:
@@ -281,7 +281,7 @@ class Access:
         self.forget_all()
 
     def cached(self, secret: str | None) -> Principal | None:
-        """The principal of a secret (None: of no secret) that was checked just now, else None. Never waits."""
+        """Return the principal of a secret (None: of no secret) that was checked just now, else None. Never waits."""
         now = time.monotonic()
         with self._lock:
             trusted = self._trusted.get(secret)
@@ -294,7 +294,7 @@ class Access:
             return trusted.principal
 
     def authenticate(self, secret: str) -> Principal:
-        """The principal of a secret. Raises Unauthenticated if it is unknown, expired or revoked."""
+        """Return the principal of a secret. Raises Unauthenticated if it is unknown, expired or revoked."""
         cache = self._trusted
         with self._store.reading() as tx:
             token, now = tx.tokens.by_hash(digest(secret)), tx.now()
@@ -311,7 +311,7 @@ class Access:
         return principal
 
     def tokenless(self) -> Principal | None:
-        """The anonymous principal while it is allowed: on loopback, before the first token that is ever made."""
+        """Return the anonymous principal while it is allowed: on loopback, before the first token that is ever made."""
         if not self.tokenless_allowed:
             return None
         cache = self._trusted

@@ -20,14 +20,14 @@ _SHARES: Final = (0.5, 0.9)
 
 
 def last_id(store: Store, principal: Principal, job_id: str) -> int:
-    """The id of the job's newest event, 0 without any. Raises NotFound."""
+    """Return the id of the job's newest event, 0 without any. Raises NotFound."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         return tx.events.last_id(job_id)
 
 
 def read_on(store: Store, principal: Principal, job_id: str, after: int, *, limit: int = 200) -> list[wire.Event]:
-    """The events after this id, oldest first; for a caller who was let in to this job before.
+    """Return the events after this id, oldest first; for a caller who was let in to this job before.
 
     Raises Unauthenticated when that has ended since, NotFound when the job was deleted.
     """
@@ -53,7 +53,7 @@ def recent(
 
 
 def overview(store: Store) -> tuple[Mapping[RunState, int], int, Mapping[float, float]]:
-    """Runs by state, agents, and quantiles of the absolute relative error over the newest thousand outcomes.
+    """Return the runs by state, agents, and quantiles of the absolute relative error over the newest thousand outcomes.
 
     Every replica reads the same.
     """

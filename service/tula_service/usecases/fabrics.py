@@ -60,7 +60,7 @@ def is_probed(tx: Transaction, job: JobRecord, configuration: wire.Configuration
 
 
 def list_fabrics(store: Store, principal: Principal) -> wire.FabricList:
-    """The newest probes that the caller may see."""
+    """Return the newest probes that the caller may see."""
     with store.reading() as tx:
         stored = tx.fabrics.list(principal.project_id, limit=_MOST_LISTED)
     return wire.FabricList(

@@ -83,7 +83,7 @@ def cluster_of(job: JobRecord, configuration: wire.Configuration) -> wire.Cluste
 
 
 def spec_of(job: JobRecord) -> wire.JobSpec:
-    """The job's specification."""
+    """Return the job's specification."""
     return read_stored(wire.JobSpec, job.spec)
 
 
@@ -112,7 +112,7 @@ def _earlier_job(spec: Mapping[str, Any], **learned: Any) -> EarlierJob:
 
 
 def _columns(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int, last_step: int) -> list[FloatArray]:
-    """A telemetry column of the newest runs that have samples."""
+    """Return a telemetry column of the newest runs that have samples."""
     with_samples = _with_samples(runs, num_runs)
     return [tx.telemetry.read(key, name, last_step=last_step, most_chunks=MOST_CHUNKS).values for key in with_samples]
 
@@ -124,5 +124,5 @@ def _newest(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int
 
 
 def _with_samples(runs: Sequence[RunRecord], num_runs: int) -> list[int]:
-    """The keys of the newest runs that have samples."""
+    """Return the keys of the newest runs that have samples."""
     return sorted((run.key for run in runs if run.num_samples), reverse=True)[:num_runs]

@@ -47,14 +47,14 @@ def outcomes(store: Store, principal: Principal, *, limit: int = 1000) -> list[O
 
 
 def _device(entry: LedgerRecord, spec: JsonObject) -> str:
-    """The accelerator that the specification names for the instance type, else the instance type."""
+    """Return the accelerator that the specification names for the instance type, else the instance type."""
     used = "" if entry.configuration is None else entry.configuration.instance_type
     named = next((each.get("accelerator") for each in spec["cluster"] if each["instance_type"] == used), None)
     return named or (used if used != wire.DEFAULT_INSTANCE_TYPE else "not named")
 
 
 def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
-    """The id of the newest recommendation of this configuration, preferably for the job's own objective."""
+    """Return the id of the newest recommendation of this configuration, preferably for the job's own objective."""
     for objective in sorted(get_args(Objective), key=lambda value: value != job.objective):
         entry = tx.ledger.latest(job.id, objective)
         if entry is not None and entry.configuration == configuration:
@@ -89,7 +89,7 @@ def _uncalibrated(value: float, low: float, high: float, scale: float) -> tuple[
 
 
 def enter(tx: Transaction, job: JobRecord, findings: Findings, data_version: int) -> LedgerRecord:
-    """The newest entry if it says the same as this answer, else a new one. Its prices are those of the job."""
+    """Return the newest entry if it says the same as this answer, else a new one. Its prices are those of the job."""
     chosen = findings.chosen
     entry = LedgerRecord(
         created_at=tx.now(),
@@ -116,7 +116,7 @@ def enter(tx: Transaction, job: JobRecord, findings: Findings, data_version: int
 
 
 def _says_the_same(old: LedgerRecord, new: LedgerRecord) -> bool:
-    """True if nothing but the step time differs, by less than 2 %: every sample moves the step time a little."""
+    """Return True if nothing but the step time differs, by less than 2 %: every sample moves the step time a little."""
     facts = [(e.configuration, e.basis, e.prices, e.model_version) for e in (old, new)]
     before, after = (list(dict(e.predicted_step_time_s or ()).values()) for e in (old, new))
     if facts[0] != facts[1] or len(before) != len(after):

@@ -115,7 +115,7 @@ class _Identity(wire.WireModel):
 
 
 def _rendered(job: JobRecord, findings: Findings, recommendation_id: str, created_at: datetime) -> str:
-    """The recommendation as JSON."""
+    """Return the recommendation as JSON."""
     head = _Identity(id=recommendation_id, job_id=job.id, created_at=created_at).model_dump_json()
     return f"{head[:-1]},{findings.body[1:]}"
 

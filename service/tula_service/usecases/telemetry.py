@@ -100,14 +100,14 @@ class SeriesQuery:
 
 
 def columns_of(store: Store, principal: Principal, run_id: str) -> list[str]:
-    """The names of everything that a run has reported by step. Raises NotFound for an unknown run."""
+    """Return the names of everything that a run has reported by step. Raises NotFound for an unknown run."""
     with store.reading() as tx:
         run = visible_run(tx, principal, run_id)
         return _names(run, tx.telemetry.columns(run.key))
 
 
 def newest_values(store: Store, principal: Principal, run_id: str, columns: Iterable[str]) -> dict[str, float | None]:
-    """The newest value of each column that a run's first rank sent. Raises NotFound for an unknown run."""
+    """Return the newest value of each column that a run's first rank sent. Raises NotFound for an unknown run."""
     with store.reading() as tx:
         run = visible_run(tx, principal, run_id)
         return tx.telemetry.newest(run.key, list(columns))
@@ -140,7 +140,7 @@ def read_with_trend(
 def compare(
     store: Store, principal: Principal, job_id: str, runs: Sequence[Run], column: str | None, query: SeriesQuery
 ) -> tuple[str, list[str], dict[str, TelemetrySeries]]:
-    """A column, the names of all that rank 0 of these runs of a job reported by step, and the column by run id.
+    """Return a column, the names of all that rank 0 of these runs of a job reported by step, and the column by run id.
 
     Without `column`, the first that any reported of accuracy on held-out data, accuracy, loss and whatever else. Of a
     long series it is the trend. Of histories of more than 5 million steps in all, only the first in the given order are

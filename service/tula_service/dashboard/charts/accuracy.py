@@ -35,7 +35,7 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
 
 
 def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
-    """The same of recommendations that a training run followed, each with what it was of."""
+    """Return the same chart for all jobs: of recommendations that a training run followed, each with its job's name."""
     title = "All jobs: predicted against measured"
     named_rows = [(name, row) for name, entry in entries if (row := _entry_row(entry)) is not None]
     rows = [row | {"configuration": f"{name}: {row['configuration']}"} for name, row in named_rows]

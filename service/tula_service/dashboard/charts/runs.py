@@ -69,19 +69,19 @@ _UNITS: Final = {"step_time_s": vega.time_unit, "skew_s": vega.time_unit, "memor
 
 
 def _chart(name: str) -> tuple[str, str, tuple[Panel, ...]]:
-    """A name that has no entry is that of a column."""
+    """Return the entry of a chart; a name without an entry is that of a column."""
     words = name.replace("_", " ")
     source = f"run.log({name}=...) in the training script reports it."
     return _CHARTS.get(name) or (words, source, (Panel(words[:1].upper() + words[1:], (name,)),))
 
 
 def is_setting(column: str) -> bool:
-    """True for a column of SETTINGS."""
+    """Return True for a column of SETTINGS."""
     return column.removeprefix("scripted_") in SETTINGS
 
 
 def drawn_columns(name: str) -> tuple[str, ...]:
-    """The telemetry columns that a chart of a run draws."""
+    """Return the telemetry columns that a chart of a run draws."""
     return tuple(column for panel in _chart(name)[2] for column in panel.columns)
 
 
@@ -93,7 +93,7 @@ def run_chart(
     *,
     logarithmic: bool = False,
 ) -> Spec:
-    """One of `RUN_CHARTS`, or the column of that name; columns missing from `series` are left out.
+    """Return one of `RUN_CHARTS`, or the column of that name; columns missing from `series` are left out.
 
     A column with a trend is drawn pale, the trend over it.
     """
@@ -134,7 +134,7 @@ def run_chart(
 def _lines(
     panel: Panel, rows: Mapping[str, list[Row]], smooth: Mapping[str, list[Row]], unit: Unit, logarithmic: bool
 ) -> list[Spec]:
-    """A line for each column, and over it its trend."""
+    """Return a line for each column, and over it its trend."""
     positive = all(row["value"] > 0 for points in rows.values() for row in points)
     scale: Spec = {"domain": [0, 1]} if panel.columns == ("scaled_share",) else {"zero": False}
     if logarithmic and positive:
@@ -182,7 +182,7 @@ def _level(column: str, unit: Unit, run: Run) -> list[Spec]:
 
 
 def _rows(series: TelemetrySeries, unit: Unit) -> list[Row]:
-    """Values to six figures: more cannot be drawn, and half of what a long series sends would be digits.
+    """Return the values to six figures: more cannot be drawn, and half of what a long series sends would be digits.
 
     Steps without a value are left out: between nulls no line is drawn, and what is logged at every tenth step stands
     between nulls. So is a value beyond what a double holds in this unit: JSON has no infinity.
@@ -218,7 +218,7 @@ class QualityRun(NamedTuple):
 
 
 def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = False, over: Over = "epoch") -> Spec:
-    """One column of several runs over epochs or steps, a colour per method, or per run where no method is named.
+    """Return one column of several runs over epochs or steps, a colour per method, or per run where no method is named.
 
     Where the runs differ in their configurations, the legend has these too: a method is not all that sets them apart.
     """

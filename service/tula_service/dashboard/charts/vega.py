@@ -43,7 +43,7 @@ class Unit:
     name: str
 
     def interval(self, estimate: Estimate) -> Row:
-        """An estimate's `value`, `low` and `high` in this unit."""
+        """Return an estimate's `value`, `low` and `high` in this unit."""
         return {name: getattr(estimate, name) / self.size for name in ("value", "low", "high")}
 
 
@@ -54,12 +54,12 @@ _BYTES: Final = (Unit(2**30, "GiB"), Unit(2**20, "MiB"), Unit(2**10, "KiB"), Uni
 
 
 def time_unit(seconds: Iterable[float]) -> Unit:
-    """The unit in which the greatest of these durations is at least 2."""
+    """Return the unit in which the greatest of these durations is at least 2."""
     return _fitting(_TIME, seconds)
 
 
 def bytes_unit(sizes: Iterable[float]) -> Unit:
-    """The binary unit in which the greatest of these sizes is at least 2."""
+    """Return the binary unit in which the greatest of these sizes is at least 2."""
     return _fitting(_BYTES, sizes)
 
 
@@ -88,7 +88,7 @@ def reach(values: Sequence[float]) -> Ends:
 
 
 def field(name: str, **more: Any) -> Spec:
-    """What a channel encodes: "value:Q" is quantitative, N nominal, O ordinal."""
+    """Return what a channel encodes: "value:Q" is quantitative, N nominal, O ordinal."""
     name, _, kind = name.partition(":")
     return {"field": name, "type": _TYPES[kind or "N"], **more}
 
@@ -117,7 +117,7 @@ def axis_between(ends: Ends) -> Spec:
 
 
 def batch_axis(title: str, batches: Sequence[int]) -> Spec:
-    """The field `batch` along an axis on which a doubling has one length, with a tick at each of these."""
+    """Return the field `batch` along an axis on which a doubling has one length, with a tick at each of these."""
     ticks = {"values": batches, "format": "d", "labelOverlap": True}
     return field("batch:Q", title=title, scale={"type": "log", "base": 2, "nice": False}, axis=ticks)
 
@@ -149,19 +149,19 @@ def legend(names: Sequence[str], *, lines: bool = True) -> Spec:
 
 
 def filled_where(test: str, colour: Spec) -> Spec:
-    """A fill of this colour for the rows that pass an expression, none for the others."""
+    """Return a fill of this colour for the rows that pass an expression, none for the others."""
     return {"condition": {"test": test, **colour}, "value": "transparent"}
 
 
 def outlined(data: str | Sequence[Row], encoding: Mapping[str, Any], *, where: str = "", **look: Any) -> list[Spec]:
-    """Text that stays readable across lines: behind it the same text, thick, in the background colour."""
+    """Return text that stays readable across lines: behind it the same text, thick, in the background colour."""
     return [layer(data, "text", encoding, where=where, **halo, **look) for halo in ({"style": "halo"}, {})]
 
 
 def ruled(
     data: str | Sequence[Row], at: Mapping[str, Any], *, where: str = "", color: str = FAINT, **text: Any
 ) -> list[Spec]:
-    """A dashed line across the chart for each row, with its `label`."""
+    """Return a dashed line across the chart for each row, with its `label`."""
     label = {**at, "text": field("label")}
     return [
         layer(data, "rule", at, where=where, strokeDash=[5, 4], strokeWidth=1.5, color=color),
@@ -189,7 +189,7 @@ def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> Spec:
 
 
 def finish(chart: Spec, title: str, subtitle: str, datasets: Mapping[str, Sequence[Row]]) -> Spec:
-    """The chart with its title and data; the dictionary that it gets stays as it is."""
+    """Return the chart with its title and data; the dictionary that it gets stays as it is."""
     many = sum(map(len, datasets.values())) > _MANY
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
@@ -208,7 +208,7 @@ def finish(chart: Spec, title: str, subtitle: str, datasets: Mapping[str, Sequen
 
 
 def message(title: str, sentence: str) -> Spec:
-    """A specification with a sentence in place of a chart without data."""
+    """Return a specification with a sentence in place of a chart without data."""
     text = layer("message", "text", {"text": field("sentence")}, fontSize=15, lineBreak="\n", color=FAINT)
     spec = finish({**text, "width": WIDTH, "height": 120}, title, "", {"message": [{"sentence": sentence}]})
     return spec | {"usermeta": {"empty": True, "message": sentence}}
