@@ -39,12 +39,12 @@ def commit(folder: Path, script: str, name: str) -> None:
 
 @pytest.fixture
 def tula(server: Server, tmp_path: Path) -> Tula:
-    """The command in a repository of two commits, `before` and `main`, the second 20 % slower."""
+    """The command in a repository of two commits, `before` and `main`, the second half as fast."""
     repository = tmp_path / "repository"
     repository.mkdir()
     subprocess.run([*GIT, "init", "--quiet", "--initial-branch=trunk"], cwd=repository, check=True)
-    commit(repository, SCRIPT.format(pace_s=0.15), "before")
-    commit(repository, SCRIPT.format(pace_s=0.18), "main")
+    commit(repository, SCRIPT.format(pace_s=0.1), "before")
+    commit(repository, SCRIPT.format(pace_s=0.2), "main")
     return Tula(server, repository, forked=True)
 
 
@@ -54,7 +54,7 @@ def test_the_gate_closes_for_a_slower_commit_and_says_by_how_much(tula: Tula) ->
     assert answer is not None, said
     assert answer["exceeded"]
     assert 0.0 < answer["slower"]["low"] < answer["slower"]["value"] < answer["slower"]["high"]
-    assert answer["slower"]["value"] == pytest.approx(0.2, abs=0.08)
+    assert answer["slower"]["value"] == pytest.approx(1.0, abs=0.5)
     assert re.match(r"This change makes the training \d+\.\d % \[\d+\.\d, \d+\.\d\] slower", answer["sentence"])
     comment = (tula.folder / "c.md").read_text()
     assert "Slower than the 2 %" in comment
@@ -64,16 +64,18 @@ def test_the_gate_closes_for_a_slower_commit_and_says_by_how_much(tula: Tula) ->
 
 
 def test_the_gate_stays_open_for_a_change_that_alters_no_step(tula: Tula) -> None:
-    commit(tula.folder, SCRIPT.format(pace_s=0.18) + "# a comment\n", "comment")
-    answer, _ = tula("gate", tula.spec("ungated", nodes=1), "--against=main", "--pairs=3", *COMMAND)
+    commit(tula.folder, SCRIPT.format(pace_s=0.2) + "# a comment\n", "comment")
+    answer, _ = tula("gate", tula.spec("ungated", nodes=1), "--against=main", "--pairs=3", "--threshold=30", *COMMAND)
     assert not answer["exceeded"]
-    assert abs(answer["slower"]["value"]) < 0.05
+    assert abs(answer["slower"]["value"]) < 0.3
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--against=nowhere"], "--against: git rev-parse failed"),
+        (["--against=main"], "--against main is what is checked out, without a change"),
+        (["--against=before", "--markdown=no/folder/c.md"], "--markdown no/folder/c.md: there is no folder"),
         (["--against=before", "--pairs=2"], "--pairs"),
         (["--against=before", "--configuration=7x7"], "--configuration 7x7: the job has no such configuration"),
     ],
@@ -89,6 +91,25 @@ def test_an_absolute_path_into_the_repository_is_refused_since_both_sides_would_
     command = [*COMMAND[:-2], str(tula.folder / "train.py"), *BATCH]
     _, error = tula("gate", tula.spec("absolute", nodes=1), "--against=before", *command, fails=True)
     assert "both revisions would run the same file" in error
+
+
+def test_an_absolute_path_that_git_does_not_track_is_the_same_on_both_sides_by_intent(tula: Tula) -> None:
+    data = tula.folder / "data.bin"
+    data.touch()
+    command = [*COMMAND, f"--data={data}"]
+    answer, said = tula("gate", tula.spec("data", nodes=1), "--against=before", "--pairs=3", *command, fails=True)
+    assert answer is not None, said
+    with tula.client() as client:
+        jobs = {job.name for job in client.jobs().jobs}
+    assert not any(name.startswith("data@") for name in jobs), "the jobs of the gate are archived"
+
+
+def test_a_change_of_a_tenth_is_told_from_noise_of_two_percent() -> None:
+    base = [1.00, 1.02, 0.99, 1.01, 0.98]
+    noisy = [1.01, 0.99, 1.00, 1.02, 0.99]
+    assert slower(base, [1.1 * step_s for step_s in noisy]).low > 0.05
+    same = slower(base, noisy)
+    assert same.low < 0.0 < same.high
 
 
 def test_the_difference_is_of_pairs_so_that_a_drift_of_the_machine_cancels() -> None:

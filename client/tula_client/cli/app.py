@@ -26,8 +26,10 @@ EPILOG: Final = (
     "6 service unreachable, 130 interrupted. TULA_URL is the address of the service, TULA_TOKEN the token; without "
     "them, .env and ~/.config/tula/config.toml are read."
 )
-LAUNCHING: Final = frozenset({"tune", "run", "gate"})
-"""Commands that launch others and continue where they stopped."""
+CONTINUING: Final = frozenset({"tune", "run"})
+"""Commands that continue where they stopped."""
+LAUNCHING: Final = CONTINUING | {"gate"}
+"""Commands that take a launch command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,7 +60,7 @@ def run(arguments: list[str]) -> int:
                 return _fail("stopped", ExitCode.FAILED)
             raise
         return _fail(_usage(error, arguments), ExitCode.USAGE)
-    if result == ExitCode.INTERRUPTED and LAUNCHING & set(arguments):  # as typer reports Ctrl-C
+    if result == ExitCode.INTERRUPTED and CONTINUING & set(arguments):  # as typer reports Ctrl-C
         return _fail("stopped; repeat the command to continue", ExitCode.INTERRUPTED)
     return result if isinstance(result, int) else ExitCode.OK
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+import secrets
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +13,7 @@ import typer
 from rich.text import Text
 
 from tula_client import Client
-from tula_client._errors import ExitCode, JobNotFoundError, LaunchError, UsageError
+from tula_client._errors import ExitCode, JobNotFoundError, LaunchError, TulaError, UsageError
 from tula_client._spec import load_spec
 from tula_client.cli.launch import (
     RETRY,
@@ -24,6 +26,7 @@ from tula_client.cli.launch import (
     checked_templates,
     open_reporter,
     open_runner,
+    orderly_end,
 )
 from tula_client.cli.output import Json, emit
 from tula_client.launch.gate import (
@@ -33,7 +36,7 @@ from tula_client.launch.gate import (
     checkout,
     commit_of,
     git,
-    refuse_paths_into,
+    refuse_tracked_paths,
     slower,
 )
 from tula_client.launch.process import start
@@ -71,36 +74,41 @@ def gate(
 ) -> int:
     """Measure the same launch on another revision and here in turn, and print what the change costs the training."""
     job_spec = load_spec(spec)
+    if launcher == "ray":
+        raise UsageError("--launcher ray: Ray runs one folder on its cluster, so it cannot compare two revisions")
     template, stop = checked_templates(command, launcher, stop_command, job_spec)
+    if markdown is not None and not markdown.parent.is_dir():
+        raise UsageError(f"--markdown {markdown}: there is no folder {markdown.parent}")
+    refuse_tracked_paths(command, os.environ)
     commit = commit_of(against)
-    refuse_paths_into(Path(git("rev-parse", "--show-toplevel")), command)
-    changed = git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    changed = git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    if changed == commit:
+        raise UsageError(f"--against {against} is what is checked out, without a change: nothing differs")
+    number = secrets.token_hex(3)
     with (
+        orderly_end(),
         Client(timeout_s=TIMEOUT_S, retry=RETRY) as client,
         open_reporter(as_json) as reporter,
-        checkout(commit) as base_folder,
-        ExitStack() as runners,
+        checkout(commit, work_dir.resolve()) as base_folder,
+        ExitStack() as ends,
     ):
         known = _recommendation(client, job_spec)
         sides = []
         for name, revision, folder in (("the base", commit, base_folder), ("the change", changed, Path.cwd())):
-            job = register(client, _at_revision(job_spec, revision)).job
+            job = register(client, _at_revision(job_spec, revision, number)).job
+            ends.callback(_archive, client, job.id)
             options: dict[str, Any] = {"time_limit_s": time_limit, "stop_template": stop}
             options["start_command"] = partial(start, folder=folder)
             made = open_runner(client, job, work_dir.resolve(), reporter, **options)
-            sides.append(Side(f"{name} ({_short(revision)})", job, runners.enter_context(made)))
+            sides.append(Side(f"{name} ({_short(revision)})", job, ends.enter_context(made)))
         base, change = sides
         first_guess = client.recommendation(base.job.id).candidates
         chosen = _configuration(configuration, job_spec, known, first_guess)
         reporter.note(f"Launching {in_words(chosen)} {pairs} times on {base.name} and on {change.name}, in turn.")
         result = slower(*alternate(base, change, chosen, template, pairs))
         peaks = [side.peak_bytes(chosen) for side in sides]
-        for side in sides:
-            client.archive_job(side.job.id)
     sentence = _sentence(result, peaks, None if known is None else known.chosen)
     exceeded = result.low > 0.0 and result.value * 100.0 > threshold
-    if markdown is not None:
-        _write(markdown, sentence, in_words(chosen), base.name, pairs, exceeded, threshold)
     plain = {
         "slower": result,
         "configuration": chosen,
@@ -113,6 +121,8 @@ def gate(
         "sentence": sentence,
     }
     emit(plain, Text(sentence), as_json)
+    if markdown is not None:
+        _write(markdown, sentence, in_words(chosen), base.name, pairs, exceeded, threshold)
     return ExitCode.SLOWER if exceeded else ExitCode.OK
 
 
@@ -120,9 +130,14 @@ def _short(revision: str) -> str:
     return revision[:7] + revision[40:]
 
 
-def _at_revision(spec: JobSpec, revision: str) -> JobSpec:
-    """Return the job in which launches of one revision are measured: they say nothing about other code."""
-    return spec.model_copy(update={"name": f"{spec.name}@{_short(revision)}"})
+def _at_revision(spec: JobSpec, revision: str, number: str) -> JobSpec:
+    """Return the job in which this gate measures one revision: launches of other code say nothing about it."""
+    return spec.model_copy(update={"name": f"{spec.name}@{_short(revision)}-{number}"})
+
+
+def _archive(client: Client, job_id: str) -> None:
+    with suppress(TulaError):  # it only keeps lists short
+        client.archive_job(job_id)
 
 
 def _recommendation(client: Client, spec: JobSpec) -> Recommendation | None:

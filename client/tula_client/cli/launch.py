@@ -290,29 +290,35 @@ def open_reporter(as_json: bool, quiet: bool = False) -> Reporter:
 
 @contextmanager
 def open_runner(client: Client, job: Job, work_dir: Path, reporter: Reporter, **options: Any) -> Iterator[Runner]:
-    """The runner of a job, whose folder is locked.
-
-    SIGTERM is like Ctrl-C: commands are stopped and leases given back. A terminal that closes (SIGHUP), and the signals
-    by which SLURM announces the end of an allocation, end nothing.
-    """
-
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
+    """The runner of a job, whose folder is locked; for signals see `orderly_end`."""
     work = WorkDir(work_dir, job.id)
-    with work.locked() as holder:
-        handlers: dict[int, Any] = dict.fromkeys((signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2), _go_on)
-        handlers = {number: go_on for number, go_on in handlers.items() if signal.getsignal(number) is signal.SIG_DFL}
-        handlers[signal.SIGTERM] = interrupt
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    with work.locked() as holder, orderly_end():
         try:
             with Runner(client, work, holder, reporter, **options) as runner:
                 yield runner
         except LaunchError as error:
             raise LaunchError(str(error) if reporter.is_quiet else error.brief) from None
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+
+
+@contextmanager
+def orderly_end() -> Iterator[None]:
+    """Let SIGTERM be like Ctrl-C: commands are stopped and leases given back.
+
+    A terminal that closes (SIGHUP), and the signals by which SLURM announces the end of an allocation, end nothing.
+    """
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    handlers: dict[int, Any] = dict.fromkeys((signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2), _go_on)
+    handlers = {number: go_on for number, go_on in handlers.items() if signal.getsignal(number) is signal.SIG_DFL}
+    handlers[signal.SIGTERM] = interrupt
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _go_on(_number: int, _frame: FrameType | None) -> None:

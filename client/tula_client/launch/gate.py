@@ -10,8 +10,8 @@ import math
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -96,26 +96,39 @@ def commit_of(revision: str) -> str:
 
 
 @contextmanager
-def checkout(commit: str) -> Iterator[Path]:
-    """Check a commit out into a folder of its own; yield the folder in it that corresponds to the current one.
+def checkout(commit: str, parent: Path) -> Iterator[Path]:
+    """Check a commit out into a new folder in `parent`; yield the folder in it that corresponds to the current one.
 
     The checkout is a worktree of this repository, and is removed at the end. Raises `UsageError`.
     """
     inside = git("rev-parse", "--show-prefix")
-    with tempfile.TemporaryDirectory(prefix="tula-gate-") as parent:
-        tree = Path(parent) / "base"
-        git("worktree", "add", "--quiet", "--detach", os.fspath(tree), commit)
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="base-", dir=parent, ignore_cleanup_errors=True) as made:
+        tree = Path(made) / "tree"
         try:
+            git("worktree", "add", "--quiet", "--detach", os.fspath(tree), commit)
             folder = tree / inside
             if not folder.is_dir():
                 raise UsageError(f"--against: {inside} does not exist at {commit[:7]}: start from a folder that does")
             yield folder
         finally:
-            git("worktree", "remove", "--force", os.fspath(tree))
+            with suppress(UsageError):  # the result counts, and git prunes a worktree whose folder is gone
+                git("worktree", "remove", "--force", "--force", os.fspath(tree))
 
 
-def refuse_paths_into(top: Path, words: Sequence[str]) -> None:
-    """Raise `UsageError` for a word with an absolute path of the repository: both sides would run the same file."""
-    inside = next((word for word in words if os.fspath(top) in word), None)
-    if inside is not None:
-        raise UsageError(f"the command names {inside}, so both revisions would run the same file: make it relative")
+def refuse_tracked_paths(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raise `UsageError` for an absolute path to what git tracks here: both revisions would run the same file.
+
+    words: of the command. environment: its variables, of which PYTHONPATH is looked at.
+    """
+    named = [(part, "the command") for word in words for part in word.split("=")]
+    named += [(part, "PYTHONPATH") for part in environment.get("PYTHONPATH", "").split(os.pathsep)]
+    top = Path(git("rev-parse", "--show-toplevel")).resolve()
+    for part, where in named:
+        path = Path(part)
+        if (
+            path.is_absolute()
+            and path.resolve().is_relative_to(top)
+            and git("ls-files", "--", os.fspath(path.resolve()))
+        ):
+            raise UsageError(f"{where} names {part}, so both revisions would run the same file: make it relative")
