@@ -4,14 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 QUICK := $(addprefix tests/,wire client agent service/perfmodel service/analysis service/usecases)
 STAMP := $(VENV)/.installed
-UV := $(shell command -v uv)
-# Both read the same pins and the group `dev` (PEP 735, pip from 25.1 on); `make UV=` takes pip where uv is installed too.
+# Both installers read the same pins and the group `dev` (PEP 735, pip from 25.1 on). An older uv knows no groups: pip is taken.
+# `make UV=` takes pip where uv is installed too.
+UV := $(shell uv pip install --help 2>/dev/null | grep -q -e --group && command -v uv)
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --no-compile) \
 	--quiet --constraint constraints.txt
 
 .PHONY: demo test quick test-gpu check bench pictures install lint clean
 
-install: $(STAMP)  ## create .venv and install everything, pinned; by uv where it is installed
+install: $(STAMP)  ## create .venv and install everything, pinned; by uv where one that knows groups is installed
 
 $(STAMP): pyproject.toml constraints.txt hatch_build.py
 	$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('Python 3.11 or newer is needed: make PYTHON=python3.12')"
