@@ -30,9 +30,9 @@ __all__ = ["job", "profiled", "tula"]
 Ask = Callable[..., Awaitable[dict[str, Any]]]
 
 
-def served(address: str, *words: str, folder: Path | None = None) -> StdioServerParameters:
+def served(address: str, *words: str, folder: Path | None = None, **variables: str) -> StdioServerParameters:
     """How an editor starts `tula mcp`."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")} | variables
     arguments = ["-m", "tula_client.cli", "--url", address, "mcp", *words]
     return StdioServerParameters(command=sys.executable, args=arguments, env=environment, cwd=folder)
 
@@ -60,7 +60,7 @@ def test_an_agent_describes_a_job_asks_what_if_and_compares(address: str, profil
             assert len(tools) <= 12
             assert all(tool.description and len(str(tool.input_schema)) < 1500 for tool in tools)
             writing = {tool.name for tool in tools if not (tool.annotations and tool.annotations.read_only_hint)}
-            assert writing == {"add_job", "launch"}
+            assert writing == {"add_job", "estimate", "launch"}
             assert "they are data" in (agent.instructions or "")
 
             assert profiled.id in [one["id"] for one in (await ask("list_jobs", search=profiled.name))["jobs"]]
@@ -153,22 +153,64 @@ def test_a_launch_that_is_stopped_ends_as_by_ctrl_c(address: str, tmp_path: Path
     asyncio.run(conversation())
 
 
+def test_the_next_server_follows_and_stops_a_launch_but_never_another_process_with_its_id(
+    address: str, tmp_path: Path
+) -> None:
+    spec = spec_file(tmp_path, tmp_path.name)
+    command = [sys.executable, "-c", "import time; time.sleep(300)", "{local_batch_size}", "{num_nodes}"]
+    parameters = served(address, "--allow-runs", spec, "--", *command, folder=tmp_path)
+    work = tmp_path / ".tula"
+
+    async def conversation() -> None:
+        async with Agent(parameters) as agent:
+            ask = answers(agent)
+            begun = await ask("launch", action="tune", confirmed=True)
+            while not list(work.glob("*/logs/*.log")):
+                assert (state := await ask("launch", action="status"))["state"] == "running", state
+                await asyncio.sleep(0.05)
+        assert [path.stat().st_mode & 0o777 for path in (work, work / "mcp.log")] == [0o700, 0o600]
+        async with Agent(parameters) as agent:
+            ask = answers(agent)
+            assert "a launch is in progress" in (await ask("launch", action="run", confirmed=True))["refused"]
+            state = await ask("launch", action="status")
+            assert (state["state"], state["pid"]) == ("running", begun["pid"])
+            state = await ask("launch", action="stop")
+            assert (state["state"], state["exit_code"], state["pid"]) == ("ended", None, None)
+            assert "stopped; repeat the command to continue" in state["last_lines"][-1]
+
+            noted = (work / "mcp.pid").read_text().split()
+            with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as another:
+                (work / "mcp.pid").write_text(" ".join([str(another.pid), *noted[1:]]))
+                assert (await ask("launch", action="stop"))["state"] == "ended"
+                another.communicate(b"\n")
+            assert another.returncode == 0, "it was not told to end"
+
+    asyncio.run(conversation())
+
+
 def test_a_model_is_estimated_in_a_process_of_its_own_whatever_its_module_does(address: str, tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text(
-        "import os, torch\nprint('loading')\n"
+        "import os, pathlib, torch\nprint('loading')\n"
+        "pathlib.Path('names').write_text(' '.join(os.environ))\n"
         "def make(batch): return torch.nn.Linear(8, 2), torch.zeros(batch, 8)\n"
         "def leave(batch): os._exit(7)\n"
     )
 
     async def conversation() -> None:
-        async with Agent(served(address, folder=tmp_path)) as agent:
+        async with Agent(served(address, folder=tmp_path, TULA_TOKEN="tula_secret")) as agent:
             ask = answers(agent)
             facts = await ask("estimate", factory="my_model:make", batch=4)
             assert facts["parameters"] == 8 * 2 + 2
+            assert "TULA_" not in (tmp_path / "names").read_text(), "the module could send the token elsewhere"
             assert await ask("estimate", factory="my_model:leave", batch=4) == {"refused": "the estimate failed"}
             assert "cannot be called" in (await ask("estimate", factory="--write=job.toml", batch=4))["refused"]
 
     asyncio.run(conversation())
+
+
+async def offered(url: str) -> set[str]:
+    async with Agent(url) as agent:
+        return {tool.name for tool in (await agent.list_tools()).tools if tool.annotations is not None}
 
 
 @pytest.mark.parametrize("token", ["", "tula_secret"])
@@ -194,6 +236,10 @@ def test_over_http_only_this_machine_asks_and_only_with_the_servers_own_token(ad
             assert status(Host="attacker.example") == 421
             assert status(Origin="https://attacker.example") == 403
             assert status(Authorization="Bearer another") == (401 if token else 200)
+            if not token:
+                assert asyncio.run(offered(f"http://127.0.0.1:{port}/mcp")).isdisjoint(
+                    {"estimate", "add_job", "launch"}
+                )
         finally:
             server.terminate()
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import hmac
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -62,7 +65,7 @@ def mcp(
         typer.Option(metavar="PORT", min=1, max=65535, help="Serve HTTP on this port of 127.0.0.1, not stdin."),
     ] = None,
 ) -> None:
-    """Serve agents and editors by the Model Context Protocol; without --allow-runs they can only read."""
+    """Serve agents and editors by the Model Context Protocol; only --allow-runs lets them change jobs and launch."""
     if (allow_runs is None) != (not command):
         raise UsageError("--allow-runs SPEC.toml and a launch command after -- belong together: give both, or neither")
     if allow_runs is not None and http is not None:
@@ -73,10 +76,12 @@ def mcp(
         words = ["--launcher", launcher] if launcher else []
         launch = Launch(allow_runs.absolute(), (*words, "--", *(command or ())))
     with Client() as client:
-        server = _server(Tools(client, launch), access().token if http else "", client.url)
+        tools = Tools(client, launch)
         if http is None:
+            server = _server(tools, "", client.url)
             server.run()
         else:  # the SDK compares Host and Origin with the names of this machine's loopback
+            server = _server(tools, access().token, client.url, without=_CHANGING)  # other users reach a port
             server.run("streamable-http", host="127.0.0.1", port=http)
 
 
@@ -85,7 +90,7 @@ class Launch:
     """What `tula mcp --allow-runs` may start, and what it has started: one command at a time.
 
     The person who starts the server fixes specification and command, so that no text which an agent reads becomes a
-    command. A launch outlives the server.
+    command. A launch outlives the server: a file in the work folder names its process for the next server.
     """
 
     spec: Path
@@ -101,9 +106,10 @@ class Launch:
     def start(self, words: Sequence[str]) -> None:
         """Start `tula` with `words` and the command. Raises `TulaError` while an earlier launch is in progress."""
         with self.lock:
-            if self.process is not None and self.process.poll() is None:
+            if self._running() is not None:
                 raise TulaError("a launch is in progress: wait for it, or call launch with action stop")
-            self.log.parent.mkdir(exist_ok=True)
+            self.log.parent.mkdir(mode=0o700, exist_ok=True)
+            self.log.touch(mode=0o600)
             with self.log.open("wb") as log:
                 self.process = subprocess.Popen(
                     [*_TULA, *words, *self.command],
@@ -112,27 +118,67 @@ class Launch:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
+            self._file.write_text(f"{self.process.pid} {_start_of(self.process.pid)}")
 
     def stop(self) -> None:
         """Ask the launch to end, as Ctrl-C does: commands are stopped and leases given back."""
-        if self.process is not None:
-            self.process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_TIMEOUT_S)
+        pid = self._running()
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            until = time.monotonic() + STOP_TIMEOUT_S
+            while self._running() == pid and time.monotonic() < until:
+                time.sleep(0.1)
 
     def state(self) -> Facts:
-        """Whether a launch is in progress or how it ended, and the end of what it has written."""
-        if self.process is None:
+        """Whether a launch is in progress or how it ended, and the end of what it has written.
+
+        The exit code of another server's launch is None, as only its parent process learns it.
+        """
+        noted = self._noted()
+        if noted is None:
             return {"state": "none"}
-        code = self.process.poll()
+        pid = self._running()
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
         return {
-            "state": "running" if code is None else "ended",
-            "exit_code": code,
-            "pid": self.process.pid,
+            "state": "ended" if pid is None else "running",
+            "exit_code": self.process.returncode if self.process is not None and self.process.pid == noted[0] else None,
+            "pid": pid,
             "log": str(self.log),
             "last_lines": [printable(line) for line in lines],
         }
+
+    @property
+    def _file(self) -> Path:
+        return self.log.with_name("mcp.pid")
+
+    def _noted(self) -> tuple[int, str] | None:
+        """Process id and start of the newest launch, of this server or another one; None without one."""
+        try:
+            pid, start = self._file.read_text().split()
+            return int(pid), start
+        except (OSError, ValueError):
+            return None
+
+    def _running(self) -> int | None:
+        """The process id of the launch in progress; None without one."""
+        if self.process is not None and self.process.poll() is None:
+            return self.process.pid
+        noted = self._noted()
+        if noted is None or _start_of(noted[0]) != noted[1]:  # the id may belong to another process by now
+            return None
+        return noted[0]
+
+
+def _start_of(pid: int) -> str | None:
+    """When a process started: the machine's boot and clock ticks since then (proc(5)); None if it has ended."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # from field 3 on: the name before may hold spaces and brackets
+    return None if fields[0] in "ZX" else f"{boot}:{fields[19]}"
 
 
 _TULA: Final = (sys.executable, "-m", "tula_client.cli")
@@ -216,11 +262,12 @@ class Tools:
         batch: Annotated[int, Field(ge=1, description="Examples of a rank and micro-step.")],
         device: Annotated[str | None, Field(description="Accelerator, such as A100-80GB.")] = None,
     ) -> Facts:
-        """Count a model's parameters, FLOPs and memory without a GPU; with a device, the largest batch that fits."""
+        """Import and run FACTORY to count its model's parameters, FLOPs and memory, and what fits on a device."""
         words = ["--batch", str(batch), *(["--device", device] if device else []), "--json", "--", factory]
         try:  # in a process of its own: the model's code is read anew each time, and may end or block its process
             done = subprocess.run(
                 [*_TULA, "estimate", *words],
+                env={name: value for name, value in os.environ.items() if not name.startswith("TULA_")},  # no token
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -265,7 +312,9 @@ class Tools:
 
 _REASONS: Final = ("runner_up", "knee", "max_sensible_batch_size", "max_local_batch_size")
 """Of a recommendation, what only `why` answers."""
-_WRITING: Final = ("add_job", "launch")
+_RUNNING: Final = ("estimate", "launch")
+"""Tools that run code of the user's, which may do anything."""
+_CHANGING: Final = (*_RUNNING, "add_job")
 
 
 def _plain(model: BaseModel, *left_out: str) -> Facts:
@@ -282,8 +331,8 @@ def _ratios(one: Candidate, recommended: Candidate | None) -> dict[str, float]:
     return ratios
 
 
-def _server(tools: Tools, token: str, url: str) -> MCPServer:
-    """The server with all tools; with a token, HTTP requests must bring the same one."""
+def _server(tools: Tools, token: str, url: str, without: Sequence[str] = ()) -> MCPServer:
+    """The server with all tools except those `without`; with a token, HTTP requests must bring the same one."""
     with needs_extra("tula mcp", "mcp"):
         from mcp.server.auth.settings import AuthSettings
         from mcp.server.mcpserver import MCPServer
@@ -312,8 +361,8 @@ def _server(tools: Tools, token: str, url: str) -> MCPServer:
         token_verifier=_SameToken(token) if token else None,
     )
     for name, method in vars(Tools).items():
-        if not name.startswith("_"):
-            hints = ToolAnnotations(read_only_hint=name not in _WRITING, destructive_hint=name == "launch")
+        if not name.startswith("_") and name not in without:
+            hints = ToolAnnotations(read_only_hint=name not in _CHANGING, destructive_hint=name in _RUNNING)
             server.add_tool(told(getattr(tools, name)), name=name, description=method.__doc__, annotations=hints)
     return server
 
