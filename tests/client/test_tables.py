@@ -246,7 +246,8 @@ def test_a_recommendation_with_options_says_what_they_are_worth_and_what_today_c
 
 def test_a_job_without_options_shows_none() -> None:
     out = StringIO()
-    Console(file=out, width=200).print(jobs.recommendation_view(models.recommendation(), candidates=True))
+    answer = models.recommendation().model_copy(update={"options": []})
+    Console(file=out, width=200).print(jobs.recommendation_view(answer, candidates=True))
     assert "options" not in out.getvalue()
     assert "today" not in out.getvalue()
     assert output.brief(wire.Configuration(num_nodes=8, local_batch_size=32, options=(("zero", "2"),))) == (

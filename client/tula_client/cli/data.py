@@ -41,7 +41,7 @@ def plot(
     job: JobName,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write: .png, .svg or .json (Vega-Lite).")],
     chart: Annotated[
-        str, typer.Option(help="frontier, tradeoff, memory, step_breakdown, accuracy or quality.")
+        str, typer.Option(help="frontier, tradeoff, memory, step_breakdown, options, accuracy or quality.")
     ] = "tradeoff",
     quantity: Annotated[Literal["time", "cost"], typer.Option(help="Quantity that the chart tradeoff draws.")] = "time",
     as_json: Json = False,

@@ -41,7 +41,7 @@ def get_job_chart(
     run: Annotated[list[str], Query(max_length=MAX_COMPARED, description="Only these runs in `quality`.")] = [],  # noqa: B006 - FastAPI copies defaults
     cursor: Annotated[str | None, Query(max_length=40, description="`quality` of the runs before it.")] = None,
 ) -> JSONResponse:
-    """A chart of a job: frontier, tradeoff, memory, step_breakdown, accuracy or quality."""
+    """A chart of a job: frontier, tradeoff, memory, step_breakdown, options, accuracy or quality."""
     job = jobs.get(*user, job_id)
     if name == "quality":
         compared = compare_runs(user, job_id, column, trend=trend, cursor=cursor, only=run)

@@ -10,7 +10,7 @@ from typing import Any, Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tula_wire import Configuration, Estimate, Event
-from tula_wire.format import NOTHING, configuration, count, duration, energy, mass, money, percent, size
+from tula_wire.format import NOTHING, configuration, count, duration, energy, mass, money, option, percent, size
 from tula_wire.verdict import worth
 
 
@@ -105,7 +105,7 @@ def event_sentence(event: Event) -> str:
 
 
 _FILTERS: Final = (
-    *(duration, money, size, count, energy, mass, configuration, signed, tone, tone_against, saving, against),
+    *(duration, money, size, count, energy, mass, configuration, option, signed, tone, tone_against, saving, against),
     *(duration_interval, money_interval, moment, words, event_warns, event_sentence, worth),
 )
 

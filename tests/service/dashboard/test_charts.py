@@ -77,6 +77,19 @@ def test_memory_shows_the_ceiling_and_the_batch_that_ran_out() -> None:
     assert 0 < len(profiled) < 5
 
 
+def test_options_show_what_each_value_changes_and_which_was_launched() -> None:
+    rows = candidates.options(models.job(), models.recommendation())["datasets"]["effects"]
+    assert [(row["option"], row["against"], row["quantity"], row["launched"]) for row in rows] == [
+        ("bf16", "fp32", "time", True),
+        ("bf16", "fp32", "cost", True),
+        ("bf16", "fp32", "memory", True),
+        ("compiled", "not compiled", "time", False),
+    ]
+    assert [rows[0][end] for end in ("value", "low", "high")] == pytest.approx([-50.0, -55.0, -45.0])
+    without = candidates.options(models.job(), models.recommendation().model_copy(update={"options": []}))
+    assert "has no options" in without["usermeta"]["message"]
+
+
 def test_the_parts_of_a_step_add_up_to_its_prediction() -> None:
     found = models.recommendation()
     rows = candidates.step_breakdown(models.job(), found)["datasets"]["parts"]

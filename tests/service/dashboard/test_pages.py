@@ -495,7 +495,7 @@ def test_markup_in_a_name_is_text(browser: Browser) -> None:
 def test_every_chart_route_answers_a_specification(browser: Browser) -> None:
     job_id = register(browser)
     run_id = train(browser, job_id, columns=("grad_norm", "gradient_variability"))
-    for name in ("frontier", "tradeoff", "memory", "step_breakdown", "accuracy", "quality"):
+    for name in ("frontier", "tradeoff", "memory", "step_breakdown", "options", "accuracy", "quality"):
         spec = browser("GET", wire.routes.JOB_CHART.format(job_id=job_id, name=name)).json()
         assert "vega-lite" in spec["$schema"]
     spec = browser("GET", wire.routes.RUN_CHART.format(run_id=run_id, name="gradient") + "?first_step=10&last_step=14")

@@ -9,7 +9,7 @@ from tula_service.dashboard.charts import vega
 from tula_service.dashboard.charts.vega import ALARM, DASHES, FAINT, HEIGHT, PALETTE, WIDTH, Row, Spec, Unit
 from tula_service.dashboard.format import duration_interval, money_interval
 from tula_wire import DEFAULT_INSTANCE_TYPE, Candidate, Configuration, Estimate, Job, Recommendation
-from tula_wire.format import cluster_name, configuration, duration, money, percent, size
+from tula_wire.format import cluster_name, configuration, duration, money, option, percent, size
 
 Quantity = Literal["time", "cost"]
 _SHAPES: Final = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
@@ -32,6 +32,9 @@ _PARTS: Final = (
     ("skew_s", "waiting for stragglers"),
     ("input_time_s", "input"),
 )
+_QUANTITIES: Final = ("time", "cost", "memory")
+"""What an option changes, as fields of its effect."""
+_ENDS: Final = {"value": "Change (%)", "low": "Low (90 %)", "high": "High (90 %)"}
 _MOST_BARS: Final = 8
 _BAR: Final = 46
 """Height of a candidate in points: landmarks and name stand above its bar, where no narrow chart cuts them."""
@@ -325,6 +328,56 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
     return vega.finish(chart, title, "Predicted, per step of the global batch named", {"parts": rows, "labels": labels})
 
 
+def options(job: Job, recommendation: Recommendation) -> Spec:
+    """What each further value of an option does to time, money and memory, in per cent of those with its first value.
+
+    Values that were launched are filled points, those that are believed hollow ones; lines are 90 % intervals.
+    """
+    title = f"{job.name}: what each option does"
+    rows: list[Row] = [
+        {
+            "option": option(effect.option, effect.value),
+            "against": option(effect.option, effect.base),
+            "quantity": quantity,
+            "launched": effect.launched,
+            "said": effect.sentence,
+            **{end: 100.0 * (getattr(ratio, end) - 1.0) for end in ("value", "low", "high")},
+        }
+        for effect in recommendation.options
+        for quantity in _QUANTITIES
+        if (ratio := getattr(effect, quantity)) is not None
+    ]
+    if not rows:
+        none = "No run has been measured yet" if job.spec.options else "The job has no options"
+        return vega.message(title, f"{none}: list values of words of the launch command under [options] in the job.")
+    names, drawn = list(dict.fromkeys(row["option"] for row in rows)), {row["quantity"] for row in rows}
+    quantities = [quantity for quantity in _QUANTITIES if quantity in drawn]
+    at = {
+        "y": vega.field("option", title=None, sort=names, axis={"labelLimit": 260}),
+        "yOffset": vega.field("quantity", sort=quantities),
+    }
+    look = {"domain": quantities, "range": [PALETTE[_QUANTITIES.index(quantity)] for quantity in quantities]}
+    colour = vega.field("quantity", scale=look, legend=vega.legend(quantities, lines=False))
+    value = vega.field("value:Q", title="Change against today's value (%)", axis={"tickCount": 8})
+    heads = {"option": "Value", "against": "Against", "quantity": "Of", "said": "Effect"}
+    tips = [
+        *(vega.field(name, title=head) for name, head in heads.items()),
+        *(vega.field(f"{end}:Q", title=head, format="+.1f") for end, head in _ENDS.items()),
+    ]
+    base = {"x": value, **at, "color": colour, "tooltip": tips}
+    interval = {"x": vega.field("low:Q"), "x2": {"field": "high"}, **at, "color": colour}
+    filled = base | {"fill": vega.filled_where("datum.launched", colour)}
+    point: Spec = vega.POINT
+    chart = vega.layered(
+        vega.layer([{"value": 0.0}], "rule", {"x": vega.field("value:Q")}, color=FAINT, tooltip=None),
+        vega.layer("effects", "rule", interval, strokeWidth=2, opacity=0.75, tooltip=None),
+        vega.layer("effects", "point", filled, **point),
+        height={"step": 20, "for": "offset"},
+    )
+    subtitle = "Time and cost of the whole training, memory of a rank at equal batch; filled points were launched"
+    return vega.finish(chart, title, subtitle, {"effects": rows})
+
+
 def _interesting(recommendation: Recommendation) -> list[Candidate]:
     frontier = set(recommendation.frontier)
     ranked = [candidate for _, candidate in named_candidates(recommendation)]
@@ -406,5 +459,6 @@ def _row(candidate: Candidate) -> Row:
 
 CANDIDATE_CHARTS: Final[dict[str, Callable[[Job, Recommendation], Spec]]] = {
     "frontier": frontier, "tradeoff": tradeoff, "memory": memory, "step_breakdown": step_breakdown,
+    "options": options,
 }  # fmt: skip
 """The charts of a job's candidates by name."""
