@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/switches_ddp.py --batch-size 64 --precision bf16 --compile on
 
-`tula tune` finds out which values pay, where the job lists them under `[options]` and the command has their placeholders.
+`tula tune` finds out which values pay, once a job lists them under `[options]` and the command has their placeholders.
 """
 
 import argparse

@@ -74,6 +74,7 @@ class AgentConfig:
     supervised: bool = False
     lease: int | None = None
     job: WantedJob | None = None
+    options: tuple[tuple[str, str], ...] = ()
     exit_deadline_s: float = 5.0
     row_limit: int = 20_000
 
@@ -129,6 +130,7 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
         supervised=read.text("TULA_SUPERVISED").lower() not in _OFF,
         lease=read.number(int, 0, "TULA_LEASE"),
         job=job_to_join if makes_run else None,
+        options=_options(read.text("TULA_OPTIONS")),
     )
 
 
@@ -180,6 +182,12 @@ def _smaller_batches(text: str) -> tuple[tuple[int, str], ...]:
         return batches
     logger.warning("TULA_SMALLER_BATCHES is %r: give batches with their runs, as in 8=run-1; it is ignored", pairs)
     return ()
+
+
+def _options(text: str) -> tuple[tuple[str, str], ...]:
+    """Return name and value of each option in TULA_OPTIONS, as in `compile=on,precision=bf16`; others are left out."""
+    pairs = (part.strip().partition("=") for part in text.split(","))
+    return tuple((name, value) for name, equals, value in pairs if name and equals)
 
 
 class _Environment:

@@ -24,6 +24,7 @@ from tula_agent.measure.gradients import GradientReader
 from tula_agent.measure.launches import OperationCounter, node_time_s
 from tula_agent.measure.memory import MemoryMonitor, device_of, device_use
 from tula_agent.measure.step_timer import DeviceClock, StepTimer, clock_for
+from tula_agent.measure.switches import SwitchWatch
 from tula_agent.profiling import Profiling, StopAgreement
 from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with_group_place
 from tula_agent.readings import Interval, Readings, StepTiming, beside_captures, to_number
@@ -47,6 +48,8 @@ COUNTED_STEP = 1
 BUCKETS_TIMED_FROM = 2
 """Steps of a launch until buckets are timed, since DDP orders its buckets in the first step. Further batches are timed
 from their first step on: hooks on every parameter slow a step, and these have fewer warm-up steps to hide that."""
+SWITCHES_SEEN_AFTER = 1
+"""The step after which hooks look at a script's switches for one step: by then it has compiled what it compiles."""
 WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP = 2, 24
 """Steps at which accumulation is known: a watched optimizer shows it in two steps in a row, any other by its calls."""
 REQUEST_TIMEOUT_S = 5.0
@@ -177,6 +180,7 @@ class Recorder:
         self._other_sizes: deque[int] = deque(maxlen=_LASTING)  # of steps in a row
         self._last_step_s = 0.1
         self._repeats = False  # the loader, for a profiling run
+        self._switch_watch: SwitchWatch | None = None
         self._quiet_until = 0  # before this step, a step is recorded and nothing else
         self._served_numbers: ServedNumbers | None = None
         self.joining = None
@@ -622,6 +626,8 @@ class Recorder:
             self._check_accumulation(step)
         if self.leads and profiling.plan is not None:
             self._say_what_changes(step, warmup)
+            if self.config.options and step in (SWITCHES_SEEN_AFTER, SWITCHES_SEEN_AFTER + 1):
+                self._compare_switches(step)
         if not warmup:
             took_long = self._profile(step, step_time_s) or took_long
         begins = step < UNWATCHED_KNOWN_STEP or profiling.pending or self._bucket_timer is not None
@@ -759,6 +765,16 @@ class Recorder:
             if "operations" in host and not (self._device_clock is not None and self._device_clock.capturing()):
                 facts["launch_time_s"] = node_time_s(device_of(self.objects.models))
             host.update(facts)  # at once: the shipping thread sends them when they are there
+
+    def _compare_switches(self, step: int) -> None:
+        """Look at one step of a profiling run, and warn of options of the run that the script does not follow."""
+        with self.guard("looking at the script's switches"):
+            if step == SWITCHES_SEEN_AFTER:
+                self._switch_watch = SwitchWatch(list(self.objects.models))
+            elif (watch := self._switch_watch) is not None:
+                self._switch_watch = None
+                for sentence in watch.end(dict(self.config.options), self.readings.host.get("loader_workers")):
+                    logger.warning("%s", sentence)
 
     def _read_memory(self) -> None:
         """Read the memory, in some tens of microseconds. Never raises."""

@@ -7,6 +7,7 @@ the function returns None or False, and the agent measures less.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,6 +64,27 @@ def index_sampler(iterator: Any) -> Any:
 def loader_workers(iterator: Any) -> Any:
     """Return how many processes load for an iterator over a DataLoader, which keeps no reference to its loader."""
     return getattr(iterator, "_num_workers", None)
+
+
+# Compilation and the backward pass.
+
+
+def compiled_frames() -> int:
+    """Return how many frames torch.compile has compiled in this process; there is no public counter."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utils, "counters", {})
+    return int(counters["frames"]["ok"]) if "frames" in counters else 0
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return True for what `torch.compile(module)` returns, and for a module whose `compile` was called."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def in_backward() -> bool:
+    """Return True while this thread runs a backward pass, as a forward pass that checkpointing repeats does."""
+    getter = getattr(torch._C, "_current_graph_task_id", None)
+    return getter is not None and getter() >= 0
 
 
 # DistributedDataParallel.

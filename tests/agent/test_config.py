@@ -13,7 +13,7 @@ from tula_agent.config import ProfilePlan, is_launched, read_config
 BASE = {"TULA_URL": "http://service:8321/", "TULA_RUN_ID": "r1"}
 NAMES = [
     "TULA_URL", "TULA_RUN_ID", "TULA_JOB_ID", "TULA_DISABLED", "TULA_KIND", "TULA_MEASURE_STEPS", "TULA_WARMUP_STEPS",
-    "TULA_PRECISION", "TULA_PROBE_S", "TULA_LOCAL_BATCH_SIZE", "RANK", "WORLD_SIZE", "SLURM_PROCID",
+    "TULA_PRECISION", "TULA_PROBE_S", "TULA_LOCAL_BATCH_SIZE", "TULA_OPTIONS", "RANK", "WORLD_SIZE", "SLURM_PROCID",
 ]  # fmt: skip
 
 
@@ -45,6 +45,17 @@ def test_a_profiling_plan_is_read_from_the_environment() -> None:
     assert config.url == "http://service:8321"
     assert config.plan is not None
     assert config.plan == ProfilePlan(0, 30, 0.02, probe_s=1.0)
+
+
+def test_options_of_a_run_are_read_from_the_environment_as_the_launcher_writes_them() -> None:
+    for text, options in (
+        ("compile=on,precision=bf16", (("compile", "on"), ("precision", "bf16"))),
+        ("", ()),
+        ("compile", ()),
+    ):
+        config = read_config({**BASE, "TULA_OPTIONS": text})
+        assert config is not None
+        assert config.options == options
 
 
 def test_the_kind_of_the_run_goes_before_the_number_of_steps() -> None:

@@ -160,6 +160,8 @@ def run_variables(
         "TULA_LOCAL_BATCH_SIZE": str(configuration.local_batch_size),
         "TULA_GRAD_ACCUM_STEPS": str(configuration.grad_accum_steps),
     }
+    if configuration.options:
+        variables["TULA_OPTIONS"] = ",".join(f"{name}={value}" for name, value in configuration.options)
     if smaller:
         variables["TULA_SMALLER_BATCHES"] = ",".join(
             f"{each.configuration.local_batch_size}={each.id}" for each in smaller

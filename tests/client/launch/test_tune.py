@@ -266,6 +266,7 @@ def test_each_launch_of_the_plan_has_the_words_of_its_options(tmp_path):
     with bench.runner:
         work_through(bench.runner, service.job("job-1"), WITH_OPTIONS)
     assert [command[-2:] for command, _, _ in bench.started] == [["fp32", "4"], ["bf16", "4"]]
+    assert bench.started[1][1]["TULA_OPTIONS"] == "precision=bf16,workers=4"
 
 
 @pytest.mark.parametrize("chosen", [{}, {"precision": "fp8", "workers": "4"}, {"precision": "bf16"}])

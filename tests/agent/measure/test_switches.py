@@ -1,0 +1,88 @@
+"""What the agent sees of a script's switches in one step, and what it says where an option was not followed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tula_agent.measure.switches import SwitchWatch
+
+OFF = {"precision": "fp32", "compile": "off", "checkpointing": "off", "num_workers": "0"}
+
+
+class Network(nn.Module):
+    """Two layers, of which the second may be checkpointed."""
+
+    def __init__(self, *, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.checkpoints = checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return checkpoint(self.second, hidden, use_reentrant=False) if self.checkpoints else self.second(hidden)
+
+
+@pytest.fixture
+def frames() -> Iterator[dict[str, int]]:
+    """Counts what torch.compile compiles in this process, and forgets it afterwards."""
+    import torch._dynamo.utils
+
+    yield torch._dynamo.utils.counters["frames"]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def said(network: nn.Module, options: dict[str, str], *, autocast: torch.dtype | None = None) -> list[str]:
+    """Sentences after one watched step."""
+    watch = SwitchWatch([network])
+    inputs = torch.randn(3, 4, dtype=next(network.parameters()).dtype)
+    with torch.autocast("cpu", autocast) if autocast is not None else nullcontext():
+        loss = network(inputs).float().sum()
+    loss.backward()
+    sentences = watch.end(options, 0)
+    assert not any(module._forward_pre_hooks for module in network.modules())
+    return sentences
+
+
+def test_a_script_that_follows_its_options_is_left_in_peace() -> None:
+    assert said(Network(), OFF) == []
+    assert said(Network(checkpoints=True), OFF | {"checkpointing": "on"}) == []
+    assert said(Network(), OFF | {"precision": "bf16-mixed"}, autocast=torch.bfloat16) == []
+    assert said(Network().bfloat16(), {"precision": "bf16"}) == []
+    assert said(Network(), {"precision": "amp", "compile": "max-autotune", "zero": "2"}) == []  # words of its own
+
+
+@pytest.mark.parametrize(
+    ("network", "autocast", "options", "sentence"),
+    [
+        (Network(), None, {"precision": "bf16"}, "precision is bf16 in this run, but its forward pass computed in fl"),
+        (Network(), torch.bfloat16, {"precision": "fp32"}, "but its forward pass computed in bfloat16: pass {precisi"),
+        (Network(), torch.bfloat16, {"precision": "fp16"}, "but its forward pass computed in bfloat16"),
+        (Network(), None, {"compile": "on"}, "compile is on in this run, but nothing was compiled: pass {compile} on"),
+        (Network(), None, {"checkpointing": "on"}, "but no part of its forward pass was repeated in the backward"),
+        (Network(checkpoints=True), None, {"checkpointing": "off"}, "but parts of its forward pass were repeated"),
+        (Network(), None, {"num_workers": "4"}, "num_workers is 4 in this run, but its loader has 0"),
+    ],
+)
+def test_an_option_that_a_script_does_not_follow_is_named_with_what_it_did(
+    network: nn.Module, autocast: torch.dtype | None, options: dict[str, str], sentence: str
+) -> None:
+    (only,) = said(network, options, autocast=autocast)
+    assert sentence in only
+
+
+def test_a_compiled_model_is_seen_and_is_not_compiled_again_for_being_looked_at(frames: dict[str, int]) -> None:
+    network = torch.compile(Network(), backend="eager")
+    network(torch.randn(3, 4)).sum().backward()
+    before = frames["total"]
+    assert before > 0
+    assert said(network, {"compile": "on", "precision": "fp32", "checkpointing": "on"}) == []
+    assert ["a model is compiled" in one for one in said(network, {"compile": "off"})] == [True]
+    assert ["computed in float32" in one for one in said(network, {"precision": "bf16"})] == [True]
+    assert frames["total"] == before
