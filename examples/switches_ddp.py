@@ -1,4 +1,4 @@
-"""Trains a residual network on scikit-learn's digits with DDP and four switches, without a line of Tula.
+"""Trains a residual network on made-up images with DDP and four switches; Tula's lines end in `# tula`.
 
     torchrun --standalone --nproc-per-node 2 examples/switches_ddp.py --batch-size 64 --precision bf16 --compile on
 
@@ -10,11 +10,12 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import tula_agent  # tula
 
 
 class Block(nn.Module):
@@ -31,12 +32,11 @@ class Block(nn.Module):
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Digits that are shifted and get noise each time, which takes a loader longer than to read them."""
+    """Images that are shifted and get noise each time, which takes a loader longer than to read them."""
 
     def __init__(self) -> None:
-        images, labels = load_digits(return_X_y=True)
-        self.images = torch.tensor(images, dtype=torch.float32).reshape(-1, 8, 8) / 16
-        self.labels = torch.tensor(labels)
+        self.images = torch.rand(2048, 8, 8)
+        self.labels = (10 * self.images.mean((1, 2))).long()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -77,17 +77,23 @@ def main() -> None:
     model = DistributedDataParallel(torch.compile(network) if args.compile == "on" else network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
+    run = tula_agent.init()  # tula
+    run.watch(model, optimizer)  # tula
+
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
-        for images, labels in loader:
+        for images, labels in run.steps(loader):  # tula
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16) if args.precision == "bf16" else nullcontext():
                 loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
+        if run.stopping:  # tula
+            break  # tula
         if dist.get_rank() == 0:
             print(f"epoch {epoch + 1}: loss of the last batch {loss.item():.3f}", flush=True)
 
+    run.finish()  # tula
     dist.destroy_process_group()
 
 

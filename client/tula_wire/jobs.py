@@ -24,7 +24,7 @@ from tula_wire._base import (
 from tula_wire.bounds import MAX_DURATION_S, MAX_EPOCHS, MIN_EPOCHS
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_wire.enums import Basis, EndCause, Objective, RunKind, RunOrigin, RunState, Search, StepTimeForm
-from tula_wire.options import OptionValues
+from tula_wire.options import MAX_OPTIONS, OptionName, OptionValues
 from tula_wire.text import printable_lines
 
 WarmupSteps = Annotated[int, Field(ge=0, le=10_000)]
@@ -489,6 +489,9 @@ class Limits(WireModel):
     )
 
 
+_OptionNames = Annotated[list[OptionName], Field(min_length=1, max_length=MAX_OPTIONS)]
+
+
 class ProfilingSpec(WireModel):
     """Limits and precision of profiling."""
 
@@ -511,6 +514,7 @@ class ProfilingSpec(WireModel):
     max_runs: Count | None = optional("Most launches, without `share_launches` runs; null: the planner decides.")
     max_gpu_seconds: Positive | None = optional("Most seconds of all ranks together; null: unlimited.")
     memory_safety: Share = Field(0.95, description="Required probability that a recommended batch fits in memory.")
+    only: _OptionNames | None = optional("Options that vary; the others keep their first value. Null: all vary.")
 
 
 _PerKwh = Annotated[float, Strict(), Field(ge=0, le=1e6)]
@@ -556,6 +560,20 @@ class JobSpec(WireModel):
     )
     profiling: ProfilingSpec = Field(ProfilingSpec(), description="How runs are measured, and how many.")
 
+    @property
+    def varied_options(self) -> dict[str, list[str]]:
+        """The values that are tried of each option: the first alone where `profiling.only` does not name the option."""
+        only = self.profiling.only
+        return {name: values if only is None or name in only else values[:1] for name, values in self.options.items()}
+
+    @model_validator(mode="after")
+    def _known_options(self) -> Self:
+        for name in self.profiling.only or ():
+            if name not in self.options:
+                names = ", ".join(sorted(self.options)) or "one that you list under [options]"
+                raise ValueError(f"profiling.only names {name!r}, which is no option of this job: use {names}")
+        return self
+
     @model_validator(mode="after")
     def _distinct_types(self) -> Self:
         names = [cluster.instance_type for cluster in self.cluster]
@@ -582,6 +600,7 @@ class JobPatch(WireModel):
     limits: Limits | None = optional("Limits from now on; replaces all of them.")
     prices: Annotated[dict[str, Price], Field(title="Prices")] | None = optional("By instance type.")
     share_launches: bool | None = optional("`profiling.share_launches` from now on.")
+    only: _OptionNames | None = optional("`profiling.only` from now on; null lets every option vary.")
     archived: bool | None = optional("True hides the job from lists, false shows it again.")
     retry_failed: bool = Field(False, description="True: failed runs no longer rule out their configuration.")
 

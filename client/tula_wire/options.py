@@ -33,6 +33,7 @@ RESERVED: Final = frozenset(
 _NAME: Final = r"[a-z][a-z0-9_]{0,63}"
 _WORD: Final = r"[A-Za-z0-9._:/@+-]{1,200}"
 
+OptionName = Annotated[str, Field(pattern=f"^{_NAME}$")]
 Options: TypeAlias = tuple[tuple[str, str], ...]
 """Name and value of each option, sorted by name; hashable."""
 
@@ -46,7 +47,7 @@ def _as_pairs(value: Mapping[str, str]) -> Options:
 
 
 _OnTheWire = Annotated[
-    dict[Annotated[str, Field(pattern=f"^{_NAME}$")], Word],
+    dict[OptionName, Word],
     Field(max_length=MAX_OPTIONS),
     BeforeValidator(_as_object),
     AfterValidator(_as_pairs),

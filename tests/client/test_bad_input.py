@@ -133,6 +133,15 @@ def test_wrong_options_of_a_job_are_one_sentence(tula: Tula, tmp_path: Path, opt
     assert not list((tmp_path / "w").rglob("*.log"))
 
 
+def test_an_option_to_vary_that_the_job_lacks_is_one_sentence(tula: Tula, tmp_path: Path) -> None:
+    path = Path(spec_file(tmp_path, tmp_path.name))
+    command = ["--", sys.executable, "-c", "pass", "{local_batch_size}", "{num_nodes}", "{precision}"]
+    for options, choices in (("", "list it under [options] in the job"), ('precision = ["a", "b"]', "use precision")):
+        path.write_text(f"{Path(spec_file(tmp_path, tmp_path.name)).read_text()}[options]\n{options}\n")
+        code, _, err = tula("tune", str(path), "--only", "compile", *command)
+        assert (code, err) == (2, f"tula: --only: 'compile' is no option of the job: {choices}\n")
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

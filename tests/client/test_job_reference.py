@@ -62,7 +62,7 @@ def _type(field: dict[str, Any]) -> str:
     bounds = f" above {above}" if above is not None else "" if least is None else f" from {least:g}"
     if most is not None and most <= MAX_PRINTED:
         bounds += f" to {most}"
-    words = {"string": "text", "boolean": "`true` or `false`", "object": "table"}
+    words = {"string": "text", "boolean": "`true` or `false`", "object": "table", "array": "list"}
     return words.get(field["type"], field["type"]) + bounds
 
 

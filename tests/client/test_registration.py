@@ -14,7 +14,7 @@ from tests.client.conftest import ADDRESS, InProcess
 from tests.client.test_bad_input import spec_file
 from tests.client.test_cli import Tula, answer, tula
 from tests.client.test_client import profile
-from tula_client import Client
+from tula_client import Client, InvalidInputError
 from tula_client._spec import load_spec
 from tula_client.launch.registration import register
 from tula_wire import ClaimRequest, JobPatch, JobSpec, ProfilingSpec, RunPatch
@@ -143,6 +143,20 @@ def test_failed_runs_are_planned_again_also_in_a_changed_job(client: Client, spe
     assert len(client.jobs(search=spec.name).jobs) == 1
 
 
+def test_the_options_that_vary_can_be_narrowed_and_widened_again(client: Client, spec: JobSpec) -> None:
+    options = {"precision": ["fp32", "bf16"], "compile": ["off", "on"]}
+    spec = changed(spec, options=options)
+    job = register(client, spec).job
+    narrowed = register(client, changed(spec, profiling={"only": ["precision"]}))
+    assert (narrowed.job.id, narrowed.job.spec.profiling.only) == (job.id, ["precision"])
+    assert narrowed.job.spec.varied_options == {"precision": ["fp32", "bf16"], "compile": ["off"]}
+    assert "profiling.only none -> ['precision']" in narrowed.notes[0]
+    widened = register(client, spec)
+    assert (widened.job.id, widened.job.spec.varied_options) == (job.id, options)
+    with pytest.raises(InvalidInputError, match="This job has no option 'zero': use compile, precision"):
+        client.patch_job(job.id, JobPatch(only=["zero"]))
+
+
 def test_a_job_that_was_changed_is_found_again(client: Client, spec: JobSpec) -> None:
     for objective in ("knee", "cost"):
         found = register(client, changed(spec, objective=objective))
@@ -159,6 +173,7 @@ def test_registration_handles_every_field_of_a_patch() -> None:
         "limits",
         "prices",
         "share_launches",
+        "only",
         "archived",
         "retry_failed",
     }

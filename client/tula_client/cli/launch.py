@@ -92,6 +92,10 @@ def tune(
             "2x64,precision=bf16, or a run's.",
         ),
     ] = [],  # noqa: B006 - typer copies
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="OPTION,...", help="Options of the job that vary; the others keep their first value."),
+    ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Launch each value of an option once, also those that cannot win.")
     ] = False,
@@ -103,6 +107,8 @@ def tune(
 ) -> int:
     """Profile the runs that the service plans and print its recommendation; repeat it to continue after a stop."""
     job_spec = load_spec(spec)
+    if only is not None:
+        job_spec = _narrowed(job_spec, only.split(","))
     template, stop = checked_templates(command, launcher, stop_command, job_spec)
     with Client(timeout_s=TIMEOUT_S, retry=RETRY) as client, open_reporter(as_json) as reporter:
         registered = register(client, job_spec, retry_failed=True)
@@ -135,6 +141,15 @@ def tune(
         ]
     emit(_tuned_plain(tuned, trained, verdicts), _tuned_view(tuned, trained, verdicts), as_json)
     return ExitCode.OK if tuned.recommendation.chosen is not None else ExitCode.FAILED
+
+
+def _narrowed(spec: JobSpec, names: list[str]) -> JobSpec:
+    """Return the job with these options alone to vary; raises `UsageError` for another than its options."""
+    for name in names:
+        if name not in spec.options:
+            choices = f"use {', '.join(sorted(spec.options))}" if spec.options else "list it under [options] in the job"
+            raise UsageError(f"--only: {name!r} is no option of the job: {choices}")
+    return spec.model_copy(update={"profiling": spec.profiling.model_copy(update={"only": names})})
 
 
 def _with_explanations(runner: Runner, tuned: Tuned, template: Template, limits: dict[str, Any]) -> Tuned:

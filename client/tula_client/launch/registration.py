@@ -15,11 +15,12 @@ _MAX_JOBS: Final = 20
 """How many of the newest jobs of one name are compared."""
 
 _CHANGEABLE: Final = re.compile(
-    r"objective|usd_per_hour_of_waiting|usd_per_kwh|gco2_per_kwh|profiling\.share_launches|limits\.\w+"
+    r"objective|usd_per_hour_of_waiting|usd_per_kwh|gco2_per_kwh|profiling\.(share_launches|only)|limits\.\w+"
     r"|cluster.*\.price\.(spot\.)?\w+",
     re.DOTALL,
 )
-"""Paths that `JobPatch` can change: objective, prices (of waiting, energy and nodes), shared launches and limits."""
+"""Paths that `JobPatch` can change: objective, prices (of waiting, energy and nodes), limits, and how runs are launched
+and which options vary."""
 
 Differences = dict[str, tuple[Any, Any]]
 """By dotted path: the value of a registered job and that of the specification."""
@@ -59,6 +60,7 @@ def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Re
             "limits": spec.limits,
             "prices": {cluster.instance_type: cluster.price for cluster in spec.cluster},
             "share_launches": spec.profiling.share_launches,
+            "only": spec.profiling.only,
             "retry_failed": retried,
         }
         job = client.patch_job(job.id, JobPatch.model_validate(patch))

@@ -139,7 +139,7 @@ def to_explain(job: Job, chosen: Configuration | None) -> tuple[Configuration, .
     It is one that was measured with every option at its first value, with that one value instead: its step time then
     differs for that value alone. Of several, it has the cluster of `chosen`, if possible, and the largest batch.
     """
-    options, base = job.spec.options, complete(job.spec.options, ())
+    options, base = job.spec.varied_options, complete(job.spec.options, ())
     at_base = [run.configuration for run in job.plan if run.state == "succeeded" and run.configuration.options == base]
     if not at_base:
         return ()
@@ -147,7 +147,7 @@ def to_explain(job: Job, chosen: Configuration | None) -> tuple[Configuration, .
     start = max(at_base, key=lambda one: ((one.instance_type, one.num_nodes) == cluster, one.local_batch_size, one))
     launched = {pair for run in job.plan if run.state in _ENDED for pair in run.configuration.options}
     return tuple(
-        replace(start, options=complete(options, ((name, word),)))
+        replace(start, options=complete(job.spec.options, ((name, word),)))
         for name in sorted(options)
         for word in options[name]
         if (name, word) not in launched

@@ -38,7 +38,7 @@ def effects_of(answer: Answer) -> list[wire.OptionEffect]:
     launched = {c.options for c, _ in answer.evidence.rows}
     return [
         _effect(answer, chosen.configuration.options, name, value, launched)
-        for name, (_, *further) in sorted(answer.data.spec.options.items())
+        for name, (_, *further) in sorted(answer.data.spec.varied_options.items())
         for value in further
     ]
 

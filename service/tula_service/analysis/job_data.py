@@ -223,7 +223,7 @@ def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> tu
     doublings are candidates. A global batch never exceeds the data set. Raises ObservationError when no candidate is
     left.
     """
-    variants = [(cluster, options) for cluster in spec.cluster for options in combinations(spec.options)]
+    variants = [(cluster, options) for cluster in spec.cluster for options in combinations(spec.varied_options)]
     possible = {
         replace(c, options=options)
         for cluster, options in variants

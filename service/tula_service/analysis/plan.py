@@ -162,7 +162,8 @@ def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
 def _budget(data: JobData) -> PlanBudget:
     profiling = data.spec.profiling
     instruction = instruction_of(data.spec)
-    options, further_types = len(data.spec.options), len(data.spec.cluster) - 1
+    options = sum(len(values) > 1 for values in data.spec.varied_options.values())
+    further_types = len(data.spec.cluster) - 1
     with_options = _RUNS_WITH_OPTIONS + _RUNS_PER_OPTION * options + _RUNS_PER_FURTHER_TYPE * further_types
     default = with_options if options else _DEFAULT_MAX_RUNS
     return PlanBudget(

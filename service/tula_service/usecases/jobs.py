@@ -163,6 +163,12 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
             changed[name] = getattr(patch, name)
     if patch.share_launches is not None:
         changed["profiling"] = spec.profiling.model_copy(update={"share_launches": patch.share_launches})
+    if "only" in patch.model_fields_set:
+        for name in patch.only or ():
+            if name not in spec.options:
+                names = ", ".join(sorted(spec.options)) or "none: the job has no options"
+                raise InvalidInput(f"This job has no option {name!r}: use {names}.", field="only")
+        changed["profiling"] = changed.get("profiling", spec.profiling).model_copy(update={"only": patch.only})
     if patch.prices is not None:
         types = {cluster.instance_type for cluster in spec.cluster}
         for name in patch.prices.keys() - types:

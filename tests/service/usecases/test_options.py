@@ -53,6 +53,13 @@ def test_a_plan_launches_the_base_first_and_then_finds_what_pays(cluster: Cluste
     assert answer.chosen.total_time_s.value < 0.6 * answer.with_base_options.total_time_s.value
 
 
+def test_an_option_that_is_not_to_vary_keeps_its_first_value(cluster: Cluster) -> None:
+    answer = worked(cluster, profiling={"only": ["precision"]})
+    assert {dict(options)["compile"] for _, options in launches(cluster)} == {"off"}
+    assert {dict(options)["precision"] for _, options in launches(cluster)} == {"fp32", "bf16"}
+    assert [effect.value for effect in answer.options] == ["bf16"]
+
+
 def test_each_value_says_what_it_is_worth_in_time_money_and_memory(cluster: Cluster) -> None:
     answer = worked(cluster)
     by_value = {effect.value: effect for effect in answer.options}
