@@ -112,6 +112,8 @@ def test_predict_answers_for_every_combination(tula: Tula, profiled: Job) -> Non
     assert (code, err) == (0, "")
     assert "Based on measurements of this job" in out
     assert tula("predict", profiled.id, "--nodes", "0")[0] == 2
+    code, _, err = tula("predict", profiled.id, "--option", "precision=bf16")
+    assert (code, "This job has no option 'precision'" in err) == (2, True)
 
 
 def test_edit_changes_objective_limits_and_prices_and_keeps_the_other_limits(tula: Tula, job: str) -> None:

@@ -325,6 +325,9 @@ def predict(
     nodes: Annotated[list[int], typer.Option(min=1, help="Number of nodes; give it again for more.")] = [],  # noqa: B006 - typer copies
     batch: Annotated[list[int], typer.Option(min=1, help="Global batch; give it again for more.")] = [],  # noqa: B006
     instance_type: Annotated[list[str], typer.Option("--type", help="Instance type of the job.")] = [],  # noqa: B006
+    option: Annotated[
+        list[str], typer.Option(metavar="NAME=VALUE", help="Value of an option, else as recommended; can be repeated.")
+    ] = [],  # noqa: B006
     usd_per_node_hour: Annotated[float | None, typer.Option("--price", help="US dollars per node-hour.")] = None,
     deadline_s: Annotated[
         float | None, typer.Option("--deadline", parser=seconds, help="Seconds the training may take.")
@@ -337,6 +340,7 @@ def predict(
             nodes,
             batch,
             instance_type=instance_type,
+            option=option,
             usd_per_node_hour=usd_per_node_hour,
             deadline_s=deadline_s,
         )

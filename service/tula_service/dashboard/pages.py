@@ -179,6 +179,7 @@ def what_if(
     deadline_hours: Amount = None,
     objective: Objective | None = None,
     instance_type: Names = [],  # noqa: B006
+    option: Names = [],  # noqa: B006
     micro_steps: Counts = [],  # noqa: B006
     spot: bool | None = None,
 ) -> HTMLResponse:
@@ -187,6 +188,7 @@ def what_if(
         num_nodes=nodes,
         global_batch_size=global_batch,
         instance_type=instance_type,
+        option=option,
         usd_per_node_hour=usd_per_node_hour,
         deadline_s=None if deadline_hours is None else deadline_hours * 3600,
     )

@@ -473,7 +473,7 @@ def test_what_if_asks_about_one_instance_type_accumulation_and_price(browser: Br
         assert f'name="{field}"' in page
     spec = browser("GET", wire.routes.JOB_CHART.format(job_id=job_id, name="frontier")).json()
     row = next(each for each in spec["datasets"]["candidates"] if each["asks"][3] > 1 and each["asks"][4])
-    nodes, batch, kind, steps, _ = row["asks"]
+    nodes, batch, kind, steps, *_ = row["asks"]
     path = f"/jobs/{job_id}/what-if?nodes={nodes}&global_batch={batch}"
     cells = r'<tr class="[^"]*"><td class="whole">([^<]*)'
     one = re.findall(cells, browser.page(f"{path}&instance_type={kind}&micro_steps={steps}&spot=true"))
@@ -482,6 +482,27 @@ def test_what_if_asks_about_one_instance_type_accumulation_and_price(browser: Br
     assert one[0] in every
     assert len(every) > 3
     assert browser("GET", f"/jobs/{job_id}/what-if?instance_type=c").status_code == 422
+
+
+def test_a_job_with_options_shows_todays_choice_and_asks_what_if_by_value(browser: Browser) -> None:
+    job_id = register(browser, options={"precision": ["fp32", "bf16"], "compile": ["off", "on"]})
+    page = browser.page(f"/jobs/{job_id}")
+    for text in ("As you run it today: ", "precision: fp32, bf16; today fp32", "What each option does", "not compiled"):
+        assert text in page
+    what_if = browser.page(f"/jobs/{job_id}/what-if?nodes=2&option=precision%3Dbf16&option=compile%3Don")
+    rows = re.findall(r'<tr class="[^"]*"><td class="whole">([^<]*)', what_if)
+    assert rows
+    assert all(row.endswith("compiled, bf16") for row in rows)
+    assert "no value 'fp8'" in browser("GET", f"/jobs/{job_id}/what-if?option=precision%3Dfp8").json()["detail"]
+    asks = browser("GET", wire.routes.JOB_CHART.format(job_id=job_id, name="frontier")).json()["datasets"]["candidates"]
+    assert {tuple(row["asks"][5]) for row in asks} <= {
+        (f"compile={compiled}", f"precision={precision}")
+        for compiled in ("off", "on")
+        for precision in ("fp32", "bf16")
+    }
+    without = browser.page(f"/jobs/{register(browser, 'plain')}")
+    assert "What each option does" not in without
+    assert "today" not in without
 
 
 def test_markup_in_a_name_is_text(browser: Browser) -> None:

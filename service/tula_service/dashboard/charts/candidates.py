@@ -122,7 +122,7 @@ def _frontier_row(candidate: Candidate, unit: Unit, name: str) -> Row:
     row = _row(candidate) | {
         "x": cost.value,
         "y": time.value / unit.size,
-        "asks": [*asks, candidate.spot],
+        "asks": [*asks, candidate.spot, [f"{name}={word}" for name, word in configured.options]],
         "best": best,
         "crossed": best or bool(name),
         "name": name,

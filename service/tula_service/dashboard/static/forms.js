@@ -24,6 +24,9 @@ function startWhatIf() {
     for (const [place, name] of ["nodes", "global_batch", "instance_type", "micro_steps", "spot"].entries()) {
       if (form.elements[name]) form.elements[name].value = String(detail[place]);
     }
+    for (const choice of form.querySelectorAll("select[name=option] option")) {
+      if (detail[5].includes(choice.value)) choice.selected = true;
+    }
     form.scrollIntoView({ block: "center" });
     predict();
   });
