@@ -6,17 +6,21 @@ replaced. What passes between the two is plain data that pickles.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Final, ParamSpec, Protocol, TypeVar
+
+from cachetools import TTLCache
 
 from tula_service.errors import Busy
 from tula_wire.format import duration
@@ -24,10 +28,14 @@ from tula_wire.format import duration
 _LOG = logging.getLogger("tula.service")
 _LONGEST_QUEUE_S: Final = 15.0
 LONGEST_FIT_S: Final = 60.0
-"""A fit takes tenths of a second, and proxies wait a minute for an answer: one that takes longer has nobody to wait."""
+"""Most fits take tenths of a second, those of large jobs ten. Proxies wait a minute: nobody waits for a longer one."""
+_REFUSED_S: Final = 600.0
+"""How long a fit that was ended is not tried again: each try would take the turn of all others for LONGEST_FIT_S."""
 _NICENESS: Final = 5
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _ANALYSIS: Final = "tula_service.analysis.questions"
+_NOT_STARTED: Final = (OSError, RuntimeError)
+"""What is raised where this machine allows no further process or thread."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -51,12 +59,13 @@ class Fits:
         self._pool: ProcessPoolExecutor | None = None
         self._process: Future[int] | None = None  # its id
         self._ready: Future[None] | None = None
+        self._ended: TTLCache[bytes, str] = TTLCache(64, _REFUSED_S)  # by what was to be computed, in one's turn only
 
     def start(self) -> Future[None] | None:
         """Start the process; the result comes once it is ready to compute. None where it can't be started."""
         try:
             self._ready = self._started().submit(_import_analysis)
-        except OSError as error:
+        except _NOT_STARTED as error:
             self._drop()
             remedy = "allow the service one process for each worker, and restart it"
             _LOG.warning("The process of fits cannot be started (%s), so fits slow other requests: %s.", error, remedy)
@@ -84,21 +93,31 @@ class Fits:
             self._turn.release()
 
     def _in_process(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._ended and (sentence := self._ended.get(_key(function, args, kwargs))):
+            raise Busy(f"{sentence}: it is not tried again for some minutes.", retry_after_s=60.0)
         for _ in range(2):
             try:
                 fit = self._started().submit(function, *args, **kwargs)
-                if self._ends(fit):
-                    return fit.result()
-            except (BrokenProcessPool, OSError):  # OSError: no process can be started
+            except _NOT_STARTED:  # also a BrokenProcessPool
                 self._drop()
-            else:
+                continue
+            if not self._ends(fit):
+                was_starting = self._process is None or not self._process.done()
                 self._drop(kill=True)
+                if was_starting:
+                    continue
                 took = f"A fit took more than {duration(self._longest_s)} and was ended"
                 sentence = f"{took}, and what it was to replace stays"
+                self._ended[_key(function, args, kwargs)] = sentence
                 _LOG.error("%s.", sentence)
                 raise Busy(f"{sentence}: retry later, and report it if that takes as long.", retry_after_s=60.0)
+            try:
+                return fit.result()
+            except BrokenProcessPool:
+                self._drop()
         raise Busy(
-            "The process of fits was ended twice, maybe for want of memory: retry, or give the service more.",
+            "The process of fits was ended twice, or cannot start, maybe for want of memory: retry, or give the "
+            "service more.",
             retry_after_s=5.0,
         )
 
@@ -117,12 +136,17 @@ class Fits:
 
     def _drop(self, *, kill: bool = False) -> None:
         """Leave the process to its end, or kill one that hangs: the next fit starts another."""
-        pool, process, self._pool, self._process = self._pool, self._process, None, None
-        if kill and process is not None and process.done():
-            with suppress(ProcessLookupError):
-                os.kill(process.result(), signal.SIGKILL)
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
+        pool, self._pool, self._process = self._pool, None, None
+        if pool is None:
+            return
+        for process in list((pool._processes or {}).values()) if kill else ():  # kill_workers() is new in Python 3.14
+            process.kill()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _key(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
+    """Return what tells a computation from another: a job whose data changed is computed again."""
+    return hashlib.sha256(pickle.dumps((function, args, kwargs))).digest()
 
 
 def _in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
