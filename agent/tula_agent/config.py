@@ -113,6 +113,7 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
         return None
     job_id = read.text("TULA_JOB_ID")
     nodes, ranks_per_node = read.number(int, 1, "TULA_NUM_NODES"), read.number(int, 1, "TULA_RANKS_PER_NODE")
+    world_size = read.number(int, 1, "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE") or 1
     return AgentConfig(
         url=url,
         run_id=UNKNOWN_RUN if makes_run else run_id,
@@ -120,8 +121,9 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
         token=environ.get("TULA_TOKEN") or None,
         spool_dir=Path(environ.get("TULA_SPOOL_DIR") or default_spool_dir()),
         rank=read.number(int, 0, "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") or 0,
-        world_size=read.number(int, 1, "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE") or 1,
-        ranks_per_node=read.number(int, 1, "LOCAL_WORLD_SIZE") or 1,
+        world_size=world_size,
+        # srun sets no LOCAL_WORLD_SIZE. A command may start fewer ranks than were planned.
+        ranks_per_node=read.number(int, 1, "LOCAL_WORLD_SIZE") or min(ranks_per_node or 1, world_size),
         restart="-".join((environ.get("TULA_RESTART", "0"), environ.get("TORCHELASTIC_RESTART_COUNT", "0"))),
         plan=_plan(read),
         local_batch_size=read.number(int, 1, "TULA_LOCAL_BATCH_SIZE"),

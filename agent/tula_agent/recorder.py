@@ -18,6 +18,7 @@ from tula_agent.batches import BatchSizes, batch_size_of, sequence_length_of, st
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched, keep_children_out
 from tula_agent.guard import Guard, logger
 from tula_agent.launch import Launch
+from tula_agent.measure.cores import own_cores
 from tula_agent.measure.ddp import BucketTimer, CommSplit
 from tula_agent.measure.energy import EnergyMeter
 from tula_agent.measure.gradients import GradientReader
@@ -761,7 +762,7 @@ class Recorder:
         if not self.leads or "cores" in host:
             return
         with self.guard("the host"):
-            facts: dict[str, Any] = {"cores": max(1, len(os.sched_getaffinity(0)) // self.config.ranks_per_node)}
+            facts: dict[str, Any] = {"cores": own_cores(self.config.ranks_per_node)}
             if "operations" in host and not (self._device_clock is not None and self._device_clock.capturing()):
                 facts["launch_time_s"] = node_time_s(device_of(self.objects.models))
             host.update(facts)  # at once: the shipping thread sends them when they are there

@@ -43,6 +43,11 @@ FEWEST_RETRIES: Final = 3
 its blocks in the first steps."""
 STRAGGLER_STEPS: Final = 0.5
 """Share of the steps with a slowest rank in which it must be the same one to be named."""
+WAITING_ROUNDS: Final = 0.5
+"""Share of the rounds of the loader's workers that must wait before more workers are sure to help: less is a stall of
+the storage or of one batch, which they may not remove."""
+MOST_MORE_WORKERS: Final = 16
+"""Workers of a loader that are recommended at most beyond those it has where the cores are not known."""
 BLOCKS: Final = 10
 """Consecutive steps are averaged in so many blocks before their spread is taken, since neighbours are alike."""
 
@@ -97,7 +102,7 @@ def diagnose(steps: Steps, host: HostFacts | None = None, memory: MemoryBreakdow
     waits = sum(share.value for share in (input_share, comm_share, skew_share) if share is not None)
     causes: list[tuple[float, Verdict]] = []
     if input_share is not None and input_share.low >= WAIT_SHARE:
-        causes.append((input_share.value, _input_bound(input_share, host, measured)))
+        causes.append((input_share.value, _input_bound(input_share, steps, host)))
     if comm_share is not None and comm_share.low >= WAIT_SHARE:
         causes.append((comm_share.value, _communication_bound(comm_share, measured)))
     if skew_share is not None and skew_share.low >= WAIT_SHARE:
@@ -135,26 +140,41 @@ def worth(verdict: Verdict) -> str:
 # The diagnoses.
 
 
-def _input_bound(share: Estimate, host: HostFacts, steps: int) -> Verdict:
-    workers = host.loader_workers
+def _input_bound(share: Estimate, steps: Steps, host: HostFacts) -> Verdict:
+    workers, measured = host.loader_workers, len(steps.step_time_s)
     with_workers = "" if workers is None else f", with num_workers={workers}"
     evidence = f"it waits for data {percent(share.value, digits=0)} of a step{with_workers}."
     if workers is None:
         next_step = "load ahead of the training in processes of a DataLoader (num_workers), or make loading cheaper."
-        return _verdict("input_bound", evidence, next_step, steps, _bound(share), at_most=True)
+        return _verdict("input_bound", evidence, next_step, measured, _bound(share), at_most=True)
     enough = _enough_workers(share.value, workers)
-    usable = enough if host.cores is None else min(enough, host.cores)
+    usable = min(enough, workers + MOST_MORE_WORKERS if host.cores is None else host.cores)
     if usable <= workers:
         next_step = (
             f"make loading cheaper, since {workers} workers have the {host.cores} cores of this rank: decode and "
             "resize once, before the training, or read fewer, larger files."
         )
-        return _verdict("input_bound", evidence, next_step, steps, _bound(share), at_most=True)
+        return _verdict("input_bound", evidence, next_step, measured, _bound(share), at_most=True)
     more = f"{usable - workers} more" if workers else f"{usable}"
     plural = "s" if usable - workers > 1 else ""
     next_step = f"give the DataLoader {more} worker{plural} (num_workers={usable})."
     saves = _mapped(share, lambda waits: _saved_by_workers(waits, workers, usable))
-    return _verdict("input_bound", evidence, next_step, steps, saves)
+    if _waits_in_most_rounds(steps, workers):
+        return _verdict("input_bound", evidence, next_step, measured, saves)
+    return _verdict("input_bound", evidence, next_step, measured, _bound(saves), at_most=True)
+
+
+def _waits_in_most_rounds(steps: Steps, workers: int) -> bool:
+    """Return whether the training waits for data in most rounds, of as many steps as the loader has workers.
+
+    Workers that are all too slow deliver their batches together: one step of a round waits, and the others do not.
+    """
+    pairs = zip(steps.input_time_s, steps.step_time_s, strict=True)
+    rows = [(data, whole) for data, whole in pairs if data is not None]
+    size = max(1, workers)
+    rounds = [rows[start : start + size] for start in range(0, len(rows) - size + 1, size)]
+    waiting = sum(sum(data for data, _ in row) >= WAIT_SHARE * sum(whole for _, whole in row) for row in rounds)
+    return waiting >= FEWEST_SPLIT and waiting > WAITING_ROUNDS * len(rounds)
 
 
 def _enough_workers(waits: float, workers: int) -> int:
@@ -218,10 +238,7 @@ def _memory_bound(memory: MemoryBreakdown, steps: Steps) -> Verdict:
         f"the allocator found the device full {memory.alloc_retries} times, each time waiting until cached memory was "
         f"given back{of_device}."
     )
-    next_step = (
-        "halve the local batch and accumulate twice as many micro-steps, checkpoint activations, or set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
-    )
+    next_step = "halve the local batch and accumulate twice as many micro-steps, or checkpoint activations."
     usual = median(steps.step_time_s)
     stalls = sum(max(0.0, time - usual) for time in steps.step_time_s) / math.fsum(steps.step_time_s)
     saves = Estimate(value=stalls, low=0.0, high=stalls)

@@ -79,6 +79,20 @@ def test_ranks_come_from_torchrun_or_else_from_slurm() -> None:
     assert (config.rank, config.world_size) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("environ", "ranks"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "TULA_RANKS_PER_NODE": "4"}, 2),
+        ({"SLURM_NTASKS": "8", "TULA_RANKS_PER_NODE": "4"}, 4),
+        ({"TULA_RANKS_PER_NODE": "4"}, 1),
+    ],
+)
+def test_ranks_of_a_node_come_from_torchrun_or_else_from_the_plan(environ: dict[str, str], ranks: int) -> None:
+    config = read_config({**BASE, **environ})
+    assert config is not None
+    assert config.ranks_per_node == ranks
+
+
 def test_one_process_in_a_slurm_allocation_was_not_launched_as_a_rank() -> None:
     salloc = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
     assert not is_launched(salloc)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tula_wire import HostFacts, MemoryBreakdown, Verdict
 from tula_wire.precision import FEWEST_STEPS
-from tula_wire.verdict import Steps, diagnose, sentence
+from tula_wire.verdict import MOST_MORE_WORKERS, Steps, diagnose, sentence
 
 
 def steps_of(
@@ -72,6 +72,35 @@ def test_workers_are_bounded_by_the_cores_and_so_is_what_they_save() -> None:
     assert verdict.saves.value == pytest.approx(0.6, abs=0.01), "loading still takes 0.4 of what a step took"
 
 
+@pytest.mark.parametrize(("cores", "workers"), [(None, 4 + MOST_MORE_WORKERS), (64, 64)])
+def test_no_more_workers_are_recommended_than_can_be_of_use(cores: int | None, workers: int) -> None:
+    verdict = diagnose(steps_of(data=0.999, noise=0.0), HostFacts(loader_workers=4, cores=cores))
+    assert f"(num_workers={workers})" in verdict.next_step
+
+
+@pytest.mark.parametrize("workers", [0, 4, 20])
+def test_what_workers_save_of_a_few_long_stalls_is_a_bound(workers: int) -> None:
+    stalls = [step % 20 == 19 for step in range(40)]
+    steps = replace(
+        steps_of(40, comm=0.0),
+        step_time_s=[5.0 if stall else 0.1 for stall in stalls],
+        input_time_s=[4.9 if stall else 0.0 for stall in stalls],
+    )
+    verdict = diagnose(steps, HostFacts(loader_workers=workers, cores=64))
+    assert (verdict.diagnosis, verdict.at_most) == ("input_bound", True)
+    assert "It saves up to" in sentence(verdict)
+
+
+def test_workers_that_deliver_their_batches_together_are_an_expectation() -> None:
+    steps = replace(
+        steps_of(40, comm=0.0),
+        step_time_s=[0.5 if step % 4 == 0 else 0.1 for step in range(40)],
+        input_time_s=[0.4 if step % 4 == 0 else 0.0 for step in range(40)],
+    )
+    verdict = diagnose(steps, HostFacts(loader_workers=4, cores=64))
+    assert (verdict.diagnosis, verdict.at_most) == ("input_bound", False)
+
+
 @pytest.mark.parametrize("host", [None, HostFacts(), HostFacts(loader_workers=2, cores=2)])
 def test_where_no_worker_can_be_added_the_wait_is_a_bound(host: HostFacts | None) -> None:
     verdict = diagnose(steps_of(data=0.4), host)
@@ -113,6 +142,7 @@ def test_memory_is_the_diagnosis_only_where_nothing_is_waited_for() -> None:
     verdict = diagnose(steps_of(), memory=full)
     assert (verdict.diagnosis, verdict.at_most) == ("memory_bound", True)
     assert "full 7 times" in verdict.evidence
+    assert "expandable_segments" not in verdict.next_step, "Tula sets it for the commands that it starts"
     assert diagnose(steps_of(data=0.4), memory=full).diagnosis == "input_bound"
 
 
