@@ -55,7 +55,8 @@ FIGURES: tuple[tuple[str, str, str], ...] = (
     ("First guess before any run, one earlier job on the device: off by, median", "cold.same.1.0.median", ""),
     ("Memory, largest batch from the two smallest: median error", "memory.largest.median", "8-14 %"),
     ("The same, 90th percentile", "memory.largest.p90", ""),
-    ("Default gradient scaling in DDP: share of step time", "overhead.fraction", ""),
+    ("Measuring for the default gradient scaling: share of a short CPU step", "overhead.fraction", ""),
+    ("Turning the steps of matrices: share of the same step", "overhead.direction_fraction", ""),
     ("Refresh of AGS: share of the step on which it happens", "overhead.ags_refresh_fraction", ""),
     ("AGS over LBT, mean of the cases with a gap (points)", "ags.over_lbt.mean", "+8.8 (12 cases)"),
 )
