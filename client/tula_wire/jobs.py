@@ -249,7 +249,7 @@ class OptionEffect(WireModel):
         "Peak bytes of one rank over those with the first value at equal batch; null before any is known."
     )
     most_gain: float | None = optional(
-        "Share of the objective's value that it could save at most (0.01: 1 %), where it was not launched."
+        "Share of the recommendation's time or cost that it could save at most (0.01: 1 %), where it was not launched."
     )
     left_out: str | None = optional("Why no candidate has this value, in one sentence: no launch with it succeeded.")
     sentence: str = Field(description="The same in words.")

@@ -37,29 +37,30 @@ def effects_of(answer: Answer) -> list[wire.OptionEffect]:
         return []
     launched = {c.options for c, _ in answer.evidence.rows}
     return [
-        _effect(answer, chosen.configuration.options, name, value, launched)
+        _effect(answer, chosen, name, value, launched)
         for name, (_, *further) in sorted(answer.data.spec.varied_options.items())
         for value in further
     ]
 
 
 def _effect(
-    answer: Answer, held: Options, name: str, value: str, launched_options: Collection[Options]
+    answer: Answer, chosen: Estimate, name: str, value: str, launched_options: Collection[Options]
 ) -> wire.OptionEffect:
-    first = answer.data.spec.options[name][0]
+    held, first = chosen.configuration.options, answer.data.spec.options[name][0]
     recommended, launched = (name, value) in held, any((name, value) in options for options in launched_options)
-    before, after = (best_with(answer, options) for options in _compared(held, name, (first, value), launched_options))
+    pair = _compared(held, name, (first, value), launched_options, {e.configuration.options for e in answer.estimates})
+    before, after = (best_with(answer, options) for options in pair)
     ratios: dict[str, Interval] = {}
     most_gain = None
     if before is not None and after is not None:
-        ratios["time"] = _ratio(after.time_s, before.time_s)
+        known = {"time": _ratio(after.time_s, before.time_s), "memory": _memory(answer, before, after)}
         if answer.choice.goal.priced:
-            ratios["cost"] = _ratio(after.cost_usd, before.cost_usd)
-        if (memory := _memory(answer, before, after)) is not None:
-            ratios["memory"] = memory
+            known["cost"] = _ratio(after.cost_usd, before.cost_usd)
+        ratios = {of: ratio for of in ("time", "cost", "memory") if (ratio := known.get(of)) is not None}
         if not launched:
             goal = answer.choice.goal
-            most_gain = max(0.0, 1.0 - _ratio(goal.value(after), goal.value(before)).low)
+            gain = _ratio(goal.value(after), goal.value(chosen))
+            most_gain = 0.0 if gain is None else max(0.0, 1.0 - gain.low)
     left_out = answer.evidence.left_out.get((name, value))
     if left_out is None and after is None:
         left_out = f"{name} {value} is left out, since none of its batches fits into memory."
@@ -77,14 +78,19 @@ def _effect(
 
 
 def _compared(
-    held: Options, name: str, words: tuple[str, str], launched_options: Collection[Options]
+    held: Options,
+    name: str,
+    words: tuple[str, str],
+    launched_options: Collection[Options],
+    possible: Collection[Options],
 ) -> tuple[Options, Options]:
-    """Return the options with and without a value to compare: both launched if may be, then as near as may be to the
-    recommended ones, `held`."""
+    """Return the options with and without a value to compare: both with candidates, then both launched, then as near as
+    may be to the recommended ones, `held`."""
 
-    def distance(pair: tuple[Options, Options]) -> tuple[int, int, Options]:
+    def distance(pair: tuple[Options, Options]) -> tuple[int, int, int, Options]:
+        gone = sum(options not in possible for options in pair)
         unseen = sum(options not in launched_options for options in pair)
-        return unseen, min(len(switches(held, options)) for options in pair), pair[0]
+        return gone, unseen, min(len(switches(held, options)) for options in pair), pair[0]
 
     pairs = []
     for options in {held, *launched_options}:
@@ -105,8 +111,10 @@ def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | Non
     return None if peaks[0] is None or peaks[1] is None else _ratio(peaks[1], peaks[0])
 
 
-def _ratio(after: Interval, before: Interval) -> Interval:
-    """Return the ratio of two uncertain amounts, as if their errors were independent."""
+def _ratio(after: Interval, before: Interval) -> Interval | None:
+    """Return the ratio of two uncertain amounts, as if their errors were independent; None where one may be zero."""
+    if min(after.low, before.low) <= 0.0:
+        return None
     up = math.hypot(math.log(after.high / after.mean), math.log(before.mean / before.low))
     down = math.hypot(math.log(after.mean / after.low), math.log(before.high / before.mean))
     mean = after.mean / before.mean
@@ -117,22 +125,26 @@ def _sentences(
     name: str, value: str, ratios: dict[str, Interval], most_gain: float | None, recommended: bool
 ) -> Iterator[str]:
     if most_gain is not None:
-        yield f"{name} {value} was not launched: it could win at most {percent(most_gain, digits=0)}."
+        could = f"could win at most {percent(most_gain, digits=0)}" if most_gain >= 0.005 else "cannot win"
+        yield f"{name} {value} was not launched: it {could}."
         return
-    said = [f"{_changed(ratio)} {what}" for what, ratio in ratios.items() if what in ("time", "cost")]
+    said = [_changed(ratio, what) for what, ratio in ratios.items() if what in ("time", "cost")]
     if not said:
         yield f"{name} {value} has nothing to be compared with, since the first value leaves no candidate."
         return
     parts = " and ".join(said)
-    memory = f", at equal batch {_changed(ratios['memory'])} memory" if "memory" in ratios else ""
+    memory = f", at equal batch {_changed(ratios['memory'], 'memory')}" if "memory" in ratios else ""
     yield f"{name} {value} takes {parts}{memory}."
     if recommended and name in _CHANGES_NUMERICS:
         yield "It changes the numbers that training computes with: compare the losses of both before relying on it."
 
 
-def _changed(ratio: Interval) -> str:
-    """Return how much more or less that is, with the interval: `48 % [44, 52] less`."""
+def _changed(ratio: Interval, what: str) -> str:
+    """Return how much more or less of something that is, with the interval: `48 % [44, 52] less time`."""
+    if ratio.low < 1.0 < ratio.high:
+        most, least = (percent(share, digits=0) for share in (ratio.high - 1.0, 1.0 - ratio.low))
+        return f"between {least} less and {most} more {what}"
     less = ratio.mean < 1.0
     ends = sorted((1.0 - end if less else end - 1.0) for end in (ratio.low, ratio.high))
     low, high = (f"{100.0 * end:.0f}" for end in ends)
-    return f"{percent(abs(ratio.mean - 1.0), digits=0)} [{low}, {high}] {'less' if less else 'more'}"
+    return f"{percent(abs(ratio.mean - 1.0), digits=0)} [{low}, {high}] {'less' if less else 'more'} {what}"

@@ -27,7 +27,7 @@ def switched(c: wire.Configuration) -> float:
     return factor * overlapping(replace(c, options=()))
 
 
-def worked(cluster: Cluster, **changes: Any) -> wire.Recommendation:
+def worked(cluster: Cluster, /, **changes: Any) -> wire.Recommendation:
     """The recommendation of a job with options whose plan is done."""
     cluster.step_time = switched
     job_id = cluster.register(spec(**({"options": OPTIONS} | changes))).job.id
@@ -77,6 +77,31 @@ def test_each_value_says_what_it_is_worth_in_time_money_and_memory(cluster: Clus
     assert "compare the losses" in bf16.sentence
     compiled = by_value["on"]
     assert compiled.launched or (compiled.most_gain is not None and compiled.most_gain < 0.6)
+
+
+def test_a_cluster_that_costs_nothing_is_answered_without_ratios_of_its_cost(cluster: Cluster) -> None:
+    price = {"usd_per_node_hour": 0.0}
+    answer = worked(cluster, cluster=[{"max_nodes": 8, "memory_bytes_per_rank": 16 * 2**30, "price": price}])
+    assert answer.chosen is not None
+    assert all(effect.cost is None and effect.time is not None for effect in answer.options)
+
+
+def test_a_value_that_may_as_well_save_as_cost_is_said_to_lie_between(cluster: Cluster) -> None:
+    answer = worked(cluster, options={"kernel": ["a", "b"]})
+    (effect,) = answer.options
+    assert effect.time is not None
+    assert effect.launched
+    assert effect.time.low < 1.0 < effect.time.high
+    assert effect.sentence.startswith("kernel b takes between ")
+
+
+def test_what_an_unlaunched_value_could_win_is_over_the_recommendation(cluster: Cluster) -> None:
+    answer = worked(cluster, options={"kernel": ["eager", "bf16", "slow"]}, profiling={"max_runs": 7})
+    for effect in answer.options:
+        if not effect.launched:
+            assert effect.most_gain is not None
+            assert effect.most_gain <= 0.6
+            assert "win" in effect.sentence
 
 
 def test_nothing_that_was_not_launched_is_recommended_or_listed(cluster: Cluster) -> None:
