@@ -303,7 +303,9 @@ class Recommendation(WireModel):
         "choose, the ends, the recommended one, and what lies farthest from these.",
     )
     max_local_batch_size: dict[str, int] = Field(
-        {}, description="Examples per micro-step by instance type, of the memory model."
+        {},
+        description="Examples per micro-step by instance type, of the memory model, with the options of `chosen`; "
+        "where nothing is chosen, with the first value of each option.",
     )
     max_sensible_batch_size: int | None = optional(
         "Examples per step; a larger batch hardly improves one. Null until a training, or a profiling run of 100 "

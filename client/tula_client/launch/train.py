@@ -13,7 +13,7 @@ from tula_client.launch.judge import Outcome
 from tula_client.launch.run_loop import POLL_S, ActiveRun, Runner, check_configuration
 from tula_client.launch.template import Template
 from tula_client.launch.workdir import may_hold_files
-from tula_wire import Configuration, Job, Run
+from tula_wire import Candidate, Configuration, Job, Run
 from tula_wire.format import duration
 
 _STATE = "training"
@@ -164,10 +164,17 @@ def _learning_rate_factor(runner: Runner, job: Job, template: Template, configur
     if "learning_rate_factor" not in template.placeholders:
         return 1.0
     candidates = runner.retrying(runner.service.recommendation, job.id).candidates
-    factor = next((one.learning_rate_factor for one in candidates if one.configuration == configuration), None)
+    factors = (one.learning_rate_factor for one in candidates if _steps_alike(one.configuration, configuration))
+    factor = next(factors, None)  # a candidate has options that were launched; this configuration may have others
     if factor is None:
         runner.reporter.note("No learning rate factor is known for this batch: {learning_rate_factor} is 1.")
     return 1.0 if factor is None else factor
+
+
+def _steps_alike(one: Configuration, other: Configuration) -> bool:
+    """Return True where both have the same global batch, and both or neither divide it: that decides the factor."""
+    divided, also = (each.world_size * each.grad_accum_steps > 1 for each in (one, other))
+    return one.global_batch_size == other.global_batch_size and divided == also
 
 
 def _newest_file(folder: Path) -> tuple[str, float] | None:
@@ -182,10 +189,21 @@ def _newest_file(folder: Path) -> tuple[str, float] | None:
 
 
 def _fall_back(runner: Runner, job: Job, template: Template, failed: Configuration) -> Configuration:
-    """The next smaller configuration, within the bound of the memory model, which has seen the failure; notes it."""
-    recommendation = runner.retrying(runner.service.recommendation, job.id)
-    bound = recommendation.max_local_batch_size.get(failed.instance_type)
-    smaller = next_smaller(failed, can_accumulate=template.can_accumulate, max_local_batch_size=bound or None)
+    """Return the next smaller configuration, and note it.
+
+    Its bound is the largest local batch of the candidates that fit, by a memory model that has seen the failure. Only
+    candidates on the failed instance type with the failed options count, since other options take other memory.
+    """
+    bound = max(
+        (
+            one.configuration.local_batch_size
+            for one in runner.retrying(runner.service.recommendation, job.id).candidates
+            if (one.configuration.instance_type, one.configuration.options) == (failed.instance_type, failed.options)
+            and _fits(one, job)
+        ),
+        default=None,
+    )
+    smaller = next_smaller(failed, can_accumulate=template.can_accumulate, max_local_batch_size=bound)
     if smaller is None:
         raise LaunchError(
             f"a local batch of {failed.local_batch_size} ran out of memory and there is no smaller one: "
@@ -193,6 +211,13 @@ def _fall_back(runner: Runner, job: Job, template: Template, failed: Configurati
         )
     runner.reporter.note(_explain_fallback(failed, smaller))
     return smaller
+
+
+def _fits(one: Candidate, job: Job) -> bool:
+    """Return whether it fits into memory; what a limit excludes may fit too, where the probability is known."""
+    if one.memory_fits is None:
+        return one.excluded_by is None
+    return one.memory_fits >= job.spec.profiling.memory_safety
 
 
 def next_smaller(

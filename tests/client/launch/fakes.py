@@ -64,7 +64,7 @@ class FakeService:
 
     def __init__(self, configurations=(), chosen=None, options=None):
         self.options = options
-        self.runs, self.away, self.calls, self.bound, self.output = {}, 0, [], {}, {}
+        self.runs, self.away, self.calls, self.candidates, self.output = {}, 0, [], [], {}
         self.chosen, self.holders, self.continued = chosen, {}, []
         self.basis, self.share_launches, self.time_limit_s = "profiled", False, None
         for configuration in configurations:
@@ -162,14 +162,10 @@ class FakeService:
 
     def recommendation(self, job_id, *, objective=None):
         self._called("recommendation")
-        one = Estimate(value=1, low=1, high=1)
-        chosen = self.chosen and Candidate(
-            configuration=self.chosen, global_batch_size=1, step_time_s=one, epoch_time_s=one, total_time_s=one
-        )
+        chosen = self.chosen and candidate(self.chosen)
         return Recommendation(
             id="x", job_id=job_id, created_at=NOW, basis=self.basis, objective="knee", chosen=chosen,
-            knee=Knee(found=False, reason=""), why="No reason.", candidates=[], frontier=[],
-            max_local_batch_size=self.bound,
+            knee=Knee(found=False, reason=""), why="No reason.", candidates=self.candidates, frontier=[],
             model=ModelReport(form="", version="", num_runs=0, num_samples=0),
         )  # fmt: skip
 
@@ -255,3 +251,16 @@ class Notes:
 def configuration(nodes=1, batch=32, accumulation=1, **options):
     chosen = tuple(sorted(options.items()))
     return Configuration(num_nodes=nodes, local_batch_size=batch, grad_accum_steps=accumulation, options=chosen)
+
+
+def candidate(configuration, **fields):
+    one = Estimate(value=1, low=1, high=1)
+    size = configuration.global_batch_size
+    return Candidate(
+        configuration=configuration,
+        global_batch_size=size,
+        step_time_s=one,
+        epoch_time_s=one,
+        total_time_s=one,
+        **fields,
+    )

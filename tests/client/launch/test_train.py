@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, configuration
+from tests.client.launch.fakes import TEMPLATE, Bench, FakeProcess, FakeService, Notes, candidate, configuration
 from tula_client._errors import LaunchError
 from tula_client.launch.template import Template
 from tula_client.launch.train import next_smaller, train
@@ -119,9 +119,23 @@ def test_without_a_way_to_accumulate_the_global_batch_falls_and_so_should_the_le
 
 def test_the_memory_models_new_bound_is_respected(tmp_path):
     service, notes = FakeService(chosen=configuration(2, 64)), Notes()
-    service.bound = {"default": 20}
+    service.candidates = [candidate(configuration(4, batch), memory_fits=20 / batch - 0.2) for batch in (8, 16, 32)]
     bench = bench_of(tmp_path, service, notes, (137, False), (0, False))
     assert trained_with(go(bench, service)) == configuration(2, 16, 4)
+
+
+def test_the_bound_after_an_out_of_memory_is_that_of_the_options_that_ran_out(tmp_path):
+    """The recommended options may take more memory than those that a user asked for, or less."""
+    service, notes = FakeService(chosen=configuration(2, 64, checkpointing="on")), Notes()
+    service.candidates = [
+        candidate(configuration(2, 32, checkpointing="on"), memory_fits=1.0),
+        candidate(configuration(2, 32, checkpointing="off"), memory_fits=0.1),
+        candidate(configuration(2, 16, checkpointing="off"), memory_fits=1.0),
+        candidate(configuration(2, 32, checkpointing="off"), excluded_by="its local batch 32 is not below 32"),
+    ]
+    bench = bench_of(tmp_path, service, notes, (137, False), (0, False))
+    trained = go(bench, service, configuration=configuration(2, 64, checkpointing="off"))
+    assert trained_with(trained) == configuration(2, 16, 4, checkpointing="off")
 
 
 def test_a_pre_empted_training_starts_again_from_its_checkpoint(tmp_path):
@@ -351,3 +365,16 @@ def test_a_training_takes_the_configuration_that_is_asked_for_and_the_learning_r
     assert Path(folder.removeprefix("--output-dir=")).is_dir()
     assert factor == "--lr-times=1"
     assert any("No learning rate factor is known" in text for text in notes.notes)
+
+
+def test_options_that_were_never_launched_take_the_learning_rate_factor_of_their_batch(tmp_path):
+    service, notes = FakeService(chosen=configuration(2, 64, precision="fp32")), Notes()
+    service.candidates = [
+        candidate(configuration(1, 256, precision="fp32"), learning_rate_factor=1.0),  # one rank divides no step
+        candidate(configuration(4, 64, precision="fp32"), learning_rate_factor=2.5),
+    ]
+    bench = bench_of(tmp_path, service, notes, (0, False))
+    template = Template((*TEMPLATE.words, "--lr-times={learning_rate_factor}"))
+    go(bench, service, template, configuration=configuration(8, 32, precision="bf16"))
+    assert bench.started[0][0][-1] == "--lr-times=2.5"
+    assert not any("learning rate factor" in text for text in notes.notes)
