@@ -77,6 +77,32 @@ def test_memory_shows_the_ceiling_and_the_batch_that_ran_out() -> None:
     assert 0 < len(profiled) < 5
 
 
+def test_memory_is_drawn_with_the_recommended_options_alone_and_with_the_first_values_where_none_is() -> None:
+    def with_options(checkpointing: str, *candidates: wire.Candidate, **fields: object) -> list[wire.Candidate]:
+        chosen = (("checkpointing", checkpointing),)
+        return [
+            c.model_copy(update={"configuration": replace(c.configuration, options=chosen), **fields})
+            for c in candidates
+        ]
+
+    small, large = models.candidate(2, 32), models.candidate(2, 256)
+    off, on = with_options("off", small, large, profiled=True), with_options("on", small, large, profiled=False)
+    low = wire.Estimate(value=2**30, low=2**30, high=2**30)
+    on = with_options("on", *on, memory_bytes=low)
+    crashed = models.run("run_1", state="out_of_memory")
+    crashed = crashed.model_copy(update={"configuration": off[1].configuration})
+    job = models.job(plan=[crashed])
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"options": {"checkpointing": ["off", "on"]}})})
+    for chosen, drawn, crashes in ((on[0], on, 0), (off[0], off, 1), (None, off, 1)):
+        answer = models.recommendation([*off, *on]).model_copy(update={"chosen": chosen})
+        data = candidates.memory(job, answer)["datasets"]
+        assert [row["value"] * 2**30 for row in data["curve"]] == pytest.approx(
+            [c.memory_bytes.value for c in drawn if c.memory_bytes is not None]
+        )
+        assert {row["profiled"] for row in data["curve"]} == {drawn[0].profiled}
+        assert len(data["crashes"]) == crashes
+
+
 def test_options_show_what_each_value_changes_and_which_was_launched() -> None:
     rows = candidates.options(models.job(), models.recommendation())["datasets"]["effects"]
     assert [(row["option"], row["against"], row["quantity"], row["launched"]) for row in rows] == [

@@ -10,6 +10,7 @@ from tula_service.dashboard.charts.vega import ALARM, DASHES, FAINT, HEIGHT, PAL
 from tula_service.dashboard.format import duration_interval, money_interval
 from tula_wire import DEFAULT_INSTANCE_TYPE, Candidate, Configuration, Estimate, Job, Recommendation
 from tula_wire.format import cluster_name, configuration, duration, money, option, percent, size
+from tula_wire.options import combinations
 
 Quantity = Literal["time", "cost"]
 _SHAPES: Final = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
@@ -240,16 +241,22 @@ def _rules(ruled: list[Row]) -> list[Spec]:
 
 
 def memory(job: Job, recommendation: Recommendation) -> Spec:
-    """Peak memory of one rank (equation 3, fitted) against local batch size."""
-    title = f"{job.name}: memory of a rank"
+    """Peak memory of one rank (equation 3, fitted) against local batch size, with the recommended options.
+
+    Where nothing is recommended, the options have their first values.
+    """
+    chosen = recommendation.chosen
+    options = combinations(job.spec.options)[0] if chosen is None else chosen.configuration.options
+    title = ", ".join([f"{job.name}: memory of a rank", *(option(name, word) for name, word in options)])
+    alike = [c for c in recommendation.candidates if c.configuration.options == options]
     predicted = {
         (c.configuration.instance_type, c.configuration.local_batch_size): c.memory_bytes
-        for c in recommendation.candidates
+        for c in alike
         if c.memory_bytes is not None
     }
     if not predicted:
         return vega.message(title, "No memory reading yet: the first profiling runs bring them.")
-    profiled = [c.configuration for c in recommendation.candidates if c.profiled]
+    profiled = [c.configuration for c in alike if c.profiled]
     read = {(each.instance_type, each.local_batch_size) for each in profiled}
     ceilings = {c.instance_type: c.memory_bytes_per_rank for c in job.spec.cluster if c.memory_bytes_per_rank}
     unit = vega.bytes_unit([*(e.value for e in predicted.values()), *ceilings.values()])
@@ -261,7 +268,8 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
         {"value": most / unit.size, "label": "memory of " + ("a rank" if kind == DEFAULT_INSTANCE_TYPE else kind)}
         for kind, most in ceilings.items()
     ]
-    over = [run.configuration for run in job.plan if run.state == "out_of_memory"]
+    ran = [run.configuration for run in job.plan if run.state == "out_of_memory"]
+    over = [each for each in ran if each.options == options]
     crashes: list[Row] = [
         {
             "batch": each.local_batch_size,
