@@ -242,6 +242,32 @@ def test_a_recommendation_with_options_says_what_they_are_worth_and_what_today_c
     before = f"{format.duration(today.total_time_s.value)}, {format.money(today.cost_usd.value)}"
     nodes = f"{chosen.configuration.num_nodes} nodes, global batch {chosen.global_batch_size}"
     assert f"{nodes}, compiled, bf16: {time}, {cost}; as you run it today: {before}." in lines
+    (same,) = jobs.today_line(answer.model_copy(update=update | {"with_base_options": chosen}))
+    assert same.plain == f"{nodes}, compiled, bf16: {time}, {cost}."
+
+
+def test_the_run_most_like_the_recommendation_has_its_options_before_its_nodes_and_its_batch() -> None:
+    def run(name: str, nodes: int, local: int, **options: str) -> wire.Run:
+        configuration = wire.Configuration(
+            num_nodes=nodes, local_batch_size=local, options=tuple(sorted(options.items()))
+        )
+        return models.run(name).model_copy(update={"configuration": configuration})
+
+    answer = models.recommendation()
+    best = run("best", 8, 128, compile="on", precision="bf16").configuration
+    chosen = answer.candidates[0].model_copy(update={"configuration": best})
+    answer = answer.model_copy(update={"chosen": chosen})
+    plan = [
+        run("half", 8, 128, compile="off", precision="bf16"),
+        run("far", 1, 32, compile="on", precision="bf16"),
+        run("near", 4, 32, compile="on", precision="bf16"),
+        run("base", 8, 128, compile="off", precision="fp32"),
+    ]
+    order = []
+    while (like := launch.run_like(answer, plan)) is not None:
+        order.append(like.id)
+        plan = [one for one in plan if one.id != like.id]
+    assert order == ["near", "far", "half", "base"]
 
 
 def test_a_job_without_options_shows_none() -> None:

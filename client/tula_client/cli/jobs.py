@@ -390,6 +390,7 @@ def today_line(answer: Recommendation) -> list[Text]:
     """Return the line that compares the recommendation with the options as the script runs today; none without both.
 
     Such as `4 nodes, global batch 2048, bf16, compiled: 3 h 6 min, $152.00; as you run it today: 7 h 54 min, $388.00.`
+    The second half is left out where the recommended options are those of today.
     """
     chosen, today = answer.chosen, answer.with_base_options
     if chosen is None or today is None:
@@ -397,7 +398,8 @@ def today_line(answer: Recommendation) -> list[Text]:
     configured = chosen.configuration
     words = [cluster_name(configured), f"global batch {configured.global_batch_size}"]
     words += [option(name, word) for name, word in configured.options]
-    return [Text(f"{', '.join(words)}: {_totals(chosen)}; as you run it today: {_totals(today)}.")]
+    compared = "" if configured.options == today.configuration.options else f"; as you run it today: {_totals(today)}"
+    return [Text(f"{', '.join(words)}: {_totals(chosen)}{compared}.")]
 
 
 def _totals(one: Candidate) -> str:

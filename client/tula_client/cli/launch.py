@@ -136,7 +136,7 @@ def tune(
                 runner.time_limit_s = None
                 trained = train(runner, job, template)
         verdicts = [
-            *_verdict_on(client, _run_like(tuned.recommendation, tuned.job.plan)),
+            *_verdict_on(client, run_like(tuned.recommendation, tuned.job.plan)),
             *(() if trained is None else _verdict_on(client, trained[-1][0])),
         ]
     emit(_tuned_plain(tuned, trained, verdicts), _tuned_view(tuned, trained, verdicts), as_json)
@@ -340,18 +340,21 @@ def _go_on(_number: int, _frame: FrameType | None) -> None:
     """Handles a signal that ends nothing; a command inherits no handler, but would inherit that a signal is ignored."""
 
 
-def _run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:
-    """Return the measured run of the recommended configuration, or the one that is most like it: by its nodes, then by
-    its batch."""
+def run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:
+    """Return the measured run of the recommended configuration, or the one that is most like it.
+
+    The fewest options differ, then the nodes differ least, then the batch does.
+    """
     chosen = recommendation.chosen
     measured = [run for run in plan if run.state == "succeeded"]
     if chosen is None or not measured:
         return None
 
-    def distance(run: Run) -> tuple[bool, float, float]:
+    def distance(run: Run) -> tuple[int, bool, float, float]:
         have, want = run.configuration, chosen.configuration
         nodes, batch = have.num_nodes / want.num_nodes, have.global_batch_size / want.global_batch_size
-        return have != want, abs(math.log(nodes)), abs(math.log(batch))
+        others = len({*want.options} - {*have.options})
+        return others, have != want, abs(math.log(nodes)), abs(math.log(batch))
 
     return min(measured, key=distance)
 
