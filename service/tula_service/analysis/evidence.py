@@ -396,8 +396,8 @@ def _memory_models(
 ) -> tuple[dict[Variant, MemoryModel], list[str]]:
     """Return the memory model of each variant on one instance type, and warnings of readings that no model can use.
 
-    The base comes first, then what was read, then the rest. A further variant has the static bytes of the base unless
-    its own were counted; one that was not read starts from the nearest one that was.
+    The base comes first, then what was read, then the rest. Every further variant starts from the nearest one before
+    it: one that was read has that one's static bytes, unless its own were counted.
     """
     models: dict[Variant, MemoryModel] = {}
     warnings: list[str] = []
@@ -432,7 +432,7 @@ def _memory_model(
 ) -> MemoryModel:
     """Fit the memory of one variant to its runs. Raises ObservationError where there is nothing to fit.
 
-    `static_bytes` are those of the base, in a further variant: the specification counts for the base alone.
+    `static_bytes` are those of the nearest variant, for a further one: the specification counts for the base alone.
     """
     readings = [(c, memory) for c, memory in rows if memory is not None]
     usable = [(c, memory) for c, memory in readings if memory.peak_bytes > 0]
