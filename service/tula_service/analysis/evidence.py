@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -170,29 +171,34 @@ def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuratio
 
 
 def _crashing(data: JobData, ran: set[Options]) -> tuple[set[Options], dict[tuple[str, str], str]]:
-    """Return the options whose every launch failed, and the values at fault with a sentence each.
+    """Return the options that crash, and the values at fault with a sentence each.
 
-    A value is at fault where it is the only one of a failed launch that has run nowhere: `ran` are the options that
-    have, and those of the base count as well. Failures before the job was registered again count no longer.
+    Options crash where a launch with them failed and they are not among `ran`, the options that have run. A value is at
+    fault where it has run nowhere and failed with every other option at its base: where several values fail together,
+    no value is known to be the cause. Where each launch measures one configuration, a second one must fail as well.
+    Failures before the job was registered again count no longer.
     """
     base = combinations(data.spec.options)[0]
+    failed = {
+        run.configuration: run
+        for run in data.profile_runs
+        if run.state == "failed" and run.key > data.retried_up_to_key and run.configuration.options not in (base, *ran)
+    }
+    enough = 1 if data.spec.profiling.share_launches else 2
+    by_options = Counter(c.options for c in failed)
+    by_value = Counter(pair for c in failed for pair in c.options)
     proved = {pair for options in (base, *ran) for pair in options}
-    crashing: set[Options] = set()
     left_out: dict[tuple[str, str], str] = {}
-    for run in data.profile_runs:
-        options = run.configuration.options
-        if run.state != "failed" or run.key <= data.retried_up_to_key or options in ran or options == base:
-            continue
-        crashing.add(options)
-        suspects = [pair for pair in options if pair not in proved]
-        if len(suspects) == 1:
-            (name, value), why = suspects[0], f": {run.message}" if run.message else ""
+    for c, run in failed.items():
+        changed = [pair for pair in c.options if pair not in base]
+        if len(changed) == 1 and changed[0] not in proved and by_value[changed[0]] >= enough:
+            (name, value), why = changed[0], f": {run.message}" if run.message else ""
             left_out.setdefault(
-                suspects[0],
+                changed[0],
                 f"{name} {value} is left out, since each launch with it failed; register the job again to retry "
                 f"it{why}",
             )
-    return crashing, left_out
+    return {options for options, number in by_options.items() if number >= enough}, left_out
 
 
 def _as_run(summary: RunSummary) -> tuple[Configuration | None, str | None]:

@@ -399,3 +399,34 @@ def test_energy_is_predicted_from_the_power_that_runs_read_and_the_least_of_it_c
         assert each.energy_gco2.value == pytest.approx(400.0 * each.energy_kwh.value)
         joules = each.joules_per_example.value * data.spec.dataset.size * data.spec.epochs
         assert joules == pytest.approx(3.6e6 * each.energy_kwh.value)
+
+
+OPTIONS = {"precision": ["fp32", "bf16"], "compile": ["off", "on"]}
+
+
+def at(batch: int = 32, *, compiled: str = "off", precision: str = "fp32") -> wire.Configuration:
+    """One node with these values of `OPTIONS`."""
+    options = (("compile", compiled), ("precision", precision))
+    return wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=batch, options=options)
+
+
+def test_a_combination_that_crashes_condemns_a_value_only_once_that_value_fails_alone() -> None:
+    both = at(compiled="on", precision="bf16")
+    data = measured(measured(job(options=OPTIONS), at()), at(precision="bf16"))
+    data = measured(data, both, state="failed")
+    evidence = answer_of(data).evidence
+    assert evidence.left_out == {}
+    assert {c.options for c in evidence.failed} == {both.options}
+    evidence = answer_of(measured(data, at(compiled="on"), state="failed")).evidence
+    assert set(evidence.left_out) == {("compile", "on")}
+    assert {c.options for c in evidence.failed} == {both.options, at(compiled="on").options}
+
+
+def test_where_launches_measure_one_configuration_a_value_is_left_out_once_a_second_one_fails() -> None:
+    data = measured(job(options=OPTIONS, profiling={"share_launches": False}), at())
+    data = measured(data, at(precision="bf16"), state="failed")
+    evidence = answer_of(data).evidence
+    assert (evidence.left_out, evidence.failed) == ({}, {at(precision="bf16")})
+    evidence = answer_of(measured(data, at(64, precision="bf16"), state="failed")).evidence
+    assert set(evidence.left_out) == {("precision", "bf16")}
+    assert {dict(c.options)["precision"] for c in evidence.failed} == {"bf16"}
