@@ -130,12 +130,12 @@ def has_prices(spec: wire.JobSpec) -> bool:
 
 
 def payable(spec: wire.JobSpec, memory: Collection[Variant]) -> wire.JobSpec:
-    """Return the specification, without prices if one is per GB-hour and the memory of that instance type is not known.
+    """Return the specification, without prices if one is per GB-hour and the memory of a variant with it is not known.
 
     `memory` names the variants whose memory is known.
     """
-    base = combinations(spec.options)[0]
-    if all(Variant(c.instance_type, base) in memory or not c.price.usd_per_gb_hour for c in spec.cluster):
+    by_memory = [c.instance_type for c in spec.cluster if c.price.usd_per_gb_hour]
+    if all(Variant(name, options) in memory for name in by_memory for options in combinations(spec.varied_options)):
         return spec
     return spec.model_copy(update={"cluster": [c.model_copy(update={"price": wire.Price()}) for c in spec.cluster]})
 

@@ -16,6 +16,7 @@ from tula_service.analysis.answer import Answer, Infeasible, analyse
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.plan import PlanDecision, plan_of
 from tula_service.domain import MemoryReading, RunRecord, RunSummary
+from tula_service.perfmodel.variants import Variant
 from tula_wire.enums import RunState
 from tula_wire.format import multiple
 
@@ -430,3 +431,15 @@ def test_where_launches_measure_one_configuration_a_value_is_left_out_once_a_sec
     evidence = answer_of(measured(data, at(64, precision="bf16"), state="failed")).evidence
     assert set(evidence.left_out) == {("precision", "bf16")}
     assert {dict(c.options)["precision"] for c in evidence.failed} == {"bf16"}
+
+
+def test_a_price_per_gb_hour_waits_for_the_memory_of_every_variant() -> None:
+    data = job(options=OPTIONS, cluster={"max_nodes": 8, "ranks_per_node": 2, "price": {"usd_per_gb_hour": 0.1}})
+    for peak, configuration in ((2e9, at()), (3e9, at(64)), (9e9, at(precision="bf16"))):
+        reading = MemoryReading("cuda_allocator", int(peak), capacity_bytes=8 * 10**9, context_bytes=0)
+        data = measured(data, configuration, memory=reading)
+    answer = answer_of(data)
+    assert Variant("default", at().options) in answer.evidence.memory.models
+    assert Variant("default", at(precision="bf16").options) not in answer.evidence.memory.models
+    assert not answer.choice.goal.priced
+    assert any("per GB-hour" in warning for warning in explanation.model_report(answer).warnings)
