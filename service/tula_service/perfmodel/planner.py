@@ -40,7 +40,8 @@ class PlanBudget:
     """The limits of all profiling together. GPU-seconds count ranks times seconds; None means no limit.
 
     `by_default` says that `max_runs` is the default and not the user's number. With `share_launches`, a launch measures
-    up to three local batches, and `max_runs` counts launches.
+    up to three local batches, and `max_runs` counts launches. `failed` configurations count as launched: those with
+    other options than the base, of which all values may fail.
     """
 
     max_runs: int = 6
@@ -50,6 +51,7 @@ class PlanBudget:
     steps_per_further_run: int = 30
     by_default: bool = False
     share_launches: bool = False
+    failed: frozenset[Configuration] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class _State:
         # The other searches have a fixed number of runs; a cap on runs belongs to the adaptive one.
         limit = budget.max_runs if search == "adaptive" else len(candidates) + 1
         self.batches = _BATCHES_PER_LAUNCH if budget.share_launches else 1
-        launched = Counter(map(self._launch_of, self.used)).values()
+        launched = Counter(map(self._launch_of, self.used | budget.failed)).values()
         self.runs_left = limit - sum(math.ceil(count / self.batches) for count in launched)
 
     def exhausted(self) -> str | None:

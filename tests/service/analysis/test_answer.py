@@ -16,7 +16,7 @@ from tula_service.analysis.answer import Answer, Infeasible, analyse
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.plan import PlanDecision, plan_of
 from tula_service.domain import MemoryReading, RunRecord, RunSummary
-from tula_service.perfmodel.variants import Variant
+from tula_service.perfmodel.variants import Variant, launch_of
 from tula_wire.enums import RunState
 from tula_wire.format import multiple
 
@@ -443,3 +443,21 @@ def test_a_price_per_gb_hour_waits_for_the_memory_of_every_variant() -> None:
     assert Variant("default", at(precision="bf16").options) not in answer.evidence.memory.models
     assert not answer.choice.goal.priced
     assert any("per GB-hour" in warning for warning in explanation.model_report(answer).warnings)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_launches_that_fail_with_other_values_of_options_count_as_launches(shared: bool) -> None:
+    values = [f"kernel-{number}" for number in range(16)]
+    data = job(options={"attention": values}, cluster={"max_nodes": 2}, profiling={"share_launches": shared})
+    failed = set()
+    for _ in range(30):
+        if not (new := plan_of(analyse(data)).new):
+            break
+        for run in new:
+            c = run.configuration
+            if c.options == (("attention", values[0]),):
+                data = measured(data, c)
+            else:
+                data = measured(data, c, state="failed")
+                failed.add(launch_of(c) if shared else c)
+    assert 0 < len(failed) <= 4, "the default is six launches, of which the base takes at least two"
