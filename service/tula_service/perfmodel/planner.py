@@ -100,7 +100,8 @@ def plan(
     same arguments. `pending` runs have been handed out; `unavailable` configurations failed and are neither planned nor
     chosen. Raises ObservationError where all candidates failed.
     """
-    left = tuple(c for c in dict.fromkeys(candidates) if c not in set(unavailable))
+    unavailable = frozenset(unavailable)
+    left = tuple(c for c in dict.fromkeys(candidates) if c not in unavailable)
     if not left:
         raise ObservationError("candidates: the run of each has failed; fix the cause and register the job again.")
     state = _State(search, left, model, budget or PlanBudget(), pending)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,7 +104,15 @@ class Points:
 
     def rows_of(self, variant: Variant) -> npt.NDArray[np.intp]:
         """Row numbers of the points of a variant."""
-        return np.flatnonzero([name == variant for name in self.variant])
+        return self._rows_by_variant.get(variant, np.empty(0, np.intp))
+
+    @cached_property
+    def _rows_by_variant(self) -> dict[Variant, npt.NDArray[np.intp]]:
+        """Row numbers by variant: a job has up to 64 for each instance type, so that a scan for each would be slow."""
+        rows = defaultdict[Variant, list[int]](list)
+        for row, variant in enumerate(self.variant):
+            rows[variant].append(row)
+        return {variant: np.array(numbers, np.intp) for variant, numbers in rows.items()}
 
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Points:
         """Return the points at these row numbers, or where this mask is true."""
