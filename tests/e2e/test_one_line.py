@@ -16,6 +16,7 @@ import torch.distributed as dist
 from benchmarks.support.forked import Server
 from benchmarks.support.gloo import free_port
 from tests.agent.joining_rank import JoiningRank
+from tests.client.conftest import job_spec
 from tests.e2e.slurm import slurm
 from tests.support.forked_commands import launchers
 from tula_agent.config import WantedJob, read_config
@@ -111,6 +112,7 @@ def torchrun(server: Server, *words: str, log: Path, **environ: str) -> None:
 
 
 def test_two_ranks_register_the_job_and_join_one_run(client: Client, server: Server, tmp_path: Path) -> None:
+    client.register(job_spec("imports SciPy"))  # a new service takes longer for its first job than the script lasts
     script, log = tmp_path / "train.py", tmp_path / "log"
     script.write_text(SCRIPT)
     torchrun(server, str(script), log=log)
