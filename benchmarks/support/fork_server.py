@@ -10,6 +10,7 @@ killed, the parent ends the children that still run.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -77,7 +78,8 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal unless the process has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended, which `poll` learns a moment later
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM."""

@@ -29,8 +29,7 @@ def relative_error(step_times_s: Sequence[float], start_up_s: float = 0.0) -> fl
     count, total_s = len(step_times_s), math.fsum(step_times_s)
     if count < FEWEST_STEPS or total_s < max(_LEAST_S, _OF_START_UP * start_up_s):
         return math.inf
-    error_s = stdev(step_times_s) / math.sqrt(count)
-    return student(count - 1) * error_s / fmean(step_times_s)
+    return half_width(stdev(step_times_s), count) / fmean(step_times_s)
 
 
 def is_known(
@@ -43,7 +42,7 @@ def is_known(
     """
     if precision <= 0.0 or relative_error(step_times_s, start_up_s) > precision:
         return False
-    return _error_of(usual_spread, len(step_times_s)) <= _TOLERABLE
+    return half_width(usual_spread, len(step_times_s)) <= _TOLERABLE
 
 
 def is_long_enough(
@@ -62,8 +61,8 @@ def is_long_enough(
     if len(times) < FEWEST_STEPS:
         return True
     means = _means(times)
-    own = student(len(means) - 1) * stdev(means) / math.sqrt(len(means)) / fmean(means)
-    return max(own, _error_of(usual_spread, len(times))) <= _TOLERABLE
+    own = half_width(stdev(means), len(means)) / fmean(means)
+    return max(own, half_width(usual_spread, len(times))) <= _TOLERABLE
 
 
 def spread(step_times_s: Sequence[float]) -> float:
@@ -95,13 +94,16 @@ def _in_each(count: int) -> int:
     return round(math.cbrt(count))
 
 
-def _error_of(spread: float, count: int) -> float:
-    """Return the half-width of a 95 % interval of the mean of `count` steps of this spread."""
-    return student(count - 1) * spread / math.sqrt(count) if count > 1 else math.inf
+def half_width(deviation: float, count: int, z: float = _NORMAL) -> float:
+    """Return the half-width of a 95 % interval of the mean of `count` values of this standard deviation.
+
+    With another `z`, it is of the interval whose half-width is `z` standard deviations of a normal variable.
+    """
+    return _student(count - 1, z) * deviation / math.sqrt(count) if count > 1 else math.inf
 
 
-def student(freedom: int, z: float = _NORMAL) -> float:
-    """Return the quantile of Student's t at which a normal variable has `z`, without which its 97.5 % quantile.
+def _student(freedom: int, z: float) -> float:
+    """Return the quantile of Student's t at which a normal variable has `z`.
 
     By the first terms of a series in 1 / freedom (Abramowitz 26.7.5): at 97.5 % it is 3 % too low with two degrees of
     freedom, and less than 1 % with more.

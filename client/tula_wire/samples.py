@@ -158,7 +158,7 @@ class SampleBatch(WireModel):
     energy_per_step_j: Annotated[float, Field(gt=0, le=1e12)] | None = optional(
         "Joules that its device took for a step, the mean of its measured steps so far."
     )
-    host: HostFacts | None = optional("What it knows of its loader and its host; for the verdict.")
+    machine: HostFacts | None = optional("What it knows of its loader and its host; for the verdict.")
     timeline: BucketTimeline | None = optional("When its gradients were ready to be reduced.")
     all_reduces: AllReduces | None = optional(
         "What a probe within the run measured; stored as a fabric of its cluster."

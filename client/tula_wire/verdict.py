@@ -18,7 +18,7 @@ from tula_wire._base import WireModel, optional
 from tula_wire.format import count, multiple, percent
 from tula_wire.jobs import Estimate
 from tula_wire.memory_breakdown import MemoryBreakdown
-from tula_wire.precision import FEWEST_STEPS, NORMAL_90, student
+from tula_wire.precision import FEWEST_STEPS, NORMAL_90, half_width
 from tula_wire.samples import HostFacts, Rank
 
 Diagnosis = Literal[
@@ -304,7 +304,7 @@ def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Esti
     wholes = [fmean(whole for _, whole in block) for block in blocks]
     share = math.fsum(parts) / math.fsum(wholes)
     beyond = stdev(part - share * whole for part, whole in zip(parts, wholes, strict=True))
-    half = student(len(blocks) - 1, NORMAL_90) * beyond / math.sqrt(len(blocks)) / fmean(wholes)
+    half = half_width(beyond, len(blocks), NORMAL_90) / fmean(wholes)
     return Estimate(value=_clipped(share), low=_clipped(share - half), high=_clipped(share + half))
 
 

@@ -161,7 +161,7 @@ def upgrade() -> None:
         *required(sa.Integer, "rank"),
         *required(sa.Text, "boot_id", "timing_method"),
         *optional(sa.Integer, "world_size", "local_batch_size", "grad_accum_steps"),
-        *optional(JSON, "timeline", "host"),
+        *optional(JSON, "timeline", "machine"),
         *optional(sa.Double, "energy_per_step_j"),
         sa.UniqueConstraint("run_key", "rank", "boot_id"),
     )

@@ -31,14 +31,17 @@ def served(sink: Sink) -> str:
         if body["rank"] == 0 and not body["warmup"]:
             columns = [body.get(name, [None] * len(body["step"])) for name in names]
             rows += zip(*columns, strict=True)
-    host = next(body["host"] for body in sink.samples if "host" in body)
+    host = next(body["machine"] for body in sink.samples if "machine" in body)
     columns = [list(column) for column in zip(*sorted(rows, key=lambda row: row[0]), strict=True)]
     return diagnose(Steps(*columns[1:]), read(HostFacts, host)).diagnosis
 
 
 def test_a_loader_that_is_slower_than_the_step_is_named_with_the_workers_to_add(sink: Sink, launch: Launch) -> None:
-    verdicts = said(launch("bound.py", "data"))
+    done = launch("bound.py", "data")
+    verdicts = said(done)
     assert {name for name, _ in verdicts} == {"Input-bound"}
+    # Once, where busy cores let the shipping thread see the hundredth step with the last.
+    assert [place for place, *_ in SAID.findall(done.stderr)][-2:] in (["", "at the end, "], ["at the end, "])
     assert len(verdicts) <= 2, "after 100 steps, and at the end"
     assert "num_workers=0" in verdicts[0][1]
     assert re.search(r"(give the DataLoader \d workers? .* It saves \d+ % \[|It saves up to)", verdicts[0][1])

@@ -39,7 +39,7 @@ def commit(folder: Path, script: str, name: str) -> None:
 
 @pytest.fixture
 def tula(server: Server, tmp_path: Path) -> Tula:
-    """The command in a repository of two commits, `before` and `main`, the second half as fast."""
+    """The command in a repository of two commits, `before` and `main`; the steps of `main` take twice as long."""
     repository = tmp_path / "repository"
     repository.mkdir()
     subprocess.run([*GIT, "init", "--quiet", "--initial-branch=trunk"], cwd=repository, check=True)

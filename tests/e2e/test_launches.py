@@ -10,8 +10,10 @@ from pathlib import Path
 from benchmarks.support.forked import Server
 from tests.e2e.command import BATCH, TORCHRUN, Tula, wait_until
 from tula_wire import FabricProbe
+from tula_wire.precision import MOST_TIMES
 
-STEPS = 10  # of warm-up and measuring
+MEASURED = 8
+STEPS = 2 + MEASURED  # of warm-up and measuring
 
 
 def states(tula: Tula, name: str) -> dict[tuple[int, int], str]:
@@ -30,8 +32,9 @@ def check_each_run_ended_once(database: Path) -> None:
         assert {number for _, number in store.execute(ended)} == {1}
         measured = store.execute(steps).fetchall()
     assert len(measured) in (6, 7)  # two measured one run at the same time
-    assert all(len(set(numbers)) == 1 for numbers in measured), "no step is stored twice"
     # On busy cores the mean may be open after STEPS: such a run takes more.
+    most = STEPS + (MOST_TIMES - 1) * MEASURED
+    assert set(measured) <= {(number, number, number) for number in range(1, most + 1)}
     assert sum(count >= STEPS for count, _, _ in measured) >= 6
 
 

@@ -290,7 +290,7 @@ class RequestBuilder:
                 "memory": memory_of[size],
                 "energy_per_step_j": readings.energy_per_step_j.pop(size, None),
                 "timeline": readings.timelines.pop(size, None),
-                "host": self._host_of(size),
+                "machine": self._host_of(size),
                 "all_reduces": readings.all_reduces,
             }
             readings.all_reduces = None

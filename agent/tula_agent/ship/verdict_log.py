@@ -15,7 +15,7 @@ SAID_AFTER_STEPS: Final = 100
 _KEPT: Final = 1000
 """Steps that the verdict rests on; as many as the service reads."""
 _QUIET: Final = ("compute_bound", "healthy")
-"""Diagnoses that ask for nothing, and so are no warning."""
+"""Diagnoses that name nothing to change; the log has them as information, not as warnings."""
 
 
 class StepRow(NamedTuple):

@@ -21,7 +21,7 @@ from tula_client._errors import LaunchError, UsageError
 from tula_client.launch.run_loop import POLL_S, Runner
 from tula_client.launch.template import Template
 from tula_wire import Configuration, Estimate, Job
-from tula_wire.precision import student
+from tula_wire.precision import half_width
 
 FEWEST_PAIRS: Final = 3
 _GIT_S: Final = 120.0
@@ -73,7 +73,7 @@ def slower(base_s: Sequence[float], change_s: Sequence[float]) -> Estimate:
     """Return by what share the steps of the change take longer, with its 95 % interval (Student's t over pairs)."""
     logs = [math.log(after / before) for before, after in zip(base_s, change_s, strict=True)]
     mean = fmean(logs)
-    half = student(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    half = half_width(stdev(logs), len(logs))
     return Estimate(value=math.expm1(mean), low=math.expm1(mean - half), high=math.expm1(mean + half))
 
 

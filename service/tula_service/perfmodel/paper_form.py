@@ -50,7 +50,7 @@ class PaperFit:
 
 
 def fit_paper_form(observations: StepTimeObservations, form: StepTimeForm) -> PaperFit | None:
-    """Return the fit to the rows of one variant; None of a single one. Two rows determine A and s, and a is 0."""
+    """Return the fit to the rows of one variant, None where it has one row. Two rows determine A and s, and a is 0."""
     from scipy.optimize import nnls  # imported on use: only jobs that ask for these forms need it
 
     if len(observations) < _TERMS - 1:

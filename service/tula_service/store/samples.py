@@ -154,9 +154,11 @@ class Samples(Repository):
     def host_facts(self, run_key: int) -> HostFacts | None:
         """Return what the newest process of the run's first rank said of its loader and host; None where it did not."""
         table = sample_sources.c
-        statement = sa.select(table.host).where(table.run_key == run_key, table.rank == 0, table.host.is_not(sa.null()))
+        statement = sa.select(table.machine).where(
+            table.run_key == run_key, table.rank == 0, table.machine.is_not(sa.null())
+        )
         row = self._row(statement.order_by(table.key.desc()).limit(1))
-        return None if row is None else read(HostFacts, row["host"])
+        return None if row is None else read(HostFacts, row["machine"])
 
     def summaries(self, job_id: str, summarise: Summarise) -> list[RunSummary]:
         """Return one summary for each run of the job that has samples or ran out of memory, oldest run first.
@@ -263,8 +265,8 @@ class Samples(Repository):
         facts = {name: getattr(batch, name) for name in _SEEN}
         if batch.timeline is not None:
             facts["timeline"] = batch.timeline.model_dump()
-        if batch.host is not None:
-            facts["host"] = batch.host.model_dump(exclude_none=True)
+        if batch.machine is not None:
+            facts["machine"] = batch.machine.model_dump(exclude_none=True)
         table = sample_sources.c
         source = self._row(_SOURCE, run=run_key, sender=batch.rank, boot=batch.boot_id)
         if source is not None:

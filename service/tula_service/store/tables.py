@@ -165,7 +165,7 @@ sample_sources = sa.Table(
     sa.Column("rank", sa.Integer, nullable=False),
     *_required(sa.Text, "boot_id", "timing_method"),
     *_optional(sa.Integer, "world_size", "local_batch_size", "grad_accum_steps"),
-    *_optional(JSON, "timeline", "host"),
+    *_optional(JSON, "timeline", "machine"),
     sa.Column("energy_per_step_j", sa.Double),
     sa.UniqueConstraint("run_key", "rank", "boot_id"),
 )

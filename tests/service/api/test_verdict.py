@@ -38,7 +38,7 @@ def test_a_run_without_samples_has_no_verdict_yet(service: Service, tenant: Tena
 
 def test_what_the_agent_knows_of_its_loader_is_in_the_next_step(service: Service, tenant: Tenant) -> None:
     host = {"loader_workers": 2, "cores": 8}
-    said = send(service, tenant, input_time_s=[0.04] * STEPS, host=host)
+    said = send(service, tenant, input_time_s=[0.04] * STEPS, machine=host)
     assert (said.diagnosis, said.steps) == ("input_bound", STEPS)
     assert "2 more workers (num_workers=4)" in said.next_step
 
@@ -59,7 +59,7 @@ def test_a_device_that_was_full_is_memory(service: Service, tenant: Tenant) -> N
 
 
 def test_small_operations_are_launches(service: Service, tenant: Tenant) -> None:
-    assert send(service, tenant, host={"operations": 4000, "launch_time_s": 2e-5}).diagnosis == "launch_bound"
+    assert send(service, tenant, machine={"operations": 4000, "launch_time_s": 2e-5}).diagnosis == "launch_bound"
 
 
 def test_another_project_s_run_has_no_verdict(service: Service, tenant: Tenant) -> None:

@@ -260,7 +260,7 @@ CREATE TABLE public.sample_sources (
     local_batch_size integer,
     grad_accum_steps integer,
     timeline jsonb,
-    host jsonb,
+    machine jsonb,
     energy_per_step_j double precision
 );
 -- next
@@ -408,17 +408,17 @@ ALTER TABLE ONLY public.sample_sources ALTER COLUMN key SET DEFAULT nextval('pub
 -- next
 INSERT INTO public.alembic_version VALUES ('0001');
 -- next
-INSERT INTO public.answers VALUES ('job-8fad2d5d6130cd39', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
+INSERT INTO public.answers VALUES ('job-8e369bfc8d315d1e', 'kept', 1, '1', '{}', '2026-01-01 00:00:00+00');
 -- next
-INSERT INTO public.jobs VALUES (1, 'job-8fad2d5d6130cd39', 'default', 'kept', 'digits', 'planning', 'knee', '', '{"name": "kept", "model": {"name": "digits"}, "objective": "knee"}', 2, '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0);
+INSERT INTO public.jobs VALUES (1, 'job-8e369bfc8d315d1e', 'default', 'kept', 'digits', 'planning', 'knee', '', '{"name": "kept", "model": {"name": "digits"}, "objective": "knee"}', 2, '2026-01-01 00:00:00+00', '2026-01-01 00:00:00+00', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 'current', 0);
 -- next
-INSERT INTO public.ledger VALUES (1, 'rec-2ca8c0a2e43fe7f2', 'job-8fad2d5d6130cd39', '2026-01-01 00:00:00+00', 'knee', 'profiled', '1', NULL, '{}', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
+INSERT INTO public.ledger VALUES (1, 'rec-66ff948df8c15fe1', 'job-8e369bfc8d315d1e', '2026-01-01 00:00:00+00', 'knee', 'profiled', '1', NULL, '{}', 1, 0.5, 0.4, 0.6, NULL, NULL, NULL, NULL);
 -- next
-INSERT INTO public.projects VALUES ('default', 'default', '2026-11-27 13:29:44.806621+00');
+INSERT INTO public.projects VALUES ('default', 'default', '2026-11-27 13:43:14.974986+00');
 -- next
 INSERT INTO public.run_summaries VALUES (202611000000001, 20, 20, 20, 0.55, 0.013383049173057965, 0.25, NULL, NULL, NULL, 0.05000000000000001, NULL, 1, NULL, NULL, NULL, 'wall', NULL);
 -- next
-INSERT INTO public.runs VALUES (202611000000001, 'run-92f26ca060672cf6', 'job-8fad2d5d6130cd39', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', '{"precision": "bf16"}', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 20, 0, 0, NULL, NULL, false);
+INSERT INTO public.runs VALUES (202611000000001, 'run-d6631edb768c4d04', 'job-8e369bfc8d315d1e', 'default', 'profile', 'pending', 'default', '', 2, 4, 32, 1, 0, 'plan', '{"precision": "bf16"}', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, '2026-01-01 00:00:00+00', 20, 20, 0, 0, NULL, NULL, false);
 -- next
 INSERT INTO public.sample_sources VALUES (1, 202611000000001, 0, 'boot', 'wall', NULL, NULL, NULL, NULL, NULL, NULL);
 -- next

@@ -16,7 +16,7 @@ CREATE TABLE answers (
 	CONSTRAINT fk_answers_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "answers" VALUES('job-ea0ec916120300db','kept',1,'1','{}','2026-01-01 00:00:00.000000');
+INSERT INTO "answers" VALUES('job-4ba2ccb0071bc57f','kept',1,'1','{}','2026-01-01 00:00:00.000000');
 -- next
 CREATE TABLE audit_log (
 	id INTEGER NOT NULL, 
@@ -91,7 +91,7 @@ CREATE TABLE jobs (
 	CONSTRAINT fk_jobs_project_id FOREIGN KEY(project_id) REFERENCES projects (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "jobs" VALUES(1,'job-ea0ec916120300db','default','kept','digits','planning','knee','','{"name":"kept","model":{"name":"digits"},"objective":"knee"}',2,'2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0);
+INSERT INTO "jobs" VALUES(1,'job-4ba2ccb0071bc57f','default','kept','digits','planning','knee','','{"name":"kept","model":{"name":"digits"},"objective":"knee"}',2,'2026-01-01 00:00:00.000000','2026-01-01 00:00:00.000000',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'current',0);
 -- next
 CREATE TABLE ledger (
 	"key" INTEGER NOT NULL, 
@@ -116,7 +116,7 @@ CREATE TABLE ledger (
 	CONSTRAINT fk_ledger_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "ledger" VALUES(1,'rec-cafb25d4c9d6224e','job-ea0ec916120300db','2026-01-01 00:00:00.000000','knee','profiled','1',NULL,'{}',1,0.5,0.4,0.6,NULL,NULL,NULL,NULL);
+INSERT INTO "ledger" VALUES(1,'rec-be2ba56ee339bf8f','job-4ba2ccb0071bc57f','2026-01-01 00:00:00.000000','knee','profiled','1',NULL,'{}',1,0.5,0.4,0.6,NULL,NULL,NULL,NULL);
 -- next
 CREATE TABLE ledger_outcomes (
 	ledger_id TEXT NOT NULL, 
@@ -156,7 +156,7 @@ CREATE TABLE projects (
 	CONSTRAINT uq_projects_name UNIQUE (name)
 );
 -- next
-INSERT INTO "projects" VALUES('default','default','2026-11-27 13:29:43.349789');
+INSERT INTO "projects" VALUES('default','default','2026-11-27 13:43:13.667755');
 -- next
 CREATE TABLE run_outputs (
 	run_key INTEGER NOT NULL, 
@@ -232,7 +232,7 @@ CREATE TABLE runs (
 	CONSTRAINT fk_runs_job_id FOREIGN KEY(job_id) REFERENCES jobs (id) ON DELETE CASCADE
 );
 -- next
-INSERT INTO "runs" VALUES(1,'run-5428582add5963bc','job-ea0ec916120300db','default','profile','pending','default','',2,4,32,1,0,'plan','{"precision":"bf16"}',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',20,20,0,0,NULL,NULL,0);
+INSERT INTO "runs" VALUES(1,'run-f15da01bd823446d','job-4ba2ccb0071bc57f','default','profile','pending','default','',2,4,32,1,0,'plan','{"precision":"bf16"}',NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,NULL,'2026-01-01 00:00:00.000000',20,20,0,0,NULL,NULL,0);
 -- next
 CREATE TABLE sample_sources (
 	"key" INTEGER NOT NULL, 
@@ -244,7 +244,7 @@ CREATE TABLE sample_sources (
 	local_batch_size INTEGER, 
 	grad_accum_steps INTEGER, 
 	timeline JSON, 
-	host JSON, 
+	machine JSON, 
 	energy_per_step_j DOUBLE, 
 	CONSTRAINT pk_sample_sources PRIMARY KEY ("key"), 
 	CONSTRAINT uq_sample_sources_run_key_rank_boot_id UNIQUE (run_key, rank, boot_id), 
