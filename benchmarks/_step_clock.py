@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _ended_at_s: dict[int, list[float]] = {}  # by optimizer
+_skipped: set[int] = set()  # places in the list of the scaled optimizer
 _last = 0
 
 
@@ -32,7 +33,8 @@ def _stepped(optimizer: Any, *_: Any) -> None:
 
 
 def _write() -> None:
-    Path(os.environ["STEP_CLOCK_FILE"]).write_text(json.dumps(_ended_at_s[_last]))
+    ended = {"ended_at_s": _ended_at_s[_last], "skipped": sorted(_skipped)}
+    Path(os.environ["STEP_CLOCK_FILE"]).write_text(json.dumps(ended))
 
 
 def _scaled(scaler: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,6 +42,7 @@ def _scaled(scaler: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: 
     steps = len(_ended_at_s.get(id(optimizer), ()))
     result = _scaler_step(scaler, optimizer, *args, **kwargs)
     if steps and len(_ended_at_s[id(optimizer)]) == steps:
+        _skipped.add(steps)
         _stepped(optimizer)
     return result
 
