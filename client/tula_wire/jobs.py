@@ -39,7 +39,7 @@ class Instruction(WireModel):
         description="Steps to discard first; at most 3 of a launch's second batch and those after it."
     )
     measuring_steps: MeasuringSteps = Field(
-        description="Steps to measure; up to four times as many while slow steps leave their mean little known."
+        description="Steps to measure; up to eight times as many while slow steps leave their mean little known."
     )
     precision: Share = Field(description="Relative error of the step time at which the run may end early.")
     probe_s: Annotated[float, Field(ge=0, le=60)] = Field(
@@ -504,8 +504,8 @@ class ProfilingSpec(WireModel):
     )
     measuring_steps: MeasuringSteps = Field(
         30,
-        description="Steps that a profiling run measures; up to four times as many while slow steps leave their mean "
-        "open by more than 10 %, unless `precision` is 0.",
+        description="Steps that a profiling run measures; up to eight times as many while slow steps leave their mean "
+        "open by more than 7 %, unless `precision` is 0.",
     )
     precision: Share = Field(0.02, description="Relative error of the step time at which a run ends early.")
     share_launches: bool = Field(

@@ -39,35 +39,40 @@ def commit(folder: Path, script: str, name: str) -> None:
 
 @pytest.fixture
 def tula(server: Server, tmp_path: Path) -> Tula:
-    """The command in a repository of two commits, `before` and `main`; the steps of `main` take twice as long."""
+    """The command in a repository of two commits, `before` and `main`; the steps of `main` take a tenth longer."""
     repository = tmp_path / "repository"
     repository.mkdir()
     subprocess.run([*GIT, "init", "--quiet", "--initial-branch=trunk"], cwd=repository, check=True)
-    commit(repository, SCRIPT.format(pace_s=0.1), "before")
-    commit(repository, SCRIPT.format(pace_s=0.2), "main")
+    commit(repository, SCRIPT.format(pace_s=0.3), "before")
+    commit(repository, SCRIPT.format(pace_s=0.33), "main")
     return Tula(server, repository, forked=True)
 
 
-def test_the_gate_closes_for_a_slower_commit_and_says_by_how_much(tula: Tula) -> None:
+def test_the_gate_closes_for_a_commit_that_is_a_tenth_slower_and_says_by_how_much(tula: Tula) -> None:
+    data = tula.folder / "data.bin"  # git does not track it, so both sides may read it
+    data.touch()
     answer, said = tula("gate", tula.spec("gated", nodes=1), "--against=before", "--pairs=3", "--markdown=c.md",
-                     *COMMAND, fails=True)  # fmt: skip
+                     *COMMAND, f"--data={data}", fails=True)  # fmt: skip
     assert answer is not None, said
     assert answer["exceeded"]
     assert 0.0 < answer["slower"]["low"] < answer["slower"]["value"] < answer["slower"]["high"]
-    assert answer["slower"]["value"] == pytest.approx(1.0, abs=0.5)
+    assert answer["slower"]["value"] == pytest.approx(0.1, abs=0.05)
     assert re.match(r"This change makes the training \d+\.\d % \[\d+\.\d, \d+\.\d\] slower", answer["sentence"])
     comment = (tula.folder / "c.md").read_text()
     assert "Slower than the 2 %" in comment
     assert answer["sentence"] in comment
     worktrees = subprocess.run([*GIT, "worktree", "list"], cwd=tula.folder, check=True, capture_output=True, text=True)
     assert worktrees.stdout.count("\n") == 1, "the checkout of the base is gone"
+    with tula.client() as client:
+        jobs = {job.name for job in client.jobs().jobs}
+    assert not any(name.startswith("gated@") for name in jobs), "the jobs of the gate are archived"
 
 
 def test_the_gate_stays_open_for_a_change_that_alters_no_step(tula: Tula) -> None:
-    commit(tula.folder, SCRIPT.format(pace_s=0.2) + "# a comment\n", "comment")
-    answer, _ = tula("gate", tula.spec("ungated", nodes=1), "--against=main", "--pairs=3", "--threshold=30", *COMMAND)
+    commit(tula.folder, SCRIPT.format(pace_s=0.33) + "# a comment\n", "comment")
+    answer, _ = tula("gate", tula.spec("ungated", nodes=1), "--against=main", "--pairs=3", "--threshold=5", *COMMAND)
     assert not answer["exceeded"]
-    assert abs(answer["slower"]["value"]) < 0.3
+    assert abs(answer["slower"]["value"]) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -91,17 +96,6 @@ def test_an_absolute_path_into_the_repository_is_refused_since_both_sides_would_
     command = [*COMMAND[:-2], str(tula.folder / "train.py"), *BATCH]
     _, error = tula("gate", tula.spec("absolute", nodes=1), "--against=before", *command, fails=True)
     assert "both revisions would run the same file" in error
-
-
-def test_an_absolute_path_that_git_does_not_track_is_the_same_on_both_sides_by_intent(tula: Tula) -> None:
-    data = tula.folder / "data.bin"
-    data.touch()
-    command = [*COMMAND, f"--data={data}"]
-    answer, said = tula("gate", tula.spec("data", nodes=1), "--against=before", "--pairs=3", *command, fails=True)
-    assert answer is not None, said
-    with tula.client() as client:
-        jobs = {job.name for job in client.jobs().jobs}
-    assert not any(name.startswith("data@") for name in jobs), "the jobs of the gate are archived"
 
 
 def test_a_change_of_a_tenth_is_told_from_noise_of_two_percent() -> None:

@@ -69,22 +69,22 @@ def test_a_run_whose_steps_are_slow_at_random_goes_on_until_their_mean_is_known(
     """Half of the steps take three times as long: thirty of them leave the mean off by an eighth in one run of ten."""
     asked, off_then, off_at_end = 30, [], []
     for seed in range(100):
-        times = np.where(np.random.default_rng(seed).random(4 * asked + 1) < 0.5, 0.3, 0.1)
+        times = np.where(np.random.default_rng(seed).random(8 * asked + 1) < 0.5, 0.3, 0.1)
         off_then.append(abs(times[:asked].mean() / 0.2 - 1.0))
         off_at_end.append(abs(times[: ends_after(times.tolist(), asked)].mean() / 0.2 - 1.0))
     assert np.quantile(off_then, 0.9) > 0.13
-    assert np.quantile(off_at_end, 0.9) < 0.1
+    assert np.quantile(off_at_end, 0.9) < 0.07
 
 
 def test_slow_steps_at_regular_distances_need_fewer_steps_than_random_ones() -> None:
-    regular = [0.3 if step % 4 == 0 else 0.1 for step in range(200)]
+    regular = [0.3 if step % 4 == 0 else 0.1 for step in range(300)]
     shuffled = np.random.default_rng(1).permutation(regular).tolist()
     assert ends_after(regular, 30) == 60
-    assert ends_after(shuffled, 30) == 120
+    assert ends_after(shuffled, 30) == 240
 
 
 def test_steps_that_stay_slow_for_a_while_need_more_than_independent_ones() -> None:
-    blocks = ([1.0] * 15 + [1.4] * 15) * 8
+    blocks = ([1.0] * 15 + [1.4] * 15) * 9
     assert ends_after(blocks, 30) > ends_after(np.random.default_rng(0).permutation(blocks).tolist(), 30) == 30
 
 
@@ -110,10 +110,10 @@ def test_the_spread_of_independent_steps_is_that_of_a_step_and_regular_slow_step
 
 
 def test_slow_steps_that_an_earlier_batch_showed_are_waited_for_where_they_are_missing_by_chance() -> None:
-    alike = [0.2] * 200
+    alike = [0.2] * 240
     assert is_known(alike[:8], 0.02)
     assert not is_known(alike[:8], 0.02, usual_spread=0.5)
     assert is_known(alike[:8], 0.02, usual_spread=0.05), "steps that vary a little cost nothing"
     assert not is_known(alike, 0.0)
     assert not is_long_enough(alike[:30], 30, 30, 0.02, usual_spread=0.5)
-    assert is_long_enough(alike[:120], 120, 30, 0.02, usual_spread=0.5)
+    assert is_long_enough(alike[:240], 240, 30, 0.02, usual_spread=0.5)

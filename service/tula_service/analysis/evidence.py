@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ from tula_service.perfmodel.memory_model import (
     fit_memory,
     switched,
 )
-from tula_service.perfmodel.points import ObservationError, StepTimeObservations
+from tula_service.perfmodel.points import FloatArray, ObservationError, StepTimeObservations
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_service.perfmodel.variants import Variant, believed_effect, nearest, switches, variant_of
 from tula_wire import Configuration
@@ -239,11 +239,32 @@ def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list
     return ruled_out, sorted(repeated, key=lambda run: (run.position, run.key))
 
 
+def _as_usual(rows: Sequence[tuple[Configuration, RunSummary]], relative_sd: FloatArray) -> FloatArray:
+    """Return the relative standard errors, shape (n,), none below what its steps would have at the usual spread.
+
+    Usual is the median spread of a step among the batches on one cluster. A few steps that are alike by chance, where
+    slow ones come at random, would otherwise be believed more than all the longer measurements beside them.
+    """
+    steps = np.array([max(1.0, summary.num_samples / where.world_size) for where, summary in rows])
+    spread = relative_sd * np.sqrt(steps)
+    rows_of: defaultdict[tuple[int, Variant], list[int]] = defaultdict(list)
+    for row, (where, _) in enumerate(rows):
+        rows_of[where.num_nodes, variant_of(where)].append(row)
+    least = np.full(len(rows), np.nan)
+    for of_cluster in rows_of.values():
+        reported = spread[of_cluster][np.isfinite(spread[of_cluster])]
+        if reported.size:
+            least[of_cluster] = np.median(reported) / np.sqrt(steps[of_cluster])
+    believed: FloatArray = np.fmax(relative_sd, least)
+    return believed
+
+
 def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeObservations | None:
     if not rows:
         return None
     names = ("step_time_s", *StepTimeObservations.OPTIONAL)
     columns = {name: np.array([getattr(summary, name) for _, summary in rows], np.float64) for name in names}
+    columns["relative_sd"] = _as_usual(rows, columns["relative_sd"])
     return StepTimeObservations.at([configuration for configuration, _ in rows], **columns)
 
 
