@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """Benchmarks by module name: every public module of this package."""
+    """Return the benchmarks by module name: every public module of this package."""
     return sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 
 

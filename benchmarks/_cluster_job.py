@@ -81,7 +81,7 @@ class Batches:
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    """One rank: what a user's training script would be."""
+    """Run one rank: what a user's training script would be."""
     dist.init_process_group("gloo")
     network = Network(options.parameter_bytes)
     model = DistributedDataParallel(network, bucket_cap_mb=options.parameter_bytes / 2**20 / 4)

@@ -38,7 +38,7 @@ def _write() -> None:
 
 
 def _scaled(scaler: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """A step that the scaler skips ends too; before the first that it does not skip, the agent counts none either."""
+    """End a step that the scaler skips too; before the first that it does not skip, the agent counts none either."""
     steps = len(_ended_at_s.get(id(optimizer), ()))
     result = _scaler_step(scaler, optimizer, *args, **kwargs)
     if steps and len(_ended_at_s[id(optimizer)]) == steps:

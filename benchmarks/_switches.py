@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def tune(server: Server, folder: Path, search: str, options: dict[str, tuple[str, list[str]]], ranks: int) -> Any:
-    """What `tula tune --json` prints for a job with this search."""
+    """Return what `tula tune --json` prints for a job with this search."""
     spec = folder / f"{search}.toml"
     values = "\n".join(f"{name} = {json.dumps(words)}" for name, (_, words) in options.items())
     spec.write_text(JOB.format(search=search, size=SIZE, ranks=ranks, options=values))
@@ -108,13 +108,13 @@ def tune(server: Server, folder: Path, search: str, options: dict[str, tuple[str
 
 
 def hours(run: Run) -> float:
-    """Hours of the whole training at a run's measured step time."""
+    """Return the hours of the whole training at a run's measured step time."""
     assert run.step_time_s is not None
     return 1000 * SIZE / run.configuration.global_batch_size * run.step_time_s / 3600
 
 
 def launches(runs: list[Run]) -> int:
-    """The number of launches: runs that differ in the batch alone share one."""
+    """Return the number of launches: runs that differ in the batch alone share one."""
     return len({(run.configuration.num_nodes, run.configuration.options) for run in runs})
 
 

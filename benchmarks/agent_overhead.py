@@ -64,13 +64,13 @@ class Training:
         self.batches: Any = ((torch.zeros(32, 4),) for _ in iter(int, 1))
 
     def work(self, rounds: int) -> None:
-        """One step."""
+        """Do the work of one step."""
         for _ in range(rounds):
             self._multiply(self._matrix, self._matrix)
         self.optimizer.step()
 
     def rounds_of(self, step_s: float) -> int:
-        """How many rounds take `step_s` seconds in all."""
+        """Return how many rounds take `step_s` seconds in all."""
 
         def least(rounds: int) -> float:
             times = []
@@ -118,7 +118,8 @@ class Agent:
         self._sent_bytes = 0
 
     def _noting_interval(self, read: Callable[..., Any]) -> Callable[..., Any]:
-        """`read` of the gradients; notes how many steps lie between two pairs, which the second of a pair decides."""
+        """Wrap `read` of the gradients; note how many steps lie between two pairs,
+        which the second of a pair decides."""
 
         def noting(step: int, *rest: Any) -> Any:
             found = read(step, *rest)
@@ -136,7 +137,7 @@ class Agent:
         return counting
 
     def shipping_cpu_s(self) -> float:
-        """CPU seconds of the shipping thread so far."""
+        """Return the CPU seconds of the shipping thread so far."""
         thread = next(thread for thread in threading.enumerate() if thread.name == "tula-agent")
         assert thread.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
@@ -156,7 +157,7 @@ class Agent:
 
 
 def child(turns: Connection, environment: dict[str, str]) -> None:
-    """One of the two processes: does the turns that it receives, and sends each step's seconds.
+    """Be one of the two processes: do the turns that it receives, and send each step's seconds.
 
     The first number is the rounds of a step (0: as many as take STEP_S), each further one a number of steps; 0 ends it.
     A negative number of steps is answered with the CPU seconds of the shipping thread meanwhile.
@@ -192,7 +193,7 @@ def child(turns: Connection, environment: dict[str, str]) -> None:
 
 
 def timed(function: Any, part: str, spent: dict[str, list[float]]) -> Any:
-    """`function`, with the CPU time of each of its calls appended under `part`, s."""
+    """Return `function`, made to append the CPU time of each of its calls under `part`, s."""
 
     def call(*arguments: Any) -> Any:
         began = time.thread_time()
@@ -205,7 +206,7 @@ def timed(function: Any, part: str, spent: dict[str, list[float]]) -> Any:
 
 
 def resident() -> int:
-    """Resident bytes of this process."""
+    """Return the resident bytes of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
@@ -238,7 +239,7 @@ class Process:
 
 
 def import_ms(repeats: int) -> float:
-    """Milliseconds to import `tula_agent` once torch is there: the least of a few fresh interpreters."""
+    """Return the milliseconds to import `tula_agent` once torch is there: the least of a few fresh interpreters."""
     code = "import time, torch; t = time.perf_counter(); import tula_agent; print((time.perf_counter() - t) * 1e3)"
     command = [sys.executable, "-c", code]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(repeats)]
@@ -248,7 +249,8 @@ def import_ms(repeats: int) -> float:
 def measure(
     pairs: int, turn: int, rounds: int = 0, imports: int = 5, long: tuple[int, int] = (BEGIN_STEPS, LONG_STEPS)
 ) -> dict[str, float]:
-    """All figures of the module's text; `rounds` of work in a step (0: as many as take STEP_S), steps of long turns."""
+    """Measure all figures of the module's text; `rounds` of work in a step (0:
+    as many as take STEP_S), steps of long turns."""
     with tempfile.TemporaryDirectory() as spool, Sink() as server:
         reporting = {"TULA_URL": server.url, "TULA_RUN_ID": "bench", "TULA_SPOOL_DIR": spool}
         plain, agent = Process(clean_environment()), Process(clean_environment(**reporting))

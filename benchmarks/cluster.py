@@ -157,7 +157,7 @@ class Bench:
         self.projects: dict[str, Project] = {}
 
     def project(self, name: str) -> Project:
-        """The project of this name, made with its token when it is first asked for."""
+        """Return the project of this name, made with its token when it is first asked for."""
         if name not in self.projects:
             self.client.create_project(ProjectCreate(name=name))
             token = self.client.create_token(TokenCreate(name=name, scope="user", project=name))
@@ -166,7 +166,7 @@ class Bench:
         return self.projects[name]
 
     def compare(self) -> dict[str, float]:
-        """Errors, regrets and costs of both searches against every candidate measured."""
+        """Return the errors, regrets and costs of both searches against every candidate measured."""
         before = self.tune("full", project="before") if self.size.full else None
         found = {search: self.tune(search) for search in ("adaptive", "partial")}
         after = self.tune("full", project="after") if self.size.full else found["partial"]
@@ -255,7 +255,7 @@ class Bench:
         return found
 
     def drift(self) -> dict[str, float]:
-        """Steps from the cut of the links to the alarm, and alarms before it."""
+        """Return the steps from the cut of the links to the alarm, and the alarms before it."""
         client, clean = self.project("adaptive")
         jobs = [job.id for job in client.jobs().jobs]
         job_id = jobs[0] if jobs else self.tune("adaptive")["job"]["id"]
@@ -299,11 +299,11 @@ class Bench:
         }
 
     def drifts(self, job_id: str, run_id: str) -> list[dict[str, Any]]:
-        """Drift events of a run so far."""
+        """Return the drift events of a run so far."""
         return [one for one in self.events(job_id, run_id) if one["kind"] == "drift"]
 
     def events(self, job_id: str, run_id: str) -> list[dict[str, Any]]:
-        """Drift and advice events of a run so far, read from the stream that a dashboard reads."""
+        """Return the drift and advice events of a run so far, read from the stream that a dashboard reads."""
         import httpx
 
         client, environment = self.project("adaptive")
@@ -323,7 +323,7 @@ class Bench:
         return found
 
     def tune(self, search: str, *, project: str = "") -> dict[str, Any]:
-        """One `tula tune` of the whole space, in the project of its name or another one; its JSON."""
+        """Run one `tula tune` of the whole space, in the project of its name or another one; return its JSON."""
         client, environment = self.project(project or search)
         folder = self.folder / (project or search)
         spec = self.spec(folder, search, self.waits)
@@ -390,7 +390,7 @@ class Bench:
     def spec(
         self, folder: Path, search: str, space: str, budget: int | None = None, *, share_launches: bool = False
     ) -> Path:
-        """A job.toml in a new folder."""
+        """Write a job.toml in a new folder and return its path."""
         folder.mkdir()
         full = search == "full"
         max_runs = budget or (self.size.num_candidates if full else self.size.max_runs)
@@ -410,7 +410,7 @@ class Bench:
         return spec
 
     def job_command(self, steps: int, *, show: bool = False) -> list[str]:
-        """The user's launch command, with Tula's placeholders."""
+        """Return the user's launch command, with Tula's placeholders."""
         return [
             PYTHON, "-m", "benchmarks._cluster_job", "--nodes", "{num_nodes}",
             "--batch-size", "{local_batch_size}", "--steps", str(steps), "--dataset-size", str(DATASET),
@@ -449,7 +449,7 @@ def show_progress(search: str, client: Client, tuning: subprocess.Popen[bytes]) 
 
 @contextlib.contextmanager
 def served(cluster: Cluster) -> Iterator[tuple[Client, dict[str, str]]]:
-    """A service at the cluster's host address; an administrator's client and the environment of commands."""
+    """Serve at the cluster's host address; yield an administrator's client and the environment of commands."""
     with tempfile.TemporaryDirectory() as folder:
         database = f"{folder}/tula.db"
         migrate(database)
@@ -459,13 +459,13 @@ def served(cluster: Cluster) -> Iterator[tuple[Client, dict[str, str]]]:
 
 
 def stolen_share(since: tuple[int, int]) -> float:
-    """The share of all processors' time that the host gave to others, since that `processor_clock`."""
+    """Return the share of all processors' time that the host gave to others, since that `processor_clock`."""
     stolen, rest = (late - early for early, late in zip(since, processor_clock(), strict=True))
     return stolen / max(stolen + rest, 1)
 
 
 def processor_clock() -> tuple[int, int]:
-    """Ticks of all processors so far: what the host gave to others, and the rest (proc(5), stat)."""
+    """Return the ticks of all processors so far: what the host gave to others, and the rest (proc(5), stat)."""
     user, nice, system, idle, waiting, hard, soft, stolen, *_ = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     )
@@ -485,7 +485,7 @@ def _step_times(tuned: dict[str, Any]) -> dict[tuple[int, int], float]:
 
 
 def _total_s(key: tuple[int, int], step_time_s: dict[tuple[int, int], float]) -> float:
-    """Equation 4a: T = E D / B t."""
+    """Return equation 4a: T = E D / B t."""
     return EPOCHS * DATASET / (key[0] * key[1]) * step_time_s[key]
 
 
@@ -494,13 +494,13 @@ def _done(tuned: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _node_seconds(tuned: dict[str, Any]) -> float:
-    """Node-seconds from start to end of the profiling runs, as the service saw them."""
+    """Return the node-seconds from start to end of the profiling runs, as the service saw them."""
 
     return sum((ends - began) * nodes for nodes, began, ends in _spans(tuned))
 
 
 def _launch_node_seconds(tuned: dict[str, Any]) -> float:
-    """The same where each cluster had one launch, whose runs overlap in time."""
+    """Return the node-seconds where each cluster had one launch, whose runs overlap in time."""
     spans = _spans(tuned)
     total = 0.0
     for nodes in {each for each, _, _ in spans}:
@@ -510,7 +510,7 @@ def _launch_node_seconds(tuned: dict[str, Any]) -> float:
 
 
 def _spans(tuned: dict[str, Any]) -> list[tuple[int, float, float]]:
-    """Nodes, start and end of each profiling run, seconds since 1970."""
+    """Return the nodes, start and end of each profiling run, seconds since 1970."""
 
     def at(run: dict[str, Any], name: str) -> float:
         return datetime.fromisoformat(run[name].replace("Z", "+00:00")).timestamp()

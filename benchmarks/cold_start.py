@@ -65,14 +65,14 @@ class Timing:
 
 
 def precision_of(row: Mapping[str, str]) -> Precision:
-    """As a specification names it; raises ValueError for a name that none has."""
+    """Return the precision as a specification names it; raises ValueError for a name that none has."""
     if row["precision"] not in PRECISIONS:
         raise ValueError(f"precision {row['precision']!r} is not known: give one of {', '.join(PRECISIONS)}.")
     return PRECISIONS[row["precision"]]
 
 
 def read(path: Path) -> list[Timing]:
-    """Every row with its guess from hardware figures; devices that no data sheet is kept of are left out."""
+    """Read every row with its guess from hardware figures; leave out devices of which no data sheet is kept."""
     found = []
     for row in read_rows(path):
         precision = precision_of(row)
@@ -127,14 +127,14 @@ def every_batch(timings: Sequence[Timing]) -> dict[str, float]:
 
 
 def log_step_s(guess: StepTimePrior) -> float:
-    """log step time at the reference batch size on one device."""
+    """Return the log step time at the reference batch size on one device."""
     batch = float(guess.reference_batch_size or 1.0)
     point = Points(num_nodes=[1.0], world_size=[1.0], local_batch_size=[batch])
     return float(log_terms(guess.without_accumulation().mean, point, batch, guess.slow_from).compute[0])
 
 
 def mixed(timings: Sequence[Timing]) -> dict[str, float]:
-    """Errors of the rows in mixed precision without history; empty where there are none."""
+    """Return the errors of the rows in mixed precision without history; empty where there are none."""
     factors = [math.exp(abs(each.log_ratio)) - 1.0 for each in timings if each.precision in MIXED]
     if not factors:
         return {}
@@ -144,7 +144,7 @@ def mixed(timings: Sequence[Timing]) -> dict[str, float]:
 def histories(
     timings: Sequence[Timing], num_same_gpu: int, num_other_gpu: int, same: bool, draws: int, every: int = 1
 ) -> Iterator[tuple[Timing, list[Timing]]]:
-    """Each `every`-th row with `draws` histories of other networks, where there are enough to draw from."""
+    """Yield each `every`-th row with `draws` histories of other networks, where there are enough to draw from."""
     dice = random.Random(SEED)
     for target in timings[::every]:
         others = [
@@ -164,7 +164,7 @@ def histories(
 def score(
     timings: Sequence[Timing], num_same_gpu: int, num_other_gpu: int, same: bool, draws: int, every: int = 1
 ) -> dict[str, float]:
-    """Errors and coverage over all targets and histories; empty where no target has such a history."""
+    """Return the errors and coverage over all targets and histories; empty where no target has such a history."""
     factors, inside, without = [], [], []
     for target, history in histories(timings, num_same_gpu, num_other_gpu, same, draws, every):
         earlier = [ScaleError(each.log_ratio, each.gpu, rule_sd=float(each.guess.sd[0])) for each in history]

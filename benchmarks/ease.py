@@ -79,7 +79,8 @@ class Measured:
 
 
 def embedded(source: str) -> str:
-    """The script with the agent's lines: those of its framework's callback, of a loop, or of one without a loader."""
+    """Return the script with the agent's lines: those of its framework's callback, of a loop,
+    or of one without a loader."""
     if "pl.Trainer(" in source:
         call = "pl.Trainer(callbacks=[__import__('tula_agent.callbacks.lightning').callbacks.lightning.TulaCallback()],"
         return source.replace("pl.Trainer(", call)
@@ -100,7 +101,7 @@ def embedded(source: str) -> str:
 
 
 def clocked(source: str) -> str:
-    """The script with the clock's import before its first."""
+    """Return the script with the clock's import before its first import."""
     return re.sub(
         r"^(import|from) (?!__future__)", r"import benchmarks._step_clock  # noqa\n\1 ", source, count=1, flags=re.M
     )
@@ -183,7 +184,7 @@ def _places() -> list[dict[str, str]]:
 
 
 def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]) -> dict[str, float]:
-    """Every script with and without the agent's lines, in turn."""
+    """Measure every script with and without the agent's lines, in turn."""
     figures: dict[str, float] = {}
     rows, across, measured = [], [], 0
     forks = ForkServer(modules)
@@ -221,7 +222,8 @@ def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]
 
 
 def tuned(spec: str, script: Sequence[str], read: Callable[[Client], T]) -> tuple[float, T]:
-    """Seconds of `tula tune` on a script with its options, and what `read` answers; RuntimeError if it fails."""
+    """Return the seconds of `tula tune` on a script with its options, and what `read` answers;
+    RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as name, Server(f"sqlite:///{name}/tula.db") as server:
         start = ["--launcher", "torchrun", "--", *script]
         Path(name, "job.toml").write_text(spec)
@@ -253,7 +255,7 @@ def tuned(spec: str, script: Sequence[str], read: Callable[[Client], T]) -> tupl
 
 
 def fresh(folder: Path) -> Path:
-    """The interpreter of a new virtual environment with a new wheel, beside what that and the scripts need."""
+    """Return the interpreter of a new virtual environment with a new wheel and what that and the scripts need."""
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(build, stdout=subprocess.DEVNULL, check=True)
     needed = {

@@ -114,7 +114,7 @@ class Bench:
     size: Size
 
     def measure(self, rate: float, parameter_bytes: int) -> Case:
-        """One node, a probe of two, a prediction, a probe of all, a prediction, and the truth."""
+        """Measure one node, a probe of two, a prediction, a probe of all, a prediction, and the truth."""
         nodes = self.size.nodes
         spec = {
             "name": "fabric",
@@ -136,7 +136,7 @@ class Bench:
         return Case(from_two, from_all, added_s, truth_s=self.step_time_s(job.id, nodes, parameter_bytes))
 
     def predicted(self, job_id: str) -> Estimate:
-        """The service's step time for all nodes."""
+        """Return the service's step time for all nodes."""
         found = self.client.predictions(job_id, num_nodes=self.size.nodes, local_batch_size=LOCAL_BATCH)
         return found.candidates[0].step_time_s
 
@@ -171,7 +171,7 @@ class Bench:
         return probe
 
     def run(self, module: str, words: list[str], environment: dict[str, str]) -> str:
-        """What a program over ranks in namespaces prints; raises CalledProcessError where it fails."""
+        """Return what a program over ranks in namespaces prints; raises CalledProcessError where it fails."""
         places = [f"--{name}={value}" for name, value in self.cluster.for_ranks.items()]
         command = [PYTHON, "-m", module, *words, *places]
         done = subprocess.run(

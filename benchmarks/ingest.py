@@ -57,7 +57,7 @@ SMOKE = Load(processes=1, connections=2, warmup_s=0.2, measure_s=0.4)
 
 
 def series(steps: int, seed: int) -> np.ndarray:
-    """Float64 columns with noise in every digit, as a training run would send them; shape (columns, steps)."""
+    """Return float64 columns with noise in every digit, as a training run would send them; shape (columns, steps)."""
     noise = np.random.default_rng(seed)
     at = np.arange(steps)
     return np.stack(
@@ -71,7 +71,7 @@ def series(steps: int, seed: int) -> np.ndarray:
 
 
 def telemetry_requests(run_ids: list[str], steps: int) -> list[Request]:
-    """Telemetry as agents send it: columnar JSON, six significant digits."""
+    """Return telemetry as agents send it: columnar JSON, six significant digits."""
     requests = []
     for variant in range(VARIANTS):
         columns = ",".join(
@@ -86,7 +86,7 @@ def telemetry_requests(run_ids: list[str], steps: int) -> list[Request]:
 
 
 def sample_requests(run_ids: list[str], samples: int) -> list[Request]:
-    """Batches of step samples with five measured columns, as JSON, numbered as a process numbers its samples."""
+    """Return batches of step samples with five measured columns, as JSON, numbered as a process numbers its samples."""
     requests = []
     for variant in range(VARIANTS):
         noise = np.random.default_rng(variant)
@@ -100,7 +100,7 @@ def sample_requests(run_ids: list[str], samples: int) -> list[Request]:
 
 
 def agent_requests(run_ids: list[str], steps: int) -> list[Request]:
-    """What an agent sends of some steps: its samples, then its telemetry."""
+    """Return what an agent sends of some steps: its samples, then its telemetry."""
     pairs = zip(sample_requests(run_ids, steps), telemetry_requests(run_ids, steps), strict=True)
     return [request for pair in pairs for request in pair]
 
@@ -127,7 +127,7 @@ class Databases:
         self.run_ids, self.header = prepare(self._template)
 
     def copy(self) -> str:
-        """Another one, as the URL that Tula takes."""
+        """Make another database, and return it as the URL that Tula takes."""
         name = f"copy_{next(self._numbers)}"
         if self._postgres:
             return self._postgres.create_database(name, template="template")
@@ -135,7 +135,7 @@ class Databases:
         return f"sqlite:///{self._folder}/{name}.db"
 
     def serve(self, workers: int) -> Server:
-        """The service on another database."""
+        """Serve on another database."""
         return Server(self.copy(), workers=workers, ingest_per_minute=10**9)
 
 
@@ -201,13 +201,13 @@ def replicas(databases: Databases, servers: Sequence[Server], load: Load) -> lis
 
 
 def cpu_s(server: Server) -> float:
-    """User and system seconds of the processes that answer requests."""
+    """Return the user and system seconds of the processes that answer requests."""
     times = [psutil.Process(each).cpu_times() for each in server.worker_ids()]
     return float(sum(one.user + one.system for one in times))
 
 
 def raw_commits_per_s(databases: Databases, steps: int, seconds: float) -> float:
-    """The very rows that the service writes, through the driver alone: one statement and one commit each."""
+    """Write the very rows that the service writes, through the driver alone: one statement and one commit each."""
     database = databases.copy()
     store = Store.open(database)
     with store.reading() as tx:
@@ -241,7 +241,7 @@ def raw_commits_per_s(databases: Databases, steps: int, seconds: float) -> float
 
 @contextmanager
 def all_databases(engines: Sequence[str]) -> Iterator[dict[str, Databases]]:
-    """Databases of each engine."""
+    """Yield databases of each engine."""
     with tempfile.TemporaryDirectory(prefix="tula-bench-") as name, ExitStack() as stack:
         folder, found = Path(name), {}
         if "sqlite" in engines:

@@ -64,7 +64,8 @@ class Score:
 
 
 def read(path: Path, ranks: int) -> dict[str, list[Job]]:
-    """Jobs by cluster, where there are enough networks; of each the grid with most rows among those on few ranks."""
+    """Read the jobs by cluster, where there are enough networks;
+    of each the grid with most rows among those on few ranks."""
     about = {row["workload"]: row for row in read_rows(path)}
     best: dict[tuple[str, str], Job] = {}
     for workload in read_step_time(path):
@@ -83,7 +84,7 @@ def read(path: Path, ranks: int) -> dict[str, list[Job]]:
 
 
 def score(job: Job, others: Sequence[Job], ranks: int, learned: Mapping[str, StepTimePrior]) -> Iterator[Score]:
-    """Predictions of the large configurations with the lessons of `others`, then without."""
+    """Yield the score of predictions of the large configurations with the lessons of `others`, then without."""
     few, candidates = job.small(ranks), job.workload.candidates
     large = [c for c in candidates if c.world_size >= LARGE]
     truth = np.array([job.workload.step_time_s[c] for c in large])
@@ -96,7 +97,7 @@ def score(job: Job, others: Sequence[Job], ranks: int, learned: Mapping[str, Ste
 
 
 def _scale(job: Job) -> StepTimePrior:
-    """A guess of compute: the step time of the largest batch on the fewest ranks, give or take a factor of e."""
+    """Return a guess of compute: the step time of the largest batch on the fewest ranks, give or take a factor of e."""
     base = generic_prior()
     where = max(job.workload.candidates, key=lambda c: (-c.world_size, c.local_batch_size))
     centre, sd = base.mean.copy(), base.sd.copy()

@@ -44,13 +44,13 @@ _APART = 4
 
 
 def capacity_bytes(gpu: str) -> float:
-    """Capacity by the GPU's name ("A100-40GB"); infinite when the name does not say."""
+    """Return the capacity by the GPU's name ("A100-40GB"); infinite when the name does not say."""
     found = re.search(r"(\d+)GB", gpu)
     return float(found.group(1)) * _GIB if found else float("inf")
 
 
 def valid_readings(workload: MemoryWorkload, *, near_capacity: bool = True) -> int:
-    """How many of the ascending batches have a reading that is not marked by an out-of-memory."""
+    """Return how many of the ascending batches have a reading that is not marked by an out-of-memory."""
     batches, read, capacity = workload.local_batch_size, workload.memory_bytes, capacity_bytes(workload.gpu)
     for row in range(1, len(read)):
         if read[row] <= read[row - 1]:
@@ -68,7 +68,7 @@ def valid_readings(workload: MemoryWorkload, *, near_capacity: bool = True) -> i
 
 
 def analytic_slope(workload: MemoryWorkload) -> float | None:
-    """Bytes per example between the two smallest batches, as counted; None where nothing was."""
+    """Return the bytes per example between the two smallest batches, as counted; None where nothing was."""
     if workload.analytic_bytes is None:
         return None
     first, second = workload.analytic_bytes[:2]
@@ -77,7 +77,8 @@ def analytic_slope(workload: MemoryWorkload) -> float | None:
 
 
 def static_bytes(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
-    """Bytes at a batch of 0 by workload, from the networks of other families on the device; only where it has enough.
+    """Return the bytes at a batch of 0 by workload, from the networks of other families on the device,
+    where it has enough.
 
     The least sum of relative errors, since lines through readings that jump are far off.
     """
@@ -102,14 +103,16 @@ def static_bytes(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
 
 
 def _family(name: str) -> str:
-    """The letters that a network's name begins with; a workload is SOURCE/.../NETWORK/PRECISION or SOURCE/NETWORK."""
+    """Return the letters that a network's name begins with;
+    a workload is SOURCE/.../NETWORK/PRECISION or SOURCE/NETWORK."""
     parts = name.lower().split("/")
     letters = re.match("[a-z]+", parts[-2] if len(parts) > 2 else parts[-1])
     return letters.group() if letters else name
 
 
 def first_readings(batches: Sequence[int], known: int, *, apart: bool) -> list[int]:
-    """The rows that are read: the `known` smallest or, `apart`, the smallest batch whose fourfold was read too."""
+    """Return the rows that are read: the `known` smallest or, if `apart`,
+    the smallest batch whose fourfold was read too."""
     if not apart:
         return list(range(known)) if len(batches) > known else []
     for row, batch in enumerate(batches):
@@ -128,7 +131,8 @@ def score(
     known: int = 2,
     apart: bool = False,
 ) -> dict[str, float]:
-    """Error at the largest batch and over all batches beyond those that are read, coverage of the 90 % intervals."""
+    """Return the error at the largest batch and over all batches beyond those that are read,
+    and the coverage of 90 % intervals."""
     largest, beyond, inside, linear = [], [], [], []
     for workload in workloads:
         valid = valid_readings(workload, near_capacity=near_capacity)

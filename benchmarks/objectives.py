@@ -95,7 +95,7 @@ def answer(seen: Workload, name: Objective | Literal["kneedle"], examples: float
 
 
 def kneedle(seen: Workload, runs: Sequence[Placement]) -> Placement:
-    """The fastest candidate nearest the knee that Kneedle finds in log-log; the fastest of all without one."""
+    """Return the fastest candidate nearest the knee that Kneedle finds in log-log; the fastest of all without one."""
     from kneed import KneeLocator
 
     model = fit_step_time(seen.measure(runs), candidates=seen.candidates)
@@ -111,7 +111,7 @@ def kneedle(seen: Workload, runs: Sequence[Placement]) -> Placement:
 
 
 def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[FloatArray, FloatArray]:
-    """Global batches, even in log, and the predicted time per example on the fastest cluster at each."""
+    """Return the global batches, even in log, and the predicted time per example on the fastest cluster at each."""
     sizes = [c.global_batch_size for c in candidates]
     batches = np.geomspace(min(sizes), max(sizes), _CURVE_POINTS)
     times = np.full(batches.size, np.inf)
@@ -126,7 +126,7 @@ def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[
 
 
 def judge(workload: Workload, noise: float, examples: float) -> Judged:
-    """Every objective on one workload, and how far the default's answer moves with the range of candidates."""
+    """Judge every objective on one workload, and how far the default's answer moves with the range of candidates."""
     time = {c: workload.step_time_s[c] * examples / c.global_batch_size for c in workload.candidates}
     cost = {c: time[c] * c.world_size for c in workload.candidates}
     batches = [c.global_batch_size for c in workload.candidates]
@@ -159,12 +159,12 @@ def judge(workload: Workload, noise: float, examples: float) -> Judged:
 
 
 def _change(old: Placement, new: Placement, *measures: dict[Placement, float]) -> float:
-    """The largest factor, above 1, by which one of the measures changes from one configuration to another."""
+    """Return the largest factor, above 1, by which one of the measures changes from one configuration to another."""
     return max(max(measure[new] / measure[old], measure[old] / measure[new]) for measure in measures)
 
 
 def known(workload: Workload, examples: float) -> Placement:
-    """What the rule of `balanced` recommends where every step time of the table is known."""
+    """Return what the rule of `balanced` recommends where every step time of the table is known."""
     goal = goal_for("balanced", workload, examples)
     exact = [(c, Interval(t, t, t)) for c, t in sorted(workload.step_time_s.items())]
     choice = choose(goal, [price(c, t, goal.training, goal.offers["default"]) for c, t in exact])
@@ -173,12 +173,12 @@ def known(workload: Workload, examples: float) -> Placement:
 
 
 def only(seen: Workload, rows: Sequence[Placement]) -> Workload:
-    """The workload with these rows of its table."""
+    """Return the workload with these rows of its table only."""
     return replace(seen, step_time_s={c: seen.step_time_s[c] for c in rows})
 
 
 def moves(candidates: Sequence[Placement]) -> list[tuple[bool, list[Placement], list[Placement]]]:
-    """(inward, rows before, rows after) of each end that moves by one doubling; see above for their ranges.
+    """Return (inward, rows before, rows after) of each end that moves by one doubling; see above for their ranges.
 
     A move that adds no row is none, and neither is one from or to fewer than four rows.
     """
@@ -199,7 +199,7 @@ def moves(candidates: Sequence[Placement]) -> list[tuple[bool, list[Placement], 
 
 
 def sensitivity(moved: Sequence[tuple[bool, dict[str, tuple[float, bool]]]]) -> dict[str, list[float]]:
-    """The factors of all moves by key; see above."""
+    """Return the factors of all moves by key; see above."""
     found = {}
     for name in SENSITIVE:
         every = [(inward, *factors[name]) for inward, factors in moved]

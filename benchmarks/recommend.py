@@ -42,7 +42,7 @@ CONFIGURATIONS = [
 
 
 def spec(name: str) -> JobSpec:
-    """A job of ordinary size: eight nodes, prices, a few hundred candidates."""
+    """Return a job of ordinary size: eight nodes, prices, a few hundred candidates."""
     return JobSpec.model_validate(
         {
             "name": name,
@@ -56,14 +56,14 @@ def spec(name: str) -> JobSpec:
 
 
 def step_times(configuration: Configuration, count: int, seed: int) -> np.ndarray:
-    """What a ring of this size would measure, with 2 % noise."""
+    """Return what a ring of this size would measure, with 2 % noise."""
     share = 1 - 1 / configuration.world_size
     truth = 0.02 + 0.0011 * configuration.local_batch_size + 0.06 * share
     return truth * np.random.default_rng(seed).lognormal(0, 0.02, count)
 
 
 def fill(store: Store, jobs: range, samples_per_run: int) -> list[tuple[str, str]]:
-    """Jobs with profiled runs and their samples; (job, one of its runs) each.
+    """Make jobs with profiled runs and their samples; return (job, one of its runs) each.
 
     The first is made as the service makes them; the others are copies of its rows with different names and times,
     many in a transaction, since a transaction for each would take longer than all that is measured.
@@ -77,7 +77,7 @@ def fill(store: Store, jobs: range, samples_per_run: int) -> list[tuple[str, str
 
 
 def made_by_the_service(store: Store, number: int, samples_per_run: int) -> tuple[str, str]:
-    """A job with profiled runs and their samples; the job and one of its runs."""
+    """Make a job with profiled runs and their samples; return the job and one of its runs."""
     steps = list(range(samples_per_run))
     with store.transaction() as tx:
         wanted = spec(f"job-{number}")
@@ -94,7 +94,7 @@ def made_by_the_service(store: Store, number: int, samples_per_run: int) -> tupl
 
 
 def copies(connection: sa.Connection, job_id: str, numbers: range, samples_per_run: int) -> list[tuple[str, str]]:
-    """Jobs like this one, by their numbers; (job, one of its runs) each."""
+    """Return jobs like this one, by their numbers, as (job, one of its runs) each."""
 
     def rows(table: sa.Table, wanted: sa.ColumnElement[bool]) -> list[dict[str, Any]]:
         return [dict(row) for row in connection.execute(sa.select(table).where(wanted)).mappings()]
@@ -130,7 +130,7 @@ def copies(connection: sa.Connection, job_id: str, numbers: range, samples_per_r
 
 
 def latencies_ms(ask: Callable[[int], None], times: int) -> list[float]:
-    """How long each of `times` questions took, after a few that are not counted."""
+    """Return how long each of `times` questions took, after a few that are not counted."""
     for number in range(5):
         ask(number)
     found = []
@@ -142,7 +142,7 @@ def latencies_ms(ask: Callable[[int], None], times: int) -> list[float]:
 
 
 def measure(client: httpx.Client, made: list[tuple[str, str]], times: int) -> dict[str, list[float]]:
-    """Milliseconds of each kind of question, asked of jobs all over the table."""
+    """Measure the milliseconds of each kind of question, asked of jobs all over the table."""
     chosen = [made[place] for place in np.linspace(0, len(made) - 1, 20).astype(int)]
     numbers = itertools.count(10**6)
 

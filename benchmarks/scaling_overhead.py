@@ -41,7 +41,7 @@ MEASURED_SHARE = 1.0 / SPARSE_EVERY  # of the steps, after the first DENSE_STEPS
 
 
 def measure(*, depth: int, batch: int, side: int, steps: int) -> dict[str, float]:
-    """On every rank; seconds are medians over `steps`, of the slowest rank."""
+    """Measure on every rank; seconds are medians over `steps`, of the slowest rank."""
     torch.manual_seed(0)
     device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
     ddp = nn.parallel.DistributedDataParallel(resnet(depth, channels=3, num_classes=1000).to(device))
@@ -152,7 +152,7 @@ def _now(device: torch.device) -> float:
 
 
 def summarise(seconds: dict[str, float]) -> dict[str, float]:
-    """Fractions of the step time without Tula."""
+    """Return fractions of the step time without Tula."""
     step = seconds["measure.step"] - seconds["measure.added"]
     added = {
         name: seconds[f"{name}.added"] + seconds[f"{name}.hooks"]
@@ -177,7 +177,7 @@ def summarise(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    """One rank; the first prints and writes the figures."""
+    """Run one rank; the first prints and writes the figures."""
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     seconds = measure(depth=options.depth, batch=options.batch, side=options.side, steps=options.steps)
     if dist.get_rank() == 0:

@@ -64,7 +64,7 @@ SCENARIOS = [
 
 
 def batches(scenario: Scenario, size: int, steps: int) -> Iterator[torch.Tensor]:
-    """The loader: batches of `size`, some of them late."""
+    """Yield batches of `size`, some of them late, as the loader."""
     for number in range(1, steps + 1):
         if scenario.stall_every and number % scenario.stall_every == 0:
             time.sleep(scenario.pace * STALL_S * size * scenario.stall_every)
@@ -72,7 +72,7 @@ def batches(scenario: Scenario, size: int, steps: int) -> Iterator[torch.Tensor]
 
 
 def train(scenario: Scenario, variables: dict[str, str], steps: int, seed: int, result: Connection) -> None:
-    """The script, in a process of its run; sends its mean seconds per step."""
+    """Train as the script does, in a process of its run; send its mean seconds per step."""
     os.environ.update(variables)
     size, dice = int(variables["TULA_LOCAL_BATCH_SIZE"]), random.Random(seed)
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -132,7 +132,7 @@ class Bench:
                 time.sleep(min(claimed.retry_after_s, 0.5))
 
     def error(self, scenario: Scenario, seed: int) -> list[float]:
-        """Runs, milliseconds a step as predicted and as trained, and the error."""
+        """Return the number of runs, the milliseconds a step as predicted and as trained, and the error."""
         body = {
             "name": f"{scenario.name}-{seed}",
             "model": {"name": f"sleeps-{scenario.name}-{seed}", "parameters": 1},
@@ -153,7 +153,7 @@ class Bench:
 
 
 def measure(steps: int, smoke: bool) -> dict[str, float]:
-    """Every scenario, on one service."""
+    """Measure every scenario, on one service."""
     figures, rows = {}, []
     with tempfile.TemporaryDirectory() as name:
         database = f"sqlite:///{name}/stalls.db"

@@ -153,7 +153,8 @@ def profile(
 
 
 def designed(workload: Workload, runs: int) -> list[Placement]:
-    """The most informative configurations about all others, of which the planner's first four are those of no goal."""
+    """Return the most informative configurations about all others,
+    of which the planner's first four are those of no goal."""
     return design(workload.candidates, Priors(), runs)  # type: ignore[return-value]
 
 
@@ -186,7 +187,7 @@ def held_out(workload: Workload, profiled: Sequence[Placement], form: StepTimeFo
 
 
 def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
-    """Everything that is measured on one workload; `noise` is the log standard deviation of a run in each draw."""
+    """Measure everything on one workload; `noise` is the log standard deviation of a run in each draw."""
     found = Figures(workload.name, workload.source, workload.grid)
     profiled = {
         "ring": corners(workload),
@@ -240,7 +241,7 @@ def training_values(workload: Workload) -> dict[str, dict[Placement, float]]:
 
 
 def goal_of(name: str, limits: Limits | None = None) -> Goal:
-    """The goal of that name; prices are per GPU-hour."""
+    """Return the goal of that name; prices are per GPU-hour."""
     objective: Objective = "time" if name == "time" else "cost"
     return Goal(objective, Training(_DATASET), {"default": Offer(usd_per_rank_hour=3600.0)}, limits or Limits())
 
@@ -276,7 +277,8 @@ def middle_launch(workload: Workload) -> list[Launch]:
 
 
 def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
-    """Milliseconds to fit the model and to predict a job of 64 candidates; best of three, as others share the core."""
+    """Return the milliseconds to fit the model and to predict a job of 64 candidates;
+    best of three, as others share the core."""
     observed = workload.measure(profiled)
     candidates = [workload.candidates[i % len(workload.candidates)] for i in range(_TIMED_CANDIDATES)]
     taken = []
@@ -288,7 +290,7 @@ def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
 
 
 def time_plan() -> dict[str, float]:
-    """Milliseconds (best of three) and MiB of the first plan for least time of a job of 4,096 candidates."""
+    """Return the milliseconds (best of three) and MiB of the first plan for least time of a job of 4,096 candidates."""
     side = range(1, _PLANNED_SIDE + 1)
     candidates = [Placement(num_nodes=n, local_batch_size=8 * batch, ranks=n) for n in side for batch in side]
     taken = []
@@ -304,7 +306,7 @@ def time_plan() -> dict[str, float]:
 
 
 def regret(workload: Workload, planned: Sequence[Placement], found: Figures) -> None:
-    """How much worse than the best in the table the recommended configurations are; prices are per GPU-hour."""
+    """Measure how much worse than the best in the table the recommended configurations are; prices are per GPU-hour."""
     values = training_values(workload)
     spent, paid = values["time"], values["cost"]
     largest = max(workload.candidates, key=lambda c: (c.world_size, c.local_batch_size))
@@ -326,14 +328,14 @@ def regret(workload: Workload, planned: Sequence[Placement], found: Figures) -> 
 def recommended(
     workload: Workload, goal: Goal, *, share_launches: bool = False, launches: list[Launch] | None = None
 ) -> tuple[list[Placement], Choice]:
-    """The runs that the planner spent on a goal, and the choice that they led to; `launches` as in `profile`."""
+    """Return the runs that the planner spent on a goal, and the choice that they led to; `launches` as in `profile`."""
     runs = profile(workload, goal, runs=_RUNS, share_launches=share_launches, launches=launches)
     model = fit_step_time(workload.measure(runs), candidates=workload.candidates)
     return runs, recommend(workload.candidates, model, goal)
 
 
 def best_num_nodes(workload: Workload, planned: Sequence[Placement], found: Figures) -> None:
-    """For every global batch that several clusters can run: which of them is fastest?
+    """Score which cluster is fastest, for every global batch that several clusters can run.
 
     `best_num_nodes`: each batch is a separate job that may profile any configuration, at most six in all, the
     verification of its choice included. `best_num_nodes_planned`: six planned runs serve all batches, none is verified.
@@ -359,7 +361,7 @@ def best_num_nodes(workload: Workload, planned: Sequence[Placement], found: Figu
 
 
 def same_batch(candidates: Sequence[Placement]) -> list[list[Placement]]:
-    """Groups of candidates of equal global batch (within 3 %) on at least two sizes of cluster."""
+    """Return the groups of candidates of equal global batch (within 3 %) on at least two sizes of cluster."""
     groups: list[list[Placement]] = []
     for candidate in sorted(candidates, key=lambda c: c.global_batch_size):
         if groups and candidate.global_batch_size <= _SAME_BATCH * groups[-1][0].global_batch_size:
@@ -370,7 +372,7 @@ def same_batch(candidates: Sequence[Placement]) -> list[list[Placement]]:
 
 
 def summarise(results: Sequence[Figures]) -> dict[str, float]:
-    """The figures over all workloads, by key."""
+    """Return the figures over all workloads, by key."""
     out: dict[str, float] = {}
 
     def known(values: Sequence[float]) -> list[float]:
@@ -425,7 +427,7 @@ def summarise(results: Sequence[Figures]) -> dict[str, float]:
 
 
 def by_source(results: Sequence[Figures]) -> dict[str, float]:
-    """The figures of each source (`source.NAME.KEY`) and of all others together (`without.NAME.KEY`)."""
+    """Return the figures of each source (`source.NAME.KEY`) and of all others together (`without.NAME.KEY`)."""
     out: dict[str, float] = {}
     for source in sorted({r.source for r in results}):
         parts = {
@@ -440,7 +442,7 @@ def by_source(results: Sequence[Figures]) -> dict[str, float]:
 
 
 def show_sources(figures: dict[str, float]) -> None:
-    """The same for people, one row a source and one for all the others."""
+    """Print the figures by source for people, one row a source and one for all the others."""
     rows = []
     for key, count in figures.items():
         part, source, *rest = key.split(".")
@@ -453,7 +455,7 @@ def show_sources(figures: dict[str, float]) -> None:
 
 
 def show(figures: dict[str, float]) -> None:
-    """The same for people."""
+    """Print the figures for people."""
 
     def percent(key: str) -> str:
         value = f"{100 * figures[key]:.1f} %" if key in figures else "-"

@@ -54,7 +54,7 @@ class Scenario:
     overlapped: bool
 
     def faster(self, times: float) -> Scenario:
-        """The same with so much less to compute."""
+        """Return the same scenario with so much less to compute."""
         return replace(
             self, forward_s=self.forward_s / times, backward_s=self.backward_s / times, skew_s=self.skew_s / times
         )
@@ -78,7 +78,7 @@ def spin(seconds: float) -> None:
 
 
 def model_of(scenario: Scenario, late_s: list[float]) -> Any:
-    """Two layers that spin as the scenario says; backward takes `late_s[0]` longer."""
+    """Return two layers that spin as the scenario says; backward takes `late_s[0]` longer."""
 
     class Spin(torch.autograd.Function):
         @staticmethod
@@ -123,7 +123,7 @@ def bare_all_reduce(buckets: int) -> float:
 
 
 def rank(scenarios: list[Scenario], steps: int, folder: Path, url: str) -> None:
-    """One rank: trains under the agent, scenario by scenario, and writes what truly happened."""
+    """Run one rank: train under the agent, scenario by scenario, and write what truly happened."""
     os.environ |= {
         "TULA_URL": url,
         "TULA_SPOOL_DIR": str(folder),
@@ -139,7 +139,8 @@ def rank(scenarios: list[Scenario], steps: int, folder: Path, url: str) -> None:
 
 
 def train(scenario: Scenario, steps: int) -> dict[str, Any]:
-    """By step: when it began, when the last gradient was there, when backward returned, when it ended."""
+    """Train; return for each step when it began, when the last gradient was there, when backward returned,
+    when it ended."""
     late_s = [0.0]
     bare = model_of(scenario, late_s)
     marks: dict[str, float] = {}
@@ -174,7 +175,7 @@ def train(scenario: Scenario, steps: int) -> dict[str, Any]:
 
 
 def serve(port: int, samples: Path, namespace: str, ready: Barrier) -> None:
-    """A service for the ranks of a node, in the namespace of the node: what they report does not cross the link."""
+    """Serve the ranks of a node, in the namespace of the node: what they report does not cross the link."""
     if namespace:
         enter(namespace)
     service = Sink(port, samples)
@@ -184,7 +185,7 @@ def serve(port: int, samples: Path, namespace: str, ready: Barrier) -> None:
 
 @contextmanager
 def link(rate_mbit: float) -> Iterator[Cluster | None]:
-    """Two nodes with a limited link; None where they cannot be made, which is printed."""
+    """Yield two nodes with a limited link; None where they cannot be made, which is printed."""
     if (reason := why_not()) is not None:
         print(f"{reason}: measuring over the loopback")
         yield None
@@ -196,7 +197,7 @@ def link(rate_mbit: float) -> Iterator[Cluster | None]:
 def run_scenarios(
     scenarios: list[Scenario], steps: int, cluster: Cluster | None
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Of each scenario, means over the steps that both sides have: what the agent reported, and the truth.
+    """Return for each scenario what the agent reported and the truth, as means over the steps that both have.
 
     One pair of processes goes through all of them.
     """
@@ -225,7 +226,7 @@ def run_scenarios(
 
 
 def read_samples(path: Path) -> dict[str, dict[int, tuple[float, float, float]]]:
-    """By run and step, what the agent reported: compute, exposed communication, skew."""
+    """Return what the agent reported, by run and step: compute, exposed communication, skew."""
     reported: dict[str, dict[int, tuple[float, float, float]]] = {}
     for line in path.read_text().splitlines():
         route, _, text = line.partition(" ")
@@ -240,7 +241,7 @@ def read_samples(path: Path) -> dict[str, dict[int, tuple[float, float, float]]]
 def compare(
     truth: list[dict[str, Any]], reported: dict[int, tuple[float, float, float]]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Means of the agent's columns and of the truth over the same steps."""
+    """Return the means of the agent's columns and of the truth over the same steps."""
     agent: dict[str, list[float]] = {"compute": [], "exposed_comm": [], "skew": []}
     true: dict[str, list[float]] = {"compute": [], "exposed_comm": [], "skew": []}
     for step, (compute, exposed, skew) in sorted(reported.items()):
@@ -257,7 +258,7 @@ def compare(
 
 
 def measure(steps: int, groups: list[list[Scenario]], rate_mbit: float) -> dict[str, float]:
-    """Every scenario and the worst errors; those of a group share two processes."""
+    """Measure every scenario and the worst errors; those of a group share two processes."""
     worst = {"compute": 0.0, "exposed_comm": 0.0}
     figures: dict[str, float] = {}
     with link(rate_mbit) as cluster:

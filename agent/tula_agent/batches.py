@@ -96,9 +96,8 @@ def _lengths(batch: Any) -> dict[tuple[str, int], int]:
 
 
 def sequence_length_of(batch: Any) -> int | None:
-    """Tokens of an example, padding included: the length of `input_ids` or, in a sequence, of inputs and targets of one
-    shape, as next-token prediction has them. None where the batch is not of tokens.
-    """
+    """Return the tokens of an example, padding included: the length of `input_ids` or, in a sequence,
+    of inputs and targets of one shape, as next-token prediction has them. None where the batch is not of tokens."""
     if isinstance(batch, Mapping):
         inputs: list[Any] = [batch.get("input_ids")]
     else:
@@ -111,12 +110,12 @@ def sequence_length_of(batch: Any) -> int | None:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Bytes of all tensors in `batch`."""
+    """Return the bytes of all tensors in `batch`."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
 
 
 def tensors_in(value: Any, depth: int = 4) -> list[Any]:
-    """Tensors inside nested mappings, sequences and dataclasses, in order; at most `depth` levels down."""
+    """Return the tensors inside nested mappings, sequences and dataclasses, in order; at most `depth` levels down."""
     if hasattr(value, "element_size") and hasattr(value, "shape"):
         return [value]
     if depth == 0 or isinstance(value, (str, bytes)):
@@ -133,7 +132,7 @@ def tensors_in(value: Any, depth: int = 4) -> list[Any]:
 
 
 def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`value` with `function` applied to every tensor of a nest of tuples, lists and mappings."""
+    """Return `value` with `function` applied to every tensor of a nest of tuples, lists and mappings."""
     if hasattr(value, "element_size"):
         return function(value)
     if isinstance(value, Mapping):
@@ -146,7 +145,8 @@ def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def first_examples(value: Any, size: int, count: int) -> Any:
-    """The first `count` of the `size` examples in a batch: tensors and lists whose leading length is `size` are cut.
+    """Return the first `count` of the `size` examples in a batch:
+    tensors and lists whose leading length is `size` are cut.
 
     Containers are copied, not changed. Raises TypeError where a part has another leading length, or may be either a
     list of examples or a list of tensors.
@@ -174,7 +174,7 @@ def first_examples(value: Any, size: int, count: int) -> Any:
 
 
 def _first_of_sequence(value: Any, size: int, count: int) -> Any:
-    """Of a list of examples, the first; of a list of tensors, each cut."""
+    """Cut a sequence: a list of examples to its first ones, a list of tensors tensor by tensor."""
     try:
         parts = [first_examples(part, size, count) for part in value]
     except TypeError:

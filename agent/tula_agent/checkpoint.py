@@ -316,7 +316,7 @@ class _Ranks:
         return values
 
     def through_torch(self, name: str, state: dict[str, Any], folder: Path) -> None:
-        """`save` or `load` of torch.distributed.checkpoint, which agrees on failures over the ranks by itself."""
+        """Call `save` or `load` of torch.distributed.checkpoint, which agrees on failures over the ranks by itself."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -358,7 +358,8 @@ def _new_folder(root: Path, facts: dict[str, Any]) -> str:
 
 
 def _delete_superseded(folder: Path) -> None:
-    """Now that `folder` is complete, keep only the newest of each of the last KEEP steps, and no older unfinished one.
+    """Delete older checkpoints once `folder` is complete:
+    keep the newest of each of the last KEEP steps, and no older unfinished one.
 
     A failure must not end the training.
     """

@@ -85,7 +85,8 @@ class AgentConfig:
 
 
 def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None = None) -> AgentConfig | None:
-    """The configuration, or None to do nothing: no TULA_URL, TULA_DISABLED, or no run to report to.
+    """Return the configuration, or None for an agent that does nothing:
+    no TULA_URL, TULA_DISABLED, or no run to report to.
 
     job: whose run the agent makes by itself where no launcher has made one; without a name, that in TULA_JOB. Never
     raises: an invalid value is logged and treated as absent.
@@ -145,12 +146,12 @@ def keep_children_out(config: AgentConfig) -> None:
 
 
 def is_id(value: object) -> bool:
-    """True for an id of the service (`tula_wire`'s `Id`): a part of a path as it stands, never `..`."""
+    """Return True for an id of the service (`tula_wire`'s `Id`): a part of a path as it stands, never `..`."""
     return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """True when a launcher started this process as a rank; SLURM_NTASKS alone is the size of an allocation."""
+    """Return True when a launcher started this process as a rank; SLURM_NTASKS alone is the size of an allocation."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return True
     sizes = (
@@ -202,7 +203,7 @@ class _Environment:
         return self._environ.get(name, "").strip()
 
     def number(self, kind: type[N], least: N, *names: str, most: float = math.inf) -> N | None:
-        """The first of `names` that holds a finite number within these bounds."""
+        """Return the number in the first of `names` that holds a finite one within these bounds."""
         for name in names:
             if text := self.text(name):
                 with suppress(ValueError, OverflowError):

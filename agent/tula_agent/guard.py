@@ -35,7 +35,7 @@ class Guard:
         return _Quiet(self, part)
 
     def works(self, part: str) -> bool:
-        """False once `part` has failed GIVE_UP_AFTER times."""
+        """Return False once `part` has failed GIVE_UP_AFTER times."""
         return self.failures.get(part, 0) < GIVE_UP_AFTER
 
     def note(self, part: str, error: BaseException) -> None:

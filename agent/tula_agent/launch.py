@@ -49,9 +49,9 @@ class Launch:
         return self.first_step == 0 and (smaller[0][0] if smaller else None) != self.cut_to
 
     def cut(self, batch: Any, size: int | None, first: bool) -> Any:
-        """The first `cut_to` of the `size` examples in `batch`, which are measured now. first: no step has ended yet.
+        """Return the first `cut_to` of the `size` examples in `batch`, which are measured now.
 
-        Raises TypeError for a batch that can't be cut.
+        first: no step has ended yet. Raises TypeError for a batch that can't be cut.
         """
         if self.cut_to is None or self.whole is None:
             return batch
@@ -60,7 +60,7 @@ class Launch:
         return batch if size <= self.cut_to else first_examples(batch, size, self.cut_to)
 
     def end_batch(self, step: int) -> None:
-        """The batch that was due is measured, and `step` was its last; the next one is due."""
+        """End the batch that was due with `step`, its last one; the next batch is due."""
         if self.cut_to is not None:
             self.measured.append((self.cut_to, self.run_id))
         self.use(self._due[1:])

@@ -38,7 +38,7 @@ class Position:
     pending: tuple[int, dict[str, Any], dict[str, Any] | None] | None = None
 
     def begin(self, loader: Iterable[T]) -> Iterator[T]:
-        """An iterator over `loader` from the current position."""
+        """Return an iterator over `loader` from the current position."""
         pending, self.pending, self.loader = self.pending, None, loader
         if pending is None:
             self.at_epoch_start, self.consumed = _captured(loader) if self.resumable else {}, 0
@@ -55,7 +55,7 @@ class Position:
         return batches
 
     def end(self) -> None:
-        """The epoch is over, or was left."""
+        """End the epoch, finished or left."""
         self.epoch += 1
         self.consumed, self.at_epoch_start = 0, {}
 
@@ -70,7 +70,7 @@ def _captured(loader: Any) -> dict[str, Any]:
 
 
 def _share(batches: int, loader: Iterable[Any]) -> float:
-    """So many batches as a share of an epoch; 0 for a loader without a length."""
+    """Return the batches as a share of an epoch; 0 for a loader without a length."""
     try:
         return min(1.0, batches / len(loader))  # type: ignore[arg-type]
     except Exception:  # a loader's own __len__ may raise anything
@@ -78,7 +78,7 @@ def _share(batches: int, loader: Iterable[Any]) -> float:
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """The loader's own generators; samplers often share the loader's."""
+    """Return the loader's own generators; samplers often share the loader's."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     generators = [getattr(holder, "generator", None) for holder in holders]
@@ -87,7 +87,8 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 def capture_randomness(loader: Any = None) -> dict[str, Any]:
-    """The state of every generator that a step may draw from: torch (CPU, CUDA), NumPy, Python, the loader's own."""
+    """Return the state of every generator that a step may draw from:
+    torch (CPU, CUDA), NumPy, Python, the loader's own."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()

@@ -62,7 +62,7 @@ class StopAgreement:
         return plan
 
     def decide(self, measured: int, measure_steps: int, wants_stop: bool, first_step: int = 0) -> bool:
-        """True when the measurement that began at `first_step` ends at this step, where the ranks have agreed.
+        """Return True when the measurement that began at `first_step` ends at this step, where the ranks have agreed.
 
         measured: steps after warm-up, and measure_steps: how many were asked for, the same on every rank. wants_stop:
         only the first rank's counts.
@@ -130,7 +130,7 @@ class Profiling:
         self.pending = self.pending or not agreement.joined
 
     def stop_soon(self, run_id: str) -> None:
-        """The service says that this run has ended, as when it was cancelled."""
+        """Stop the run soon: the service says that it has ended, as when it was cancelled."""
         self._stop_requested = run_id
 
     def drop_smaller_batches(self) -> None:
@@ -163,7 +163,7 @@ class Profiling:
                 self.drop_smaller_batches()  # the ranks would not end a batch at the same step
 
     def may_repeat(self) -> bool:
-        """True when a profiling run needs more steps than its loader has; the same on all ranks."""
+        """Return True when a profiling run needs more steps than its loader has; the same on all ranks."""
         if not self.measuring:
             return False
         if not self._agreement.joined:
@@ -171,7 +171,8 @@ class Profiling:
         return self.measuring and self._agreement.agreed
 
     def ends(self, step: int, step_time_s: float | None, run_id: str = "") -> bool:
-        """True when `run_id` ends with `step`; its time in seconds, or None where it is not comparable.
+        """Return True when `run_id` ends with `step`, which took `step_time_s`,
+        or None where its time is not comparable.
 
         The service may say in its reply that the run was cancelled, and the first rank knows when it has measured what
         was asked for or is precise enough; the run ends at the next step at which all ranks read the decision.
@@ -199,7 +200,7 @@ class Profiling:
 
 
 def _plan_of(values: list[Any]) -> ProfilePlan:
-    """The plan whose fields the first rank sent as JSON."""
+    """Return the plan whose fields the first rank sent as JSON."""
     warmup_steps, measure_steps, precision, smaller_batches, probe_s = values
     runs = tuple((int(size), str(run)) for size, run in smaller_batches)
     return ProfilePlan(warmup_steps, measure_steps, precision, runs, probe_s)

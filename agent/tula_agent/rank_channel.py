@@ -82,7 +82,7 @@ class Channel:
         self._sent += 1
 
     def collect(self, rank: int) -> list[Any]:
-        """Messages of `rank` since the last call, oldest first; never waits."""
+        """Return the messages of `rank` since the last call, oldest first; never waits."""
         messages = []
         while self.has(f"box/{rank}/{self._next[rank] % RING}"):
             number, message = self.get(f"box/{rank}/{self._next[rank] % RING}")
@@ -155,7 +155,10 @@ class RankRendezvous:
         return Channel(store, self._prefix, self._rank, self._world_size)
 
     def connect(self, host: str, port: int, within_s: float) -> Channel:
-        """A channel over the store at `host`:`port`. Raises RuntimeError when it does not answer `within_s` seconds."""
+        """Return a channel over the store at `host`:`port`.
+
+        Raises RuntimeError when it does not answer `within_s` seconds.
+        """
         store = _stores.TCPStore(host, port, **_options(within_s), is_master=False)
         store.set_timeout(timedelta(seconds=CONNECT_WITHIN_S))
         return self._over(store)
@@ -171,14 +174,15 @@ def current_group() -> Any:
 
 
 def with_group_place(config: AgentConfig) -> AgentConfig:
-    """`config` with rank and world size of the process group, if any: `mp.spawn` sets no variable for them."""
+    """Return `config` with rank and world size of the process group, if any: `mp.spawn` sets no variable for them."""
     if current_group() is None:
         return config
     return replace(config, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 def _hosts_of(store: Any) -> list[str]:
-    """Names by which other ranks may reach this one; it hosts the group's store too, if that is a TCPStore."""
+    """Return the names by which other ranks may reach this one;
+    it hosts the group's store too, if that is a TCPStore."""
     while isinstance(store, _stores.PrefixStore):
         store = getattr(store, "underlying_store", None)  # absent in old versions
     named = str(store.host) if isinstance(store, _stores.TCPStore) else os.environ.get("MASTER_ADDR")

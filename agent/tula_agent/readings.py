@@ -66,7 +66,7 @@ class HostCopy:
 
 
 def to_number(value: Any) -> float | HostCopy:
-    """A float where that needs no wait, else a `HostCopy`.
+    """Return a float where that needs no wait, else a `HostCopy`.
 
     Raises TypeError or ValueError for anything that is not one number.
     """
@@ -96,10 +96,10 @@ class Interval:
         self.end: Any = None
 
     def poll(self) -> tuple[float, float | None, float | None] | None:
-        """Seconds, or None while the device has not reached the end of the step; never waits.
+        """Return the times of the step in seconds, or None while the device has not reached its end; never waits.
 
-        Of the step; of waiting for data, zero while the device had other work; from the optimizer's call to the end of
-        the step. The latter two are None where their event was not recorded.
+        The times are those of the whole step; of waiting for data, zero while the device had other work; from the
+        optimizer's call to the end of the step. The latter two are None where their event was not recorded.
         """
         if self.end is None or not self.end.query():
             return None
@@ -170,21 +170,21 @@ class Readings:
         self.device: deque[tuple[int, Interval]] = deque()  # bounded by the pool of events
 
     def add_step(self, timing: StepTiming, warmup: bool, sampled: bool = True) -> None:
-        """A step has ended; only a sampled one becomes a sample, every one a point of the step-time series."""
+        """Add a step that has ended; only a sampled one becomes a sample, every one a point of the step-time series."""
         if len(self.steps) >= self._limit:
             self.dropped += 1
         else:
             self.steps.append((timing, warmup, sampled))
 
     def add_value(self, step: int, name: str, value: float | HostCopy) -> None:
-        """A named number of a step."""
+        """Add a named number of a step."""
         if len(self._values) >= self._limit:
             self.dropped += 1
         else:
             self._values.append((step, name, value))
 
     def take_values(self) -> list[tuple[int, str, float]]:
-        """All numbers that have arrived; those still on a device stay."""
+        """Take all numbers that have arrived; those still on a device stay."""
         arrived: list[tuple[int, str, float]] = []
         for step, name, value in take(self._values):
             if not isinstance(value, HostCopy):
@@ -197,7 +197,7 @@ class Readings:
 
 
 def take(queue: deque[T]) -> list[T]:
-    """All that `queue` holds, oldest first; it is empty then. Another thread may take from it meanwhile."""
+    """Empty `queue` and return what it held, oldest first. Another thread may take from it meanwhile."""
     taken: list[T] = []
     with suppress(IndexError):
         # Not until it is empty, since a training thread may add as fast as this one takes; and one by one, so that what

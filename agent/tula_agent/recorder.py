@@ -236,26 +236,26 @@ class Recorder:
         return self.readings.dropped + self.exporter.dropped
 
     def channel(self, within_s: float = 0.0) -> Channel | None:
-        """The connection to the other ranks, waiting `within_s` seconds at most; None while there is none."""
+        """Return the connection to the other ranks, waiting `within_s` seconds at most; None while there is none."""
         rendezvous = self._rendezvous
         return None if rendezvous is None else rendezvous.channel(within_s)
 
     def begin_at(self, epochs_before: float, known: bool) -> None:
-        """A loop begins after `epochs_before` epochs; not `known` by a script that does not report it.
+        """Begin a loop after `epochs_before` epochs, which are not `known` where the script does not report them.
 
         A restarted script that reports nothing may have loaded any checkpoint.
         """
         self.readings.epochs_before = epochs_before if known or not self.config.restarted else None
 
     def may_repeat(self) -> bool:
-        """True when a profiling run needs more steps than its loader has; the same on all ranks."""
+        """Return True when a profiling run needs more steps than its loader has; the same on all ranks."""
         repeats = not self.finished and self.profiling.may_repeat()
         self._follow_first_rank()
         self._repeats = self._repeats or repeats
         return repeats
 
     def cut(self, batch: Any, loader: Any) -> Any:
-        """The examples of `batch` that the script gets while a smaller batch is measured. Never raises.
+        """Return the examples of `batch` that the script gets while a smaller batch is measured. Never raises.
 
         A batch that can't be cut is left whole. If it is the first, this launch measures the whole batch alone.
         """
@@ -275,7 +275,7 @@ class Recorder:
         return cut
 
     def measure_whole_batches(self, because: str) -> None:
-        """From now on the script gets whole batches; the other runs of this launch go back to the plan."""
+        """Give the script whole batches from now on; the other runs of this launch go back to the plan."""
         if self.launch.cut_to is not None:
             logger.warning("this launch measures one batch instead of several: %s", because)
             self.profiling.drop_smaller_batches()
@@ -308,7 +308,7 @@ class Recorder:
             self._start_comm_split(tracked)
 
     def begin_epoch(self) -> None:
-        """The script begins to iterate over its loader."""
+        """Begin an epoch, as the script begins to iterate over its loader."""
         self._check_group()
         if not self._begun:
             self._begun = True
@@ -326,7 +326,7 @@ class Recorder:
         self.exporter.start()
 
     def want_batch(self) -> None:
-        """The boundary between two micro-steps."""
+        """End a micro-step, as the script asks for the next batch."""
         if self.finished:
             return
         step = self.timer.step
@@ -346,7 +346,7 @@ class Recorder:
             clock.begin()
 
     def batch_ready(self, batch: Any, loader: Any, micro_steps: int = 1) -> None:
-        """A batch has arrived, or `micro_steps` of its size."""
+        """Begin a micro-step with a batch that has arrived, or `micro_steps` of its size."""
         if self.finished:
             return
         # A batch that was cut is not of the size that its loader states.
@@ -422,7 +422,7 @@ class Recorder:
             self.guard.note("gradients", error)
 
     def end_epoch(self) -> None:
-        """The loop is left."""
+        """End the epoch, as the script leaves its loop."""
         self.timer.pause()
         if self._device_clock is not None:
             self._device_clock.drop()
@@ -449,7 +449,7 @@ class Recorder:
             self._device_clock.begin()
 
     def log(self, values: dict[str, Any]) -> int | None:
-        """Named numbers of the step under way, or of the last one between steps; only the first rank's are sent.
+        """Log named numbers of the step under way, or of the last one between steps; only the first rank's are sent.
 
         Returns that step, or None where nothing is sent.
         """
@@ -481,7 +481,7 @@ class Recorder:
             logger.warning("%d measurements were dropped", self.dropped)
 
     def _finish_in_child(self) -> None:
-        """In a forked child (a data loading process) nothing is measured; the parent sends what was queued."""
+        """Measure nothing in a forked child (a data loading process); the parent sends what was queued."""
         self.finished = True
 
     # Process groups.
@@ -586,7 +586,8 @@ class Recorder:
         return not quiet and self._do_what_is_due(step, warmup, timing.step_time_s if usual else None)
 
     def _of_another_size(self, timing: StepTiming) -> StepTiming:
-        """What counts of a step whose batch is not the usual one: three such steps in a row are no last of an epoch.
+        """Return what counts of a step with another batch than the usual one:
+        three such steps in a row are no last of an epoch.
 
         Of one size they are the usual batch from then on. Of several, sizes vary, and each step counts as one of the
         batch that the run is to use, or of the mean.
@@ -613,7 +614,8 @@ class Recorder:
             logger.warning("%s%s; %s, or tula_agent.init(batch_size=...)", what, counted, remedy)
 
     def _do_what_is_due(self, step: int, warmup: bool, step_time_s: float | None) -> bool:
-        """What is not done after every step, and which steps have none of it; True where that takes long."""
+        """Do what is not done after every step, and find which steps have none of it;
+        return True where that takes long."""
         since, profiling = step - self.launch.first_step, self.profiling
         if self.leads and step <= COUNTED_STEP:
             self._count_operations(step)
@@ -660,7 +662,7 @@ class Recorder:
         return True
 
     def measured_enough(self) -> bool:
-        """True where a profiling run has what it can get, and an exception is due to its repeating the loader.
+        """Return True where a profiling run has what it can get, and an exception is due to its repeating the loader.
 
         A schedule that was made for the script's own steps raises after the last of them: the script is not at fault.
         """
@@ -670,14 +672,15 @@ class Recorder:
         return self.plan is not None and self.stopping
 
     def _end_measuring(self) -> None:
-        """All batches are measured: send that before the script is asked to end, since it may do so in any way."""
+        """Send everything once all batches are measured and before the script is asked to end,
+        since it may end in any way."""
         self.launch.measured.append((self._batch_size or 0, self.launch.run_id))
         self.exporter.flush(self.config.exit_deadline_s)
 
     # The batches of a launch.
 
     def _next_batch(self, step: int) -> None:
-        """A smaller batch was measured: after this step, the next one is handed out."""
+        """Hand out the next smaller batch after this step, as the batch before it is measured."""
         self.launch.end_batch(step)
         self.profiling.begin_again()
         self._batch_size = self.launch.cut_to or self.launch.whole
@@ -691,7 +694,7 @@ class Recorder:
             self.memory.reset_peak()
 
     def _follow_first_rank(self) -> None:
-        """Once the ranks have agreed, all cut as the first one does, or none."""
+        """Cut batches as the first rank does, or not at all, once the ranks have agreed."""
         smaller = self.plan.smaller_batches if self.plan is not None else ()
         if self.launch.differs(smaller):
             if self.leads and self.launch.cut_to is not None and self._batch_size is not None:
@@ -704,7 +707,7 @@ class Recorder:
         self.exporter.put(SpooledRequest("PATCH", path, encode({"state": state}), keep=False))
 
     def _is_sampled(self, step: int) -> bool:
-        """True when a step of this number becomes a sample."""
+        """Return True when a step of this number becomes a sample."""
         return self.profiling.plan is not None or step < EVERY_STEP_UNTIL or step % THEN_EVERY == 0
 
     def _check_accumulation(self, step: int) -> None:
@@ -811,7 +814,7 @@ class Recorder:
     # Asked on the shipping thread, most of it for a run that the agent makes by itself.
 
     def _collect(self, last: bool) -> list[SpooledRequest]:
-        """The requests that are due; none before the run is known, and none ever where there will be no run."""
+        """Return the requests that are due; none before the run is known, and none ever where there will be no run."""
         if self.joining is not None and not self.joining.ready(last):
             return []
         with beside_captures():
@@ -819,13 +822,13 @@ class Recorder:
         return due if self.joining is None or self.joining.run_id is not None else []
 
     def seen_configuration(self) -> tuple[int, int] | None:
-        """Local batch size and accumulation, once a whole step or the end of the script has shown them."""
+        """Return the local batch size and accumulation, once a whole step or the end of the script has shown them."""
         if self._batch_size is None or (self.timer.step == 0 and not self.finished):
             return None
         return self._batch_size, self.timer.grad_accum_steps
 
     def joined(self, run_id: str) -> None:
-        """The run is known from now on."""
+        """Note the run, which is known from now on."""
         self.launch.own_run_id = run_id
         if self.leads:
             self._report("running", run_id)

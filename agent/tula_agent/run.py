@@ -124,7 +124,9 @@ class Run:
         return self._position
 
     def steps(self, loader: Iterable[T], *, size: float | Callable[[Any], float] | None = None) -> Steps[T]:
-        """The batches of `loader`, each timed. A profiling run repeats a short loader, and ends when it has enough.
+        """Return the batches of `loader`, each timed.
+
+        A profiling run repeats a short loader, and ends when it has enough.
 
         size: examples (or tokens, if the job counts in tokens) of a batch on this rank, or a function of the batch that
         counts them; needed only where neither the loader's `batch_size` nor the shape of a batch says it. Where
@@ -165,8 +167,9 @@ class Run:
     def _fetch(
         self, recorder: Recorder | None, position: Position, batches: Iterator[T], loader: Iterable[T]
     ) -> list[T]:
-        """The next batch in a list, an empty list at the end. Popping it leaves no reference here: a script may free
-        its batch in the middle of a step.
+        """Return the next batch in a list, an empty list at the end.
+
+        Popping it leaves no reference here: a script may free its batch in the middle of a step.
 
         Runs at every step, hence try instead of the guard's context manager, which costs more than the call it guards.
         """
@@ -217,7 +220,7 @@ class Run:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """For evaluating and saving in the middle of the loop: `with run.paused():`. That time counts in no step.
+        """Leave time out of all steps, for evaluating and saving in the middle of the loop: `with run.paused():`.
 
         A step that is measured is then the same in a long training, whatever share of it is spent so. May be nested;
         exceptions pass through.
@@ -244,7 +247,7 @@ class Run:
             self.position.known = True
 
     def begin_loop(self, *, cuts: bool = False) -> None:
-        """For a loop that a framework runs: it is about to iterate. cuts: `cut` sees each batch first."""
+        """Begin a loop that a framework runs, as it is about to iterate."""
         recorder = self.recorder
         if recorder is not None and not recorder.finished:
             recorder.begin_at(self.position.epochs_before, self.position.known)
@@ -259,19 +262,19 @@ class Run:
         return batch if self.recorder is None else self.recorder.cut(batch, None)
 
     def batch_arrived(self, batch: Any, loader: Any = None, micro_steps: int = 1) -> None:
-        """The framework starts to work on a batch, or on `micro_steps` of them before its next report."""
+        """Note that the framework starts to work on a batch, or on `micro_steps` of them before its next report."""
         if self.recorder is not None and not self.recorder.finished:
             with self.guard("timing"):
                 self.recorder.batch_ready(batch, loader, micro_steps)
 
     def batch_done(self) -> None:
-        """The framework has finished that batch and asks for the next."""
+        """Note that the framework has finished that batch and asks for the next."""
         if self.recorder is not None:
             with self.guard("timing"):
                 self.recorder.want_batch()
 
     def end_loop(self) -> None:
-        """The framework leaves its loop, to evaluate or at the end."""
+        """End the loop, as the framework leaves it to evaluate or at the end."""
         if self.recorder is not None:
             with self.guard("timing"):
                 self.recorder.end_epoch()
@@ -297,7 +300,7 @@ class Run:
         return self.recorder.memory.largest_local_batch_size() if self.recorder is not None else None
 
     def log(self, **values: Any) -> None:
-        """Named numbers of the current step: loss, accuracy, validation_accuracy, or any other name in lower case.
+        """Log named numbers of the current step: loss, accuracy, validation_accuracy, or any other name in lower case.
 
         Tensors are fine: those on a device are copied in the background, without waiting.
         """
@@ -372,7 +375,7 @@ class Run:
             self.recorder.finish("out_of_memory", text, local_batch_size)
 
     def report_exception(self, error: BaseException) -> None:
-        """This exception ends the training: report it, as out of memory where it is that."""
+        """Report the exception that ends the training, as out of memory where it is that."""
         with self.guard("reporting a failure"):
             from tula_agent.oom_watch import is_out_of_memory
 

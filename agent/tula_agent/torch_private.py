@@ -225,7 +225,7 @@ def autocast_dtype() -> torch.dtype | None:
 
 @contextmanager
 def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Inside, tensors have shapes but no data; yields what converts a real tensor.
+    """Give tensors shapes but no data inside; yield what converts a real tensor.
 
     FakeTensorMode keeps the device of each tensor, which meta tensors (the fallback) do not; its module is private.
     """

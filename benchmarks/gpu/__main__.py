@@ -110,7 +110,7 @@ def run_part(part: str, options: argparse.Namespace, seconds: float) -> str:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """All parts; the number that did not run to their end."""
+    """Measure all parts; return the number that did not run to their end."""
     options.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60.0 * options.minutes
     lack = {part: missing for part in PARTS if (missing := lacking(part))}
@@ -131,7 +131,7 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; ends the process with a sentence where they cannot be followed."""
+    """Parse the options; end the process with a sentence where they cannot be followed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -123,7 +123,10 @@ def _vit_b(smoke: bool, checkpointing: bool) -> Network:
 
 
 def networks(smoke: bool) -> dict[str, Network]:
-    """By name, the most telling first; `+checkpointing` recomputes activations. Small ones with `smoke`."""
+    """Return the networks by name, the most telling first; `+checkpointing` recomputes activations.
+
+    Small ones with `smoke`.
+    """
     have = VISION if importlib.util.find_spec("torchvision") is not None and not smoke else VISION[:1]
     images = _images(32 if smoke else SIDE)
     found = {name: Network(partial(_vision, name, smoke), images) for name in have}

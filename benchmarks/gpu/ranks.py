@@ -32,7 +32,7 @@ MAX_SPLIT_ERROR = 0.1
 
 
 def rank_main(rank: int, world_size: int, port: int, device_type: str, smoke: bool, out: Path) -> None:
-    """One rank; the first writes what was found to `out`."""
+    """Run one rank; the first writes what was found to `out`."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {name: str(value) for name, value in variables.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -84,7 +84,7 @@ def measure(device: torch.device, smoke: bool) -> Row:
 def _train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor], steps: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each step but the first, and of exposed communication where the agent read it."""
+    """Return the seconds of each step but the first, and of exposed communication where the agent read it."""
     split, timer = CommSplit([model], profiling=True), StepTimer(grad_accum_steps=1)
     times, exposed = [], []
     for _ in range(steps + 1):
@@ -119,7 +119,7 @@ def _timeline(
 
 
 def _equal_on_all_ranks(model: nn.Module) -> bool:
-    """True when every parameter has the same bits on all ranks."""
+    """Return True when every parameter has the same bits on all ranks."""
     sums = [parameter.detach().flatten().view(torch.int32).sum(dtype=torch.int64) for parameter in model.parameters()]
     mine = torch.stack(sums).cpu()
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -10,7 +10,7 @@ from benchmarks.gpu.switches import predictions
 
 
 def write_report(folder: Path, parts: Iterable[str]) -> None:
-    """`report.md` from the JSON files of `parts` in `folder`."""
+    """Write `report.md` from the JSON files of `parts` in `folder`."""
     found = {part: Results(folder, part) for part in parts}
     machine = next((results.machine for results in found.values() if results.machine), {})
     lines = [f"# Tula on {machine.get('device', 'no device')}", ""]
@@ -22,7 +22,7 @@ def write_report(folder: Path, parts: Iterable[str]) -> None:
 
 
 def table(header: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
-    """The lines of a Markdown table."""
+    """Yield the lines of a Markdown table."""
     for cells in (header, ["---"] * len(header), *rows):
         yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 

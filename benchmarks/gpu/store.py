@@ -77,7 +77,7 @@ class Results:
 
 
 def machine_of(device: torch.device) -> Row:
-    """Device, driver and versions."""
+    """Return the machine's device, driver and versions."""
     found: Row = {
         "device": platform.processor() or platform.machine(),
         "torch": torch.__version__,

@@ -62,7 +62,7 @@ class Stopwatch:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """A phase ends, and the next begins."""
+        """End a phase and begin the next."""
         if self._device.type != "cuda":
             self._marks.append(time.perf_counter())
             return
@@ -71,7 +71,7 @@ class Stopwatch:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Between the marks; waits for the device."""
+        """Return the seconds between the marks; waits for the device."""
         if self._device.type != "cuda":
             return [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
         torch.cuda.synchronize(self._device)
@@ -97,7 +97,7 @@ class Trainer:
         self.dtype = torch.float16 if fp16 else torch.bfloat16
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Mixed precision, where this is one."""
+        """Return the context of mixed precision, where this is one."""
         if self.precision in ("fp32", "tf32"):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
@@ -105,7 +105,7 @@ class Trainer:
     def step(
         self, batch: tuple[torch.Tensor, torch.Tensor], at_optimizer: Callable[[], None] | None = None
     ) -> Stopwatch:
-        """One step; `at_optimizer` is called while the gradients exist."""
+        """Take one step; call `at_optimizer` while the gradients exist."""
         watch = Stopwatch(self.device)
         watch.mark()
         self.optimizer.zero_grad()
@@ -134,7 +134,7 @@ class Trainer:
         return statistics.median(times[len(times) // 4 :])
 
     def attempt(self, work: Callable[[int], T], size: int) -> T | None:
-        """What `work` answers for `size` examples; None when it runs out of memory."""
+        """Return what `work` answers for `size` examples; None when it runs out of memory."""
         try:
             return work(size)
         except Exception as error:
@@ -145,7 +145,7 @@ class Trainer:
         return None
 
     def fits(self, size: int) -> bool:
-        """True when FITS_STEPS steps with `size` examples do not run out of memory."""
+        """Return True when FITS_STEPS steps with `size` examples do not run out of memory."""
 
         def steps(size: int) -> bool:
             batch = self.network.batch(size, self.device)
@@ -156,7 +156,7 @@ class Trainer:
         return self.attempt(steps, size) is not None
 
     def measure(self, size: int, monitor: MemoryMonitor, measured_s: float) -> Row:
-        """Median times of a step by phase, and the memory at its peak."""
+        """Measure the median times of a step by phase, and the memory at its peak."""
         batch = self.network.batch(size, self.device)
         self.step(batch).seconds()  # kernels are chosen, and the optimizer's state is made
         if self.device.type == "cuda":
@@ -189,7 +189,8 @@ def free_memory(device: torch.device) -> None:
 
 
 def measure_network(network: Network, precision: str, device: torch.device, ends: float, smoke: bool) -> Row:
-    """All figures of one network under one precision; `complete` is False where `ends` (monotonic) cut it short."""
+    """Measure all figures of one network under one precision;
+    `complete` is False where `ends` (monotonic) cut it short."""
     trainer, monitor = Trainer(network, precision, device), MemoryMonitor(1)
     monitor.before_training([trainer.model])
     with trainer.autocast():

@@ -17,5 +17,5 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def chromium_path() -> str | None:
-    """The first Chromium on the PATH; None if there is none."""
+    """Return the first Chromium on the PATH; None if there is none."""
     return next((path for name in _NAMES if (path := shutil.which(name))), None)

@@ -29,7 +29,7 @@ eight nodes takes 140 ms longer."""
 
 
 def why_not() -> str | None:
-    """Why no cluster can be built here, in one sentence; None when one can."""
+    """Return why no cluster can be built here, in one sentence; None when one can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a cluster of network namespaces needs root on Linux"
     try:
@@ -42,7 +42,7 @@ def why_not() -> str | None:
 
 
 def why_no_delay() -> str | None:
-    """Why links can have no delay here, in one sentence; None when they can."""
+    """Return why links can have no delay here, in one sentence; None when they can."""
     if (reason := why_not()) is not None:
         return reason
     try:
@@ -88,11 +88,11 @@ class Cluster:
         return "node0"
 
     def address(self, node: int) -> str:
-        """A node's address."""
+        """Return a node's address."""
         return f"{self._net}.{10 + node}"
 
     def namespace(self, node: int) -> str:
-        """A node's namespace."""
+        """Return a node's namespace."""
         return f"tula-{self._tag}-{node}"
 
     @property
@@ -101,7 +101,7 @@ class Cluster:
         return {"namespaces": f"tula-{self._tag}-", "master": self.address(0), "interface": self.interface}
 
     def command(self, node: int, words: Sequence[str]) -> list[str]:
-        """`words` as a command on that node."""
+        """Return `words` as a command on that node."""
         return ["ip", "netns", "exec", self.namespace(node), *words]
 
     def set_rate(self, mbit_per_s: float) -> None:
@@ -124,7 +124,7 @@ class Cluster:
         self._remove()
 
     def sent_bytes(self, node: int) -> int:
-        """What a node has sent over its link so far."""
+        """Return what a node has sent over its link so far."""
         return int(Path(f"/sys/class/net/{self._outer(node)}/statistics/rx_bytes").read_text())
 
     def _outer(self, node: int) -> str:
@@ -153,7 +153,7 @@ class Cluster:
                 self._queue(node, "add", "parent", "1:1", "handle", "10:", "netem", "delay", f"{self.delay_ms:g}ms")
 
     def _queue(self, node: int, change: str, *words: str) -> None:
-        """The same queue at either end of a node's link."""
+        """Set the same queue at either end of a node's link."""
         _run("tc", "qdisc", change, "dev", self._outer(node), *words)
         _run(*self.command(node, ["tc", "qdisc", change, "dev", self.interface, *words]))
 

@@ -21,7 +21,7 @@ __all__ = ["bring", "closure", "isolated"]
 
 
 def closure(requirements: set[str]) -> dict[str, Distribution]:
-    """Every distribution that these requirements bring, by name, on this machine and interpreter."""
+    """Return every distribution that these requirements bring, by name, on this machine and interpreter."""
     found: dict[str, Distribution] = {}
     seen: set[tuple[str, str]] = set()
     todo = [Requirement(line) for line in requirements]
@@ -63,7 +63,8 @@ def bring(requirements: set[str], site: Path) -> None:
 
 
 def isolated(folder: Path, requirements: set[str], wheel: Path) -> Path:
-    """A virtual environment with the closure of `requirements` and the wheel installed by pip; its `bin`."""
+    """Make a virtual environment with the closure of `requirements` and the wheel installed by pip;
+    return its `bin`."""
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     bring(requirements, site)

@@ -60,7 +60,7 @@ class ForkedProcess:
         self._status = status
 
     def poll(self) -> int | None:
-        """The exit status as `subprocess` has it; None while the process runs."""
+        """Return the exit status as `subprocess` has it; None while the process runs."""
         if self.returncode is None and self._status.exists() and (text := self._status.read_text()):
             self.returncode = os.waitstatus_to_exitcode(int(text))
             self._status.unlink()

@@ -11,7 +11,7 @@ from benchmarks.support.fork_server import SERVICE, ForkServer
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """One for all servers of this process, since importing the service takes seconds."""
+    """Return one fork server for all servers of this process, since importing the service takes seconds."""
     made = ForkServer(SERVICE)
     atexit.register(made.close)
     return made

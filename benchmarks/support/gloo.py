@@ -54,7 +54,7 @@ def _be_rank(rank: int, rank_main: Callable[[], None], variables: dict[str, str]
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Return a port that nothing listens on."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
         return int(bound.getsockname()[1])
 

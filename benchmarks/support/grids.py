@@ -59,13 +59,14 @@ class Workload:
         return tuple(sorted(self.step_time_s))
 
     def measure(self, configurations: Sequence[Configuration]) -> StepTimeObservations:
-        """What profiling these configurations would have observed."""
+        """Return what profiling these configurations would have observed."""
         observed = self.observed_s or self.step_time_s
         seconds = [observed[c] for c in configurations]  # type: ignore[index]
         return StepTimeObservations.at(configurations, seconds, exposed_comm_time_s=self.measured_sync(configurations))
 
     def measured_sync(self, configurations: Sequence[Configuration]) -> list[float]:
-        """Exposed communication as profiling reads it, s, NaN where unknown: a slow run is slow in all parts."""
+        """Return the exposed communication as profiling reads it, s, NaN where unknown:
+        a slow run is slow in all parts."""
         observed = self.observed_s or self.step_time_s
         return [
             self.sync_time_s[c] * observed[c] / self.step_time_s[c] if c in self.sync_time_s else math.nan
@@ -73,7 +74,8 @@ class Workload:
         ]
 
     def noisy(self, sd: float, generator: np.random.Generator) -> Workload:
-        """The same with a run of each configuration that differs from the truth by this log standard deviation."""
+        """Return the workload with a run of each configuration that differs from the truth by this log
+        standard deviation."""
         observed = {c: t * float(generator.lognormal(0.0, sd)) for c, t in self.step_time_s.items()}
         return replace(self, observed_s=observed)
 
@@ -145,7 +147,8 @@ def _sync_times(tables: Sequence[Path]) -> dict[tuple[object, ...], list[float]]
 
 
 def read_memory(path: Path) -> list[MemoryWorkload]:
-    """The workloads of a memory table, in the order of the file; `analytic_bytes` and `parameters` may be there."""
+    """Return the workloads of a memory table, in the order of the file;
+    `analytic_bytes` and `parameters` may be there."""
     readings: dict[tuple[str, str, str], dict[int, float]] = {}
     parameters: dict[tuple[str, str, str], float] = {}
     counted: dict[tuple[str, str, str], dict[int, float]] = {}
@@ -168,7 +171,7 @@ def read_memory(path: Path) -> list[MemoryWorkload]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a table, without its lines of comment."""
+    """Return the rows of a table, without its lines of comment."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
@@ -218,20 +221,20 @@ def drawn_workloads(count: int) -> list[Workload]:
 
 
 def smallest_of_each_grid(workloads: Sequence[Workload]) -> list[Workload]:
-    """The workload with the fewest configurations of each kind of grid: what a smoke run measures."""
+    """Return the workload with the fewest configurations of each kind of grid: what a smoke run measures."""
     ordered = sorted(workloads, key=lambda workload: (len(workload.candidates), workload.name))
     return list({workload.grid: workload for workload in reversed(ordered)}.values())
 
 
 def grids_parser(name: str, description: str | None, table: Path) -> argparse.ArgumentParser:
-    """The options of a benchmark over a table."""
+    """Return the options of a benchmark over a table."""
     parser = parser_of(name, description)
     parser.add_argument("--grids", type=Path, default=table, help=f"table of measured grids (CSV; {table.name})")
     return parser
 
 
 def workloads_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """The options of `over_workloads`."""
+    """Return the options of `over_workloads`."""
     parser = grids_parser(name, description, STEP_TIME_TABLE)
     parser.add_argument("--drawn", type=int, metavar="N", help="N workloads drawn from the model's prior, not --grids")
     parser.add_argument("--jobs", type=int, default=1, help="processes")

@@ -161,7 +161,7 @@ class _Line:
         return self._send()
 
     def waits_for(self) -> int:
-        """The selector's event with which this goes on."""
+        """Return the selector's event with which this goes on."""
         return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
 
     def move(self) -> int | None:

@@ -42,7 +42,7 @@ class PostgresServer:
         return cls(folder, server)
 
     def create_database(self, name: str | None = None, *, template: str | None = None, options: str = "") -> str:
-        """A new database, as the URL that Tula takes; copied from `template` when given."""
+        """Create a database and return it as the URL that Tula takes; copy it from `template` when given."""
         name = name or f"test_{os.getpid()}_{next(_numbers)}"
         self._execute(f'CREATE DATABASE "{name}"' + (f' TEMPLATE "{template}"' if template else "") + f" {options}")
         return self._url.set(database=name).render_as_string(hide_password=False)
@@ -73,7 +73,7 @@ class PostgresServer:
 
 
 def databases(engines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each of the engines (sqlite, postgres) with the URL of an empty database; both are gone after the loop."""
+    """Yield each of the engines (sqlite, postgres) with the URL of an empty database; both are gone after the loop."""
     with tempfile.TemporaryDirectory(prefix="tula-bench-") as name:
         folder = Path(name)
         for engine in engines:

@@ -26,7 +26,7 @@ class Prepared:
     token: str
 
     def stored(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """What is really there: (rank, sequence) of each sample row and of each chunk."""
+        """Return what the database holds: (rank, sequence) of each sample row and of each chunk."""
         store = Store.open(self.database)
         try:
             with store.reading() as tx:

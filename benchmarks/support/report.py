@@ -15,7 +15,7 @@ import numpy as np
 
 
 def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has; `options.json` goes to `write_json`."""
+    """Return the options that every benchmark has; `options.json` goes to `write_json`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -27,12 +27,12 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def median(values: Sequence[float]) -> float:
-    """The median, NaN of nothing."""
+    """Return the median; NaN without values."""
     return float(np.median(values)) if len(values) else float("nan")
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean, NaN of nothing."""
+    """Return the mean; NaN without values."""
     return float(np.mean(values)) if len(values) else float("nan")
 
 
@@ -42,7 +42,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """The ends of the 90 % interval of the mean, by a thousand resamples; NaN of nothing."""
+    """Return the ends of the 90 % interval of the mean, by a thousand resamples; NaN without values."""
     if not len(values):
         return float("nan"), float("nan")
     generator = np.random.default_rng(0)
@@ -51,12 +51,12 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The quantile at this share, NaN of nothing."""
+    """Return the quantile at this share; NaN without values."""
     return float(np.quantile(values, share)) if len(values) else float("nan")
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A plain aligned table on standard output."""
+    """Print a plain aligned table on standard output."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     print(f"\n{title}")
     for row in (header, *rows):
@@ -65,7 +65,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def write_json(path: Path | None, figures: Mapping[str, float | str]) -> None:
-    """The figures under their keys, with commit and command; NaN (nothing to measure) is written as null."""
+    """Write the figures under their keys, with commit and command; NaN (nothing to measure) is written as null."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,8 @@ def write_json(path: Path | None, figures: Mapping[str, float | str]) -> None:
 
 
 def provenance() -> dict[str, str]:
-    """`commit` of this checkout (`-dirty` with uncommitted changes, empty without git) and `command` as typed."""
+    """Return `commit` of this checkout (`-dirty` with uncommitted changes,
+    empty without git) and `command` as typed."""
     describe, commit = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], ""
     with contextlib.suppress(OSError):  # git is not installed
         done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

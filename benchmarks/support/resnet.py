@@ -32,7 +32,7 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Mo
 
 
 def resnet(depth: int, *, channels: int, num_classes: int) -> nn.Module:
-    """ResNet of `depth` 18 or 50: with three channels for ImageNet's images, with one for images of 32x32.
+    """Return a ResNet of `depth` 18 or 50: with three channels for ImageNet's images, with one for images of 32x32.
 
     25.6 million parameters in 161 tensors (50, three channels, 1,000 classes), 23.6 and 11.2 million (50 and 18, one
     channel, 25 classes).

@@ -26,7 +26,7 @@ class Seeded:
     runs: dict[str, str] = field(default_factory=dict)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """POST, which must succeed."""
+        """Send a POST, which must succeed."""
         answer = httpx.post(self.url + path, json=body, timeout=60)
         assert answer.is_success, answer.text
         return answer.json()
@@ -45,7 +45,7 @@ class Seeded:
 
 
 def specification(name: str = "resnet50-cifar100", **more: Any) -> dict[str, Any]:
-    """A job on up to 16 nodes with 16 GiB a rank."""
+    """Return a job on up to 16 nodes with 16 GiB a rank."""
     cluster = {
         "max_nodes": 16,
         "memory_bytes_per_rank": 16 * GIB,
@@ -85,7 +85,7 @@ def seed(url: str) -> Seeded:
 
 
 def a_million_steps(made: Seeded) -> str:
-    """A training run with a million values of `loss`; answers its id."""
+    """Store a training run with a million values of `loss`, and return its id."""
     body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 32}, "holder": "seed"}
     run_id = str(made.post(routes.JOB_RUNS.format(job_id=made.job_id), body)["id"])
     values = (1 + np.arange(10_000) % 97 / 97).tolist()

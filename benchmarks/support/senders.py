@@ -47,7 +47,7 @@ class Sender:
                 self.stopped.wait(PATIENCE_S)
 
     def client(self) -> httpx.Client:
-        """A client with the job's token."""
+        """Return a client with the job's token."""
         return httpx.Client(headers={"Authorization": f"Bearer {self.prepared.token}"}, timeout=10)
 
     def samples(self, client: httpx.Client, url: str) -> bool:
@@ -72,7 +72,7 @@ class Sender:
 
 @contextmanager
 def sending(prepared: Prepared, url: Callable[[], str], number: int = SENDERS) -> Iterator[list[Sender]]:
-    """Senders at work for the length of a block."""
+    """Run senders for the length of a block."""
     senders = [Sender(prepared, rank) for rank in range(number)]
     threads = [threading.Thread(target=sender.run, args=(url,)) for sender in senders]
     for thread in threads:
@@ -88,7 +88,7 @@ def sending(prepared: Prepared, url: Callable[[], str], number: int = SENDERS) -
 
 @contextmanager
 def unhurried(senders: list[Sender]) -> Iterator[None]:
-    """Senders go on, but leave the machine to what else starts on it."""
+    """Let senders go on, but leave the machine to what else starts on it."""
     for sender in senders:
         sender.hurried = False
     try:
@@ -108,7 +108,7 @@ def progressed(senders: list[Sender], by: int = 2) -> None:
 
 
 def nothing_lost_nothing_twice(prepared: Prepared, senders: list[Sender]) -> None:
-    """Every acknowledged row is there; every row is there once; what was not acknowledged may be there or not."""
+    """Assert that every acknowledged row is there once; what was not acknowledged may be there or not."""
     samples, chunks = map(Counter, prepared.stored())
     wanted = Counter((one.rank, number) for one in senders for number in range(one.acknowledged * STEPS))
     wanted_chunks = Counter((one.rank, number) for one in senders for number in range(one.acknowledged))

@@ -67,11 +67,11 @@ class Server:
         return int(self.url.rsplit(":", 1)[1])
 
     def log(self) -> str:
-        """Everything it has logged so far."""
+        """Return everything that the server has logged so far."""
         return Path(self.log_file).read_text(encoding="utf-8")
 
     def worker_ids(self) -> list[int]:
-        """Process ids that answer requests: the workers, or the one process."""
+        """Return the process ids that answer requests: the workers, or the one process."""
         if self._workers == 1:
             return [self.process.pid]
         return [child.pid for child in psutil.Process(self.process.pid).children() if _is_spawned(child)]
@@ -137,7 +137,7 @@ def migrate(database: str) -> None:
 
 
 def make_token(database: str, scope: Literal["user", "admin"] = "user") -> str:
-    """A token's secret, as an administrator has it made."""
+    """Return the secret of a token that an administrator has made."""
     store = Store.open(database)
     try:
         return issue_token(store, ANONYMOUS, name="test", scope=scope).secret

@@ -80,8 +80,8 @@ class EventReader:
 def _endpoint(
     method: Literal["GET", "POST", "PATCH", "DELETE"], route: str, *, idempotent: bool = False
 ) -> Callable[[Callable[Concatenate[Any, P], Call[T]]], Method[P, T]]:
-    """Decorates the declaration of a call: arguments that `route` names go there, a model is the body, the others are
-    the query; the answer is parsed as the declared type."""
+    """Return a decorator for the declaration of a call: arguments that `route` names go there, a model is the body,
+    the others are the query; the answer is parsed as the declared type."""
 
     def declared(declaration: Callable[Concatenate[Any, P], Call[T]]) -> Method[P, T]:
         signature = inspect.signature(declaration)
@@ -107,7 +107,7 @@ def _endpoint(
 
 
 def _request(method: str, route: str, arguments: Mapping[str, Any], *, idempotent: bool = False) -> Request:
-    """The request of `route`; each of the `arguments` in it, whatever it holds, stays one segment of the path.
+    """Build the request of `route`; each of the `arguments` in it, whatever it holds, stays one segment of the path.
 
     Of the methods, only POST is not idempotent: PATCH sets absolute values.
     """
@@ -132,13 +132,13 @@ def _request(method: str, route: str, arguments: Mapping[str, Any], *, idempoten
 
 
 def events(job_id: str, *, last_id: int | None = None) -> Request:
-    """The request for a job's stream of events, after the event `last_id`."""
+    """Return the request for a job's stream of events, after the event `last_id`."""
     resume = {} if last_id is None else {"last_id": last_id}
     return _request("GET", routes.JOB_EVENTS, {"job_id": job_id, **resume})
 
 
 def parse_error(answer: Answer) -> TulaError:
-    """The exception of an answer whose status is not a success."""
+    """Return the exception of an answer whose status is not a success."""
     try:
         return from_problem(read(wire.Problem, answer.body))
     except ValidationError:
@@ -227,11 +227,11 @@ class Calls(Unsent):
         limit: int | None = None,
         cursor: str | None = None,
     ) -> Call[wire.JobPage]:
-        """One page of jobs, newest first; `search` matches names, `archived` includes archived jobs."""
+        """Return one page of jobs, newest first; `search` matches names, `archived` includes archived jobs."""
 
     @_endpoint("GET", routes.JOB)
     def job(self, job_id: str) -> Call[wire.Job]:
-        """A job with its specification, plan and progress."""
+        """Return a job with its specification, plan and progress."""
 
     @_endpoint("PATCH", routes.JOB)
     def patch_job(self, job_id: str, patch: wire.JobPatch) -> Call[wire.Job]:
@@ -258,15 +258,15 @@ class Calls(Unsent):
     def runs(
         self, job_id: str, *, kind: wire.RunKind | None = None, limit: int | None = None, cursor: str | None = None
     ) -> Call[wire.RunList]:
-        """One page of a job's runs, newest first."""
+        """Return one page of a job's runs, newest first."""
 
     @_endpoint("GET", routes.RUN)
     def run(self, run_id: str) -> Call[wire.Run]:
-        """One run."""
+        """Return one run."""
 
     @_endpoint("GET", routes.RUN_VERDICT)
     def verdict(self, run_id: str) -> Call[wire.Verdict]:
-        """What bounds the speed of a run: one diagnosis, its evidence, and one next step with its worth."""
+        """Return what bounds the speed of a run: one diagnosis, its evidence, and one next step with its worth."""
 
     @_endpoint("PATCH", routes.RUN)
     def patch_run(self, run_id: str, patch: wire.RunPatch) -> Call[wire.Run]:
@@ -293,7 +293,8 @@ class Calls(Unsent):
         cursor: str | None = None,
         limit: int | None = None,
     ) -> Call[wire.SamplePage]:
-        """One page of a job's stored steps; `warmup` selects those that the fit discards (True) or uses (False)."""
+        """Return one page of a job's stored steps; `warmup` selects those that the fit discards (True) or
+        uses (False)."""
 
     @_endpoint("GET", routes.RUN_TELEMETRY)
     def series(
@@ -306,15 +307,17 @@ class Calls(Unsent):
         first_step: int | None = None,
         last_step: int | None = None,
     ) -> Call[wire.TelemetrySeries]:
-        """One column of a run, down-sampled by the service to `max_points`; without `column`, only the names of all."""
+        """Return one column of a run, down-sampled by the service to `max_points`;
+        without `column`, only the names of all."""
 
     @_endpoint("GET", routes.JOB_EVENTS + "?after=0&follow=false")
     def past_events(self, job_id: str) -> Call[list[wire.Event]]:
-        """All events of a job until now, oldest first."""
+        """Return all events of a job until now, oldest first."""
 
     @_endpoint("GET", routes.JOB_RECOMMENDATION)
     def recommendation(self, job_id: str, objective: wire.Objective | None = None) -> Call[wire.Recommendation]:
-        """The recommended configuration with predictions, frontier and reason; by default for the job's objective."""
+        """Return the recommended configuration with predictions, frontier and reason;
+        by default for the job's objective."""
 
     @_endpoint("GET", routes.JOB_PREDICTIONS)
     def predictions(
@@ -329,14 +332,15 @@ class Calls(Unsent):
         usd_per_node_hour: float | None = None,
         deadline_s: float | None = None,
     ) -> Call[wire.Predictions]:
-        """What-if: predictions for all combinations of the values; an omitted one takes all that the job allows.
+        """Predict all combinations of the values (what-if); an omitted one takes all that the job allows.
 
         `option` holds values such as `precision=bf16`; other options are as recommended.
         """
 
     @_endpoint("GET", routes.JOB_SCALING)
     def scaling(self, job_id: str, *, policy: wire.ScalingPolicy = "gain", etag: str | None = None) -> Call[Scaling]:
-        """Numbers of gradient scaling of a policy; with the last `etag`, unchanged ones are not sent again."""
+        """Return the numbers of gradient scaling of a policy;
+        with the last `etag`, unchanged ones are not sent again."""
 
     @_endpoint("PATCH", routes.JOB_SCALING)
     def patch_scaling(
@@ -346,7 +350,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.JOB_LEDGER)
     def ledger(self, job_id: str, *, limit: int | None = None) -> Call[wire.Ledger]:
-        """Past recommendations with the measurements that followed, newest first."""
+        """Return past recommendations with the measurements that followed, newest first."""
 
     @_endpoint("GET", routes.JOB_CHART)
     def chart(
@@ -357,11 +361,11 @@ class Calls(Unsent):
         quantity: Literal["time", "cost"] = "time",
         objective: wire.Objective | None = None,
     ) -> Call[dict[str, Any]]:
-        """A Vega-Lite specification of a job's chart, with its data; `quantity` is what `tradeoff` draws."""
+        """Return a Vega-Lite specification of a job's chart, with its data; `quantity` is what `tradeoff` draws."""
 
     @_endpoint("GET", routes.RUN_CHART)
     def run_chart(self, run_id: str, name: str) -> Call[dict[str, Any]]:
-        """A Vega-Lite specification of a run's chart, with its data."""
+        """Return a Vega-Lite specification of a run's chart, with its data."""
 
     @_endpoint("POST", routes.FABRICS)
     def send_probe(self, probe: wire.FabricProbe) -> Call[wire.Fabric]:
@@ -369,11 +373,11 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.FABRICS)
     def fabrics(self) -> Call[wire.FabricList]:
-        """The newest probes of the project's fabrics."""
+        """Return the newest probes of the project's fabrics."""
 
     @_endpoint("GET", routes.PROJECTS)
     def projects(self) -> Call[wire.ProjectList]:
-        """All projects; for administrators."""
+        """Return all projects; for administrators."""
 
     @_endpoint("POST", routes.PROJECTS)
     def create_project(self, project: wire.ProjectCreate) -> Call[wire.Project]:
@@ -381,7 +385,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.TOKENS)
     def tokens(self) -> Call[wire.TokenList]:
-        """All tokens that the caller may see, without secrets."""
+        """Return all tokens that the caller may see, without secrets."""
 
     @_endpoint("POST", routes.TOKENS)
     def create_token(self, token: wire.TokenCreate) -> Call[wire.TokenCreated]:
@@ -393,11 +397,11 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.HEALTH)
     def health(self) -> Call[dict[str, Any]]:
-        """Succeeds if the service's process answers."""
+        """Succeed if the service's process answers."""
 
     @_endpoint("GET", routes.READY)
     def ready(self) -> Call[dict[str, Any]]:
-        """Succeeds if database and schema are ready; else raises `ServiceUnavailableError`."""
+        """Succeed if database and schema are ready; else raise `ServiceUnavailableError`."""
 
 
 calls: Final = Calls()

@@ -58,7 +58,7 @@ _MESSAGE_LENGTH: Final = 500
 
 
 def _options(service: settings.Access, timeout_s: float | None) -> dict[str, Any]:
-    """Arguments of `httpx.Client` and `httpx.AsyncClient`."""
+    """Return the arguments of `httpx.Client` and `httpx.AsyncClient`."""
     agent = {"User-Agent": f"tula/{settings.package_version()}"}
     return {
         "base_url": service.url,
@@ -70,7 +70,7 @@ def _options(service: settings.Access, timeout_s: float | None) -> dict[str, Any
 
 
 def _arguments(request: Request) -> dict[str, Any]:
-    """Arguments of `httpx.Client.stream` and `httpx.AsyncClient.stream`."""
+    """Return the arguments of `httpx.Client.stream` and `httpx.AsyncClient.stream`."""
     return {
         "method": request.method,
         "url": request.path,
@@ -146,12 +146,13 @@ class Client(Calls, Blocking):
         return JobHandle(self, self.send(_flows.job_of(job)))
 
     def profile_run(self, job: str, configuration: Configuration) -> ProfileRun:
-        """A profiling run whose steps the caller measures itself, for use in `with`; `job` is an id or a name."""
+        """Return a profiling run whose steps the caller measures itself, for use in `with`;
+        `job` is an id or a name."""
         return ProfileRun(self, job, configuration)
 
     def events(self, job_id: str, *, last_id: int | None = None) -> Iterator[Event]:
-        """Events of a job, each once, until the caller stops; after a lost connection, reconnects and resumes after the
-        last event. `past_events` is those until now."""
+        """Yield the events of a job, each once, until the caller stops;
+        after a lost connection, reconnect and resume after the last event. `past_events` returns those until now."""
         reader = EventReader(last_id=last_id)
         while True:
             arguments = _arguments(events(job_id, last_id=reader.last_id))
@@ -192,7 +193,7 @@ class AsyncClient(Calls, Awaited):
         self._retry = retry or RetryPolicy()
 
     async def send(self, question: Question[T]) -> T:
-        """Like `Client.send`."""
+        """Send a request as `Client.send` does."""
         todo = steps(question, self._retry, self.url)
         received: Received = None
         try:
@@ -219,11 +220,11 @@ class AsyncClient(Calls, Awaited):
             return error
 
     async def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> AsyncJobHandle:
-        """Like `Client.handle`, with a handle whose methods are to be awaited."""
+        """Return a handle as `Client.handle` does; its methods are to be awaited."""
         return AsyncJobHandle(self, await self.send(_flows.job_of(job)))
 
     async def events(self, job_id: str, *, last_id: int | None = None) -> AsyncIterator[Event]:
-        """Like `Client.events`."""
+        """Yield events as `Client.events` does."""
         reader = EventReader(last_id=last_id)
         while True:
             arguments = _arguments(events(job_id, last_id=reader.last_id))
@@ -272,7 +273,7 @@ class JobHandle(_JobMethods[Client], Blocking):
     """One job of one service. Every access queries the service: the handle caches nothing."""
 
     def events(self, last_id: int | None = None) -> Iterator[Event]:
-        """Events of the job as they happen; ends when the caller stops."""
+        """Yield the events of the job as they happen; end when the caller stops."""
         return self.client.events(self.id, last_id=last_id)
 
 
@@ -280,7 +281,7 @@ class AsyncJobHandle(_JobMethods[AsyncClient], Awaited):
     """Like `JobHandle`, with methods to await."""
 
     def events(self, last_id: int | None = None) -> AsyncIterator[Event]:
-        """Like `JobHandle.events`."""
+        """Yield events as `JobHandle.events` does."""
         return self.client.events(self.id, last_id=last_id)
 
 

@@ -60,7 +60,8 @@ def job_id(name_or_id: str) -> Flow[str]:
 
 
 def job_of(job: str | Path | Mapping[str, Any] | JobSpec) -> Flow[str]:
-    """The id of a job given by id or name, or of the one with the specification in a model, mapping or TOML file."""
+    """Return the id of a job given by id or name, or of the one with the specification in a model,
+    mapping or TOML file."""
     if isinstance(job, str):
         return (yield from job_id(job))
     return (yield from calls.register(load_spec(job))).job.id
@@ -238,7 +239,8 @@ def save(spec: dict[str, Any], path: Path) -> None:
 
 
 def kind_of(path: Path, *kinds: str) -> str:
-    """The suffix of a file to write, without its point; raises `UsageError` for one that is not among `kinds`."""
+    """Return the suffix of a file to write, without its point;
+    raises `UsageError` for one that is not among `kinds`."""
     if path.suffix.lower() not in kinds:
         raise UsageError(f"--output: {path.name!r} must end in one of {', '.join(kinds)}")
     return path.suffix.lower()[1:]
@@ -254,7 +256,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def needs_extra(what: str, extra: str = "notebook") -> Iterator[None]:
-    """Around the import of what `extra` installs; raises `MissingExtraError` where it is not installed."""
+    """Wrap the import of what `extra` installs; raise `MissingExtraError` where it is not installed."""
     try:
         yield
     except ImportError:

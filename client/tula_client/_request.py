@@ -70,7 +70,7 @@ class Call(Generic[T]):
     parse: Callable[[Answer], T]
 
     def __iter__(self) -> Generator[Call[T], T, T]:
-        """The call as a flow of one call: `yield from` gives its answer."""
+        """Turn the call into a flow of one call: `yield from` gives its answer."""
         return (yield self)
 
 
@@ -157,7 +157,8 @@ class Method(Generic[P, T]):
 
 
 def _signature(build: Callable[..., Any]) -> inspect.Signature:
-    """The signature of the method that sends what `build` makes, for notebooks and `help`; annotations are objects."""
+    """Return the signature of the method that sends what `build` makes, for notebooks and `help`;
+    annotations are objects."""
     hints = get_type_hints(build)
     owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     others = list(inspect.signature(build).parameters.values())[1:]
@@ -200,7 +201,7 @@ def worth_repeating(received: Received, *, idempotent: bool) -> bool:
 
 
 def steps(question: Question[T], policy: RetryPolicy, url: str) -> Generator[Step, Received, T]:
-    """The requests and waits of a flow; an error of a call is raised where the flow asked."""
+    """Yield the requests and waits of a flow; raise the error of a call where the flow made it."""
     flow = iter(question)
     try:
         asked = next(flow)
@@ -217,7 +218,7 @@ def steps(question: Question[T], policy: RetryPolicy, url: str) -> Generator[Ste
 
 
 def _attempts(call: Call[T], policy: RetryPolicy, url: str) -> Generator[Step, Received, T]:
-    """The requests of one call and the waits between them."""
+    """Yield the requests of one call and the waits between them."""
     attempt, waited_s = 0, 0.0
     while True:
         attempt += 1

@@ -34,7 +34,8 @@ _NOTHING: Final = Access("", "", "")
 
 
 def access(url: str | None = None, token: str | None = None) -> Access:
-    """Address without a trailing slash, and token, each from the first place that has it; `token=""` sends none.
+    """Return the address without a trailing slash, and the token, each from the first place that has it;
+    `token=""` sends none.
 
     A token is sent only to the address of its own place, the default one where that names none: the `.env` of a
     downloaded folder must not lead it elsewhere. TULA_TOKEN also goes to the address of an argument. Raises `TulaError`
@@ -79,7 +80,7 @@ def _environment() -> Access:
 
 
 def _dotenv() -> Access:
-    """TULA_URL and TULA_TOKEN of `.env` in the working directory; its other lines are ignored."""
+    """Return TULA_URL and TULA_TOKEN of `.env` in the working directory; ignore its other lines."""
     path = Path(".env").absolute()
     try:
         text = path.read_text(encoding="utf-8-sig", errors="replace")
@@ -91,7 +92,7 @@ def _dotenv() -> Access:
 
 
 def _config_file() -> Access:
-    """`url` and `token` of the config file."""
+    """Return `url` and `token` of the config file."""
     path = config_path()
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))

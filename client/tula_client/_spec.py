@@ -46,7 +46,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def faults(error: ValidationError) -> list[str]:
-    """For each error, the field in dotted notation, what is wrong and what to do."""
+    """Return a line for each error: the field in dotted notation, what is wrong and what to do."""
     sentences = []
     for one in error.errors(include_url=False, include_input=False):
         place = ".".join(map(str, one["loc"]))

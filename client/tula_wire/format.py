@@ -20,7 +20,8 @@ _STEPS: Final = (
 
 
 def duration(seconds: float | None) -> str:
-    """Three figures, or two units from a minute on: `512 us`, `41.3 ms`, `2.05 s`, `3 min 20 s`, `5 h 12 min`."""
+    """Format seconds with three figures, or in two units from a minute on:
+    `512 us`, `41.3 ms`, `2.05 s`, `3 min 20 s`, `5 h 12 min`."""
     if seconds is None or not math.isfinite(seconds):
         return NOTHING
     if seconds < 0:
@@ -40,7 +41,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(size_bytes: float | None) -> str:
-    """Powers of 1024: `512 B`, `1.5 MiB`, `15.9 GiB`."""
+    """Format bytes in powers of 1024: `512 B`, `1.5 MiB`, `15.9 GiB`."""
     if size_bytes is None or not math.isfinite(size_bytes):
         return NOTHING
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -51,7 +52,7 @@ def size(size_bytes: float | None) -> str:
 
 
 def count(number: float) -> str:
-    """Three figures: `950`, `32.8 k`, `2.1 M`."""
+    """Format a count with three figures: `950`, `32.8 k`, `2.1 M`."""
     if not math.isfinite(number):
         return NOTHING
     if number < 0:
@@ -69,7 +70,7 @@ def multiple(ratio: float) -> str:
 
 
 def money(usd: float | None) -> str:
-    """Dollars with cents below a thousand, and with three figures below one."""
+    """Format dollars with cents below a thousand, and with three figures below one."""
     if usd is None or not math.isfinite(usd):
         return NOTHING
     if usd < 0:
@@ -125,7 +126,8 @@ _OPTIONS: Final = {
 
 
 def option(name: str, word: str) -> str:
-    """A value of an option: `bf16`, `compiled`, `8 workers`, and with the option's name where it says too little."""
+    """Describe a value of an option: `bf16`, `compiled`, `8 workers`,
+    and with the option's name where it says too little."""
     if name == "precision":
         return word
     if name == "num_workers":
@@ -134,7 +136,8 @@ def option(name: str, word: str) -> str:
 
 
 def configuration(value: Configuration | None) -> str:
-    """Nodes, batch and options: `4 nodes of p3, global batch 256 (local 32 x 2 micro-steps), bf16, compiled`."""
+    """Describe nodes, batch and options: `4 nodes of p3, global batch 256 (local 32 x 2 micro-steps),
+    bf16, compiled`."""
     if value is None:
         return NOTHING
     accumulation = f" x {value.grad_accum_steps} micro-steps" if value.grad_accum_steps != 1 else ""

@@ -14,12 +14,13 @@ _REST = re.compile(f"[{UNPRINTABLE}\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """`text` on one line: a space for tabs and line breaks, U+FFFD for every other character that is not printable."""
+    """Return `text` on one line: a space for tabs and line breaks,
+    U+FFFD for every other character that is not printable."""
     return _REST.sub("\ufffd", _SPACES.sub(" ", text))
 
 
 def printable_lines(text: str) -> str:
-    """`text` in its lines, each as `printable` makes it, without the colours of a terminal.
+    """Return the lines of `text`, each as `printable` makes it, without the colours of a terminal.
 
     Of a line that was written over, as progress bars do, what stood there last.
     """

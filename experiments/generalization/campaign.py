@@ -63,7 +63,7 @@ class Campaign:
         return list(self._known.values())
 
     def run(self, jobs: Sequence[Job], mode: Mode) -> list[Result]:
-        """One result for each job, trained unless it is known."""
+        """Return one result for each job, trained unless it is known."""
         wanted = list({job.key: job for job in jobs if job.key not in self._known}.values())
         if self._workers > 1 and len(wanted) > 1:
             with ProcessPoolExecutor(self._workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -94,7 +94,8 @@ class BaseRate(NamedTuple):
 
 
 def tune_base_rate(campaign: Campaign, case: Case, method: Method, mode: Mode) -> BaseRate:
-    """By mean validation accuracy of the small batch over the mode's tuning seeds; of equal rates the highest.
+    """Pick the rate by mean validation accuracy of the small batch over the mode's tuning seeds;
+    of equal rates the highest.
 
     The grid is extended by factors of 2 while the best rate is at its edge, unless it has one rate only. Raises
     RuntimeError when six extensions do not suffice.
@@ -152,7 +153,7 @@ def run_mode(
 
 
 def methods_of(mode: Mode, case: Case) -> list[Method]:
-    """The mode's methods and the hand-tuned multipliers for this batch."""
+    """Return the methods of the mode and the hand-tuned multipliers for this batch."""
     methods = [method for method in methods_for(case) if mode.ablations or method.role != "ablation"]
     kind = "adamw" if case.adam else "sgd"
     return methods + [multiplier(share * case.batch_size / case.base_batch_size, kind) for share in mode.shares]

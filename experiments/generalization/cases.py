@@ -38,7 +38,7 @@ class Case:
         return 16 if self.adam else 64
 
     def at_base(self) -> Case:
-        """The small batch that this case is measured against."""
+        """Return the small batch that this case is measured against."""
         return replace(self, batch_size=self.base_batch_size, world_size=1)
 
 
@@ -68,7 +68,8 @@ class Mode:
     real_ddp_seeds: int = 3
 
     def smoke(self) -> Mode:
-        """The same steps in seconds: one short epoch of a case of SGD and of one of AdamW; figures mean nothing."""
+        """Return the mode of a smoke test: the same steps in seconds,
+        one short epoch of a case of SGD and of one of AdamW; figures mean nothing."""
         adam = [case for case in self.cases if case.adam][:1]
         tiny = [replace(c, batch_size=2 * c.base_batch_size, world_size=2) for c in (self.cases[0], *adam)]
         return replace(

@@ -32,7 +32,7 @@ class Split:
         return int(self.labels.shape[0])
 
     def to(self, device: torch.device) -> Split:
-        """The same split on `device`."""
+        """Return the same split on `device`."""
         return Split(self.images.to(device), self.labels.to(device))
 
 
@@ -76,7 +76,7 @@ def _split(name: str, images: torch.Tensor, labels: torch.Tensor, num_train: int
 
 
 def _sources(name: str, paths: Sequence[Path], num_train: int) -> ImageSet:
-    """Windows of sources; training, validation and test in different modules."""
+    """Cut windows out of sources; training, validation and test come from different modules."""
     parts = []
     for offset, (count, quarters) in enumerate(((num_train, (0, 3)), (512, (1,)), (1024, (2,)))):
         chosen = [path for index, path in enumerate(paths) if index % 4 in quarters]
@@ -101,7 +101,7 @@ def _digits() -> ImageSet:
 
 
 def _glyphs(count: int, *, side: int = 16, canvas: int = 26) -> tuple[torch.Tensor, torch.Tensor]:
-    """Characters in Pillow's own font at several weights under a random affine map, occluder and noise."""
+    """Draw characters in Pillow's own font at several weights under a random affine map, occluder and noise."""
     rng = np.random.default_rng(7)
     weights = (0, 1, 2)
     sheet = np.zeros((len(GLYPHS), len(weights), canvas, canvas), dtype=np.float32)
@@ -128,7 +128,7 @@ def _glyphs(count: int, *, side: int = 16, canvas: int = 26) -> tuple[torch.Tens
 
 
 def _random_affine(rng: np.random.Generator, count: int) -> NDArray[np.float32]:
-    """Inverse maps (count, 2, 3): rotation +-20 degrees, shear, scale 0.75-1.25, shift of an eighth."""
+    """Draw inverse maps (count, 2, 3): rotation +-20 degrees, shear, scale 0.75-1.25, shift of an eighth."""
     angle, shear = rng.uniform(-0.35, 0.35, count), rng.uniform(-0.3, 0.3, count)
     scale = rng.uniform(0.75, 1.25, (2, count))
     cos, sin = np.cos(angle), np.sin(angle)
@@ -138,7 +138,7 @@ def _random_affine(rng: np.random.Generator, count: int) -> NDArray[np.float32]:
 
 
 def _shapes(count: int, *, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Five outlines times five textures on a textured ground: the class is the pair (25 classes)."""
+    """Draw five outlines times five textures on a textured ground: the class is the pair (25 classes)."""
     rng = np.random.default_rng(11)
     outline, texture = rng.integers(0, 5, (2, count))
     axis = np.linspace(-1.0, 1.0, side)

@@ -50,7 +50,8 @@ class Method:
 
 
 def multiplier(value: float, kind: str = "sgd") -> Method:
-    """Large batch with a constant factor on the learning rate, reached by a warm-up, and the cut: tuned by hand."""
+    """Return a large batch with a constant factor on the learning rate, reached by a warm-up, and the cut:
+    tuned by hand."""
     return Method(f"x{value:g}", kind, "tuned", rate_factor=value, warmup_epochs=WARMUP_EPOCHS, cut=True)
 
 
@@ -119,12 +120,12 @@ ADAM_METHODS = (
 
 
 def methods_for(case: Case) -> tuple[Method, ...]:
-    """What is compared on `case`."""
+    """Return what is compared on `case`."""
     return ADAM_METHODS if case.adam else METHODS
 
 
 def small_methods(case: Case) -> tuple[Method, ...]:
-    """The methods whose learning rates are picked at the small batch."""
+    """Return the methods whose learning rates are picked at the small batch."""
     return (SMALL_ADAM,) if case.adam else (SMALL, SMALL_LARS)
 
 
@@ -177,7 +178,7 @@ def _optimizer(
 
 
 def _muon(network: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Muon as published (Jordan et al. 2024): AdamW at 3e-4 for vectors and for the last layer."""
+    """Return Muon as published (Jordan et al. 2024): AdamW at 3e-4 for vectors and for the last layer."""
     import pytorch_optimizer
 
     parameters = list(network.parameters())
@@ -214,7 +215,7 @@ def _rate_factor(method: Method, case: Case) -> float:
 
 
 def _ramp(rate: float, scale: float, warmup_steps: int) -> Iterator[float]:
-    """The learning rate of each step: from `rate` up to `rate` x `scale` in equal steps, then constant."""
+    """Yield the learning rate of each step: from `rate` up to `rate` x `scale` in equal steps, then constant."""
     step = 0
     while True:
         yield rate * (scale if step >= warmup_steps else 1.0 + (scale - 1.0) * step / warmup_steps)

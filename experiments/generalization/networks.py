@@ -44,7 +44,7 @@ class Residual(nn.Module):
         self.head = nn.Linear(width * 16, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits (n, classes) of images (n, 1, side, side)."""
+        """Return logits (n, classes) for images (n, 1, side, side)."""
         x = F.relu(self.stem(images))
         x = F.relu(x + self.second(F.relu(self.first(x))))
         return cast(torch.Tensor, self.head(F.adaptive_avg_pool2d(x, 4).flatten(1)))
@@ -60,7 +60,7 @@ class Depthwise(nn.Module):
         self.head = nn.Linear(3 * width * 16, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits (n, classes) of images (n, 1, side, side)."""
+        """Return logits (n, classes) for images (n, 1, side, side)."""
         x = self.blocks(F.relu(self.stem(images)))
         return cast(torch.Tensor, self.head(F.adaptive_avg_pool2d(x, 4).flatten(1)))
 
@@ -83,7 +83,7 @@ class ResNet20(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits (n, classes) of images (n, 1, side, side)."""
+        """Return logits (n, classes) for images (n, 1, side, side)."""
         x = F.relu(self.stem(images))
         for first, second, shortcut in zip(self.first, self.second, self.shortcuts, strict=True):
             x = F.relu(shortcut(x) + second(F.relu(first(x))))
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_classes)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Logits (n, bytes, length) of the byte after each of `text` (n, length)."""
+        """Return logits (n, bytes, length) for the byte after each of `text` (n, length)."""
         length = text.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool, device=text.device).triu(1)
         x = self.tokens(text) + self.positions[:length]
@@ -123,7 +123,7 @@ def _separable(inputs: int, outputs: int, *, stride: int = 1) -> nn.Sequential:
 
 
 def build(name: str, *, num_classes: int, side: int) -> nn.Module:
-    """A freshly initialised network; seed torch before for a repeatable one."""
+    """Return a freshly initialised network; seed torch before the call for a repeatable one."""
     if name in ("resnet18", "resnet50"):
         return _channels_last(resnet(int(name.removeprefix("resnet")), channels=1, num_classes=num_classes))
     if name == "transformer":

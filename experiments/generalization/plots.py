@@ -13,7 +13,7 @@ _PLOTTED = ("small batch", "LBT", "linear, cut", "LARS", "AGS", "Tula default")
 
 
 def write_plots(results: Sequence[Result], directory: Path, *, stem: str) -> list[Path]:
-    """PNG files in `directory`, which must exist; returns their paths."""
+    """Write PNG files to `directory`, which must exist; return their paths."""
     import altair as alt
 
     rows: list[dict[str, Any]] = []
@@ -56,7 +56,8 @@ def write_plots(results: Sequence[Result], directory: Path, *, stem: str) -> lis
 
 
 def write_steps(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Figure 6 of each network: variability of every step on a log axis, accuracy, and a rule where the rate decays."""
+    """Draw figure 6 of each network: variability of every step on a log axis, accuracy,
+    and a rule where the rate decays."""
     import altair as alt
 
     x = alt.X("step:Q", title="step (dashed: the learning rate decays)")

@@ -51,7 +51,7 @@ class Ramped:
 
 
 def cost(batches: Sequence[int], base: int) -> tuple[float, float]:
-    """Modelled time and rank-time of steps of these batch sizes."""
+    """Return the modelled time and rank-time of steps of these batch sizes."""
     times = [(math.ceil(batch / base), 1.0 + (COMMUNICATION if batch > base else 0.0)) for batch in batches]
     return sum(time for _, time in times), sum(ranks * time for ranks, time in times)
 

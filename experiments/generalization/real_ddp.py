@@ -24,7 +24,7 @@ _METHODS = ("LBT", "AGS", "Tula default")
 
 
 def compare(case: Case, mode: Mode, learning_rate: float) -> dict[str, float]:
-    """Mean test accuracy by method with `case.world_size` gloo processes; 1.0 for equal weights on all ranks."""
+    """Return mean test accuracy by method with `case.world_size` gloo processes; 1.0 for equal weights on all ranks."""
     request = {"case": vars(case), "epochs": mode.epochs, "num_train": mode.num_train, "rate": learning_rate}
     request["seeds"] = mode.real_ddp_seeds
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.world_size)]
@@ -67,7 +67,7 @@ def _train(case: Case, name: str, *, seed: int, epochs: int, num_train: int, rat
 
 
 def main() -> None:
-    """Runs on every rank under torchrun; the first prints the result."""
+    """Run on every rank under torchrun; the first prints the result."""
     request = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -53,7 +53,7 @@ class CaseReport:
         return "/transformer/" in self.name
 
     def test(self, method: str) -> float:
-        """Mean test accuracy of `method`, percent."""
+        """Return the mean test accuracy of `method`, percent."""
         return self.cells[method].mean
 
     @property
@@ -62,7 +62,7 @@ class CaseReport:
         return self.test(SMALL.name) - self.test("LBT")
 
     def paired(self, method: str, other: str) -> Interval:
-        """`method` minus `other`, paired by seed, with Student's 95 % interval."""
+        """Compare `method` with `other`: the difference, paired by seed, with Student's 95 % interval."""
         ours, theirs = self.cells[method].tests, self.cells[other].tests
         differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
         count = len(differences)
@@ -96,7 +96,7 @@ def _cell(runs: Sequence[Result]) -> Cell:
 
 
 def figures(reports: Sequence[CaseReport]) -> dict[str, float]:
-    """The figures of merit over cases with a gap of at least ANY_GAP, points of test accuracy.
+    """Return the figures of merit over cases with a gap of at least ANY_GAP, points of test accuracy.
 
     `gap_recovered` is a share, `.wide` of cases with a gap of at least WIDE_GAP; `adam.` is of the cases with AdamW,
     the others are of SGD; NaN where no case qualifies.
@@ -124,14 +124,14 @@ def figures(reports: Sequence[CaseReport]) -> dict[str, float]:
 
 
 def over_best_baseline(report: CaseReport) -> Interval:
-    """The default over the baseline of best mean test accuracy, which no user could have picked."""
+    """Compare the default with the baseline of best mean test accuracy, which no user could have picked."""
     baselines = {m.name for m in (ADAM_METHODS if report.adam else METHODS) if m.role == "baseline"}
     best = max(baselines & report.cells.keys(), key=report.test)
     return report.paired(DEFAULT, best)
 
 
 def over_best_rule(report: CaseReport) -> Interval:
-    """The default over the best other rule of any kind, the unscaled rate, AGS and tuned by hand included."""
+    """Compare the default with the best other rule of any kind, the unscaled rate, AGS and tuned by hand included."""
     best = max(report.cells.keys() - {DEFAULT, SMALL.name}, key=report.test)
     return report.paired(DEFAULT, best)
 
@@ -147,7 +147,7 @@ def _mean(values: Sequence[float]) -> float:
 def markdown(
     reports: Sequence[CaseReport], upper: Sequence[CaseReport], values: Mapping[str, float], *, seeds: int
 ) -> str:
-    """The paper's Table I in our setting, the default's paired differences, and both at the upper base rates."""
+    """Return the paper's Table I in our setting, the default's paired differences, and both at the upper base rates."""
     lines = [f"Cases, grids and methods were fixed on {CHOSEN}, before any of them had been run in this form.", ""]
     lines += _tables(reports, f"{seeds} seeds, base rate of best validation accuracy")
     if upper:
@@ -184,7 +184,7 @@ def _cell_text(cell: Cell | None) -> str:
 
 
 def as_json(reports: Sequence[CaseReport], upper: Sequence[CaseReport], values: Mapping[str, float]) -> dict[str, Any]:
-    """All of the report, for a file."""
+    """Return the whole report for a file."""
     known = {key: None if math.isnan(value) else value for key, value in values.items()}
     return {**known, "chosen": CHOSEN, "rows": _rows(reports), "rows_at_upper_rate": _rows(upper)}
 

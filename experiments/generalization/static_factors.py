@@ -51,12 +51,12 @@ class Step(NamedTuple):
 
 
 def static(delta: float, factor: float) -> Method:
-    """Equation 8 with these constants."""
+    """Return equation 8 with these constants."""
     return Method(f"delta {delta:g}, x{factor:g}", "tula", "paper", {"policy": Static(factor, delta=delta)})
 
 
 def over_steps(case: Case, rate: float, mode: Mode) -> list[Step]:
-    """Figure 6: one run of the large batch."""
+    """Measure the steps of figure 6: one run of the large batch."""
     found: list[Step] = []
 
     def keep(epoch: int, test: float, variability: Sequence[float]) -> None:
@@ -68,7 +68,8 @@ def over_steps(case: Case, rate: float, mode: Mode) -> list[Step]:
 
 
 def spike_at_decay(steps: Sequence[Step]) -> float:
-    """The largest variability in the epoch of the first decay, over what was usual before; NaN with too few epochs."""
+    """Return the largest variability in the epoch of the first decay, over what was usual before;
+    NaN with too few epochs."""
     largest: dict[int, float] = {}
     for step in steps:
         largest[step.epoch] = max(largest.get(step.epoch, 0.0), step.variability)
@@ -78,7 +79,7 @@ def spike_at_decay(steps: Sequence[Step]) -> float:
 
 
 def factor_figures(name: str, results: Sequence[Result]) -> dict[str, float]:
-    """Accuracy and share of scaled steps of each method, means over seeds."""
+    """Return the accuracy and the share of scaled steps of each method, as means over seeds."""
     values: dict[str, float] = {}
     for method in dict.fromkeys(result.method for result in results):
         of_method = [result for result in results if result.method == method]
@@ -92,7 +93,7 @@ def factor_figures(name: str, results: Sequence[Result]) -> dict[str, float]:
 
 
 def markdown(values: dict[str, float], factors: Sequence[float], seeds: int) -> str:
-    """The table of figures 7 and 8."""
+    """Return the table of figures 7 and 8."""
     lines = [f"Test accuracy, %, mean ± standard deviation of {seeds} seeds; share of scaled steps.", ""]
     heads = ["network", "delta", "large batch", *(f"x{factor:g}" for factor in factors)]
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]

@@ -38,7 +38,7 @@ class Result:
     scaled_share: float = 0.0
 
     def row(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the result as a row of a file."""
         return asdict(self)
 
 
@@ -49,12 +49,12 @@ FIRST_DECAY = 0.5
 
 
 def decay(epoch: int, epochs: int) -> float:
-    """1, then a tenth from half-way, a hundredth from three quarters."""
+    """Return the decay: 1, then a tenth from half-way, a hundredth from three quarters."""
     return 1.0 if epoch < epochs * FIRST_DECAY else 0.1 if epoch < epochs * 0.75 else 0.01
 
 
 def accuracy(network: nn.Module, split: Split) -> float:
-    """Percent of `split` classified right, in evaluation mode."""
+    """Return the percent of `split` classified right, in evaluation mode."""
     network.eval()
     with torch.no_grad():
         right = sum(

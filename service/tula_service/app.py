@@ -72,7 +72,8 @@ TOKEN_CACHE_S: Final = 1.0
 
 
 def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits: Fits | None = None) -> FastAPI:
-    """The service on a migrated database; without started `fits` it fits in its threads, which delays other requests.
+    """Build the service on a migrated database; without started `fits` it fits in its threads,
+    which delays other requests.
 
     Raises SchemaMismatch when the schema is not that of this version.
     """
@@ -158,7 +159,7 @@ async def _every_day(work: Callable[[], None]) -> None:
 
 
 def _tracer() -> Any:
-    """Where FastAPI's OpenTelemetry traces go: as the `OTEL_` variables say, the last ones at its `shutdown`.
+    """Return where FastAPI's OpenTelemetry traces go: as the `OTEL_` variables say, the last ones at its `shutdown`.
 
     Raises SettingsError without the extra `otel`.
     """

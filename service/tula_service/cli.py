@@ -190,7 +190,7 @@ def token_revoke(token_id: str, database: _Database = None, as_json: _Json = Fal
 def _opened(
     database: str | None, *, migrate: bool = False, create: bool = False, **flags: Any
 ) -> Iterator[tuple[Settings, Store]]:
-    """Settings and store; the schema is upgraded if `migrate`, and created in an empty database if `create`.
+    """Yield settings and store; upgrade the schema if `migrate`, and create it in an empty database if `create`.
 
     What is refused, here or in the block, becomes one sentence and exit code 2.
     """
@@ -229,7 +229,7 @@ def _place_of(url: sqlalchemy.URL) -> str:
 
 @contextmanager
 def _shared_folder(settings: Settings) -> Iterator[None]:
-    """A folder in which several workers share their metrics, unless the environment names one."""
+    """Yield a folder in which several workers share their metrics, unless the environment names one."""
     if settings.workers == 1 or MULTIPROCESS_VARIABLE in os.environ:
         yield
         return

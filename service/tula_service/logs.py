@@ -46,7 +46,7 @@ def _details(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def logging_config(level: str, wanted: str, *, terminal: bool) -> dict[str, Any]:
-    """For `logging.config.dictConfig`: everything to standard error, uvicorn's own lines included.
+    """Configure logging for `logging.config.dictConfig`: everything to standard error, uvicorn's own lines included.
 
     `wanted` is the format, json or text; with auto it is text where standard error is a `terminal`.
     """

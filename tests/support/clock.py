@@ -12,7 +12,7 @@ class ManualClock:
         self.moment = start or datetime(2026, 1, 1, tzinfo=timezone.utc)
 
     def __call__(self) -> datetime:
-        """The present moment, as far as the store knows."""
+        """Return the present moment, as far as the store knows."""
         return self.moment
 
     def advance(self, seconds: float) -> None:

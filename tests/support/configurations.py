@@ -8,7 +8,7 @@ from tula_wire import DEFAULT_INSTANCE_TYPE, Configuration
 def make_configuration(
     nodes: int, ranks: int, batch: int, accumulation: int = 1, instance_type: str = DEFAULT_INSTANCE_TYPE
 ) -> Configuration:
-    """`nodes` nodes with `ranks` ranks each, `batch` examples per rank and micro-step."""
+    """Return a configuration of `nodes` nodes with `ranks` ranks each, and `batch` examples per rank and micro-step."""
     return Configuration(
         num_nodes=nodes,
         ranks_per_node=ranks,

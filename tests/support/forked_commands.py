@@ -52,7 +52,7 @@ sys.exit(status)
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """One for all tests of this process, since importing torch takes seconds."""
+    """Return one fork server for all tests of this process, since importing torch takes seconds."""
     made = ForkServer([*AGENT, *LAUNCHED])
     atexit.register(made.close)
     return made
@@ -60,14 +60,14 @@ def fork_server() -> ForkServer:
 
 @functools.cache
 def launchers() -> Path:
-    """The folder with the programs, served until this process ends."""
+    """Return the folder with the programs, served until this process ends."""
     return programs(
         fork_server(), {"python": [], "torchrun": ["-m", "torch.distributed.run"], "tula": ["-m", "tula_client.cli"]}
     )
 
 
 def programs(forks: ForkServer, words_of: Mapping[str, Sequence[str]]) -> Path:
-    """A folder with programs of these names that `forks` forks, each with its first words of `python WORDS...`."""
+    """Make a folder with programs of these names that `forks` forks, each with its first words of `python WORDS...`."""
     folder = Path(tempfile.mkdtemp(prefix="tula-forked-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     listening = socket.socket(socket.AF_UNIX)
@@ -102,7 +102,7 @@ def _stand_for(link: socket.socket, forks: ForkServer) -> None:
 
 
 def _wait(process: ForkedProcess, link: socket.socket) -> int:
-    """The exit status of the process, which is killed when the program that stands for it is gone."""
+    """Return the exit status of the process, which is killed when the program that stands for it is gone."""
     while (code := process.poll()) is None:
         if select.select([link], [], [], LOOK_EVERY_S)[0]:  # nothing more is sent: the link has ended
             process.send_signal(signal.SIGKILL)

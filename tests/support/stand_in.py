@@ -14,7 +14,7 @@ __all__ = ["main", "step_time_s"]
 
 
 def step_time_s(world_size: int, local_batch_size: int) -> float:
-    """A ring's step time, in seconds."""
+    """Return the step time of a ring, in seconds."""
     return 0.02 + 0.001 * local_batch_size + 0.03 * (1 - 1 / world_size)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """The authority's certificate, and a file of key and certificate for localhost that it has signed."""
+    """Return the authority's certificate, and a file of key and certificate for localhost that it has signed."""
     own, signed, pair = folder / "authority.pem", folder / "signed.pem", folder / "localhost.pem"
     key, extension = folder / "authority.key", folder / "extension"
     extension.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")

@@ -40,7 +40,7 @@ class TulaTracker(GeneralTracker):
         return self.run
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Ignored: the job specification holds the configuration."""
+        """Ignore the configuration: the job specification holds it."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **others: Any) -> None:  # noqa: ARG002
         """Log numbers of the current step; `run.steps` counts steps, so accelerate's count is ignored."""
@@ -52,5 +52,5 @@ class TulaTracker(GeneralTracker):
 
 
 def watch(run: Run, model: Any, optimizer: Any) -> None:
-    """`run.watch` for objects from `accelerator.prepare`: sets hooks on the optimizer inside accelerate's wrapper."""
+    """Watch objects from `accelerator.prepare` as `run.watch` does: hook the optimizer inside accelerate's wrapper."""
     run.watch(model, getattr(optimizer, "optimizer", optimizer))

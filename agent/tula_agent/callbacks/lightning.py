@@ -56,12 +56,12 @@ class TulaCallback(Callback):
         self.run.begin_loop(cuts=not pulls)  # a module that pulls moves them itself
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """A micro-step begins."""
+        """Begin a micro-step."""
         self._pause.close()
         self.run.batch_arrived(batch, trainer.train_dataloader)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """A micro-step ends."""
+        """End a micro-step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:
             self.run.log(loss=loss)
@@ -75,11 +75,11 @@ class TulaCallback(Callback):
         self.run.end_loop()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Until the next micro-step, time counts in no step."""
+        """Leave time out of all steps until the next micro-step."""
         self._pause.enter_context(self.run.paused())
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
-        """The same: what saves is called last in a batch's end, and the file is written after this."""
+        """Leave the time of writing out too: Lightning writes the file after this hook, the last of a batch's end."""
         self.on_validation_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
@@ -100,7 +100,7 @@ class TulaCallback(Callback):
         self.run.finish()
 
     def _cut_batches(self, trainer: Any, run: Run) -> None:
-        """Until fit ends, move to the device only the examples that the run is to measure: the rest takes memory."""
+        """Move to the device only the examples that the run is to measure, until fit ends: the rest takes memory."""
         strategy = trainer.strategy
         to_device = strategy.batch_to_device
 
@@ -112,7 +112,7 @@ class TulaCallback(Callback):
 
 
 def _epochs_before(trainer: Any) -> float:
-    """Epochs that a resumed fit has completed, with the fraction of an interrupted one."""
+    """Return the epochs that a resumed fit has completed, with the fraction of an interrupted one."""
     epochs = trainer.fit_loop.epoch_progress.current
     left = epochs.ready > epochs.processed
     batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready if left else 0

@@ -49,13 +49,13 @@ class TulaTrainerCallback(TrainerCallback):
         self.run.begin_loop()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
-        """A step begins; the trainer does not pass its batches, so an empty tensor of its batch size stands in."""
+        """Begin a step; the trainer does not pass its batches, so an empty tensor of its batch size stands in."""
         self._pause.close()
         stand_in = torch.empty(args.train_batch_size, 0, device="cpu")
         self.run.batch_arrived(stand_in, None, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
-        """A step ends."""
+        """End a step."""
         self.run.batch_done()
         if self.run.stopping:
             control.should_training_stop = True

@@ -133,7 +133,10 @@ def _made(factory: str, batch: int) -> tuple[torch.nn.Module, Any, torch.optim.O
 
 
 def _capacities(device: str | None) -> tuple[int, ...]:
-    """Capacities of the named device in GiB; none without a name. Raises `typer.BadParameter` for an unknown one."""
+    """Return the capacities of the named device in GiB; none without a name.
+
+    Raises `typer.BadParameter` for an unknown one.
+    """
     if device is None:
         return ()
     name = known_device(device)

@@ -127,7 +127,7 @@ def _mean(group: Any, device: torch.device, seconds: Sequence[float]) -> list[fl
 
 
 def _reduced(group: Any, device: torch.device, seconds: Sequence[float], operation: Any) -> list[float]:
-    """Each value over the ranks of the group."""
+    """Return each value reduced over the ranks of the group."""
     values = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(values, op=operation, group=group)
     return [float(value) for value in values.tolist()]

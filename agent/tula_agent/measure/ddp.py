@@ -35,7 +35,7 @@ MOST_STEPS = 20
 
 
 def sample_interval(models: list[Any], profiling: bool) -> int:
-    """Steps from one reading of `models` (DDP) to the next."""
+    """Return the steps from one reading of `models` (DDP) to the next."""
     if any(getattr(model, "device_type", "cpu") == "cuda" for model in models):
         return CUDA_PROFILE_INTERVAL if profiling else CUDA_TRAIN_INTERVAL
     return 1 if profiling else TRAIN_INTERVAL
@@ -82,7 +82,7 @@ class CommSplit:
         return CommTiming(timing.step, timing.step_time_s, timing.input_time_s, *published[1:])
 
     def _read(self, step: int) -> tuple[int, float, float] | None:
-        """(step, communication, exposed communication in seconds) if something new was published, else None."""
+        """Return (step, communication, exposed communication in seconds) if something new was published, else None."""
         models = [model() for model in self._models]
         data = [ddp_statistics(model) for model in models if model is not None]
         iterations = [int(statistics.get("iteration", 0)) for statistics in data]
@@ -129,7 +129,7 @@ class BucketTimer:
         self._hooks = [p.register_post_accumulate_grad_hook(partial(self._ready, i)) for i, p in enumerate(parameters)]
 
     def begin(self) -> None:
-        """A micro-step begins; only the last one of a step counts."""
+        """Begin a micro-step; only the last one of a step counts."""
         if self._hooks:
             self._start, self._seen = self._now(), []
 

@@ -21,7 +21,7 @@ from tula_wire.memory import RESERVED_RATIO, largest_local_batch_size, static_by
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that this rank holds of these, each once: with FSDP 2 and tensor parallelism, of its shards."""
+    """Return the bytes that this rank holds of these, each once: with FSDP 2 and tensor parallelism, of its shards."""
     parts = [local_part(tensor) for tensor in {id(each): each for each in tensors}.values()]
     return sum(part.numel() * part.element_size() for part in parts)
 
@@ -31,18 +31,19 @@ def _parameter_bytes(models: Iterable[torch.nn.Module]) -> int:
 
 
 def _gradient_bytes(models: Iterable[torch.nn.Module]) -> int:
-    """Of the gradients as they stand now; DDP's buckets, where they are a copy, count as activations."""
+    """Return the bytes of the gradients as they stand now;
+    DDP's buckets, where they are a copy, count as activations."""
     return held_bytes(p.grad for model in models for p in model.parameters() if p.grad is not None)
 
 
 def _optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Of momentum, second moments, master weights."""
+    """Return the bytes of momentum, second moments and master weights."""
     states = [state for each in optimizers for state in list(each.state.values()) if isinstance(state, dict)]
     return held_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def resident_bytes(peak: bool = False) -> int:
-    """Resident memory of this process now, or its peak. Linux; elsewhere the peak stands for both.
+    """Return the resident memory of this process now, or its peak. Linux; elsewhere the peak stands for both.
 
     VmHWM rather than ru_maxrss: the latter is inherited across exec and may be the launcher's.
     """
@@ -58,7 +59,8 @@ def resident_bytes(peak: bool = False) -> int:
 
 
 def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
-    """Bytes that this rank may use: the device's memory, or its share of the host's under the control group's limit."""
+    """Return the bytes that this rank may use: the device's memory,
+    or its share of the host's under the control group's limit."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -80,7 +82,7 @@ def device_of(models: Iterable[torch.nn.Module]) -> torch.device:
 
 
 def context_bytes(device: torch.device) -> int | None:
-    """CUDA context and libraries: what this process holds beyond the allocator; None without NVML.
+    """Return the bytes of CUDA context and libraries: what this process holds beyond the allocator; None without NVML.
 
     In a container NVML may answer process ids of the host; a single process on the device is taken for this one.
     """
@@ -95,7 +97,7 @@ def context_bytes(device: torch.device) -> int | None:
 
 
 def device_use(device: torch.device | None) -> dict[str, float]:
-    """Telemetry of a CUDA device as `nvidia-smi` shows it; empty for another device or without NVML.
+    """Return the telemetry of a CUDA device as `nvidia-smi` shows it; empty for another device or without NVML.
 
     `gpu_utilization` is the share of the last second, or less, in which a kernel ran (0 to 1), `gpu_memory_bytes` what
     all processes hold.
@@ -126,8 +128,8 @@ def total_energy_j(device: torch.device | None) -> float | None:
 
 @cache
 def _open(device: torch.device) -> tuple[Any, Any]:
-    """The library and its handle of `device`: by UUID, since NVML numbers all devices of the machine and torch those in
-    CUDA_VISIBLE_DEVICES. Raises ImportError or NVML's own errors."""
+    """Return the library and its handle of `device`: by UUID, since NVML numbers all devices of the machine and torch
+    those in CUDA_VISIBLE_DEVICES. Raises ImportError or NVML's own errors."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -182,7 +184,8 @@ class MemoryMonitor:
         self._counted["gradient_bytes"] = _gradient_bytes(models)
 
     def saw_batch(self, size: int, batch: Any, loader: Any) -> None:
-        """A batch of `size` examples, larger than all before it; counted with those that the loader prefetches."""
+        """Note a batch of `size` examples, larger than all before it;
+        count it with those that the loader prefetches."""
         self.largest_seen = size
         ahead = (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", None) or 0)
         self._counted["batch_bytes"] = batch_bytes(batch) * (1 + int(ahead))

@@ -120,7 +120,8 @@ class AgsRule:
         return numbers.static_scale
 
     def _refresh(self, reading: Reading, ags: Ags, numbers: Numbers) -> None:
-        """UPDATEGRADSCALE of Algorithm 1: by a probe where the script allows one, else from ranks and micro-steps."""
+        """Refresh the factors (UPDATEGRADSCALE of Algorithm 1):
+        by a probe where the script allows one, else from ranks and micro-steps."""
         statistics = self._statistics
         statistics.count(reading.examples)
         factors: Gradients = []
@@ -205,7 +206,7 @@ class AgsRule:
         ]
 
     def load(self, saved: Sequence[float]) -> None:
-        """Inverse of `state`."""
+        """Restore what `state` returned."""
         previous, due, self._mean_factor, self._scaled, self._counted, *last = saved[:8]
         self._reduction, self._last, self._due = None, last, bool(due)
         device = self._statistics.device
@@ -222,7 +223,7 @@ class AgsRule:
         return [torch.ones_like(squares(p, "element")) if f is None else f for f, p in pairs]
 
     def load_factors(self, factors: Gradients, numbers: Numbers) -> None:
-        """Inverse of `saved_factors`; `numbers` are in force."""
+        """Restore what `saved_factors` returned; `numbers` are in force."""
         if not any(f is not None and bool((f != 1.0).any()) for f in factors):
             return
         self._found_for, self._found_with = self._statistics.parameters(), numbers
@@ -284,7 +285,8 @@ def _probe(
 def probe_gradients(
     model: nn.Module, loss: LossFunction, batch: Any, parameters: Sequence[torch.Tensor], *, ranks: Ranks
 ) -> Gradients:
-    """Gradient of `loss` on `batch`, averaged over ranks, one tensor per parameter (None where it has no part).
+    """Return the gradient of `loss` on `batch`, averaged over ranks,
+    one tensor per parameter (None where it has no part).
 
     Leaves training unchanged: it does not write `.grad` (so DDP's reducer does not start), and restores random streams
     and all buffers (batch normalization's running statistics). The module stays in training mode, because evaluation

@@ -53,13 +53,14 @@ _NOISY = 1e4  # nu / |U|^2 from which D differs from U by less than 1e-4 of its 
 
 
 def noise_level(noise: float, momentum: float, rows: int, damping: float = DAMPING) -> float:
-    """nu = c V / ((1 - mu^2) m); `noise` is V, `rows` is m. Infinite for a momentum of 1."""
+    """Return nu = c V / ((1 - mu^2) m); `noise` is V, `rows` is m. Infinite for a momentum of 1."""
     kept = 1.0 - momentum**2
     return damping * noise / (kept * rows) if kept > 0.0 else math.inf
 
 
 def corrections(updates: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    """D - U of each matrix U of `updates` (k, m, n), m <= n, with nu of each in `levels` (k,); float32, |D| = |U|.
+    """Return D - U of each matrix U of `updates` (k, m, n), m <= n, with nu of each in `levels` (k,);
+    float32, |D| = |U|.
 
     Zeros for a matrix of zeros, one with NaN or infinity, and one whose level is not finite
     or far above it: these keep the step that SGD took.
@@ -83,7 +84,8 @@ def corrections(updates: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_root(matrices: torch.Tensor) -> torch.Tensor:
-    """A^(-1/2) of symmetric matrices A (k, m, m) whose eigenvalues are at least 1e-6 |A|_F; NaN where there is none."""
+    """Return A^(-1/2) of symmetric matrices A (k, m, m) whose eigenvalues are at least 1e-6 |A|_F;
+    NaN where there is none."""
     if not matrices.is_cpu:
         return newton_inverse_root(matrices)
     try:
@@ -112,7 +114,7 @@ def newton_inverse_root(matrices: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def _scales(least: float) -> tuple[float, ...]:
-    """The scales a of the iteration, until singular values from `least` to 1 are within 0.001 of 1."""
+    """Return the scales a of the iteration, until singular values from `least` to 1 are within 0.001 of 1."""
     scales = []
     while least < 0.999:
         scale = math.sqrt(3.0 / (1.0 + least + least**2))
@@ -122,7 +124,7 @@ def _scales(least: float) -> tuple[float, ...]:
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`left` @ `right` in float32, also where the script lets a GPU round factors to the 11 bits of TF32.
+    """Return `left` @ `right` in float32, also where the script lets a GPU round factors to the 11 bits of TF32.
 
     Rounding would exceed the smallest eigenvalues and make the iteration diverge. Each factor is then the sum of its
     first 11 bits and the rest; the product of both rests is below float32.
@@ -148,7 +150,8 @@ class Shape:
     positions: int
 
     def operations(self, *, host: bool) -> int:
-        """Floating-point operations of D, by blocks of rows: U U^T, the inverse root, and its product with U.
+        """Return the floating-point operations of D, by blocks of rows:
+        U U^T, the inverse root, and its product with U.
 
         The eigenvectors of a symmetric matrix count as 9 m^3 (Golub and Van Loan 2013, section 8.3).
         """
@@ -181,7 +184,7 @@ def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def matrix_shape(parameter: torch.Tensor) -> Shape | None:
-    """`parameter` as (first dimension, all others); None for what is no matrix of at least 2 x 2."""
+    """Return `parameter` as (first dimension, all others); None for what is no matrix of at least 2 x 2."""
     if parameter.ndim < 2 or not parameter.is_floating_point() or not parameter.numel():
         return None
     first = parameter.shape[0]
@@ -240,7 +243,7 @@ class _Matrix:
     shape: Shape
 
     def update(self, inner: torch.optim.Optimizer, factor: float) -> torch.Tensor:
-        """U as (rows, columns); zeros where the weight took no step."""
+        """Return U as (rows, columns); zeros where the weight took no step."""
         if self.parameter.grad is None or self.parameter.grad.is_sparse:
             return self.parameter.new_zeros(self.shape.rows, self.shape.columns)
         buffer = inner.state.get(self.parameter, {}).get("momentum_buffer")  # `state[...]` would add to it

@@ -15,14 +15,15 @@ _SLOW, _FAST = 0.9, 0.5  # of averages over measured steps
 
 
 def gradient_variability(norm_sq: float, previous_norm_sq: float) -> float:
-    """Delta(G_i) = | (|G_i|^2 - |G_{i-1}|^2) / |G_{i-1}|^2 | (equation 5); infinite when the last gradient was zero."""
+    """Return Delta(G_i) = | (|G_i|^2 - |G_{i-1}|^2) / |G_{i-1}|^2 | (equation 5);
+    infinite when the last gradient was zero."""
     if previous_norm_sq <= 0.0:
         return math.inf if norm_sq > 0.0 else 0.0
     return abs((norm_sq - previous_norm_sq) / previous_norm_sq)
 
 
 def noise_moments(small_norm_sq: float, large_norm_sq: float, samples: float) -> tuple[float, float]:
-    """|G|^2 and tr(Sigma)/B without bias, from gradients of two sizes (McCandlish et al. 2018, appendix A.1).
+    """Return |G|^2 and tr(Sigma)/B without bias, from gradients of two sizes (McCandlish et al. 2018, appendix A.1).
 
     `small_norm_sq`: mean of |g_i|^2 over `samples` parts of the batch; `large_norm_sq`: |mean of g_i|^2.
     Either may be negative on one step: average over steps before taking a ratio.
@@ -37,7 +38,7 @@ def is_usable(small_norm_sq: float, large_norm_sq: float, samples: float) -> boo
 
 
 def noise_gain(signal: float, noise: float, batch_ratio: float) -> float:
-    """AdaScale's gain r = (|G|^2 + S/b) / (|G|^2 + S/B), in [1, B/b] (Johnson et al. 2020, equation 6).
+    """Return AdaScale's gain r = (|G|^2 + S/b) / (|G|^2 + S/B), in [1, B/b] (Johnson et al. 2020, equation 6).
 
     `signal` = |G|^2, `noise` = S/B, `batch_ratio` = B/b; negative estimates count as zero.
     """
@@ -76,7 +77,7 @@ class NoiseAverage:
         self.count += 1
 
     def gain(self, batch_ratio: float, noise_weight: float = 1.0) -> float:
-        """AdaScale's gain for `batch_ratio` = B / b_small, with the noise times `noise_weight`; 1 without data.
+        """Return AdaScale's gain for `batch_ratio` = B / b_small, with the noise times `noise_weight`; 1 without data.
 
         Uses the lower of the two shares: the gain falls as soon as gradients begin to agree, and rises slowly.
         """
@@ -84,7 +85,7 @@ class NoiseAverage:
         return noise_gain(1.0 - share, noise_weight * share, batch_ratio) if self.count else 1.0
 
     def change_batch(self, factor: float) -> None:
-        """The global batch is now `factor` times as large: noise falls in proportion."""
+        """Take the global batch to be `factor` times as large: noise falls in proportion."""
         self.noise /= factor
         for name in ("slow", "fast"):
             noise = getattr(self, name) / factor

@@ -142,7 +142,7 @@ class TulaOptimizer(torch.optim.Optimizer):
             self._statistics.share = share
 
     def next_epoch(self) -> None:
-        """An epoch begins on every rank: `ags` finds factors after its first step, unless it has `steps_per_epoch`."""
+        """Begin an epoch, on every rank: `ags` finds factors after its first step, unless it has `steps_per_epoch`."""
         self.epoch += 1
         if self._rule is not None:
             self._rule.next_epoch(self._steps)
@@ -216,12 +216,12 @@ class TulaOptimizer(torch.optim.Optimizer):
             torch.lerp(old, parameter, scale.expand_as(parameter), out=parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's; also drops what a skipped step left in the taps."""
+        """Clear gradients as the wrapped optimizer does, and what a skipped step left in the taps."""
         self._inner.zero_grad(set_to_none=set_to_none)
         self._statistics.tap.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the wrapped optimizer's; the new parameters are watched from the next backward on."""
+        """Add a group as the wrapped optimizer does; the new parameters are watched from the next backward on."""
         self._inner.add_param_group(param_group)
         self._prepare()
 
@@ -379,5 +379,5 @@ def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> bool:
 
 
 def _gated(factor: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """`factor` where the gate is open, else exactly 1."""
+    """Return `factor` where the gate is open, else exactly 1."""
     return torch.where(gate.to(factor.device) > 0, factor, torch.ones_like(factor))

@@ -178,7 +178,7 @@ class Served:
 
     @classmethod
     def from_vector(cls, numbers: Sequence[float]) -> Served:
-        """Inverse of `to_vector`."""
+        """Return the numbers that `to_vector` returned as a vector."""
         given = {field.name: x for field, x in zip(fields(cls), numbers, strict=True) if x == x}
         for name in ("version", "small_batch_size"):
             if name in given:

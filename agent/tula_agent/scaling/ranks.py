@@ -51,7 +51,8 @@ class Ranks:
         return self.size == 1 or dist.get_rank(self._group) == 0
 
     def portion(self, sizes: Sequence[int]) -> list[bool]:
-        """By tensor of these sizes, whether this rank reads it for a sum over ranks; every rank holds the same tensors.
+        """Return, for each tensor of these sizes, whether this rank reads it for a sum over ranks;
+        every rank holds the same tensors.
 
         Exactly one rank reads each, and all read about as much: N ranks need an Nth of the time.
         """
@@ -61,7 +62,7 @@ class Ranks:
         return [owner == rank for owner in owners(tuple(sizes), self.size)]
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` summed over ranks, in place."""
+        """Sum `tensor` over ranks, in place, and return it."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self._group)
         return tensor
@@ -86,7 +87,7 @@ class Ranks:
 
 @lru_cache(maxsize=8)
 def owners(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """The rank that reads each tensor of these sizes: largest first, each to the rank with the least so far."""
+    """Return the rank that reads each tensor of these sizes: largest first, each to the rank with the least so far."""
     loads = [(0, rank) for rank in range(ranks)]
     rank_of = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

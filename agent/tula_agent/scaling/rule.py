@@ -118,7 +118,7 @@ class GainRule:
         return factor
 
     def turn(self, factor: float) -> None:
-        """After a step at this factor: turn it, where the noise of its matrices is known."""
+        """Turn a step that was taken at this factor, where the noise of its matrices is known."""
         if self._directions is None or factor <= 1.0 or not self.matrix_noise:
             return
         noise = dict(zip(self._statistics.matrices, self.matrix_noise, strict=True))
@@ -226,7 +226,7 @@ class GainRule:
         return [*own, *noise, size, float(self._sent_at), usual, *by_parameter]
 
     def load(self, saved: Sequence[float]) -> None:
-        """Inverse of `state`."""
+        """Restore what `state` returned."""
         numbers = iter(saved)
         factor, samples, norm, measured_at, variability = (next(numbers) for _ in range(5))
         signal, noise, slow, fast, count = (next(numbers) for _ in range(5))

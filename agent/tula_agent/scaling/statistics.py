@@ -217,7 +217,7 @@ class GradientStatistics:
         self.counted_batch_size, self.last_count = self.last_count if short else count, count
 
     def batch_ratio(self, small_batch_size: int | None) -> float | None:
-        """B / b_small when both are known; never below 1."""
+        """Return B / b_small when both are known; never below 1."""
         large = self.batch_size
         return None if small_batch_size is None or large is None else max(1.0, large / small_batch_size)
 

@@ -122,7 +122,7 @@ class Exporter:
                 logger.warning("not everything was written to the spool within %g s: its disk is slow", deadline_s)
 
     def _save(self) -> None:
-        """On another thread, since a disk can hang like a network."""
+        """Save on another thread, since a disk can hang like a network."""
         self._put_due(False, final=True)
         self._spool_all()
 
@@ -158,7 +158,7 @@ class Exporter:
                 transport.close()
 
     def deliver(self, last: bool = False) -> None:
-        """One delivery, as the thread does: what waits on disk first, then the queue; `last` ignores pauses."""
+        """Deliver once, as the thread does: what waits on disk first, then the queue; `last` ignores pauses."""
         if self._failures >= TRIES_BEFORE_OPEN:
             self._spool_all()
         if not last and self._clock() < self._not_before:

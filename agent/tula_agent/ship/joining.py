@@ -141,7 +141,10 @@ class Joining:
         self._known(run_id)
 
     def _known(self, run_id: str | None) -> None:
-        """The run, or None: there will be none. It is left to a later start, whose first rank may be on any machine."""
+        """Note the run, or with None that there will be none.
+
+        It is left to a later start, whose first rank may be on any machine.
+        """
         self._refused = run_id is None
         if run_id is None:
             return
@@ -153,7 +156,10 @@ class Joining:
                 self._mark.write_text(run_id)
 
     def _make(self) -> str:
-        """The id of a new run. Raises _NoRun; for an answer of another shape LookupError, TypeError or ValueError."""
+        """Make a new run and return its id.
+
+        Raises _NoRun; for an answer of another shape LookupError, TypeError or ValueError.
+        """
         config, seen = self._process.config, self._process.seen_configuration()
         assert seen is not None  # `ready` has checked it
         service = Transport(config.url, config.token, TIMEOUT_S)
@@ -193,7 +199,8 @@ class Joining:
         return {"continues": before} if latest else {}
 
     def _nodes(self) -> tuple[int, int]:
-        """Nodes and ranks per node; a rank is a replica of the model. By host names, or else by the launcher's."""
+        """Return nodes and ranks per node; a rank is a replica of the model. By host names,
+        or else by the launcher's."""
         per_replica = self._process.model_parallel_size
         processes = self._process.config.ranks_per_node
         channel = self._process.channel()
@@ -231,7 +238,10 @@ class Joining:
 def _ask(
     service: Transport, method: str, path: str, body: dict[str, Any] | None = None, *, may_miss: bool = False
 ) -> dict[str, Any]:
-    """The answer to a request whose answer is needed at once; empty where it `may_miss` and does. Raises _NoRun."""
+    """Send a request whose answer is needed at once, and return the answer; empty where it `may_miss` and does.
+
+    Raises _NoRun.
+    """
     reply = service.exchange(method, path, None if body is None else encode(body))
     if may_miss and reply.status == 404:
         return {}
@@ -253,7 +263,8 @@ def _mark(number: int) -> Path | None:
 
 
 def _host(channel: Channel, rank: int) -> str:
-    """The key of a host's name; an elastic round of another size, with the same count of restarts, has another."""
+    """Return the key of a host's name; an elastic round of another size, with the same count of restarts,
+    has another."""
     return f"host/{channel.world_size}/{rank}"
 
 

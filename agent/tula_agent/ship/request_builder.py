@@ -59,7 +59,7 @@ class SampleRow:
 
 
 def split_over_ranks(timings: Mapping[int, CommTiming]) -> StepSplit:
-    """One step's split from the timing of every rank, by rank.
+    """Return one step's split from the timing of every rank, by rank.
 
     The last rank to arrive waits for no other, so the least exposed time is the communication itself. What the others
     wait beyond it is skew, and the rank that waits least is the straggler. Compute is the median over ranks.
@@ -138,7 +138,7 @@ class RequestBuilder:
         return len(self._rows)
 
     def collect(self, last: bool = False) -> list[SpooledRequest]:
-        """Requests that are due; `last` waits a moment for the other ranks and then keeps nothing back."""
+        """Return the requests that are due; `last` waits a moment for the other ranks and then keeps nothing back."""
         leads, measured = (
             self._identity().rank == 0,
             take(self._launch.measured),
@@ -187,7 +187,7 @@ class RequestBuilder:
     def _collect_other(
         self, taken: list[tuple[StepTiming, bool, bool]], channel: Channel | None
     ) -> list[SpooledRequest]:
-        """Times for the first rank; for the service memory, with the median step time."""
+        """Post times to the first rank, and return for the service the memory, with the median step time."""
         timings = take(self._readings.comm) if channel is not None else []
         if channel is not None and timings:
             with self._guard("sending times to the first rank"):
@@ -218,7 +218,7 @@ class RequestBuilder:
                 time.sleep(0.02)
 
     def _release(self, now: float, last: bool) -> list[SampleRow]:
-        """The rows that wait for nothing any more, in order of their steps."""
+        """Return the rows that wait for nothing any more, in order of their steps."""
         ready = []
         world_size = self._identity().world_size
         for step in [s for s in self._device if s <= self._newest and s not in self._rows]:
@@ -245,7 +245,7 @@ class RequestBuilder:
         return ready
 
     def _timed_by_device(self, row: SampleRow, last: bool) -> bool:
-        """False while the device has not finished the step; at the end of the run, wall time has to do."""
+        """Return False while the device has not finished the step; at the end of the run, wall time has to do."""
         pending = self._device.get(row.timing.step)
         if pending is None:
             return True
@@ -265,7 +265,7 @@ class RequestBuilder:
         return True
 
     def _ends(self) -> list[SpooledRequest]:
-        """Reports of the smaller batches whose last row has been sent."""
+        """Return the reports of the smaller batches whose last row has been sent."""
         held = {row.timing.local_batch_size for row in self._rows.values()}
         done = [(size, run_id) for size, run_id in self._ended if size not in held]
         self._ended = [each for each in self._ended if each not in done]
@@ -314,7 +314,8 @@ class RequestBuilder:
                 self._otel.record(self._launch.run_of(None), timing.step_time_s, comm[0], timing.input_time_s)
 
     def _host_of(self, size: int | None) -> dict[str, Any] | None:
-        """What is known of loader and host, once for each batch size, since each may be a run's."""
+        """Return what is known of loader and host, once for each batch size,
+        since each size may have a run of its own."""
         host = self._readings.host
         if "cores" not in host or size in self._told_host or self._identity().rank:
             return None
@@ -341,7 +342,7 @@ class MetricNames:
         self._is_full = False
 
     def wire_name(self, name: str) -> str | None:
-        """The name in lower case, digits and `_`, at most 64 characters; None beyond MAX_NAMES names."""
+        """Return the name in lower case, with digits and `_`, at most 64 characters; None beyond MAX_NAMES names."""
         if name not in self._names:
             if len(self._names) >= MAX_NAMES:
                 self._say_full(name)
@@ -363,7 +364,8 @@ class MetricNames:
 
 
 def sample_bodies(rows: list[SampleRow], identity: Identity, sequence: int) -> list[dict[str, Any]]:
-    """Bodies of `POST .../samples`: one per batch size, accumulation, phase and method; row 0 is number `sequence`.
+    """Return the bodies of `POST .../samples`: one per batch size, accumulation, phase and method;
+    row 0 is number `sequence`.
 
     A row keeps its number however rows are grouped.
     """
@@ -396,7 +398,7 @@ def sample_bodies(rows: list[SampleRow], identity: Identity, sequence: int) -> l
 
 
 def telemetry_bodies(values: list[tuple[int, str, float]], identity: Identity, sequence: int) -> list[dict[str, Any]]:
-    """Bodies of `POST .../telemetry`, numbered from `sequence`; what is not finite becomes null."""
+    """Return the bodies of `POST .../telemetry`, numbered from `sequence`; what is not finite becomes null."""
     by_step: dict[int, dict[str, float]] = {}
     for step, name, value in values:
         by_step.setdefault(step, {})[name] = value
@@ -421,7 +423,7 @@ def telemetry_bodies(values: list[tuple[int, str, float]], identity: Identity, s
 
 
 def _short(value: float) -> float:
-    """Six significant digits: a tenth of a microsecond on a 100 ms step, in half the bytes."""
+    """Round to six significant digits: a tenth of a microsecond on a 100 ms step, in half the bytes."""
     return value if isinstance(value, int) else float(f"{max(value, 1e-9) if value > 0 else 0.0:.6g}")
 
 

@@ -41,13 +41,13 @@ class SpooledRequest:
     lease: int | None = None
 
     def to_record(self) -> bytes:
-        """Payload of one spool record."""
+        """Return the payload of one spool record."""
         head = json.dumps({"method": self.method, "path": self.path, "values": self.values, "lease": self.lease})
         return head.encode() + b"\n" + self.body
 
     @classmethod
     def from_record(cls, payload: bytes) -> SpooledRequest:
-        """Inverse of `to_record`. Raises ValueError for any other payload."""
+        """Return the request that `to_record` made a record of. Raises ValueError for any other payload."""
         head, _, body = payload.partition(b"\n")
         fields = json.loads(head)
         method, path = fields.get("method"), fields.get("path")
@@ -113,7 +113,7 @@ class Spool:
         return False
 
     def requests(self) -> Iterator[SpooledRequest]:
-        """What it holds, oldest first."""
+        """Yield the requests that it holds, oldest first."""
         if self.path.exists():
             yield from read_records(self.path)
 
@@ -124,7 +124,7 @@ class Spool:
 
 
 def read_records(path: Path) -> Iterator[SpooledRequest]:
-    """Every whole record of `path`, oldest first; a torn or damaged one is skipped."""
+    """Yield every whole record of `path`, oldest first; skip a torn or damaged one."""
     data = path.read_bytes()
     at = 0
     while 0 <= at <= len(data) - _HEAD.size:

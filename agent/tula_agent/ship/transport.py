@@ -98,7 +98,8 @@ class Transport:
         self._client.close()
 
     def _is_of_the_script(self, record: logging.LogRecord) -> bool:  # noqa: ARG002
-        """By the thread, since httpx logs another spelling of the URL, and the script's URL may begin with ours."""
+        """Return True on a thread of the script: httpx logs another spelling of the URL,
+        and the script's URL may begin with ours."""
         return threading.get_ident() != self._exchanging_thread
 
     def exchange(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None = None) -> Reply:

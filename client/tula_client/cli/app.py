@@ -124,7 +124,7 @@ def _add(app: typer.Typer, *commands: Callable[..., int | None]) -> None:
 
 
 def plugins() -> dict[str, EntryPoint]:
-    """Sub-commands of installed packages, by name; each resolves to a function or a `typer.Typer`."""
+    """Return the sub-commands of installed packages, by name; each resolves to a function or a `typer.Typer`."""
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
@@ -173,7 +173,7 @@ def _add_plugin(app: typer.Typer, name: str, point: EntryPoint, *, load: bool) -
 
 
 def _unloaded() -> None:
-    """Belongs to another package."""
+    """Stand for a command of another package, which is imported only when it is called."""
 
 
 def _broken(name: str, point: EntryPoint, error: Exception) -> Callable[..., int | None]:

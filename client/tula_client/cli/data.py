@@ -90,7 +90,7 @@ def _export_runs(job: str, what: Table, output: Path | None, as_json: bool) -> N
 
 
 def _csv(rows: Sequence[Row]) -> str:
-    """RFC 4180 with line feeds only; an empty table has no heading."""
+    """Return CSV as RFC 4180 defines it, with line feeds only; an empty table has no heading."""
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -136,7 +136,7 @@ def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
 
 
 def _measured(handle: JobHandle) -> defaultdict[str, Metrics]:
-    """By run: what the first rank measured and logged."""
+    """Return what the first rank of each run measured and logged, by run."""
     by_run: defaultdict[str, Metrics] = defaultdict(dict)
     for row in handle.rows("samples"):
         if row["rank"] == 0:

@@ -144,7 +144,7 @@ def edit(
 
 
 def _price(word: str, job: Job) -> tuple[str, dict[str, Any]]:
-    """The instance type and its price with the new rate; the only type where none is named."""
+    """Return the instance type and its price with the new rate; the only type where none is named."""
     name, equals, usd = word.rpartition("=")
     prices = {cluster.instance_type: cluster.price for cluster in job.spec.cluster}
     if not equals and len(prices) == 1:
@@ -200,7 +200,7 @@ def open_(job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="A job
 
 
 def event_line(event: Event) -> str:
-    """An event in one line."""
+    """Describe an event in one line."""
     data, run = event.data, f" {event.run_id}" if event.run_id else ""
     text = next((str(data[name]) for name in ("sentence", "message", "plan_reason", "purpose") if data.get(name)), "")
     state = str(data.get("state", "")).replace("_", " ")
@@ -211,7 +211,7 @@ def event_line(event: Event) -> str:
 
 
 def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> RenderableType:
-    """A job, its runs, and the predictions of trainings beside their measurements."""
+    """Render a job, its runs, and the predictions of trainings with their measurements."""
     failed = sum(run.kind == "profile" and run.state in ("failed", "out_of_memory") for run in job.plan)
     suffix = f", {failed} of them failed" if failed else ""
     rows = [
@@ -348,7 +348,7 @@ def predict(
 
 
 def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> RenderableType:
-    """A recommendation for the terminal, with the table of all candidates on request."""
+    """Render a recommendation for the terminal, with the table of all candidates on request."""
     lines: list[RenderableType] = []
     if candidates:
         lines += [candidates_table(answer), Text()]
@@ -436,13 +436,13 @@ def _value(predicted: Estimate | None) -> float | None:
 
 
 def _basis(answer: Recommendation | Predictions, evidence: str = "") -> list[Text]:
-    """What predictions rest on, and what to know before trusting them."""
+    """Say what predictions rest on, and what to know before trusting them."""
     basis = Text(f"Based on {BASIS[answer.basis]}{evidence}; intervals are 90 % prediction intervals.", style="dim")
     return [basis, *(Text(f"Note: {warning}", style="yellow") for warning in answer.model.warnings)]
 
 
 def candidates_table(answer: Recommendation) -> RenderableType:
-    """All candidates with intervals and marks; with the instance type if the job has several."""
+    """Render all candidates with intervals and marks; with the instance type if the job has several."""
 
     def marks(one: Candidate) -> dict[str, bool]:
         named = roles(one, answer)

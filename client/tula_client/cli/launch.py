@@ -305,7 +305,7 @@ def open_reporter(as_json: bool, quiet: bool = False) -> Reporter:
 
 @contextmanager
 def open_runner(client: Client, job: Job, work_dir: Path, reporter: Reporter, **options: Any) -> Iterator[Runner]:
-    """The runner of a job, whose folder is locked; for signals see `orderly_end`."""
+    """Yield the runner of a job and lock the job's folder; for signals see `orderly_end`."""
     work = WorkDir(work_dir, job.id)
     with work.locked() as holder, orderly_end():
         try:
@@ -337,7 +337,8 @@ def orderly_end() -> Iterator[None]:
 
 
 def _go_on(_number: int, _frame: FrameType | None) -> None:
-    """Handles a signal that ends nothing; a command inherits no handler, but would inherit that a signal is ignored."""
+    """Ignore a signal through a handler: a command does not inherit a handler,
+    but it would inherit an ignored signal."""
 
 
 def run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:

@@ -131,7 +131,7 @@ class Launch:
                 time.sleep(0.1)
 
     def state(self) -> Facts:
-        """Whether a launch is in progress or how it ended, and the end of what it has written.
+        """Return whether a launch is in progress or how it ended, and the end of what it has written.
 
         The exit code of another server's launch is None, as only its parent process learns it.
         """
@@ -153,7 +153,7 @@ class Launch:
         return self.log.with_name("mcp.pid")
 
     def _noted(self) -> tuple[int, str] | None:
-        """Process id and start of the newest launch, of this server or another one; None without one."""
+        """Return process id and start of the newest launch, of this server or another one; None without one."""
         try:
             pid, start = self._file.read_text().split()
             return int(pid), start
@@ -161,7 +161,7 @@ class Launch:
             return None
 
     def _running(self) -> int | None:
-        """The process id of the launch in progress; None without one."""
+        """Return the process id of the launch in progress; None without one."""
         if self.process is not None and self.process.poll() is None:
             return self.process.pid
         noted = self._noted()
@@ -171,7 +171,7 @@ class Launch:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process started: the machine's boot and clock ticks since then (proc(5)); None if it has ended."""
+    """Return when a process started: the machine's boot and clock ticks since then (proc(5)); None if it has ended."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -222,7 +222,8 @@ class Tools:
         usd_per_node_hour: Annotated[float | None, Field(description="Another price.")] = None,
         deadline_s: Annotated[float | None, Field(description="Another limit of the duration.")] = None,
     ) -> Facts:
-        """What if: predict all combinations, and compare each with the recommended one (ratios: 2 is twice as much)."""
+        """Predict all combinations of the values (what if), and compare each with the recommended one (ratios:
+        2 is twice as much)."""
         handle = self._client.handle(job)
         answer = handle.predict(
             num_nodes, global_batch_size, usd_per_node_hour=usd_per_node_hour, deadline_s=deadline_s
@@ -322,7 +323,7 @@ def _plain(model: BaseModel, *left_out: str) -> Facts:
 
 
 def _ratios(one: Candidate, recommended: Candidate | None) -> dict[str, float]:
-    """Duration and cost over those of the recommended candidate, where both are known."""
+    """Return duration and cost divided by those of the recommended candidate, where both are known."""
     if recommended is None:
         return {}
     ratios = {"total_time": one.total_time_s.value / recommended.total_time_s.value}
@@ -332,7 +333,7 @@ def _ratios(one: Candidate, recommended: Candidate | None) -> dict[str, float]:
 
 
 def _server(tools: Tools, token: str, url: str, without: Sequence[str] = ()) -> MCPServer:
-    """The server with all tools except those `without`; with a token, HTTP requests must bring the same one."""
+    """Build the server with all tools except those `without`; with a token, HTTP requests must bring the same one."""
     with needs_extra("tula mcp", "mcp"):
         from mcp.server.auth.settings import AuthSettings
         from mcp.server.mcpserver import MCPServer

@@ -57,7 +57,8 @@ class _Terminal(Console):
 
 
 def console(file: TextIO | None = None) -> Console:
-    """Standard output; 160 columns wide if it is no terminal, so that tables in a file are not cut."""
+    """Return a console on standard output; 160 columns wide if it is no terminal,
+    so that tables in a file are not cut."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
     return _Terminal(file=file, width=wide, highlight=False, soft_wrap=False)
 
@@ -84,7 +85,7 @@ class _LossyStream:
 
 
 def lasting_console() -> Console:
-    """Standard output of a command that supervises others: nothing that happens to a terminal or a file ends it."""
+    """Return a console for a command that supervises others: nothing that happens to a terminal or a file ends it."""
     return console(cast("TextIO", _LossyStream(sys.stdout)))
 
 

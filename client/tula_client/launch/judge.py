@@ -112,7 +112,7 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
 
 
 def _reported(run: Run) -> Outcome | None:
-    """What a user or the agent has said of a run, which stands however its command ends; None if that decides."""
+    """Return the outcome that a user or the agent reported, which stands however the command ends; None without one."""
     if run.state == "cancelled":
         return Outcome("cancelled", run.message or "The run was cancelled.")
     if run.kind == "profile" and run.state == "succeeded":
@@ -138,7 +138,8 @@ def tail(log: Path) -> list[str]:
 
 
 def ran_out_of_memory(lines: list[str]) -> bool:
-    """True if the exception that ended a rank was of memory, or a launcher reports that the kernel killed it for that.
+    """Return True if the exception that ended a rank was of memory,
+    or a launcher reports that the kernel killed it for that.
 
     The words alone, in an option, a warning or an exception that the script caught, say nothing of how it ended. The
     exception of a rank is that of its last traceback, or one from which that followed (`raise ... from`).
@@ -177,7 +178,8 @@ class _LastException:
 
 
 def relevant_lines(lines: list[str], count: int = 4) -> list[str]:
-    """The last lines with an error, without the launcher's own frames and tables; without an error, the last lines."""
+    """Return the last lines with an error, without the launcher's own frames and tables;
+    without an error, the last lines."""
     own = [line.rstrip() for line in lines if line.strip() and not _ELASTIC.search(line)]
     errors = [line for line in own if _ERROR.search(line)]
     return list(dict.fromkeys(errors or own or [line.rstrip() for line in lines if line.strip()]))[-count:]

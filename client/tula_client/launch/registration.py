@@ -35,9 +35,10 @@ class Registered:
 
 
 def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Registered:
-    """The job of `spec`: the newest of its name that is equal, else that is equal once changed, else a new job.
+    """Return the job of `spec`: the newest of its name that is equal, else the newest that a change makes equal,
+    else a new job.
 
-    With `retry_failed`, the failed runs of a job that is found are planned again. Raises the client's errors.
+    With `retry_failed`, the failed runs of an older job are planned again. Raises the client's errors.
     """
     differing = [(job, _differences(job, spec)) for job in _jobs_named(client, spec.name)]
     usable = [(job, changes) for job, changes in differing if not _fixed(changes)]
@@ -71,7 +72,7 @@ def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Re
 
 
 def _jobs_named(client: Client, name: str) -> list[Job]:
-    """The newest jobs of that name that are not archived."""
+    """Return the newest jobs of that name that are not archived."""
     if not name.isprintable():  # no search takes it
         return []
     return [client.job(one.id) for one in client.send(_flows.jobs_named(name, _MAX_JOBS))]
@@ -110,7 +111,7 @@ def _fixed(differences: Differences) -> list[str]:
 
 
 def _values_by_path(spec: JobSpec) -> dict[str, Any]:
-    """Every value by its dotted path; clusters by instance type, so that their order does not matter."""
+    """Return every value by its dotted path; clusters by instance type, so that their order does not matter."""
     values = dict(_flatten("", spec.model_dump(mode="json", exclude={"cluster"})))
     values["cluster.instance_type"] = sorted(cluster.instance_type for cluster in spec.cluster)
     for cluster in spec.cluster:
@@ -133,7 +134,7 @@ def _text(value: Any) -> str:
 
 
 def _explain_new_job(name: str, job: Job, differing: list[tuple[Job, Differences]]) -> str:
-    """Why another job of this name was registered, and how to address each."""
+    """Say why another job of this name was registered, and how to address each."""
     nearest, differences = min(differing, key=lambda each: len(_fixed(each[1])))
     return (
         f"Registered a new job {name!r} ({job.id}): the existing job {nearest.id} differs in "

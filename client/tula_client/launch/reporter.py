@@ -59,7 +59,7 @@ class Reporter:
         self._progress.stop()
 
     def job(self, job: Job) -> None:
-        """The job changed: update the bar, and print what is left of the plan and what it costs."""
+        """Update the bar after a change of the job, and print what is left of the plan and what it costs."""
         self._job, self._job_known_at = job, time.monotonic()
         self._describe()
         if job.profiling_cost.launches_left:
@@ -67,7 +67,7 @@ class Reporter:
             self._console.print(f"plan      {rest_of_plan(job.profiling_cost)}[dim]{more}[/]", highlight=False)
 
     def started(self, run: Run, log: Path) -> None:
-        """The command of a run was started: print which."""
+        """Print which run was started."""
         self._running[run.id] = run.configuration
         purpose = escape(f" ({run.purpose.rstrip('.')})") if run.purpose else ""
         self._console.print(f"[dim]start[/]     {configuration(run.configuration)}[dim]{purpose}[/]", highlight=False)
@@ -81,7 +81,7 @@ class Reporter:
             self._console.print(Text.from_ansi(line), soft_wrap=True)
 
     def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
-        """The command of a run ended and was judged: print one line; of a failure also the log and its last lines.
+        """Print one line on a run that ended and was judged; of a failure also the log and its last lines.
 
         `took_s`, of the launch, is 0 for its smaller batches.
         """
@@ -101,7 +101,7 @@ class Reporter:
         self._describe()
 
     def waiting(self, reason: str) -> None:
-        """Nothing can be started at present: print why, unless that was printed last."""
+        """Print why nothing can be started at present, unless that was printed last."""
         if reason != self._last_reason:
             self._last_reason = reason
             self._console.print(f"waiting   {reason}", highlight=False, markup=False)
@@ -125,7 +125,7 @@ class Reporter:
 
 
 def _cut_short(run: Run) -> str:
-    """`, 4 of 16 steps` of a profiling run that measured so few that its step time is little known."""
+    """Return `, 4 of 16 steps` for a profiling run that measured so few steps that its step time is little known."""
     planned = 0 if run.instruction is None else min(FEWEST_STEPS, run.instruction.measuring_steps)
     if run.instruction is None or not 0 < (run.num_steps or 0) < planned:
         return ""
@@ -133,7 +133,8 @@ def _cut_short(run: Run) -> str:
 
 
 def rest_of_plan(cost: ProfilingCost) -> str:
-    """What is left of a plan: `2 launches, 8 configurations, about 3 min 20 s and $0.21`; without prices no money."""
+    """Return what is left of a plan: `2 launches, 8 configurations, about 3 min 20 s and $0.21`;
+    without prices no money."""
     launches = f"{cost.launches_left} launch{'es' if cost.launches_left > 1 else ''}"
     runs = f", {cost.runs_left} configurations" if cost.runs_left > cost.launches_left else ""
     usd = "" if cost.left_usd is None else f" and {money(cost.left_usd)}"

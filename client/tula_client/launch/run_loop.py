@@ -152,7 +152,7 @@ class Runner:
                 self.service.revoke_token(made.token.id)
 
     def retrying(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The answer of `call`, repeated while the service is unreachable; after RETRY_S, raises the last error."""
+        """Make a call and return its answer; repeat it while the service is unreachable, for RETRY_S at most."""
         deadline = self.clock() + RETRY_S
         reported = False
         while True:
@@ -167,7 +167,7 @@ class Runner:
                 self.sleep(_RETRY_INTERVAL_S)
 
     def claim(self, job: Job, max_nodes: int, *, whole_launch: bool = False) -> RunClaimed:
-        """What the service leases of the plan of `job`, checked; raises `LaunchError` for what was not asked for."""
+        """Lease the next runs of `job`'s plan and check them; raises `LaunchError` for what was not asked for."""
         claim = ClaimRequest(holder=self.holder, lease_s=LEASE_S, max_nodes=max_nodes, whole_launch=whole_launch)
         claimed = self.retrying(self.service.claim, job.id, claim)
         if claimed.run is not None:
@@ -259,7 +259,8 @@ class Runner:
         return active
 
     def poll(self, active: ActiveRun) -> int | None:
-        """The exit status if the command has ended; else enforce the time limits, renew the lease, and return None.
+        """Return the exit status if the command has ended;
+        else enforce the time limits, renew the lease, and return None.
 
         The limit of the runner makes each rank print its stack; that of a training (`limits.on_breach`) asks it to end.
 
@@ -364,7 +365,8 @@ class Runner:
                 self.service.patch_run(run.id, stopped if run.kind == "train" else patch)
 
     def _agent_token(self, job_id: str) -> str | None:
-        """A token that may report for this one job: the user's would give the job's code all that the user may do.
+        """Return a token that may report for this one job:
+        the user's would give the job's code all that the user may do.
 
         None where `tula` itself has none.
         """
@@ -460,7 +462,7 @@ def _check_run(run: Run, job: Job, kind: RunKind, configuration: Configuration) 
 
 
 def check_configuration(configuration: Configuration, job: Job) -> Configuration:
-    """`configuration`, if the job's specification allows it; else raises `LaunchError`."""
+    """Return `configuration`, if the job's specification allows it; else raises `LaunchError`."""
     batch = job.spec.batch
     fixed, held, steps = batch.global_batch_size is not None, batch.grad_accum_steps, configuration.grad_accum_steps
     allowed = (

@@ -140,7 +140,7 @@ _ACCUMULATION: Final = "grad_accum_steps or local_batch_size with global_batch_s
 
 
 def _needs(spec: JobSpec) -> list[tuple[str, bool, str]]:
-    """(placeholders, whether the job varies what they stand for, why)."""
+    """Return (placeholders, whether the job varies what they stand for, why)."""
     clusters, batch = spec.cluster, spec.batch
     least, most = min(c.min_nodes for c in clusters), max(c.max_nodes for c in clusters)
     ranks = {c.ranks_per_node for c in clusters}
@@ -195,7 +195,8 @@ LAUNCHERS: Final = {
 
 
 def with_launcher(name: str, command: list[str]) -> tuple[list[str], list[str]]:
-    """(whole template, template of the command that cancels it) for script and arguments under a named launcher."""
+    """Return (whole template, template of the command that cancels it) for script and arguments under a
+    named launcher."""
     launcher = LAUNCHERS.get(name)
     if launcher is None:
         raise UsageError(f"the launcher {name!r} is unknown: use one of {', '.join(LAUNCHERS)}")

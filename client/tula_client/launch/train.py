@@ -110,7 +110,8 @@ def _save(runner: Runner, state: _State) -> None:
 
 
 def _preempted(active: ActiveRun, status: int) -> bool:
-    """Another ended the command; what ran into its own time limit would do so again."""
+    """Return True if the host ended the command, rather than its own time limit,
+    which another start would reach again."""
     return status in _PREEMPTED and active.stacks_dumped_at is None
 
 

@@ -96,7 +96,7 @@ def named_configuration(
     options: Mapping[str, Sequence[str]] = MappingProxyType({}),
     flag: str = "--again",
 ) -> Configuration:
-    """The one configuration that `word` names: a run's id, or nodes x local batch (x accumulation) as in `2x64`.
+    """Return the one configuration that `word` names: a run's id, or nodes x local batch (x accumulation) as in `2x64`.
 
     Values of the job's `options` may follow, as in `2x64,precision=bf16`; one that is left out has its first value.
     newest: a run of each configuration. Raises `UsageError`, which names `flag`, for none or several.
@@ -215,7 +215,8 @@ class _PlanLoop:
         return _WAIT_BESIDE_RUNS_S if runner.active else self._wait_s(claimed)
 
     def _next_again(self, free: int) -> Run | None:
-        """A new run of the next configuration to measure again that needs at most `free` nodes."""
+        """Create a run of the next configuration to measure again that needs at most `free` nodes;
+        return None without one."""
         fitting = [one for one in self.again if one.num_nodes <= free]
         if self.again and not fitting and not self.runner.active:
             raise LaunchError(f"--again needs {self.again[0].num_nodes} nodes, but --nodes is {self.budget}: raise it")
@@ -265,7 +266,7 @@ class _PlanLoop:
             )
 
     def _measure_single_batches(self) -> None:
-        """The script's batches can't be cut, so the service plans single runs from now on."""
+        """Ask the service to plan single runs from now on, since the script's batches can't be cut."""
         self.runner.reporter.note(
             "The launch measured its largest batch alone, so each further run gets a separate launch, as with "
             "profiling.share_launches = false in the job."
@@ -273,7 +274,7 @@ class _PlanLoop:
         self.runner.retrying(self.runner.service.patch_job, self.job.id, JobPatch(share_launches=False))
 
     def _wait_s(self, claimed: RunClaimed) -> float | None:
-        """Seconds until the next claim while nothing runs; None once the plan is done."""
+        """Return the seconds until the next claim while nothing runs; None once the plan is done."""
         if claimed.retry_after_s is None:
             return None
         # Checked several times: a run of another `tula` may just have ended, and the service may be replanning.

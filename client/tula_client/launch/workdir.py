@@ -81,11 +81,12 @@ class WorkDir:
             yield holder
 
     def log(self, launch_id: str) -> Path:
-        """The log file of one start; each has its own, so that it is not judged by the output of an earlier one."""
+        """Return the log file of one start; each has its own,
+        so that it is not judged by the output of an earlier one."""
         return self.path / "logs" / f"{launch_id}.log"
 
     def spool(self, run_id: str) -> Path:
-        """Where the agent keeps samples that it could not send yet."""
+        """Return the folder in which the agent keeps samples that it could not send yet."""
         return self.path / "spool" / run_id
 
     def checkpoints(self, training: int = 1) -> Path:
@@ -129,8 +130,8 @@ class WorkDir:
         (self.path / f"{name}.json").unlink(missing_ok=True)
 
     def _make(self) -> None:
-        """Logs and states may hold what others must not read: the folder, and one that has to be made for it, is the
-        user's alone."""
+        """Make the folder, and its parent where that is missing, for the user alone:
+        logs and states may hold secrets."""
         if not self.path.parent.exists():
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.mkdir(exist_ok=True)

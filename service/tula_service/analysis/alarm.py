@@ -63,7 +63,8 @@ class DriftState:
         return cls(centre, max(0.5 * (math.log(high_s) - math.log(low_s)), _LEAST_HALF_WIDTH))
 
     def confirmed_by(self, recent_s: FloatArray) -> bool:
-        """True if the mean of these newest steps is off the centre by 10 % and twice its standard error, as alarmed.
+        """Return True if the newest steps bear the alarm out:
+        their mean is off the centre by 10 % and twice its standard error.
 
         The sums look at single steps. Where fast and slow ones alternate, a few of one speed in a row are no change.
         """
@@ -82,7 +83,7 @@ class DriftState:
 
 
 def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -> DriftState:
-    """The state after these steps, in order; the sums continue, and an alarm stays.
+    """Return the state after these steps, in order; the sums continue, and an alarm stays.
 
     Page's test on the distance of log step time from the interval's centre in half-widths: a step at the interval's end
     adds nothing, one step adds at most 2, and the sum must reach 30. So single stragglers (one in ten, however slow)
@@ -109,7 +110,7 @@ def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -
 
 
 def _is_off(total: float, squares: float) -> bool:
-    """True if the mean of a block's scores is beyond 1, the interval's end, by twice its standard error."""
+    """Return True if the mean of a block's scores is beyond 1, the interval's end, by twice its standard error."""
     mean = total / _BLOCK
     return abs(mean) - 2.0 * math.sqrt(max(0.0, squares - total * mean)) / _BLOCK > 1.0
 
@@ -152,7 +153,7 @@ class Monitor:
 
     @classmethod
     def start(cls, expected: Estimate | None, *, spent_s: float, spent_usd: float) -> Monitor:
-        """The state of a run that is about to start."""
+        """Return the state of a run that is about to start."""
         monitor = cls(spent_s=spent_s, spent_usd=spent_usd)
         if expected is None:
             return monitor
@@ -167,28 +168,29 @@ class Monitor:
         return _MONITOR.validate_python(state)
 
     def to_json(self) -> dict[str, Any]:
-        """What the run stores."""
+        """Return what the run stores."""
         return asdict(self)
 
     def observe(self, step_times_s: FloatArray, *, elapsed_s: float | None, warmup: bool) -> Monitor:
-        """The state after these steps of one rank."""
+        """Return the state after these steps of one rank."""
         monitor = self if elapsed_s is None else replace(self, elapsed_s=elapsed_s)
         if monitor.detector is not None and not warmup:
             monitor = replace(monitor, detector=watch_drift(monitor.detector, step_times_s))
         return monitor
 
     def at(self, step: int, epochs_before: float | None) -> Monitor:
-        """The state with the newest step."""
+        """Return the state with the newest step."""
         return replace(self, step=step, epochs_before=epochs_before)
 
     def examples_left(self, spec: wire.JobSpec, c: Configuration) -> float | None:
-        """Examples that the training still has to read; None before a step, or where its first epoch is unknown."""
+        """Return the examples that the training still has to read;
+        None before a step, or where its first epoch is unknown."""
         if self.step is None or (self.epochs_before is None and self.spent_s > 0.0):
             return None
         return examples_left(spec, c, self.step, self.epochs_before)
 
     def expecting(self, level_s: float) -> Monitor:
-        """The state after a confirmed alarm: from now on a change from the new step time raises one."""
+        """Return the state after a confirmed alarm: from now on a change from the new step time raises one."""
         width = max(self.high_s / self.low_s, 1.0) ** 0.5
         return replace(self, detector=DriftState.expecting(level_s / width, level_s * width), changed=True)
 
@@ -223,7 +225,8 @@ class Monitor:
         return self.detector is not None and self.detector.alarm is not None
 
     def limits_due(self, step: int) -> bool:
-        """True if deadline and budget are to be projected at this step; steps restart with the run's processes."""
+        """Return True if deadline and budget are to be projected at this step;
+        steps restart with the run's processes."""
         return step < self.checked_at or step >= self.checked_at + CHECK_EVERY_STEPS
 
 
@@ -231,7 +234,8 @@ _MONITOR = TypeAdapter(Monitor)
 
 
 def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
-    """Examples that the training still has to read after `step`, which each process counts from zero; E * D at first.
+    """Return the examples that the training still has to read after `step`, which each process counts from zero;
+    E * D at first.
 
     Earlier progress is reported in epochs, which do not depend on the batch size; None counts as none.
     """
@@ -240,7 +244,7 @@ def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before
 
 
 def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) -> float | None:
-    """The price of a second of this configuration with its memory; None if a price or the memory is unknown.
+    """Return the price of a second of this configuration with its memory; None if a price or the memory is unknown.
 
     On demand if that price is known, else on spot capacity. `peak_bytes` is of one rank.
     """
@@ -253,7 +257,8 @@ def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) ->
 
 
 def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> float | None:
-    """Seconds that deadline and budget leave to a training that is about to start; None if it need not stop at them.
+    """Return the seconds that deadline and budget leave to a training that is about to start;
+    None if it need not stop at them.
 
     Zero or less: one of them is spent. A budget limits nothing where the price of a second is unknown.
     """
@@ -269,7 +274,8 @@ def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> floa
 def broken_limits(
     spec: wire.JobSpec, c: Configuration, monitor: Monitor, step: int, left: float, step_time_s: float
 ) -> Iterator[dict[str, Any]]:
-    """An `advice` event for each limit that will be exceeded at the present speed and was not announced before."""
+    """Yield an `advice` event for each limit that will be exceeded at the present speed and was not
+    announced before."""
     steps_left = left / c.global_batch_size
     run_s = monitor.elapsed_s + steps_left * step_time_s
     rate = None if spec.limits.budget_usd is None else usd_per_s(spec, c, monitor.peak_bytes)

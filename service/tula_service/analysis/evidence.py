@@ -304,7 +304,7 @@ class MemoryEvidence:
         return max((n for ran, n in self.held if (variant_of(ran), ran.local_batch_size) == alike), default=0)
 
     def fit_probability(self, c: Configuration) -> float | None:
-        """Probability that a rank's peak fits into its memory; None without a model or a capacity."""
+        """Return the probability that a rank's peak fits into its memory; None without a model or a capacity."""
         model, capacity = self.models.get(variant_of(c)), self.capacity_bytes.get(c.instance_type)
         if model is None or capacity is None:
             return None

@@ -185,7 +185,7 @@ def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> di
 
 
 def guesses_of(spec: wire.JobSpec) -> list[str]:
-    """What the first guess does not know of the job, one sentence each with its remedy."""
+    """Say what the first guess does not know of the job, in one sentence each with its remedy."""
     sentences = []
     if spec.model.flops_per_sample is None:
         sentences.append("The model's FLOPs per sample are unknown and were guessed: give model.flops_per_sample.")

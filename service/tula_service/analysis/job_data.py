@@ -120,12 +120,12 @@ class JobData:
 
 
 def devices_of(model: wire.ModelSpec) -> int:
-    """Devices that a replica of the model is spread over."""
+    """Return how many devices a replica of the model is spread over."""
     return model.pipeline_stages * model.tensor_parallel_size
 
 
 def has_prices(spec: wire.JobSpec) -> bool:
-    """True when every instance type has a price, so that costs are in USD."""
+    """Return True when every instance type has a price, so that costs are in USD."""
     return all(is_priced(cluster.price) for cluster in spec.cluster)
 
 
@@ -216,7 +216,7 @@ def spot_offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
 
 
 def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> tuple[wire.Configuration, ...]:
-    """Every configuration that may be chosen, sorted.
+    """Return every configuration that may be chosen, sorted.
 
     `memory_bound` is the largest local batch by variant, where memory bounds it. It is rounded down to a
     power-of-two multiple of the smallest batch, so that a refit does not shift every candidate. Without a bound, five
@@ -258,7 +258,7 @@ def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> tu
 
 
 def _on(cluster: wire.ClusterSpec, batch: wire.BatchSpec, memory_bound: int | None) -> Iterator[wire.Configuration]:
-    """The configurations on one instance type: powers of two in nodes and in batch, both ends included."""
+    """Yield the configurations on one instance type: powers of two in nodes and in batch, both ends included."""
     largest = _largest_batch(batch, memory_bound)
     batches = powers_of_two(batch.min_local_batch_size, largest)
     # Only the largest batch is accumulated: the same global batch from smaller ones takes longer.
@@ -279,7 +279,7 @@ def _on(cluster: wire.ClusterSpec, batch: wire.BatchSpec, memory_bound: int | No
 
 
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
-    """smallest, 2 smallest, 4 smallest ... and always `largest`; empty when largest < smallest."""
+    """Return smallest, 2 smallest, 4 smallest ... and always `largest`; empty when largest < smallest."""
     values = []
     value = smallest
     while value < largest:
@@ -289,7 +289,8 @@ def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
 
 
 def _at_global_batch(batch: wire.BatchSpec, largest: int, per_rank: int, rest: int) -> list[tuple[int, int]]:
-    """Up to three local batches with their accumulation that make exactly `per_rank` examples, the largest first."""
+    """Return up to three local batches with their accumulation that make exactly `per_rank` examples,
+    the largest first."""
     if rest or not per_rank:
         return []
     if (held := batch.grad_accum_steps) is not None:
@@ -310,7 +311,7 @@ def _largest_batch(batch: wire.BatchSpec, memory_bound: int | None) -> int:
 
 
 def is_priced(price: wire.Price) -> bool:
-    """True when the instance type has any price."""
+    """Return True when the instance type has any price."""
     return price.usd_per_node_hour is not None or price.usd_per_gb_hour is not None or price.spot is not None
 
 

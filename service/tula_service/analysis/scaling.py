@@ -28,7 +28,8 @@ _MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722
 
 
 def estimate_noise_scale(values: ArrayLike) -> Interval | None:
-    """B_noise = tr(Sigma) / |G|^2 in examples, from a run's telemetry column `gradient_noise_scale` in step order.
+    """Return B_noise = tr(Sigma) / |G|^2 in examples,
+    from a run's telemetry column `gradient_noise_scale` in step order.
 
     The geometric mean over the later half: a ratio errs by factors, and it grows during training (McCandlish et al.
     2018, figure 4). The ends are those of a 90 % interval from means of blocks of about sqrt(n) steps, because
@@ -57,7 +58,8 @@ class StatisticalEfficiency:
     base_batch_size: float
 
     def of(self, global_batch_size: float) -> float:
-        """Progress per example: (B_noise + B_0) / (B_noise + B) (Pollux 2021, equation 7); 1 at B_0, falling with B."""
+        """Return the progress per example: (B_noise + B_0) / (B_noise + B) (Pollux 2021, equation 7);
+        1 at B_0, falling with B."""
         return (self.noise_scale + self.base_batch_size) / (self.noise_scale + global_batch_size)
 
     def learning_rate_factor(self, global_batch_size: float) -> float:

@@ -24,7 +24,7 @@ def create_token(wanted: TokenCreate, caller: Caller, services: AppServices) -> 
 
 @router.get(routes.TOKENS)
 def list_tokens(user: CurrentUser) -> TokenList:
-    """Tokens without their secrets: all for an administrator, the project's for a user."""
+    """List tokens without their secrets: all for an administrator, the project's for a user."""
     return TokenList(tokens=list(access.visible_tokens(*user)))
 
 
@@ -44,5 +44,5 @@ def create_project(wanted: ProjectCreate, user: CurrentUser) -> Project:
 
 @router.get(routes.PROJECTS)
 def list_projects(user: CurrentUser) -> ProjectList:
-    """All projects for an administrator, their own for a user."""
+    """List all projects for an administrator, their own for a user."""
     return ProjectList(projects=list(access.visible_projects(*user)))

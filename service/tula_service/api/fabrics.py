@@ -21,5 +21,5 @@ def create_fabric(probe: FabricProbe, user: CurrentUser) -> Fabric:
 
 @router.get(routes.FABRICS)
 def list_fabrics(user: CurrentUser) -> FabricList:
-    """The newest 200 probes: of all projects for an administrator, of the project for others."""
+    """List the newest 200 probes: of all projects for an administrator, of the project for others."""
     return fabrics.list_fabrics(*user)

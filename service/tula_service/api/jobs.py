@@ -35,7 +35,7 @@ def list_jobs(
     cursor: Cursor = None,
     limit: Annotated[int, Query(ge=1, le=500, description="Most jobs on a page.")] = 50,
 ) -> JobPage:
-    """Jobs, newest first."""
+    """List jobs, newest first."""
     return jobs.list_jobs(
         *user, name=name, search=search, state=state, include_archived=archived, cursor=cursor, limit=limit
     )
@@ -43,7 +43,7 @@ def list_jobs(
 
 @router.get(routes.JOB)
 def get_job(job_id: str, user: CurrentUser) -> Job:
-    """A job with its specification and plan."""
+    """Return a job with its specification and plan."""
     return jobs.get(*user, job_id)
 
 

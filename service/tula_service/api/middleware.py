@@ -131,7 +131,7 @@ class RequestMiddleware:
                 await self._app(scope, receive, send)
 
     async def _sender(self, request: Request) -> str:
-        """Whom the request counts against. Raises what `admit` raises."""
+        """Return whom the request counts against. Raises what `admit` raises."""
         try:
             if not is_open(request.method, request.scope["path"]):
                 return (await admit(request)).sender
@@ -160,7 +160,8 @@ class RequestMiddleware:
         return whole
 
     async def _read(self, receive: Receive, sender: str, limit: int) -> bytes:
-        """The body; an incomplete one counts at least as a share of `ARRIVING_BYTES`, which bounds their number too."""
+        """Read the body; an incomplete one counts at least as a share of `ARRIVING_BYTES`,
+        which bounds their number too."""
         body = bytearray()
         counted, least = 0, ARRIVING_BYTES // self._services.settings.max_in_flight
         try:

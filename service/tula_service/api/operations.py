@@ -40,13 +40,14 @@ class Status(BaseModel):
 
 @open_router.get(routes.HEALTH)
 async def get_health() -> Status:
-    """Alive: says nothing of the database, so that an outage there does not restart the process."""
+    """Answer while the process is alive, whatever the database does,
+    so that its outage does not restart the process."""
     return Status(status="ok")
 
 
 @open_router.get(routes.READY)
 async def get_ready(services: AppServices) -> Status:
-    """Ready: the database answers, has the schema of this version and a disk with room; or 503."""
+    """Answer 200 if the database answers, has the schema of this version and a disk with room; else 503."""
     async with services.readiness.lock:  # many may ask at once, and one check answers all of them
         if time.monotonic() >= services.readiness.checked_at + READY_CHECK_S:
             services.readiness.error = None
@@ -62,8 +63,8 @@ async def get_ready(services: AppServices) -> Status:
 
 @router.get(routes.METRICS, response_class=Response)
 def get_metrics(user: CurrentUser, services: AppServices) -> Response:
-    """Counters of this replica's workers; over all replicas queue, agents, prediction error, and the trainings that run
-    in the token's projects."""
+    """Return counters of this replica's workers; over all replicas queue, agents, prediction error,
+    and the trainings that run in the token's projects."""
     registry = CollectorRegistry()
     registry.register(_Stored(services.store, user.principal))
     return Response(services.metrics.render() + generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
@@ -103,7 +104,7 @@ class _Stored(Collector):
 
 
 def _gauge(name: str, about: str, labels: list[str], values: _Values) -> Metric:
-    """A metric with one series for each value that is known."""
+    """Return a metric with one series for each value that is known."""
     family = GaugeMetricFamily(name, about, labels=labels)
     for key, value in sorted(values.items()):
         if value is not None:

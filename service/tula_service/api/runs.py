@@ -37,19 +37,19 @@ def list_runs(
     cursor: Cursor = None,
     limit: Annotated[int, Query(ge=1, le=500, description="Most runs on a page.")] = 100,
 ) -> RunList:
-    """Runs of a job, newest first."""
+    """List runs of a job, newest first."""
     return runs.list_runs(*user, job_id, kind=kind, cursor=cursor, limit=limit)
 
 
 @router.get(routes.RUN)
 async def get_run(run_id: str, caller: Caller, services: AppServices) -> Run:
-    """One run."""
+    """Return one run."""
     return await to_thread.run_sync(runs.get, services.store, caller, run_id, limiter=services.ingest_threads)
 
 
 @router.get(routes.RUN_VERDICT)
 def get_verdict(run_id: str, user: CurrentUser) -> Verdict:
-    """What bounds the speed of a run: one diagnosis, its evidence, and one next step with its worth."""
+    """Return what bounds the speed of a run: one diagnosis, its evidence, and one next step with its worth."""
     return runs.verdict(*user, run_id)
 
 

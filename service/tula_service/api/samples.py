@@ -32,5 +32,5 @@ async def send_samples(
 
 @router.get(routes.JOB_SAMPLES, dependencies=[Depends(reject_unknown_query)])
 def list_samples(job_id: str, user: CurrentUser, query: Annotated[SampleQuery, Query()]) -> SamplePage:
-    """Samples of a job, ordered by process, then by sequence."""
+    """List samples of a job, ordered by process, then by sequence."""
     return samples.list_samples(*user, job_id, query)

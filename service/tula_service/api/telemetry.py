@@ -41,7 +41,7 @@ def get_telemetry(
     first_step: Annotated[int | None, Query(ge=0, le=2**53, description="First step to read.")] = None,
     last_step: Annotated[int | None, Query(ge=0, le=2**53, description="Last step to read.")] = None,
 ) -> TelemetrySeries:
-    """One column of one rank, downsampled to `max_points` so that every peak and dip stays.
+    """Return one column of one rank, downsampled to `max_points` so that every peak and dip stays.
 
     Without `column`, no points, and in `available` the names of all columns of the run.
     """

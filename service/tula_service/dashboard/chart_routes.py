@@ -41,7 +41,7 @@ def get_job_chart(
     run: Annotated[list[str], Query(max_length=MAX_COMPARED, description="Only these runs in `quality`.")] = [],  # noqa: B006 - FastAPI copies defaults
     cursor: Annotated[str | None, Query(max_length=40, description="`quality` of the runs before it.")] = None,
 ) -> JSONResponse:
-    """A chart of a job: frontier, tradeoff, memory, step_breakdown, options, accuracy or quality."""
+    """Return a chart of a job: frontier, tradeoff, memory, step_breakdown, options, accuracy or quality."""
     job = jobs.get(*user, job_id)
     if name == "quality":
         compared = compare_runs(user, job_id, column, trend=trend, cursor=cursor, only=run)
@@ -58,7 +58,7 @@ def get_job_chart(
 
 @router.get("/accuracy/charts/{name}", include_in_schema=False)
 def get_chart(name: str, user: CurrentUser) -> JSONResponse:
-    """A chart of the accuracy page: accuracy (predicted against measured) or calibration (of intervals)."""
+    """Return a chart of the accuracy page: accuracy (predicted against measured) or calibration (of intervals)."""
     _check_known("service", name, ("accuracy", "calibration"))
     outcomes = ledger.outcomes(*user)
     if name == "calibration":
@@ -78,7 +78,8 @@ def get_run_chart(
     trend: Annotated[int, Query(ge=0, le=1000, description="Medians in the line over a long series; 0: none.")] = 150,
     logarithmic: Annotated[bool, Query(description="Logarithmic axis of values.")] = False,
 ) -> JSONResponse:
-    """A chart of a run: step_time, memory, gradient, scale, loss, accuracy, or any column that the run has reported.
+    """Return a chart of a run: step_time, memory, gradient, scale, loss, accuracy,
+    or any column that the run has reported.
 
     `first_step` and `last_step` zoom in.
     """

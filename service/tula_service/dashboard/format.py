@@ -15,23 +15,23 @@ from tula_wire.verdict import worth
 
 
 def signed(share: float | None) -> str:
-    """A fraction as a percentage with its sign."""
+    """Format a fraction as a percentage with its sign."""
     return NOTHING if share is None else _minus(percent(share, signed=True))
 
 
 def tone(error: float | None) -> str:
-    """The class of a relative error by its size: good below 5 %, bad from 15 %."""
+    """Return the class of a relative error by its size: good below 5 %, bad from 15 %."""
     size = math.nan if error is None else abs(error)
     return "good" if size < 0.05 else "fair" if size < 0.15 else "bad" if math.isfinite(size) else ""
 
 
 def tone_against(value: float, other: float) -> str:
-    """The class of what is the better the less of it, beside another."""
+    """Return the class of a value of which less is better, compared with another value."""
     return "good" if value < 0.9995 * other else "bad" if value > 1.0005 * other else ""
 
 
 def saving(share: float | None) -> str:
-    """The share of time saved against another choice, in words: below nothing it takes longer, by a factor."""
+    """Return the share of time saved against another choice, in words: below nothing it takes longer, by a factor."""
     if share is None or not math.isfinite(share):
         return NOTHING
     if abs(share) < 0.005:
@@ -46,7 +46,7 @@ def saving(share: float | None) -> str:
 
 
 def against(value: float, other: float) -> str:
-    """`value` beside `other`, as a signed percentage; a factor where that says more."""
+    """Compare `value` with `other` as a signed percentage, or as a factor where that says more."""
     if not (other > 0 and math.isfinite(value)):
         return NOTHING
     ratio = value / other
@@ -56,32 +56,32 @@ def against(value: float, other: float) -> str:
 
 
 def _minus(number: str) -> str:
-    """With a minus sign: as wide as the plus above and below it, and read out as what it is."""
+    """Replace the hyphen with a minus sign, which is as wide as a plus and read out as what it is."""
     return number.replace("-", "−")
 
 
 def duration_interval(estimate: Estimate | None) -> str:
-    """The 90 % interval of a duration."""
+    """Format the 90 % interval of a duration."""
     return NOTHING if estimate is None else f"{duration(estimate.low)} to {duration(estimate.high)}"
 
 
 def money_interval(estimate: Estimate | None) -> str:
-    """The 90 % interval of a cost."""
+    """Format the 90 % interval of a cost."""
     return NOTHING if estimate is None else f"{money(estimate.low)} to {money(estimate.high)}"
 
 
 def moment(at: datetime | None) -> str:
-    """A time stamp, in UTC, to the minute; the page's script makes it local."""
+    """Format a time stamp in UTC, to the minute; the page's script makes it local."""
     return NOTHING if at is None else at.strftime("%Y-%m-%d %H:%M UTC")
 
 
 def words(name: str) -> str:
-    """`out_of_memory` as people write it."""
+    """Return a word such as `out_of_memory` as people write it."""
     return name.replace("_", " ")
 
 
 def event_warns(event: Event) -> bool:
-    """True where a person may want to act."""
+    """Return True for an event on which a person may want to act."""
     if event.kind == "drift":
         return event.data.get("alarm") != "recovered"
     if event.kind == "advice":
@@ -90,7 +90,7 @@ def event_warns(event: Event) -> bool:
 
 
 def event_sentence(event: Event) -> str:
-    """An event of any kind but `samples`."""
+    """Describe an event of any kind but `samples`."""
     data: dict[str, Any] = event.data
     if isinstance(data.get("sentence"), str):
         return str(data["sentence"])
@@ -125,5 +125,5 @@ def _environment() -> Environment:
 
 
 def render(name: str, **context: Any) -> str:
-    """A page. Raises jinja2.UndefinedError when a template asks for what it was not given."""
+    """Render a page. Raises jinja2.UndefinedError when a template asks for what it was not given."""
     return _environment().get_template(name).render(**context)

@@ -63,7 +63,7 @@ _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 400, 30, 6_000
 
 
 def _several(given: Any) -> Any:
-    """What was typed into one field, `2, 4`, as the values it names."""
+    """Return what was typed into one field, `2, 4`, as the values it names."""
     return [value for each in given for value in re.split(r"[\s,;]+", each) if value]
 
 
@@ -85,7 +85,7 @@ def jobs_page(
     archived: bool = False,
     cursor: Cursor = None,
 ) -> HTMLResponse:
-    """Jobs, searched, filtered and sorted by their address so that a view can be shared."""
+    """Show jobs, searched, filtered and sorted by their address so that a view can be shared."""
     known_state: Any = state if state in get_args(JobState) else None
     sorted_by: Any = order if order in get_args(JobOrder) else "newest"
     page = jobs.list_jobs(
@@ -119,7 +119,7 @@ def jobs_page(
 
 @router.get("/jobs/new")
 def new_job_page(user: CurrentUser) -> HTMLResponse:
-    """The form that takes a job.toml."""
+    """Show the form that takes a job.toml."""
     return _page(user, "new_job.html", objectives=get_args(Objective))
 
 
@@ -144,7 +144,7 @@ def _specification(sent: bytes) -> JobSpec:
 def job_page(
     job_id: str, user: CurrentUser, objective: Objective | None = None, trainings: Cursor = None
 ) -> HTMLResponse:
-    """Everything about one job; of its training runs the newest, or those before the cursor `trainings`."""
+    """Show everything about one job; of its training runs the newest, or those before the cursor `trainings`."""
     job = jobs.get(*user, job_id)
     recommendation = read(Recommendation, recommendations.get(*user, job_id, objective))
     ranked = _ranked(recommendation)
@@ -183,7 +183,8 @@ def what_if(
     micro_steps: Counts = [],  # noqa: B006
     spot: bool | None = None,
 ) -> HTMLResponse:
-    """A fragment for the job's page: what is allowed first, then the quickest, each beside the recommendation."""
+    """Return a fragment for the job's page: what is allowed first, then the quickest,
+    each compared with the recommendation."""
     question = WhatIf(
         num_nodes=nodes,
         global_batch_size=global_batch,
@@ -215,7 +216,8 @@ def quality_page(
     run: Annotated[list[str], Query(max_length=MAX_COMPARED)] = [],  # noqa: B006 - FastAPI copies defaults
     cursor: Cursor = None,
 ) -> HTMLResponse:
-    """Training runs side by side, by any column that they reported: a table of all, and a chart of all or of `run`."""
+    """Show training runs side by side, by any column that they reported:
+    a table of all, and a chart of all or of `run`."""
     job = jobs.get(*user, job_id)
     comparison = compare_runs(user, job_id, column, trend=trend, cursor=cursor)
     view = {"column": comparison.column, "logarithmic": logarithmic, "trend": trend, "over": over, "cursor": cursor}
@@ -236,7 +238,7 @@ def quality_page(
 
 @router.get("/accuracy")
 def accuracy_page(user: CurrentUser) -> HTMLResponse:
-    """Predicted against measured over all jobs: the evidence for believing a prediction."""
+    """Show predicted against measured over all jobs: the evidence for believing a prediction."""
     outcomes = [each for each in ledger.outcomes(*user) if each.entry.error is not None]
     groups: dict[tuple[str, str], list[ledger.Outcome]] = {}
     for each in outcomes:
@@ -248,7 +250,7 @@ def accuracy_page(user: CurrentUser) -> HTMLResponse:
 
 @router.get("/runs/{run_id}")
 def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
-    """One run, live while it lasts."""
+    """Show one run, live while it lasts."""
     run = runs.get(*user, run_id)
     job = jobs.get(*user, run.job_id)
     listed = events.recent(*user, job.id, kinds=KINDS, run_id=run_id, limit=MAX_EVENTS)
@@ -276,7 +278,7 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
 
 @router.get("/admin")
 def admin_page(user: CurrentUser) -> HTMLResponse:
-    """Tokens and projects."""
+    """Show tokens and projects."""
     projects = visible_projects(*user)
     return _page(
         user,
@@ -299,7 +301,8 @@ class Comparison(NamedTuple):
 def compare_runs(
     user: User, job_id: str, column: str | None, *, trend: int, cursor: str | None, only: Collection[str] = ()
 ) -> Comparison:
-    """The newest 200 training runs, or those before the cursor, that reported `column`; `only` some of them, by id.
+    """Compare the newest 200 training runs, or those before the cursor, that reported `column`;
+    `only` some of them, by id.
 
     Without a column, the one that `compare` chooses. The more runs, the fewer points of each.
     """
@@ -313,7 +316,7 @@ def compare_runs(
 
 
 def _lost_regularisation(user: User, job_id: str, comparison: Comparison) -> str | None:
-    """A sentence where finished trainings show that a larger batch lost regularisation, by what they logged."""
+    """Return a sentence where finished trainings show that a larger batch lost regularisation, by what they logged."""
     names = ("loss", "validation_accuracy")
     if not {*names} <= {*comparison.columns}:
         return None
@@ -331,7 +334,7 @@ def _lost_regularisation(user: User, job_id: str, comparison: Comparison) -> str
 
 
 def _end(run: QualityRun) -> float:
-    """The mean over the last tenth of the values."""
+    """Return the mean over the last tenth of the values."""
     values = [value for value in run.series.values if value is not None]
     return fmean(values[-max(1, len(values) // 10) :]) if values else math.nan
 
@@ -341,7 +344,8 @@ def _by_cost(recommendation: Recommendation) -> bool:
 
 
 def _ranked(recommendation: Recommendation) -> list[Candidate]:
-    """The chosen candidate, the runner-up, then the rest by time or, for objectives of cost, by cost; excluded last."""
+    """Return the chosen candidate, the runner-up, then the rest by time or, for objectives of cost, by cost;
+    excluded last."""
     by_cost = _by_cost(recommendation)
 
     def place(each: Candidate) -> tuple[int, bool, float]:
@@ -353,7 +357,7 @@ def _ranked(recommendation: Recommendation) -> list[Candidate]:
 
 
 def _accuracy(network: str, device: str, outcomes: list[ledger.Outcome]) -> dict[str, Any]:
-    """A row of the page of accuracy: relative errors of the step time, and the share of intervals that held."""
+    """Return a row of the page of accuracy: relative errors of the step time, and the share of intervals that held."""
     errors = sorted(each.entry.error for each in outcomes if each.entry.error is not None)
     sizes = sorted(map(abs, errors))
     held = [each.entry.within_interval for each in outcomes if each.entry.within_interval is not None]
@@ -370,7 +374,7 @@ def _accuracy(network: str, device: str, outcomes: list[ledger.Outcome]) -> dict
 
 
 def _compared(runs: list[QualityRun], column: str) -> list[dict[str, Any]]:
-    """A row per run, the least loss first, else the greatest value."""
+    """Return a row per run, the least loss first, else the greatest value."""
     rows: list[dict[str, Any]] = []
     for each in runs:
         values = [value for value in each.series.values if value is not None]

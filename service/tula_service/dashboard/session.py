@@ -23,7 +23,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/login", response_class=HTMLResponse)
 async def get_login(next: str = "/") -> Response:
-    """The form that asks for a token."""
+    """Show the form that asks for a token."""
     return HTMLResponse(render("login.html", next=_local_path(next), error=None))
 
 
@@ -74,7 +74,8 @@ async def _signed_in(request: Request, secret: str) -> str:
 
 
 def error_page(scope: Scope, problem: Problem, headers: Mapping[str, str]) -> Response | None:
-    """A problem as a page, and a missing token as the login form, for a person who navigates; None for a program."""
+    """Return a problem as a page, and a missing token as the login form, for a person who navigates;
+    None for a program."""
     sent = Headers(scope=scope)
     by_script = sent.get("sec-fetch-dest") == "empty" or scope["path"].startswith("/v1/")
     if by_script or "text/html" not in sent.get("accept", ""):
@@ -87,6 +88,6 @@ def error_page(scope: Scope, problem: Problem, headers: Mapping[str, str]) -> Re
 
 
 def _local_path(target: str) -> str:
-    """Where to go after login: a path of this service, never another host."""
+    """Return where to go after login: a path of this service, never another host."""
     fine = target.startswith("/") and not target.startswith("//") and "\\" not in target and target.isprintable()
     return target if fine else "/"

@@ -23,7 +23,7 @@ _TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+x
 
 @router.get("/static/{name}")
 async def get_static(name: str, request: Request) -> Response:
-    """A file by its name in a fixed list, so that no path reaches the disk; revalidated by its ETag."""
+    """Return a file by its name in a fixed list, so that no path reaches the disk; revalidated by its ETag."""
     if name not in _FILES:
         raise NotFound(f"There is no file {name!r}: see /docs for the routes.")
     body, etag = _file(name)
@@ -35,7 +35,7 @@ async def get_static(name: str, request: Request) -> Response:
 
 @cache
 def _file(name: str) -> tuple[bytes, str]:
-    """Body and ETag. Raises NotFound in a checkout in which the package was never built."""
+    """Return body and ETag. Raises NotFound in a checkout in which the package was never built."""
     try:
         body = (resources.files(_FILES[name]) / "static" / name).read_bytes()
     except FileNotFoundError:

@@ -69,7 +69,7 @@ class Member:
     def predict(
         self, points: Points, measured: Points, reference: float, slow_from: float = math.inf
     ) -> tuple[FloatArray, FloatArray]:
-        """Mean of log step time and variance of the noise-free value around it, shape (n,) each."""
+        """Return the mean of log step time and the variance of the noise-free value around it, shape (n,) each."""
         terms = log_terms(self.theta, points, reference, slow_from)
         same = same_points(points, measured)
         cross = residual_covariance(points, measured, self.scales) + same * self.own_variance
@@ -101,7 +101,7 @@ class Posterior:
         return self.members[int(np.argmax(self.member_weights))]
 
     def predict(self, points: Points) -> tuple[FloatArray, FloatArray]:
-        """Mean of log step time and variance of the noise-free value around it, shape (n,) each."""
+        """Return the mean of log step time and the variance of the noise-free value around it, shape (n,) each."""
         known = self.points, self.reference_batch_size, self.prior.slow_from
         each = [member.predict(points, *known) for member in self.members]
         means, variances = np.array([mean for mean, _ in each]), np.array([variance for _, variance in each])
@@ -124,7 +124,7 @@ class Posterior:
         )
 
     def as_prior(self) -> StepTimePrior:
-        """Mean and standard deviation of theta over all members, as a prior for other types of the same job."""
+        """Return mean and standard deviation of theta over all members, as a prior for other types of the same job."""
         return self._moments([member.covariance * member.variance_factor for member in self.members])
 
     def without_prior(self) -> StepTimePrior:

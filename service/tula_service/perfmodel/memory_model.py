@@ -129,7 +129,7 @@ class MemoryModel:
         return float(special.ndtr(math.log(usable_bytes(capacity_bytes) / needed) / log_sd))
 
     def max_local_batch_size(self, capacity_bytes: float, *, safety_probability: float = 0.95) -> int:
-        """Largest local batch that fits with at least this probability, 0 when not even one example does.
+        """Return the largest local batch that fits with at least this probability, 0 when not even one example does.
 
         Two per cent of the capacity stay free for the allocator.
         """
@@ -149,7 +149,7 @@ class MemoryModel:
 def predict_peaks(
     models: Mapping[Variant, MemoryModel], configurations: Sequence[Configuration]
 ) -> list[Interval | None]:
-    """Peak bytes of a rank of each configuration; None where its variant has no memory model."""
+    """Return the peak bytes of a rank of each configuration; None where its variant has no memory model."""
     peaks = {}
     for c in configurations:
         if (model := models.get(variant_of(c))) is not None:

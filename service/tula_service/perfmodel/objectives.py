@@ -102,11 +102,11 @@ class Objective:
     is_compromise = False
 
     def value(self, goal: Goal, estimate: Estimate) -> Interval:
-        """What it ranks by: the smaller, the better."""
+        """Return the value by which the objective ranks: the smaller, the better."""
         return estimate.time_s
 
     def may_choose(self, goal: Goal, global_batch_size: int) -> bool:
-        """False where it refuses a global batch."""
+        """Return False for a global batch that the objective refuses."""
         return True
 
     def rank(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
@@ -267,7 +267,7 @@ OBJECTIVES: Final[Mapping[Name, Objective]] = {
 
 
 def knee_of(frontier: Sequence[Estimate]) -> KneeFinding:
-    """Kneedle's knee (Satopaa 2011) of log cost over log time on the frontier, up to three times the least time.
+    """Return Kneedle's knee (Satopaa 2011) of log cost over log time on the frontier, up to three times the least time.
 
     On the frontier both axes are the job's own trade-off: the knee is where time stops buying much money. On time over
     batch the job's coefficients would drop out of Kneedle's normalised axes.

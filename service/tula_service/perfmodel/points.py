@@ -65,7 +65,7 @@ class Points:
         grad_accum_steps: Sequence[float] | FloatArray | None = None,
         variant: Sequence[Variant] | None = None,
     ) -> None:
-        """Accumulation defaults to 1, the variant to the default type without options.
+        """Take 1 as accumulation, and the default type without options as the variant, where none is given.
 
         Raises ObservationError on columns that are not configurations.
         """
@@ -103,7 +103,7 @@ class Points:
         return list(zip(self.variant, *(getattr(self, name).tolist() for name in self.COLUMNS), strict=True))
 
     def rows_of(self, variant: Variant) -> npt.NDArray[np.intp]:
-        """Row numbers of the points of a variant."""
+        """Return the row numbers of the points of a variant."""
         return self._rows_by_variant.get(variant, np.empty(0, np.intp))
 
     @cached_property

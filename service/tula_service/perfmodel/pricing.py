@@ -94,13 +94,15 @@ class Limits:
         return [(name, value, limit) for name, value, limit in both if limit is not None]
 
     def margin(self, estimate: Estimate) -> float:
-        """Standard deviations of the logarithm from the mean to the tighter limit, negative where it is broken."""
+        """Return the standard deviations of the logarithm from the mean to the tighter limit,
+        negative where it is broken."""
         both = [(value, limit) for _, value, limit in self.of_totals(estimate) if value.mean > 0]
         return min((math.log(limit / value.mean) / max(value.log_sd, 1e-9) for value, limit in both), default=math.inf)
 
 
 def spot_slowdown(spot: Spot | None, num_nodes: int) -> float:
-    """Expected wall time over uninterrupted time of a synchronous job on `num_nodes` interruptible nodes.
+    """Return the expected wall time divided by the uninterrupted time of a synchronous job on `num_nodes`
+    interruptible nodes.
 
     With rate L = num_nodes * rate, a stretch of length tau between checkpoints takes (1/L + R) * (exp(L tau) - 1) in
     expectation (Daly 2006, without checkpoint cost); infinite when the job would practically never get through.
@@ -189,6 +191,6 @@ def usd_per_hour_saved(faster: Estimate, slower: Estimate) -> float | None:
 
 
 def tie_break(estimate: Estimate) -> tuple[int, int, str, int, int, Options]:
-    """Ties go to fewer nodes, then the smaller batch, so that the choice is deterministic."""
+    """Return a key that breaks ties: fewer nodes first, then the smaller batch, so that the choice is deterministic."""
     c = estimate.configuration
     return (c.world_size, c.global_batch_size, c.instance_type, c.local_batch_size, c.grad_accum_steps, c.options)

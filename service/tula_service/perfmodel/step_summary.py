@@ -43,7 +43,8 @@ def _relative_sd(mean: float, error: float | None, steps: int) -> float:
 
 
 def robust_mean(values: FloatArray) -> tuple[float | None, float | None]:
-    """The mean of `values` and its standard error, robust against one outlier: time and money are sums over steps.
+    """Return the mean of `values` and its standard error, robust against one outlier:
+    time and money are sums over steps.
 
     Where the largest value lies farther above the second largest than all others spread, it counts as the second
     largest: one checkpoint or collector pause. Two such values are a pattern and count in full.

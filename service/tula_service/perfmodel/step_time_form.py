@@ -174,7 +174,7 @@ _STRAYING, _STRAYING_SHARE = 3.5, 0.25
 
 
 def hypotheses(scales: ResidualScales) -> tuple[tuple[ResidualScales, float], ...]:
-    """Two beliefs about how far a job strays from the form, each with the share of jobs that it holds for.
+    """Return two beliefs about how far a job strays from the form, each with the share of jobs that it holds for.
 
     Most jobs follow the form; in some, step time jumps with the batch (another kernel is chosen) or with the cluster (a
     congested link). The measurements decide between the two.
@@ -184,7 +184,8 @@ def hypotheses(scales: ResidualScales) -> tuple[tuple[ResidualScales, float], ..
 
 
 def residual_covariance(first: Points, second: Points, scales: ResidualScales) -> FloatArray:
-    """Covariance without `own` and `noise`, shape (len(first), len(second)); exponential in log2 distance."""
+    """Return the covariance without `own` and `noise`, shape (len(first), len(second));
+    exponential in log2 distance."""
     ranks, nodes = _distance(first.world_size, second.world_size), _distance(first.num_nodes, second.num_nodes)
     batch = np.exp(-_distance(first.local_batch_size, second.local_batch_size) / scales.batch_doublings)
     cluster = np.exp(-(ranks + 0.5 * nodes) / scales.cluster_doublings)
@@ -192,7 +193,7 @@ def residual_covariance(first: Points, second: Points, scales: ResidualScales) -
 
 
 def residual_variance(scales: ResidualScales) -> float:
-    """Prior variance of the residual at any one point, without `own` and `noise`."""
+    """Return the prior variance of the residual at any one point, without `own` and `noise`."""
     return scales.batch**2 + scales.cluster**2 + scales.both**2
 
 

@@ -93,7 +93,7 @@ class StepTimeModel:
     _unmeasured: dict[Variant, Posterior] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def predict(self, configurations: Points | Sequence[Configuration]) -> StepTimePredictions:
-        """Predicted step times of n configurations with their 90 % intervals."""
+        """Predict step times of n configurations with their 90 % intervals."""
         points = Points.of(configurations)
         extrapolated = self._extrapolated(points)
         mean_s, low_s, high_s, compute_s, comm_s, input_s = (np.zeros(len(points)) for _ in range(6))

@@ -86,7 +86,7 @@ class Tokens(Repository):
         return None if row is None else Token(**row)
 
     def list(self, *, project_id: str | None = None) -> list[Token]:
-        """Tokens (of a project), newest first."""
+        """List tokens (of a project), newest first."""
         statement = sa.select(*_TOKEN).order_by(tokens.c.created_at.desc(), tokens.c.id)
         if project_id is not None:
             statement = statement.where(tokens.c.project_id == project_id)

@@ -151,7 +151,7 @@ def _num_values(engine: sa.Engine, table: str) -> int:
 
 
 def _parts(engine: sa.Engine, table: str, values_at_once: int) -> Iterator[pa.Table]:
-    """The values of all chunks in the order of the primary key, at least so many at a time.
+    """Yield the values of all chunks in the order of the primary key, at least so many at a time.
 
     Nothing is written to the table, so that each page of chunks can have its transaction: one for hours would keep
     Postgres from removing dead rows anywhere.

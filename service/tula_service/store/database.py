@@ -245,9 +245,9 @@ def _require_utf8(connection: Any, _record: Any) -> None:
 
 
 def _limit_waits(connection: Any, _record: Any) -> None:
-    """A statement that waits for ever, or a transaction whose client has gone, would hold its locks for ever.
+    """Limit how long a statement and an idle transaction may last, so that neither holds its locks for ever.
 
-    Statements, not start-up options, which a connection pooler may refuse.
+    Set them by statements, not by start-up options, which a connection pooler may refuse.
     """
     for name in ("statement_timeout", "idle_in_transaction_session_timeout"):
         connection.execute(f"SET {name} = '{LONGEST_STATEMENT_S:g}s'")

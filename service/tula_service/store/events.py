@@ -28,7 +28,7 @@ class Events(Repository):
         return int(self._scalar(statement.returning(events.c.id)))
 
     def after(self, job_id: str, last_id: int = 0, *, limit: int = 200) -> list[Event]:
-        """Events of the job with an id above `last_id`, oldest first."""
+        """Return events of the job with an id above `last_id`, oldest first."""
         newer = sa.select(events).where(events.c.job_id == job_id, events.c.id > last_id)
         return [Event(**row) for row in self._rows(newer.order_by(events.c.id).limit(limit))]
 

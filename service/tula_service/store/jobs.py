@@ -139,8 +139,9 @@ class Jobs(Repository):
         limit: int = 50,
         count_up_to: int | None = None,
     ) -> JobPage:
-        """Jobs in `order`; `search` is a case-blind part of the job's or the model's name. Only newest first has
-        further pages.
+        """List jobs in `order`; `search` is a case-blind part of the job's or the model's name.
+
+        Only newest first has further pages.
 
         The page starts behind its cursor's key, the total is counted up to `count_up_to`, and a search of three
         characters or more looks trigrams up, so that none takes longer with the number of jobs.
@@ -214,7 +215,7 @@ class Jobs(Repository):
         )
 
     def archived_before(self, when: datetime) -> Sequence[str]:
-        """Archived jobs that were last changed before `when`."""
+        """Return the archived jobs that were last changed before `when`."""
         statement = sa.select(jobs.c.id).where(jobs.c.state == "archived", jobs.c.updated_at < when)
         return self._connection.execute(statement.order_by(jobs.c.key)).scalars().all()
 

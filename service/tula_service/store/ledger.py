@@ -58,7 +58,8 @@ class Ledger(Repository):
         self._put(ledger_outcomes, key, values | {"at": self._now()})
 
     def list(self, job_id: str, *, followed: bool = False, limit: int = 200) -> Sequence[LedgerRecord]:
-        """Entries of a job, newest first; one row for each outcome of an entry; `followed`: only those with one."""
+        """List entries of a job, newest first; one row for each outcome of an entry;
+        `followed`: only those with one."""
         conditions = [ledger.c.job_id == job_id, *([ledger_outcomes.c.run_id.is_not(None)] if followed else [])]
         return self._records(*conditions, limit=limit)
 
@@ -74,7 +75,7 @@ class Ledger(Repository):
         return next(iter(self._records(ledger.c.id == recommendation_id, limit=1)), None)
 
     def errors(self, *, limit: int = 1000) -> Sequence[float]:
-        """Relative errors of the predictions whose outcome is known, over all jobs, newest first."""
+        """Return the relative errors of the predictions whose outcome is known, over all jobs, newest first."""
         errors = sa.select(ledger_outcomes.c.error).join(ledger, ledger.c.id == ledger_outcomes.c.ledger_id)
         newest = errors.where(ledger_outcomes.c.error.is_not(None)).order_by(ledger.c.key.desc()).limit(limit)
         return self._connection.execute(newest).scalars().all()
@@ -82,8 +83,8 @@ class Ledger(Repository):
     def outcomes(
         self, *, project_id: str | None = None, limit: int = 1000
     ) -> Sequence[tuple[LedgerRecord, str, str, JsonObject]]:
-        """Entries whose outcome is known, over all jobs (of a project), newest first, each with its job's name, network
-        and specification."""
+        """Return entries whose outcome is known, over all jobs (of a project), newest first, each with its job's name,
+        network and specification."""
         query = (
             sa.select(ledger, *_OUTCOME, jobs.c.name.label("job_name"), jobs.c.model_name, jobs.c.spec)
             .join(ledger_outcomes, ledger_outcomes.c.ledger_id == ledger.c.id)
@@ -125,7 +126,7 @@ class PosteriorStore(Repository):
     """What jobs teach later jobs of their project; a job without a row has taught nothing yet."""
 
     def prediction_pairs(self, job_id: str) -> PredictionPairs:
-        """(predicted, low, high, measured) step times of the job's trainings, newest first."""
+        """Return (predicted, low, high, measured) step times of the job's trainings, newest first."""
         pairs = sa.select(job_lessons.c.prediction_pairs).where(job_lessons.c.job_id == job_id)
         return list(self._scalar(pairs) or ())
 

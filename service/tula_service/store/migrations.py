@@ -118,6 +118,6 @@ def _run_migrations(connection: sa.Connection) -> None:
 
 
 def _migrations() -> Path:
-    """Inside the package in a wheel, beside `service/` in a checkout."""
+    """Return the folder of migrations: inside the package in a wheel, next to `service/` in a checkout."""
     packaged = Path(__file__).resolve().parents[1] / "migrations"
     return packaged if packaged.is_dir() else Path(__file__).resolve().parents[3] / "migrations"

@@ -64,7 +64,8 @@ def check_month(engine: sa.Engine) -> None:
 
 
 def refusal(engine: sa.Engine, run_key: int, error: sa.exc.IntegrityError) -> ServiceError:
-    """Why Postgres refused a chunk: NotFound for a run or month that is gone, StoreUnavailable for one to come."""
+    """Return the error of a chunk that Postgres refused:
+    NotFound for a run or month that is gone, StoreUnavailable for one to come."""
     if getattr(error.orig, "sqlstate", None) != _NO_PARTITION:
         return NotFound(GONE)
     with engine.connect() as connection:
@@ -173,7 +174,7 @@ def _alter(
 
 
 def _months(engine: sa.Engine) -> list[int]:
-    """This month and the next ones, such as 202611, by the clock of the database, which numbers the runs."""
+    """Return this month and the next ones, such as 202611, by the clock of the database, which numbers the runs."""
     with engine.connect() as connection:
         return [int(month) for month in connection.execute(_MONTHS).scalars()]
 

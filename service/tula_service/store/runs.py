@@ -64,7 +64,7 @@ class Runs(Repository):
         return self.get(values["id"])
 
     def get(self, run_id: str) -> RunRecord:
-        """The run. Raises NotFound."""
+        """Return the run. Raises NotFound."""
         row = self._row(_RUN, run=run_id)
         if row is None:
             raise NotFound.of("run", run_id)
@@ -80,7 +80,7 @@ class Runs(Repository):
         limit: int = 1000,
         plan_order: bool = False,
     ) -> list[RunRecord]:
-        """Runs of a job: newest first (older than the key `cursor`), or in the order in which they are claimed."""
+        """List runs of a job: newest first (older than the key `cursor`), or in the order in which they are claimed."""
         statement = _SELECT_RUNS.where(runs.c.job_id == job_id).limit(limit)
         if kind is not None:
             statement = statement.where(runs.c.kind == kind)
@@ -92,7 +92,8 @@ class Runs(Repository):
         return [_run_record(row) for row in self._rows(statement.order_by(*order))]
 
     def running_trainings(self, project_id: str | None, *, limit: int) -> Sequence[RunRecord]:
-        """The newest trainings that run, without those whose lease has expired; without a project, of all projects."""
+        """Return the newest trainings that run, without those whose lease has expired;
+        without a project, of all projects."""
         held = runs.c.lease_expires_at.is_(sa.null()) | (runs.c.lease_expires_at >= self._now())
         statement = _SELECT_RUNS.where(runs.c.state == "running", runs.c.kind == "train", held)
         if project_id is not None:
@@ -148,18 +149,18 @@ class Runs(Repository):
         self._put(run_outputs, {"run_key": run_key}, {"text": text})
 
     def output(self, run_key: int) -> str | None:
-        """What is stored of a run's output."""
+        """Return what is stored of a run's output."""
         text: str | None = self._scalar(sa.select(run_outputs.c.text).where(run_outputs.c.run_key == run_key))
         return text
 
     def count_by_state(self) -> dict[RunState, int]:
-        """The number of runs in each state."""
+        """Return the number of runs in each state."""
         statement = sa.select(runs.c.state, sa.func.count()).group_by(runs.c.state)
         return {state: int(number) for state, number in self._connection.execute(statement)}
 
 
 def _run_record(row: RowMap) -> RunRecord:
-    """The record of a row that `_SELECT_RUNS` found."""
+    """Return the record of a row that `_SELECT_RUNS` found."""
     configuration = Configuration.from_json(same_fields(Configuration, row))
     return RunRecord(**same_fields(RunRecord, row), configuration=configuration)
 

@@ -131,13 +131,13 @@ class Samples(Repository):
     def step_times(
         self, run_key: int, *, rank: int = 0, first_step: int | None = None, last_step: int | None = None
     ) -> tuple[IntArray, FloatArray]:
-        """Steps and step times of one rank's measuring rows, by step: the last 200,000 of them."""
+        """Return the steps and step times of one rank's measuring rows, by step: the last 200,000 of them."""
         rows = SampleFilter(rank=rank, first_step=first_step, last_step=last_step)
         columns = self._measured(run_key, ("step", "step_time_s"), rows, _MOST_STEP_TIMES)
         return columns["step"], columns["step_time_s"]
 
     def memory_by_rank(self, run_key: int, *, limit: int) -> dict[int, MemoryReading]:
-        """The reading with the highest peak of each rank, for the `limit` ranks whose peaks are highest."""
+        """Return the reading with the highest peak of each rank, for the `limit` ranks whose peaks are highest."""
         table, source = memory_readings.c, sample_sources.c
         statement = (
             sa.select(source.rank, *_MEMORY)
@@ -229,7 +229,7 @@ class Samples(Repository):
         return page, None
 
     def count_processes(self) -> int:
-        """The number of processes that have sent samples of runs that are running now."""
+        """Return the number of processes that have sent samples of runs that are running now."""
         joined = sample_sources.join(runs, runs.c.key == sample_sources.c.run_key)
         statement = sa.select(sa.func.count()).select_from(joined).where(runs.c.state == "running")
         return int(self._scalar(statement))
@@ -374,7 +374,8 @@ class Samples(Repository):
         return int(count), after if last is None else int(last)
 
     def _processes(self, job_id: str, only: SampleFilter, cursor: SampleCursor | None) -> list[SampleCursor]:
-        """The next processes of the job, one more than a page reads, each with the sequence number to read after."""
+        """Return the next processes of the job, one more than a page reads,
+        each with the sequence number to read after."""
         key = sample_sources.c.key
         statement = (
             sa.select(key)

@@ -54,12 +54,12 @@ def _parent(column: str, target: str, kind: Any = sa.Text, **options: Any) -> sa
 
 
 def _required(kind: Any, *names: str) -> list[sa.Column[Any]]:
-    """Columns of one type that may not be null."""
+    """Return columns of one type that may not be null."""
     return [sa.Column(name, kind, nullable=False) for name in names]
 
 
 def _optional(kind: Any, *names: str) -> list[sa.Column[Any]]:
-    """Columns of one type that may be null."""
+    """Return columns of one type that may be null."""
     return [sa.Column(name, kind) for name in names]
 
 

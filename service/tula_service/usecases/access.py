@@ -77,7 +77,10 @@ PUBLIC: Final = Principal(name="public", scope="public")
 
 
 def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord:
-    """The job. Raises NotFound both without such a job and for a caller who may not see it, so that ids do not leak."""
+    """Return the job.
+
+    Raises NotFound both without such a job and for a caller who may not see it, so that ids do not leak.
+    """
     # Postgres refuses NUL in a text, and no id holds unprintable characters.
     job = tx.jobs.get(job_id) if job_id.isprintable() else None
     if job is None or not principal.may_touch(job_id=job.id, project_id=job.project_id):
@@ -159,7 +162,7 @@ def revoke_token(store: Store, actor: Principal, token_id: str) -> Token:
 
 
 def open_session(store: Store, principal: Principal) -> str:
-    """The secret of a new session of pages, which may do what its token may until it expires or `end_session`."""
+    """Open a session of pages and return its secret; it may do what its token may until it expires or `end_session`."""
     secret = SECRET_PREFIX + "session_" + secrets.token_urlsafe(SECRET_BYTES)
     with store.transaction() as tx:
         tx.sessions.create(
@@ -229,7 +232,8 @@ class KnownRuns:
         self._announced: TTLCache[str, bool] = TTLCache(CACHED, ANNOUNCE_EVERY_S)
 
     def authorise(self, principal: Principal, run_id: str) -> tuple[int, str]:
-        """The run's key and job. Raises NotFound both without such a run and for a caller who may not touch it."""
+        """Return the run's key and job. Raises NotFound both without such a run and for a caller who may
+        not touch it."""
         with self._lock:
             entry = self._runs.get(run_id)
         if entry is None:

@@ -46,7 +46,8 @@ def recent(
     run_id: str | None = None,
     limit: int = 20,
 ) -> list[wire.Event]:
-    """The newest events of these kinds, of one run if wanted, newest first. Raises NotFound for an unknown job."""
+    """Return the newest events of these kinds, of one run if wanted,
+    newest first. Raises NotFound for an unknown job."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         return tx.events.recent(job_id, kinds=kinds, run_id=run_id, limit=limit)

@@ -77,14 +77,14 @@ def fingerprint_of(body: Mapping[str, Any]) -> str:
 
 
 def _allow_retries(tx: Transaction, job: JobRecord) -> None:
-    """Failed runs no longer rule out their configuration: the user may have fixed the cause."""
+    """Let failed runs rule out their configuration no longer: the user may have fixed the cause."""
     failures = tx.runs.list(job.id, states=("failed", "out_of_memory"), limit=1)
     if failures and failures[0].key > job.retried_up_to_key:
         tx.jobs.update(job.id, bump=True, retried_up_to_key=failures[0].key)
 
 
 def get(store: Store, principal: Principal, job_id: str) -> wire.Job:
-    """A job with its plan."""
+    """Return a job with its plan."""
     return runs.with_vanished(
         store,
         lambda tx: _view(tx, visible_job(tx, principal, job_id)),
@@ -104,7 +104,7 @@ def list_jobs(
     cursor: str | None = None,
     limit: int = 50,
 ) -> wire.JobPage:
-    """Jobs of the caller's project; only newest first has further pages.
+    """List jobs of the caller's project; only newest first has further pages.
 
     Raises InvalidInput for a malformed cursor or search.
     """
@@ -325,7 +325,7 @@ def _finish_deleting(store: Store, job_id: str) -> None:
 
 
 def _view(tx: Transaction, record: JobRecord) -> wire.Job:
-    """A job with its specification, its profiling runs in the order of the plan, and what these cost."""
+    """Return a job with its specification, its profiling runs in the order of the plan, and what these cost."""
     plan = tx.runs.list(record.id, kind="profile", plan_order=True)
     summary = {name: getattr(record, name) for name in wire.JobSummary.model_fields}
     spec, views = spec_of(record), [runs.view(each) for each in plan]

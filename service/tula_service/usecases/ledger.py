@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(store: Store, principal: Principal, *, limit: int = 1000) -> list[Outcome]:
-    """Recommendations that a training run followed, over all jobs that the caller may see, newest first."""
+    """Return the recommendations that a training run followed, over all jobs that the caller may see, newest first."""
     with store.reading() as tx:
         records = tx.ledger.outcomes(project_id=principal.project_id, limit=limit)
     return [Outcome(job_name, network, _device(entry, spec), entry) for entry, job_name, network, spec in records]
@@ -83,8 +83,10 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
 
 
 def _uncalibrated(value: float, low: float, high: float, scale: float) -> tuple[float, float, float]:
-    """The interval before calibration. `scale` is the calibration at the time of the prediction, not the present one,
-    which may rest on later outcomes."""
+    """Return the interval before calibration.
+
+    `scale` is the calibration at the time of the prediction, not the present one, which may rest on later outcomes.
+    """
     return value, value * (low / value) ** (1.0 / scale), value * (high / value) ** (1.0 / scale)
 
 

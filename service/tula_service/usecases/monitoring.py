@@ -49,14 +49,14 @@ def start(
 
 
 def spent_until_now(tx: Transaction, run: RunRecord) -> str:
-    """A sentence on what a training has spent, with the runs that it continues."""
+    """Return a sentence on what a training has spent, with the runs that it continues."""
     spent_s, spent_usd = _spent(spec_of(tx.jobs.get(run.job_id)), run, tx.now())
     paid = f" and {money(spent_usd)}" if spent_usd else ""
     return f"The training has spent {duration(spent_s)}{paid}, earlier starts included."
 
 
 def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[float, float]:
-    """Seconds and dollars of a run and of those that it continues; without prices no dollars."""
+    """Return the seconds and dollars of a run and of those that it continues; without prices no dollars."""
     if run.monitor is None:
         return 0.0, 0.0
     monitor = Monitor.read(run.monitor)

@@ -205,7 +205,7 @@ def _created(tx: Transaction, job: JobRecord, request: wire.RunCreate, expected:
 
 
 def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:
-    """The training run that a new one continues, None without one. Raises InvalidInput for any other run."""
+    """Return the training run that a new one continues, None without one. Raises InvalidInput for any other run."""
     if request.continues is None:
         return None
     try:
@@ -221,7 +221,7 @@ def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> Run
 
 
 def get(store: Store, principal: Principal, run_id: str) -> wire.Run:
-    """One run."""
+    """Return one run."""
     return view(with_vanished(store, lambda tx: visible_run(tx, principal, run_id), lambda run: [run.job_id]))
 
 
@@ -234,7 +234,7 @@ def list_runs(
     cursor: str | None = None,
     limit: int = 100,
 ) -> wire.RunList:
-    """Runs of a job, newest first."""
+    """List runs of a job, newest first."""
 
     def read(tx: Transaction) -> list[RunRecord]:
         visible_job(tx, principal, job_id)
@@ -248,7 +248,7 @@ def list_runs(
 
 
 def parse_cursor(cursor: str | None) -> int | None:
-    """The cursor of the previous page. Raises InvalidInput for any other text."""
+    """Return the cursor of the previous page. Raises InvalidInput for any other text."""
     if cursor is None:
         return None
     if not cursor.isascii() or not cursor.isdigit() or len(cursor) > 18:
@@ -281,7 +281,7 @@ def patch(
 
 
 def output(store: Store, principal: Principal, run_id: str) -> str | None:
-    """The end of what the run has written, as far as it was sent. Raises NotFound."""
+    """Return the end of what the run has written, as far as it was sent. Raises NotFound."""
     with store.reading() as tx:
         return tx.runs.output(visible_run(tx, principal, run_id).key)
 
@@ -308,7 +308,7 @@ def _known(values: FloatArray | None) -> list[float | None]:
 
 
 def view(record: RunRecord) -> wire.Run:
-    """A run as the wire's model."""
+    """Return a run as the wire's model."""
     return wire.Run.model_validate(record, from_attributes=True, extra="ignore")
 
 
@@ -330,7 +330,7 @@ def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
 
 
 def _repeats(run: RunRecord, state: RunState) -> bool:
-    """True if this report has been received before: launcher and agent may both report the end of a run."""
+    """Return True if this report has been received before: launcher and agent may both report the end of a run."""
     mismatch = run.kind == "profile" and run.configuration_mismatch is not None
     refused = mismatch or run.end_cause == "no_samples"
     reported = "succeeded" if refused and run.state == "failed" else run.state

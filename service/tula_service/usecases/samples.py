@@ -76,7 +76,7 @@ class SampleQuery(SampleFilter):
 
 
 def list_samples(store: Store, principal: Principal, job_id: str, query: SampleQuery) -> SamplePage:
-    """Samples of a job's runs, ordered by process. Raises NotFound, and InvalidInput for an unknown cursor."""
+    """List samples of a job's runs, ordered by process. Raises NotFound, and InvalidInput for an unknown cursor."""
     after = None if query.cursor is None else _parsed(query.cursor)
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
@@ -93,7 +93,7 @@ def _parsed(cursor: str) -> SampleCursor:
 
 
 def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
-    """Whether the sender should end the run, and why; refreshes the summary of a profiling run."""
+    """Return whether the sender should end the run, and why; refresh the summary of a profiling run."""
     if run.state == "cancelled":
         return True, "The run was cancelled."
     if run.state in FINAL_STATES:

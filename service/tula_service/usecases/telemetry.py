@@ -116,7 +116,7 @@ def newest_values(store: Store, principal: Principal, run_id: str, columns: Iter
 def read_with_trend(
     store: Store, principal: Principal, query: SeriesQuery
 ) -> tuple[TelemetrySeries, TelemetrySeries | None]:
-    """A column of a run, and its `trend`, in which a person sees a noisy series at a glance; None with few points.
+    """A column of a run, and its `trend`, which shows a noisy series at a glance; None with few points.
 
     Step times fall back on the run's samples. Raises NotFound for an unknown run or column.
     """
@@ -173,7 +173,7 @@ def compare(
 
 
 def memory_of(store: Store, principal: Principal, run_id: str, *, limit: int = 16) -> dict[int, MemoryReading]:
-    """Peak memory by component of the ranks that use most, by rank. Raises NotFound for an unknown run."""
+    """Return the peak memory by component of the ranks that use most, by rank. Raises NotFound for an unknown run."""
     with store.reading() as tx:
         return tx.samples.memory_by_rank(visible_run(tx, principal, run_id).key, limit=limit)
 
@@ -181,7 +181,8 @@ def memory_of(store: Store, principal: Principal, run_id: str, *, limit: int = 1
 def _series(
     query: SeriesQuery, available: list[str], total: int, steps: IntArray, values: FloatArray
 ) -> TelemetrySeries:
-    """Some of the `total` points that a query asks for as the wire's model; `available` are the run's columns."""
+    """Return as the wire's model some of the `total` points that a query asks for;
+    `available` are the run's columns."""
     return TelemetrySeries(
         run_id=query.run_id,
         column=query.column,

@@ -43,7 +43,8 @@ def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
 
 
 def calibration(entries: Sequence[LedgerEntry]) -> Spec:
-    """The share of measurements inside of intervals of every width; on the diagonal intervals hold what they say."""
+    """Draw the share of measurements inside of intervals of every width;
+    on the diagonal intervals hold what they say."""
     title = "All jobs: how often intervals hold"
     scores = [score for entry in entries if (score := _score(entry)) is not None]
     if not scores:
@@ -76,7 +77,8 @@ def calibration(entries: Sequence[LedgerEntry]) -> Spec:
 
 
 def _score(entry: LedgerEntry) -> float | None:
-    """How far the measurement lies from the median, in standard deviations of that side's log; None if unknown."""
+    """Return how far the measurement lies from the median, in standard deviations of that side's log;
+    None if unknown."""
     predicted, measured = entry.predicted_step_time_s, entry.measured_step_time_s
     if predicted is None or measured is None or not 0 < predicted.low < predicted.value < predicted.high:
         return None

@@ -42,7 +42,8 @@ _BAR: Final = 46
 
 
 def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
-    """Chosen, runner-up, least time, least cost, balanced and knee; the names of those that coincide in one."""
+    """Return the candidates that have a name, from the recommended one to the knee;
+    one with several names comes once."""
     at_knee = recommendation.knee.configuration
     named = (
         ("recommended", recommendation.chosen),
@@ -61,7 +62,7 @@ def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidat
 
 
 def frontier(job: Job, recommendation: Recommendation) -> Spec:
-    """Total time against cost, both axes logarithmic; node-hours stand for the cost of a job without prices.
+    """Draw total time against cost, both axes logarithmic; node-hours stand for the cost of a job without prices.
 
     Intervals are drawn as crosses of the frontier and of the named candidates; a tooltip has them of all. `asks` of a
     row are the fields of the page's what-if form that ask about its candidate.
@@ -134,7 +135,7 @@ def _frontier_row(candidate: Candidate, unit: Unit, name: str) -> Row:
 
 
 def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "time") -> Spec:
-    """Predicted total time or cost (90 % interval as a band) against global batch size, both axes logarithmic."""
+    """Draw predicted total time or cost (90 % interval as a band) against global batch size, both axes logarithmic."""
     title = f"{job.name}: {quantity} against global batch size"
     drawn = _best_of_places(recommendation.candidates, quantity)
     if not drawn and quantity == "cost" and recommendation.candidates:
@@ -168,7 +169,7 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
 
 
 def _best_of_places(candidates: Sequence[Candidate], quantity: Quantity) -> list[tuple[Candidate, Estimate]]:
-    """The best candidate for each cluster size and global batch, allowed ones first, in drawing order."""
+    """Return the best candidate for each cluster size and global batch, allowed ones first, in drawing order."""
     best: dict[tuple[str, int, int], tuple[Candidate, Estimate]] = {}
     offered = [(each, estimate) for each in candidates if (estimate := _estimate(each, quantity)) is not None]
     for candidate, estimate in sorted(offered, key=lambda each: (each[0].excluded_by is not None, each[1].value)):
@@ -190,7 +191,7 @@ def _marked(recommendation: Recommendation, quantity: Quantity, unit: Unit) -> l
 
 
 def _limits(job: Job, quantity: Quantity, batches: Sequence[int], ends: tuple[float, float], unit: Unit) -> list[Spec]:
-    """Shaded regions that the job's limits forbid; drawn behind everything."""
+    """Shade the regions that the job's limits forbid, behind everything."""
     limits, (bottom, top) = job.spec.limits, ends
     limit = limits.deadline_s if quantity == "time" else limits.budget_usd
     shades: list[Spec] = []
@@ -206,7 +207,7 @@ def _limits(job: Job, quantity: Quantity, batches: Sequence[int], ends: tuple[fl
 
 
 def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
-    """A region from `value` to `end` along an axis, with its label at one of them."""
+    """Shade a region from `value` to `end` along an axis, with its label at one of them."""
     region = {axis: vega.field("value:Q"), f"{axis}2": {"field": "end"}}
     label = {axis: vega.field(f"{named_at}:Q"), "text": vega.field("label")}
     return [
@@ -216,7 +217,7 @@ def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
 
 
 def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
-    """The knee, and the batch beyond which, by gradient noise, more examples hardly help a step."""
+    """Return the knee, and the batch beyond which, by gradient noise, more examples hardly help a step."""
     at: dict[float, list[str]] = {}
     if recommendation.knee.found and recommendation.knee.global_batch_size:
         at.setdefault(recommendation.knee.global_batch_size, []).append("knee")
@@ -231,7 +232,7 @@ def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
 
 
 def _rules(ruled: list[Row]) -> list[Spec]:
-    """An upright rule for each row; its name stands on the wider side of it, each in a line of the frame."""
+    """Draw an upright rule for each row; its name stands on the wider side of it, each in a line of the frame."""
     layers: list[Spec] = []
     for row in ruled:
         side: dict[str, Any] = {"align": "right", "dx": -5} if row["left"] else {"align": "left", "dx": 5}
@@ -241,7 +242,7 @@ def _rules(ruled: list[Row]) -> list[Spec]:
 
 
 def memory(job: Job, recommendation: Recommendation) -> Spec:
-    """Peak memory of one rank (equation 3, fitted) against local batch size, with the recommended options.
+    """Draw the peak memory of one rank (equation 3, fitted) against local batch size, with the recommended options.
 
     Where nothing is recommended, the options have their first values.
     """
@@ -303,7 +304,8 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
 
 
 def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
-    """Stacked parts of the predicted step time: landmarks first, then the rest of the frontier, then the quickest."""
+    """Draw stacked parts of the predicted step time:
+    landmarks first, then the rest of the frontier, then the quickest."""
     title = f"{job.name}: where a step's time goes"
     drawn = [candidate for candidate in _interesting(recommendation) if candidate.terms is not None]
     if not drawn:
@@ -337,7 +339,8 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
 
 
 def options(job: Job, recommendation: Recommendation) -> Spec:
-    """What each further value of an option does to time, money and memory, in per cent of those with its first value.
+    """Draw what each further value of an option does to time, money and memory,
+    in per cent of those with its first value.
 
     Values that were launched are filled points, those that are believed hollow ones; lines are 90 % intervals.
     """
@@ -396,7 +399,7 @@ def _interesting(recommendation: Recommendation) -> list[Candidate]:
 
 
 def _by_cluster(candidates: Iterable[Candidate], *, lines: bool) -> tuple[Spec, Spec]:
-    """Colour, and dash of lines or shape of points, by instance type and number of nodes.
+    """Return the colour, and the dash of lines or shape of points, by instance type and number of nodes.
 
     The colour says how many nodes. The dash says the same, for those who cannot tell the colours apart, until several
     instance types compete: then it says which type.
@@ -418,7 +421,8 @@ def _by_cluster(candidates: Iterable[Candidate], *, lines: bool) -> tuple[Spec, 
 
 
 def _rings(marked: Sequence[Row], x: Spec, y: Spec) -> Spec:
-    """A large symbol around each row of the data set `landmarks`, which is `marked`; a legend names it by `label`."""
+    """Draw a large symbol around each row of the data set `landmarks`, which is `marked`;
+    a legend names it by `label`."""
     labels = [row["label"] for row in marked]
     shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(labels))]
     named = vega.legend(labels, lines=False) | {"orient": "bottom", "symbolSize": 120, "labelLimit": 0}
@@ -430,12 +434,12 @@ def _rings(marked: Sequence[Row], x: Spec, y: Spec) -> Spec:
 
 
 def _estimate(candidate: Candidate, quantity: Quantity) -> Estimate | None:
-    """Total time in seconds, or cost in dollars; None without prices."""
+    """Return the total time in seconds, or the cost in dollars; None without prices."""
     return candidate.total_time_s if quantity == "time" else candidate.cost_usd
 
 
 def _cost(candidate: Candidate) -> Estimate:
-    """In dollars, or without prices in node-hours."""
+    """Return the cost in dollars, or without prices in node-hours."""
     hours, time = candidate.configuration.num_nodes / 3600, candidate.total_time_s
     return candidate.cost_usd or Estimate(value=time.value * hours, low=time.low * hours, high=time.high * hours)
 
@@ -447,7 +451,7 @@ _TIPS: Final = [
 
 
 def _row(candidate: Candidate) -> Row:
-    """A candidate as every chart draws it; `_TIPS` are what a reader sees of it."""
+    """Return a candidate as every chart draws it; `_TIPS` are what a reader sees of it."""
     time, cost, step, memory = candidate.total_time_s, _cost(candidate), candidate.step_time_s, candidate.memory_bytes
     said = f"{money(cost.value)} ({money_interval(cost)})" if candidate.cost_usd else f"{cost.value:,.3g} node-hours"
     fits = "" if candidate.memory_fits is None else f", {percent(candidate.memory_fits)} sure to fit"

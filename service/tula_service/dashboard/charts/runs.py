@@ -280,7 +280,7 @@ def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = F
 
 
 def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
-    """Stacked components (equation 3) of each rank's peak; `readings` by rank, at least one."""
+    """Draw the stacked components (equation 3) of each rank's peak; `readings` by rank, at least one."""
     peaks = [reading.peak_bytes for reading in readings.values()]
     capacities = [reading.capacity_bytes for reading in readings.values() if reading.capacity_bytes]
     unit = vega.bytes_unit([*peaks, *capacities])
@@ -317,7 +317,7 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
 
 
 def _split(reading: MemoryReading) -> list[int]:
-    """Bytes of each of `_COMPONENTS`; they add up to the peak unless the components alone exceed it."""
+    """Return the bytes of each of `_COMPONENTS`; they add up to the peak unless the components alone exceed it."""
     parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "batch_bytes")
     sizes = [getattr(reading, part) or 0 for part in parts]
     return [*sizes, max(0, reading.peak_bytes - sum(sizes))]

@@ -82,7 +82,7 @@ def _fitting(units: Sequence[Unit], values: Iterable[float]) -> Unit:
 
 
 def reach(values: Sequence[float]) -> Ends:
-    """Both ends of an axis for these values, with room beyond them where all are positive."""
+    """Return both ends of an axis for these values, with room beyond them where all are positive."""
     least, most = min(values), max(values)
     return (least * 0.9, most * 1.15) if least > 0 else (least, most)
 
@@ -94,14 +94,14 @@ def field(name: str, **more: Any) -> Spec:
 
 
 def layer(data: str | Sequence[Row], mark: str, encoding: Mapping[str, Any], *, where: str = "", **look: Any) -> Spec:
-    """A mark for each of the rows, given or named as a data set, or for those that pass the expression `where`."""
+    """Draw a mark for each of the rows, given or named as a data set, or for those that pass the expression `where`."""
     transform = {"transform": [{"filter": where}]} if where else {}
     rows = {"name": data} if isinstance(data, str) else {"values": data}
     return {"data": rows, **transform, "mark": {"type": mark, **look}, "encoding": dict(encoding)}
 
 
 def layered(*layers: Spec, height: Any = HEIGHT, width: int = WIDTH) -> Spec:
-    """Layers over each other, the first undermost."""
+    """Lay layers over each other, the first undermost."""
     return {"layer": list(layers), "width": width, "height": height}
 
 
@@ -123,7 +123,7 @@ def batch_axis(title: str, batches: Sequence[int]) -> Spec:
 
 
 def predicted(data: str, base: Spec, look: Spec, *, where: str = "") -> list[Spec]:
-    """`value` as a line, `low` to `high` as a band, with a point for each row, filled for those `profiled`."""
+    """Draw `value` as a line, `low` to `high` as a band, with a point for each row, filled for those `profiled`."""
     band = {"x": base["x"], "y": field("low:Q"), "y2": {"field": "high"}, "color": look["color"]}
     line = {"x": base["x"], "y": base["y"], **look}
     fill = filled_where("datum.profiled", look["color"])
@@ -135,7 +135,8 @@ def predicted(data: str, base: Spec, look: Spec, *, where: str = "") -> list[Spe
 
 
 def legend(names: Sequence[str], *, lines: bool = True) -> Spec:
-    """A legend above the chart whose samples are lines or points, in as many columns as such names leave room for."""
+    """Return a legend above the chart whose samples are lines or points,
+    in as many columns as such names leave room for."""
     longest = max((len(name) for name in names), default=0)
     return {
         "title": None,
@@ -170,7 +171,8 @@ def ruled(
 
 
 def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> Spec:
-    """Length, colour and order for rows of `part`, `order` and `value`, with parts that none of the rows has left out.
+    """Return length, colour and order for rows of `part`, `order` and `value`,
+    with parts that none of the rows has left out.
 
     A part has the same colour in every chart, whichever other parts are present.
     """
