@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn.utils.rnn import PackedSequence
 
 
-def batch_size_of(batch: Any) -> int | None:
+def infer_batch_size(batch: Any) -> int | None:
     """Return the examples that `batch` itself shows, or None where it does not show them.
 
     Its own count (graphs), the length of a list of samples or of the first list of a tuple of lists, or the leading
@@ -59,7 +59,7 @@ class BatchSizes:
         first = batch[0] if type(batch) in (list, tuple) and batch else batch
         shape = getattr(first, "shape", None)
         if stated is None:
-            return batch_size_of(batch)
+            return infer_batch_size(batch)
         if shape and shape[0] == stated:
             self._leads = stated
             return stated
@@ -69,7 +69,7 @@ class BatchSizes:
             place = next((place for place, length in lengths.items() if length == stated), None)
             if place is not None:
                 self._places[stated] = place
-        length = lengths.get(place) if place is not None else batch_size_of(batch)
+        length = lengths.get(place) if place is not None else infer_batch_size(batch)
         return length if length is not None and 0 < length < stated else stated
 
 
@@ -95,7 +95,7 @@ def _lengths(batch: Any) -> dict[tuple[str, int], int]:
     return lengths
 
 
-def sequence_length_of(batch: Any) -> int | None:
+def infer_sequence_length(batch: Any) -> int | None:
     """Return the tokens of an example, padding included: the length of `input_ids` or, in a sequence,
     of inputs and targets of one shape, as next-token prediction has them. None where the batch is not of tokens."""
     if isinstance(batch, Mapping):

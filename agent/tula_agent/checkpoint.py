@@ -99,7 +99,7 @@ def save(
         if ranks.rank == 0:
             parts = {"scheduler": scheduler, "scaler": scaler}
             rest: dict[str, Any] = {k: None if part is None else part.state_dict() for k, part in parts.items()}
-            state["rest"] = _packed({**rest, "optimizer": _facts_of(optimizer), "extra": extra or {}})
+            state["rest"] = _packed({**rest, "optimizer": _describe(optimizer), "extra": extra or {}})
         return state
 
     try:
@@ -151,7 +151,7 @@ def resume(
     def prepare() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         state = _weights(model, optimizer)
         _refuse_other_weights(state, folder)
-        rest, facts = _unpacked(blobs["rest"]), _facts_of(optimizer)
+        rest, facts = _unpacked(blobs["rest"]), _describe(optimizer)
         if facts is not None and rest["optimizer"] != facts:
             raise ValueError(f"its optimizer is {rest['optimizer']}, and the script's {facts}")
         return state, rest, _unpacked(blobs[mine])
@@ -194,7 +194,7 @@ def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     return {"model": weights, "optimizer": state}
 
 
-def _facts_of(optimizer: Any) -> str | None:
+def _describe(optimizer: Any) -> str | None:
     """Return what must be equal where the optimizer's state is read; None without an optimizer.
 
     Torch would leave out what fits nowhere, learning rates included.

@@ -94,10 +94,10 @@ def capture_randomness(loader: Any = None) -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        found = numpy.random.get_state(legacy=False)
-        if found["bit_generator"] == "MT19937":  # unless a script has replaced it
-            keys, position = found["state"]["key"], found["state"]["pos"]
-            gauss = int(found["has_gauss"]), float(found["gauss"])
+        generator = numpy.random.get_state(legacy=False)
+        if generator["bit_generator"] == "MT19937":  # unless a script has replaced it
+            keys, position = generator["state"]["key"], generator["state"]["pos"]
+            gauss = int(generator["has_gauss"]), float(generator["gauss"])
             state["numpy"] = ["MT19937", keys.tolist(), int(position), *gauss]
     state["loader"] = [generator.get_state() for generator in _generators(loader)]
     return state

@@ -53,7 +53,7 @@ class StopAgreement:
                 answer = channel.wait("plan", 2 * PEERS_WITHIN_S)
                 if answer is not None:
                     self.agreed = bool(answer[0])
-                    plan = None if answer[1] is None else _plan_of(answer[1])
+                    plan = None if answer[1] is None else _parse_plan(answer[1])
         if not self.agreed and plan is not None:
             logger.warning(
                 "the ranks could not agree, so the run can't end early: call tula_agent.init() on all of them, and "
@@ -199,7 +199,7 @@ class Profiling:
         return False
 
 
-def _plan_of(values: list[Any]) -> ProfilePlan:
+def _parse_plan(values: list[Any]) -> ProfilePlan:
     """Return the plan whose fields the first rank sent as JSON."""
     warmup_steps, measure_steps, precision, smaller_batches, probe_s = values
     runs = tuple((int(size), str(run)) for size, run in smaller_batches)

@@ -117,7 +117,7 @@ class RankRendezvous:
             if self._channel is None:
                 store = _stores.TCPStore("localhost", 0, **_options(CONNECT_WITHIN_S), is_master=True)
                 self._channel = self._over(store)
-                addresses = [(host, store.port) for host in _hosts_of(group_store)]
+                addresses = [(host, store.port) for host in _list_hosts(group_store)]
             self._channel.set(_OPEN, True)
             self._over(group_store).set(_ADDRESS, addresses)
 
@@ -180,7 +180,7 @@ def with_group_place(config: AgentConfig) -> AgentConfig:
     return replace(config, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
-def _hosts_of(store: Any) -> list[str]:
+def _list_hosts(store: Any) -> list[str]:
     """Return the names by which other ranks may reach this one;
     it hosts the group's store too, if that is a TCPStore."""
     while isinstance(store, _stores.PrefixStore):

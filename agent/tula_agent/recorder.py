@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tula_agent.batches import BatchSizes, batch_size_of, sequence_length_of, stated_batch_size
+from tula_agent.batches import BatchSizes, infer_batch_size, infer_sequence_length, stated_batch_size
 from tula_agent.config import AgentConfig, ProfilePlan, is_launched, keep_children_out
 from tula_agent.guard import Guard, logger
 from tula_agent.launch import Launch
@@ -23,7 +23,7 @@ from tula_agent.measure.ddp import BucketTimer, CommSplit
 from tula_agent.measure.energy import EnergyMeter
 from tula_agent.measure.gradients import GradientReader
 from tula_agent.measure.launches import OperationCounter, node_time_s
-from tula_agent.measure.memory import MemoryMonitor, device_of, device_use
+from tula_agent.measure.memory import MemoryMonitor, device_use, find_device
 from tula_agent.measure.step_timer import DeviceClock, StepTimer, clock_for
 from tula_agent.measure.switches import SwitchWatch
 from tula_agent.profiling import Profiling, StopAgreement
@@ -302,7 +302,7 @@ class Recorder:
                 logger.warning("%s has no step hooks: its gradient norm is not measured", type(optimizer).__name__)
         self._times_optimizer = len(self.objects.optimizers) <= _FEW_OPTIMIZERS
         tracked = list(self.objects.models)
-        self._on_host = device_of(tracked).type == "cpu"
+        self._on_host = find_device(tracked).type == "cpu"
         self.memory.before_training(tracked, first=self.timer.step == 0)
         if self._begun and models and self._rendezvous is not None:
             self._start_comm_split(tracked)
@@ -366,10 +366,10 @@ class Recorder:
         if size is not None and size > self.memory.largest_seen:
             self.memory.saw_batch(size, batch, loader)
         if self.objects.scales and counted is not None:  # a size that is not known sets no learning rate
-            own = None if counted == batch_size_of(batch) else float(counted)
+            own = None if counted == infer_batch_size(batch) else float(counted)
             self.objects.observe_batch(batch, own, self.launch.share_of(self.launch.cut_to), micro_steps)
         early = self.leads and self.timer.step < EVERY_STEP_UNTIL
-        if early and (length := sequence_length_of(batch)) is not None:
+        if early and (length := infer_sequence_length(batch)) is not None:
             self.readings.add_value(self.timer.step, "tokens_per_example", float(length))
 
     def _first_size(self, size: int, loader: Any) -> None:
@@ -489,8 +489,8 @@ class Recorder:
     def _check_group(self) -> None:
         """Begin again in a process group that was made after the first was destroyed."""
         group = current_group()
-        known = None if self._group is None else self._group()
-        if group is None or group is known:
+        current = None if self._group is None else self._group()
+        if group is None or group is current:
             return
         if self._group is not None:
             self._forget_objects()
@@ -503,7 +503,7 @@ class Recorder:
     def _begin_in_group(self) -> None:
         self._quiet_until = 0
         models = list(self.objects.models)
-        self._on_host = device_of(models).type == "cpu"  # it may have moved since it was watched
+        self._on_host = find_device(models).type == "cpu"  # it may have moved since it was watched
         self.memory.before_training(models, first=self.timer.step == 0)
         if current_group() is None and not is_launched():
             self._last_world_size = 1
@@ -522,7 +522,7 @@ class Recorder:
         self.profiling.use(StopAgreement(self._rendezvous, self.guard, world_size))
         if self.leads and self._device_clock is None:
             with self.guard("the device's clock"):
-                self._device_clock = clock_for(device_of(models))
+                self._device_clock = clock_for(find_device(models))
 
     def _start_comm_split(self, models: list[torch.nn.Module]) -> None:
         split = CommSplit(models, profiling=self.plan is not None)
@@ -648,7 +648,7 @@ class Recorder:
                 with self.guard("probing the links between ranks"):  # between two steps, which all reach at this time
                     from tula_agent.measure.all_reduces import time_all_reduces  # most runs probe nothing
 
-                    found = time_all_reduces(device_of(self.objects.models), self.profiling.probe_s)
+                    found = time_all_reduces(find_device(self.objects.models), self.profiling.probe_s)
                     self.readings.all_reduces = found if self.leads else None
         if self.plan is None:
             return pending
@@ -739,9 +739,9 @@ class Recorder:
         if step != WATCHED_KNOWN_STEP:
             return
         with self.guard("looking for frozen parameters"):
-            parameters = [one for model in self.objects.models for one in model.parameters()]
-            frozen = sum(one.numel() for one in parameters if not one.requires_grad)
-            total = sum(one.numel() for one in parameters)
+            parameters = [parameter for model in self.objects.models for parameter in model.parameters()]
+            frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
+            total = sum(parameter.numel() for parameter in parameters)
             if 2 * frozen > total:
                 text = (
                     "%.1f %% of the weights are frozen, and the measurement holds while they are: if a later phase of "
@@ -767,7 +767,7 @@ class Recorder:
         with self.guard("the host"):
             facts: dict[str, Any] = {"cores": own_cores(self.config.ranks_per_node)}
             if "operations" in host and not (self._device_clock is not None and self._device_clock.capturing()):
-                facts["launch_time_s"] = node_time_s(device_of(self.objects.models))
+                facts["launch_time_s"] = node_time_s(find_device(self.objects.models))
             host.update(facts)  # at once: the shipping thread sends them when they are there
 
     def _compare_switches(self, step: int) -> None:
@@ -808,8 +808,8 @@ class Recorder:
         failed = (failed_local_batch_size or self._batch_size) if out_of_memory else None
         body = {"state": state, "message": message, "dropped": self.dropped}
         body["failed_local_batch_size"] = failed
-        known = {name: value for name, value in body.items() if value is not None}
-        return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.launch.run_id), encode(known))]
+        fields = {name: value for name, value in body.items() if value is not None}
+        return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.launch.run_id), encode(fields))]
 
     # Asked on the shipping thread, most of it for a run that the agent makes by itself.
 

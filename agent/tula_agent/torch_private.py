@@ -335,7 +335,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (formula := self._formulas.get(func.overloadpacket)) is not None:
             self.step_flops += formula(*args, **(kwargs or {}), out_val=made)
         if func.overloadpacket in _CONVOLUTIONS:
-            sizes = (each.numel() for each in tree_leaves((args, made)) if isinstance(each, torch.Tensor))
+            sizes = (tensor.numel() for tensor in tree_leaves((args, made)) if isinstance(tensor, torch.Tensor))
             self.largest_convolution = max(self.largest_convolution, *sizes)
             self.step_transposed += _transposed_elements(func, args, made)
         before = self._last_key

@@ -127,7 +127,7 @@ def _request(method: str, route: str, arguments: Mapping[str, Any], *, idempoten
             headers[_HEADERS[name]] = str(value)
         elif value is not None:
             many = [value] if isinstance(value, (str, int, float)) else value
-            query += [(name, str(one)) for one in many]
+            query += [(name, str(item)) for item in many]
     return Request(method, route.format(**path), tuple(query), content, headers, idempotent or method != "POST")
 
 

@@ -143,7 +143,7 @@ class Client(Calls, Blocking):
         A specification finds the job that has the same one, else registers it. Raises `TulaError` if a name is
         ambiguous.
         """
-        return JobHandle(self, self.send(_flows.job_of(job)))
+        return JobHandle(self, self.send(_flows.resolve_job(job)))
 
     def profile_run(self, job: str, configuration: Configuration) -> ProfileRun:
         """Return a profiling run whose steps the caller measures itself, for use in `with`;
@@ -221,7 +221,7 @@ class AsyncClient(Calls, Awaited):
 
     async def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> AsyncJobHandle:
         """Return a handle as `Client.handle` does; its methods are to be awaited."""
-        return AsyncJobHandle(self, await self.send(_flows.job_of(job)))
+        return AsyncJobHandle(self, await self.send(_flows.resolve_job(job)))
 
     async def events(self, job_id: str, *, last_id: int | None = None) -> AsyncIterator[Event]:
         """Yield events as `Client.events` does."""

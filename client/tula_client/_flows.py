@@ -59,7 +59,7 @@ def job_id(name_or_id: str) -> Flow[str]:
     return ids[0]
 
 
-def job_of(job: str | Path | Mapping[str, Any] | JobSpec) -> Flow[str]:
+def resolve_job(job: str | Path | Mapping[str, Any] | JobSpec) -> Flow[str]:
     """Return the id of a job given by id or name, or of the one with the specification in a model,
     mapping or TOML file."""
     if isinstance(job, str):
@@ -136,7 +136,7 @@ def rows(job_id: str, table: Table = "candidates") -> Flow[list[Row]]:
     """
     if table == "candidates":
         answer = yield from calls.recommendation(job_id)
-        return [_row(Candidate, one) | roles(one, answer) for one in answer.candidates]
+        return [_row(Candidate, candidate) | roles(candidate, answer) for candidate in answer.candidates]
     if table == "runs":
         return _rows((yield from runs(job_id)))
     if table == "ledger":
@@ -233,12 +233,12 @@ def save(spec: dict[str, Any], path: Path) -> None:
     Rendering needs no network. Raises `UsageError` for another suffix, or a path that cannot be written,
     `MissingExtraError` without the renderer.
     """
-    kind = kind_of(path, ".png", ".svg", ".json")
+    kind = check_suffix(path, ".png", ".svg", ".json")
     content = json.dumps(spec, indent=1).encode() if kind == "json" else _render(spec, kind)
     write_file(path, content)
 
 
-def kind_of(path: Path, *kinds: str) -> str:
+def check_suffix(path: Path, *kinds: str) -> str:
     """Return the suffix of a file to write, without its point;
     raises `UsageError` for one that is not among `kinds`."""
     if path.suffix.lower() not in kinds:

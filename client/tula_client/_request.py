@@ -151,7 +151,7 @@ class Method(Generic[P, T]):
         function.__module__, function.__name__ = kind.__module__, self.name
         function.__qualname__ = f"{kind.__qualname__}.{self.name}"
         function.__signature__ = signature = _signature(self.build)
-        annotated = {one.name: one.annotation for one in list(signature.parameters.values())[1:]}
+        annotated = {parameter.name: parameter.annotation for parameter in list(signature.parameters.values())[1:]}
         function.__annotations__ = annotated | {"return": signature.return_annotation}
         return function
 
@@ -162,7 +162,7 @@ def _signature(build: Callable[..., Any]) -> inspect.Signature:
     hints = get_type_hints(build)
     owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     others = list(inspect.signature(build).parameters.values())[1:]
-    parameters = [owner, *(one.replace(annotation=hints[one.name]) for one in others)]
+    parameters = [owner, *(parameter.replace(annotation=hints[parameter.name]) for parameter in others)]
     return inspect.Signature(parameters, return_annotation=get_args(hints["return"])[-1])
 
 

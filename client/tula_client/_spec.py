@@ -48,9 +48,9 @@ def _document(path: Path) -> dict[str, Any]:
 def faults(error: ValidationError) -> list[str]:
     """Return a line for each error: the field in dotted notation, what is wrong and what to do."""
     sentences = []
-    for one in error.errors(include_url=False, include_input=False):
-        place = ".".join(map(str, one["loc"]))
-        sentences.append(f"{place}: {remedy(one)}" if place else remedy(one))
+    for fault in error.errors(include_url=False, include_input=False):
+        place = ".".join(map(str, fault["loc"]))
+        sentences.append(f"{place}: {remedy(fault)}" if place else remedy(fault))
     return sentences
 
 
@@ -58,4 +58,4 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
     """Return the model in the type of a field, possibly in a list or a union; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((inner for one in get_args(annotation) if (inner := model_in(one)) is not None), None)
+    return next((inner for argument in get_args(annotation) if (inner := model_in(argument)) is not None), None)

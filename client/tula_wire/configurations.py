@@ -52,5 +52,5 @@ class Configuration:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Configuration:
         """Return the configuration whose fields `as_json` wrote; other keys of `values` do not matter."""
-        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        return cls(**known | {"options": tuple(sorted(known.get("options", {}).items()))})
+        given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        return cls(**given | {"options": tuple(sorted(given.get("options", {}).items()))})

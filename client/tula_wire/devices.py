@@ -81,7 +81,7 @@ def known_device(accelerator: str | None) -> str | None:
 
 def capacities_gib(accelerator: str, device: Device) -> tuple[int, ...]:
     """Return the capacities of `device` that a name such as `A100-80GB` means: the one in the name, else all."""
-    sizes = tuple(each for each in device.capacities_gib if re.search(rf"(?<!\d){each} ?G", accelerator))
+    sizes = tuple(gib for gib in device.capacities_gib if re.search(rf"(?<!\d){gib} ?G", accelerator))
     return sizes or device.capacities_gib
 
 

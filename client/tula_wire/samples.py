@@ -254,7 +254,7 @@ class TelemetryChunk(ChunkIdentity):
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:
-        _check_lengths("steps", len(self.steps), ((f"columns.{name}", each) for name, each in self.columns.items()))
+        _check_lengths("steps", len(self.steps), ((f"columns.{name}", column) for name, column in self.columns.items()))
         return self
 
 

@@ -295,11 +295,11 @@ def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Esti
 
     The interval is that of a ratio: the spread of what the part took beyond its share, over blocks of steps.
     """
-    known = [(part, whole) for part, whole in zip(part_s, step_time_s, strict=True) if part is not None]
-    if len(known) < FEWEST_SPLIT:
+    measured = [(part, whole) for part, whole in zip(part_s, step_time_s, strict=True) if part is not None]
+    if len(measured) < FEWEST_SPLIT:
         return None
-    size = max(1, len(known) // BLOCKS)
-    blocks = [known[start : start + size] for start in range(len(known) % size, len(known), size)]
+    size = max(1, len(measured) // BLOCKS)
+    blocks = [measured[start : start + size] for start in range(len(measured) % size, len(measured), size)]
     parts = [fmean(part for part, _ in block) for block in blocks]
     wholes = [fmean(whole for _, whole in block) for block in blocks]
     share = math.fsum(parts) / math.fsum(wholes)
@@ -316,7 +316,7 @@ def _fast_compute_s(steps: Steps) -> float:
 
 
 def _mapped(share: Estimate, saved: Callable[[float], float]) -> Estimate:
-    value, low, high = (saved(each) for each in (share.value, share.low, share.high))
+    value, low, high = (saved(end) for end in (share.value, share.low, share.high))
     return Estimate(value=_clipped(value), low=_clipped(min(low, value)), high=_clipped(max(high, value)))
 
 

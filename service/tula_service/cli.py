@@ -25,7 +25,7 @@ from tula_service.logs import logging_config
 from tula_service.settings import Settings, SettingsError
 from tula_service.store import Store
 from tula_service.store.migrations import check_schema, is_empty, upgrade_schema
-from tula_service.usecases.access import Principal, issue_token, revoke_token, state_of, visible_tokens
+from tula_service.usecases.access import Principal, issue_token, revoke_token, token_state, visible_tokens
 from tula_service.usecases.jobs import prune_store
 from tula_wire import Scope
 
@@ -56,7 +56,7 @@ def serve(
     given = {"host": host, "port": port, "workers": workers, "log_format": log_format, "read_only": read_only or None}
     with _opened(database, migrate=migrate, create=True, **given) as (settings, store):
         _refuse_strangers_without_a_token(settings, store)
-        place = _place_of(store.engine.url)
+        place = _describe_place(store.engine.url)
         store.close()  # each worker opens its own
         _refuse_a_taken_port(settings)
         logs = logging_config(settings.log_level, settings.log_format, terminal=sys.stderr.isatty())
@@ -115,8 +115,8 @@ def prune(
             archive=settings.archive,
         )
     if as_json:
-        found = {"jobs": done.job_ids, "events": done.num_events, "telemetry": done.telemetry, "deleted": yes}
-        typer.echo(json.dumps(found))
+        deleted = {"jobs": done.job_ids, "events": done.num_events, "telemetry": done.telemetry, "deleted": yes}
+        typer.echo(json.dumps(deleted))
         return
     months = f" and {len(done.telemetry)} months of telemetry" if done.telemetry else ""
     text = f"{'Deleted' if yes else 'Would delete'} {len(done.job_ids)} jobs and {done.num_events} events{months}."
@@ -161,15 +161,15 @@ def token_list(database: _Database = None, as_json: _Json = False) -> None:
     with _opened(database) as (_, store):
         rows = [
             {
-                "id": one.id,
-                "name": one.name,
-                "scope": one.scope,
-                "project": one.project,
-                "job": one.job_id,
-                "state": state_of(one, store.now()),
-                "last_used_at": one.last_used_at.isoformat() if one.last_used_at else None,
+                "id": token.id,
+                "name": token.name,
+                "scope": token.scope,
+                "project": token.project,
+                "job": token.job_id,
+                "state": token_state(token, store.now()),
+                "last_used_at": token.last_used_at.isoformat() if token.last_used_at else None,
             }
-            for one in visible_tokens(store, _OPERATOR)
+            for token in visible_tokens(store, _OPERATOR)
         ]
     if as_json:
         typer.echo(json.dumps(rows))
@@ -222,7 +222,7 @@ def _dashboard(settings: Settings) -> str:
     return f"http://{host}:{settings.port}/" if settings.port else "on the free port below"
 
 
-def _place_of(url: sqlalchemy.URL) -> str:
+def _describe_place(url: sqlalchemy.URL) -> str:
     """Return the database's file, or its URL without the password."""
     return str(Path(url.database or "").absolute()) if url.get_backend_name() == "sqlite" else url.render_as_string()
 

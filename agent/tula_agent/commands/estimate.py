@@ -142,7 +142,7 @@ def _capacities(device: str | None) -> tuple[int, ...]:
     name = known_device(device)
     sizes = capacities_gib(device, DEVICES[name]) if name is not None else ()
     if not sizes:
-        names = ", ".join(sorted(name for name, each in DEVICES.items() if each.capacities_gib))
+        names = ", ".join(sorted(name for name, device in DEVICES.items() if device.capacities_gib))
         raise typer.BadParameter(f"--device: the memory of {device!r} is unknown: give one of {names}")
     return sizes
 

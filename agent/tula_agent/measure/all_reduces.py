@@ -94,7 +94,7 @@ def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[st
         repeats = max(_LEAST_REPEATS, min(_MOST_REPEATS, int(left_s / _GROWTH / once_s)))
         times = _mean(group, device, _times(buffer, group, repeats))
         middle = statistics.median(times)
-        spread = _SD_PER_DEVIATION * statistics.median(abs(each - middle) for each in times) / middle
+        spread = _SD_PER_DEVIATION * statistics.median(abs(time_s - middle) for time_s in times) / middle
         readings.append({"size_bytes": size, "time_s": middle, "relative_sd": spread, "repeats": len(times)})
         size *= _GROWTH
         needed_s = middle * _GROWTH * (_WARM_UP + _LEAST_REPEATS)

@@ -166,7 +166,7 @@ class BucketTimer:
         if not buckets or sorted(chain.from_iterable(buckets)) != list(range(len(self._bytes))):
             return {}
         times = [{index: _seconds(start, stamp) for index, stamp in seen} for start, seen in self._timed]
-        ready = [median(max(each[index] for index in bucket) for each in times) for bucket in buckets]
+        ready = [median(max(step[index] for index in bucket) for step in times) for bucket in buckets]
         return {"bucket_bytes": [sum(self._bytes[i] for i in bucket) for bucket in buckets], "ready_s": ready}
 
 

@@ -144,8 +144,8 @@ def estimate_memory(
         fixed_activation_bytes=max(0, round(once.peak_bytes - times * size * per_sample)),
         batch_bytes_per_sample=sum(t.numel() * t.element_size() for t in tensors) // size,
         activation_checkpointing=twice.recomputes,
-        precision=_precision_of(model),
-        batch_normalization=any(isinstance(each, _NORMALIZES_BATCHES) for each in model.modules()),
+        precision=_find_precision(model),
+        batch_normalization=any(isinstance(module, _NORMALIZES_BATCHES) for module in model.modules()),
         operations_per_step=twice.operations,
         convolution_elements_per_sample=(twice.convolution_elements - once.convolution_elements) // (times * size)
         or None,
@@ -162,7 +162,7 @@ def _allocation_model(first_batch: int, once: _DryRun, twice: _DryRun) -> Alloca
         return None
 
 
-def _precision_of(model: torch.nn.Module) -> str:
+def _find_precision(model: torch.nn.Module) -> str:
     """Return, as in `ModelSpec.precision`, the type of autocast, else of most parameters; tf32 where it is allowed."""
     dtype = autocast_dtype()
     if dtype is None:

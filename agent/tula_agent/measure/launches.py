@@ -65,7 +65,7 @@ class _TinyNetwork:
 
     def fastest_s(self) -> float:
         self.step()
-        return min(_seconds_of(self.step) for _ in range(_REPEATS))
+        return min(_time_step(self.step) for _ in range(_REPEATS))
 
 
 def count_nodes(output: Any) -> int:
@@ -110,7 +110,7 @@ class OperationCounter:
         return count
 
 
-def _seconds_of(step: Callable[[], None]) -> float:
+def _time_step(step: Callable[[], None]) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start

@@ -38,7 +38,7 @@ def _gradient_bytes(models: Iterable[torch.nn.Module]) -> int:
 
 def _optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Return the bytes of momentum, second moments and master weights."""
-    states = [state for each in optimizers for state in list(each.state.values()) if isinstance(state, dict)]
+    states = [state for optimizer in optimizers for state in list(optimizer.state.values()) if isinstance(state, dict)]
     return held_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
@@ -72,7 +72,7 @@ def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
     return min(limits) // max(1, ranks_per_node)
 
 
-def device_of(models: Iterable[torch.nn.Module]) -> torch.device:
+def find_device(models: Iterable[torch.nn.Module]) -> torch.device:
     """Return the device of the first parameter; without one, CUDA if the process has initialised it, else the CPU."""
     for model in models:
         for parameter in model.parameters():
@@ -195,10 +195,10 @@ class MemoryMonitor:
         microseconds.
         """
         if models or self.device is None:
-            self.device = device_of(models)
+            self.device = find_device(models)
             # Where they copy the gradients, which are counted nowhere else. On a host, buckets are resident before
             # training begins, or never were touched.
-            copies = [each for each in ddp_models(models) if not getattr(each, "gradient_as_bucket_view", False)]
+            copies = [model for model in ddp_models(models) if not getattr(model, "gradient_as_bucket_view", False)]
             self._buckets = _gradient_bytes(copies) if self.device.type == "cuda" else 0
         if optimizers:
             self._counted["optimizer_bytes"] = _optimizer_bytes(optimizers)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tula_agent.batches import batch_size_of, map_tensors
+from tula_agent.batches import infer_batch_size, map_tensors
 from tula_agent.scaling.policies import Ags, LossFunction, Numbers, Static
 from tula_agent.scaling.ranks import AsyncReduction, Ranks, to_host
 from tula_agent.scaling.statistics import DISTURBED, NO_SMALL_BATCH, GradientStatistics, Reading
@@ -259,7 +259,7 @@ def _probe(
     ranks skip the reduction of gradients if one rank's batch is too short for it.
     """
     ranks, tap = statistics.ranks, statistics.tap
-    rows = batch_size_of(statistics.batch) or 0
+    rows = infer_batch_size(statistics.batch) or 0
     size = rows // 8 if small_batch_size is None else math.ceil(small_batch_size / ranks.size / statistics.per_row)
     size = max(1, size)
     numbers = [statistics.examples, size * statistics.per_row, float(size >= rows)]
@@ -296,8 +296,8 @@ def probe_gradients(
     trained = [p for p in parameters if p.requires_grad]
     devices = sorted({p.device.index for p in trained if p.device.type == "cuda" and p.device.index is not None})
     with torch.random.fork_rng(devices=devices), _buffers_kept(module), torch.enable_grad():
-        found = torch.autograd.grad(loss(module, batch), trained, allow_unused=True)
-    by_parameter = {id(p): g for p, g in zip(trained, found, strict=True)}
+        per_parameter = torch.autograd.grad(loss(module, batch), trained, allow_unused=True)
+    by_parameter = {id(p): g for p, g in zip(trained, per_parameter, strict=True)}
     gradients = [by_parameter.get(id(p)) for p in parameters]
     if ranks.size == 1:
         return gradients

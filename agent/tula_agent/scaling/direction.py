@@ -355,8 +355,8 @@ class Directions:
 
     def _level(self, matrix: _Matrix, noise: Mapping[int, float]) -> float:
         """Return nu of a matrix; NaN for one that was added since the last measurement."""
-        known = noise.get(matrix.index, math.nan)
-        return noise_level(known, matrix.group["momentum"], matrix.shape.rows, self._damping)
+        variance = noise.get(matrix.index, math.nan)
+        return noise_level(variance, matrix.group["momentum"], matrix.shape.rows, self._damping)
 
     def _exchange(
         self, shares: Sequence[Sequence[_Matrix]], corrected: Mapping[int, torch.Tensor]

@@ -275,11 +275,11 @@ class SpikeClip:
             return
         norm = norm_squared([_part_read(g) for g in dense]).sqrt()
         usual = torch.zeros_like(norm) if self.usual is None else self.usual.to(norm.device)
-        finite, known = torch.isfinite(norm), usual > 0.0
+        finite, begun = torch.isfinite(norm), usual > 0.0
         counts = finite & (norm > 0.0)  # steps of zeros would drive the average to 0 and freeze the steps after them
-        allowed = torch.where(known, self._limit * usual, norm) if clip else norm
+        allowed = torch.where(begun, self._limit * usual, norm) if clip else norm
         taken = torch.minimum(norm, allowed)
-        blended = torch.where(known, _KEEP * usual + (1.0 - _KEEP) * taken, taken)
+        blended = torch.where(begun, _KEEP * usual + (1.0 - _KEEP) * taken, taken)
         self.usual = torch.where(counts, blended, usual)
         too_long = finite & (norm > allowed)
         if clip:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tula_agent.batches import batch_size_of
+from tula_agent.batches import infer_batch_size
 from tula_agent.guard import logger
 from tula_agent.scaling.policies import SERVED_SLOTS, Served
 from tula_agent.scaling.ranks import Ranks
@@ -168,7 +168,7 @@ class GradientStatistics:
         Once the script gives a size, batches without one (those that the agent observes) are not counted.
         """
         self.batch = batch
-        length = float(batch_size_of(batch) or 0)
+        length = float(infer_batch_size(batch) or 0)
         if size is not None:
             if not self._sized:
                 self._sized, self._observed, self._longest = True, 0.0, 0.0

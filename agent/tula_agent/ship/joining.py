@@ -217,7 +217,7 @@ class Joining:
         if is_id(name) and _ask(service, "GET", f"{routes.JOB_RUNS.format(job_id=name)}?limit=1", may_miss=True):
             return name
         page = _ask(service, "GET", f"{routes.JOBS}?{urlencode({'name': name, 'limit': _JOBS_READ})}")
-        ids = [_checked(each["id"]) for each in page["jobs"] if each["name"] == name]
+        ids = [_checked(job["id"]) for job in page["jobs"] if job["name"] == name]
         if len(ids) > 1:
             raise _NoRun("several jobs have this name: give the id of one")
         if ids:

@@ -268,7 +268,7 @@ class RequestBuilder:
         """Return the reports of the smaller batches whose last row has been sent."""
         held = {row.timing.local_batch_size for row in self._rows.values()}
         done = [(size, run_id) for size, run_id in self._ended if size not in held]
-        self._ended = [each for each in self._ended if each not in done]
+        self._ended = [ended for ended in self._ended if ended not in done]
         body = encode({"state": "succeeded"})
         return [SpooledRequest("PATCH", routes.RUN.format(run_id=run_id), body) for _, run_id in done]
 
@@ -290,7 +290,7 @@ class RequestBuilder:
                 "memory": memory_of[size],
                 "energy_per_step_j": readings.energy_per_step_j.pop(size, None),
                 "timeline": readings.timelines.pop(size, None),
-                "machine": self._host_of(size),
+                "machine": self._take_host(size),
                 "all_reduces": readings.all_reduces,
             }
             readings.all_reduces = None
@@ -313,7 +313,7 @@ class RequestBuilder:
             with self._guard("OpenTelemetry"):
                 self._otel.record(self._launch.run_of(None), timing.step_time_s, comm[0], timing.input_time_s)
 
-    def _host_of(self, size: int | None) -> dict[str, Any] | None:
+    def _take_host(self, size: int | None) -> dict[str, Any] | None:
         """Return what is known of loader and host, once for each batch size,
         since each size may have a run of its own."""
         host = self._readings.host

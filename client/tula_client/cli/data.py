@@ -15,7 +15,7 @@ import typer
 
 from tula_client._client import Client, JobHandle
 from tula_client._errors import TulaError, UsageError
-from tula_client._flows import Row, Table, kind_of, needs_extra, write_file
+from tula_client._flows import Row, Table, check_suffix, needs_extra, write_file
 from tula_client.cli.output import JobName, Json, emit
 from tula_wire import Run
 from tula_wire.text import printable_lines
@@ -65,7 +65,7 @@ def export(
     if to is not None:
         _export_runs(job, what, output, as_json)
         return
-    kind = ("json" if as_json else "csv") if output is None else kind_of(output, ".csv", ".parquet", ".json")
+    kind = ("json" if as_json else "csv") if output is None else check_suffix(output, ".csv", ".parquet", ".json")
     with Client() as client:
         rows = client.handle(job).rows(what)
     if kind == "parquet":
@@ -118,7 +118,9 @@ def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
     with needs_extra("an export to MLflow", "mlflow"):
         import mlflow
     name, measured = handle.status().name, _measured(handle)
-    predicted = {one.configuration: one for one in handle.recommendation().candidates if not one.spot}
+    predicted = {
+        candidate.configuration: candidate for candidate in handle.recommendation().candidates if not candidate.spot
+    }
     runs = [run for run in reversed(handle.runs()) if run.state in _STATUS]
     try:
         store = mlflow.MlflowClient()

@@ -34,9 +34,9 @@ from tula_client.launch.gate import (
     Side,
     alternate,
     checkout,
-    commit_of,
     git,
     refuse_tracked_paths,
+    resolve_commit,
     slower,
 )
 from tula_client.launch.process import start
@@ -80,7 +80,7 @@ def gate(
     if markdown is not None and not markdown.parent.is_dir():
         raise UsageError(f"--markdown {markdown}: there is no folder {markdown.parent}")
     refuse_tracked_paths(command, os.environ)
-    commit = commit_of(against)
+    commit = resolve_commit(against)
     changed = git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     if changed == commit:
         raise UsageError(f"--against {against} is what is checked out, without a change: nothing differs")
@@ -92,7 +92,7 @@ def gate(
         checkout(commit, work_dir.resolve()) as base_folder,
         ExitStack() as ends,
     ):
-        known = _recommendation(client, job_spec)
+        earlier = _recommendation(client, job_spec)
         sides = []
         for name, revision, folder in (("the base", commit, base_folder), ("the change", changed, Path.cwd())):
             job = register(client, _at_revision(job_spec, revision, number)).job
@@ -103,11 +103,11 @@ def gate(
             sides.append(Side(f"{name} ({_short(revision)})", job, ends.enter_context(made)))
         base, change = sides
         first_guess = client.recommendation(base.job.id).candidates
-        chosen = _configuration(configuration, job_spec, known, first_guess)
+        chosen = _configuration(configuration, job_spec, earlier, first_guess)
         reporter.note(f"Launching {in_words(chosen)} {pairs} times on {base.name} and on {change.name}, in turn.")
         result = slower(*alternate(base, change, chosen, template, pairs))
         peaks = [side.peak_bytes(chosen) for side in sides]
-    sentence = _sentence(result, peaks, None if known is None else known.chosen)
+    sentence = _sentence(result, peaks, None if earlier is None else earlier.chosen)
     exceeded = result.low > 0.0 and result.value * 100.0 > threshold
     plain = {
         "slower": result,
@@ -149,16 +149,16 @@ def _recommendation(client: Client, spec: JobSpec) -> Recommendation | None:
 
 
 def _configuration(
-    word: str | None, spec: JobSpec, known: Recommendation | None, candidates: list[Candidate]
+    word: str | None, spec: JobSpec, earlier: Recommendation | None, candidates: list[Candidate]
 ) -> Configuration:
-    configurations = [one.configuration for one in candidates]
+    configurations = [candidate.configuration for candidate in candidates]
     if word is not None:
         return named_configuration(word, {}, configurations, spec.options, "--configuration")
-    if known is not None and known.chosen is not None:
-        return known.chosen.configuration
+    if earlier is not None and earlier.chosen is not None:
+        return earlier.chosen.configuration
     if not configurations:
         raise LaunchError("the job has no candidate: see tula recommend")
-    return min(configurations, key=lambda one: (one.num_nodes, one.global_batch_size, one))
+    return min(configurations, key=lambda candidate: (candidate.num_nodes, candidate.global_batch_size, candidate))
 
 
 def _amounts(share: Estimate, whole: float = 1.0) -> tuple[float, float, float]:

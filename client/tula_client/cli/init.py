@@ -71,7 +71,7 @@ def _devices() -> list[tuple[str, int]]:
     rows = [line.rpartition(",") for line in done.stdout.splitlines()]
     devices = [(name.strip(), int(size) * 2**20) for name, _, size in rows if size.strip().isdecimal()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return devices if visible is None else devices[: sum(one.strip() not in ("", "-1") for one in visible.split(","))]
+    return devices if visible is None else devices[: sum(name.strip() not in ("", "-1") for name in visible.split(","))]
 
 
 def _varied(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:

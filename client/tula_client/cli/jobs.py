@@ -402,8 +402,8 @@ def today_line(answer: Recommendation) -> list[Text]:
     return [Text(f"{', '.join(words)}: {_totals(chosen)}{compared}.")]
 
 
-def _totals(one: Candidate) -> str:
-    return ", ".join([duration(one.total_time_s.value), *([_cost(one)] if one.cost_usd else [])])
+def _totals(candidate: Candidate) -> str:
+    return ", ".join([duration(candidate.total_time_s.value), *([_cost(candidate)] if candidate.cost_usd else [])])
 
 
 def menu_table(answer: Recommendation) -> RenderableType:
@@ -444,20 +444,20 @@ def _basis(answer: Recommendation | Predictions, evidence: str = "") -> list[Tex
 def candidates_table(answer: Recommendation) -> RenderableType:
     """Render all candidates with intervals and marks; with the instance type if the job has several."""
 
-    def marks(one: Candidate) -> dict[str, bool]:
-        named = roles(one, answer)
+    def marks(candidate: Candidate) -> dict[str, bool]:
+        named = roles(candidate, answer)
         named = {"recommended": named.pop("chosen"), **named}
-        return {name.replace("_", " "): holds for name, holds in named.items()} | _state(one)
+        return {name.replace("_", " "): holds for name, holds in named.items()} | _state(candidate)
 
     return _table(answer.candidates, marks)
 
 
 def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[str, bool]]) -> RenderableType:
-    several = len({one.configuration.instance_type for one in candidates}) > 1
-    has_options = any(one.configuration.options for one in candidates)
+    several = len({candidate.configuration.instance_type for candidate in candidates}) > 1
+    has_options = any(candidate.configuration.options for candidate in candidates)
     rows = []
-    for one in candidates:
-        chosen, held = one.configuration, marks(one)
+    for candidate in candidates:
+        chosen, held = candidate.configuration, marks(candidate)
         rows.append(
             [
                 *([chosen.instance_type] if several else []),
@@ -466,11 +466,11 @@ def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[st
                 str(chosen.local_batch_size),
                 str(chosen.global_batch_size),
                 *([", ".join(starmap(option, chosen.options))] if has_options else []),
-                estimate(one.step_time_s),
-                duration(one.epoch_time_s.value),
-                duration(one.total_time_s.value),
-                _cost(one),
-                size(one.memory_bytes.value if one.memory_bytes else None),
+                estimate(candidate.step_time_s),
+                duration(candidate.epoch_time_s.value),
+                duration(candidate.total_time_s.value),
+                _cost(candidate),
+                size(candidate.memory_bytes.value if candidate.memory_bytes else None),
                 ", ".join(name for name, holds in held.items() if holds),
             ]
         )
@@ -480,43 +480,43 @@ def _table(candidates: Sequence[Candidate], marks: Callable[[Candidate], dict[st
     return Narrowing(columns, rows, (">ranks", ">epoch", ">memory", ">local"))
 
 
-def _predictions(one: Candidate) -> RenderableType:
+def _predictions(candidate: Candidate) -> RenderableType:
     rows = [
-        ["step", estimate(one.step_time_s)],
-        ["epoch", estimate(one.epoch_time_s)],
-        ["training", estimate(one.total_time_s)],
+        ["step", estimate(candidate.step_time_s)],
+        ["epoch", estimate(candidate.epoch_time_s)],
+        ["training", estimate(candidate.total_time_s)],
     ]
-    if one.cost_usd is not None:
-        rows.append(["cost", estimate(one.cost_usd, "usd")])
-    if one.energy_kwh is not None:
-        rows.append(["energy", estimate(one.energy_kwh, "kwh")])
-        if one.energy_usd is not None:
-            rows.append(["", estimate(one.energy_usd, "usd")])
-        if one.energy_gco2 is not None:
-            rows.append(["CO2", estimate(one.energy_gco2, "gco2")])
-    if one.tokens_per_step is not None:
-        rows.append(["tokens", f"{count(one.tokens_per_step)} a step"])
-        rows.append(["", f"{estimate(one.tokens_per_s, 'count')} a second"])
-        if one.usd_per_million_tokens is not None:
-            rows.append(["", f"{estimate(one.usd_per_million_tokens, 'usd')} a million"])
-    if one.memory_bytes is not None:
-        fits = f", fits with probability {one.memory_fits:.2f}" if one.memory_fits is not None else ""
-        rows.append(["memory", estimate(one.memory_bytes, "bytes") + fits])
-    if one.extrapolated:
+    if candidate.cost_usd is not None:
+        rows.append(["cost", estimate(candidate.cost_usd, "usd")])
+    if candidate.energy_kwh is not None:
+        rows.append(["energy", estimate(candidate.energy_kwh, "kwh")])
+        if candidate.energy_usd is not None:
+            rows.append(["", estimate(candidate.energy_usd, "usd")])
+        if candidate.energy_gco2 is not None:
+            rows.append(["CO2", estimate(candidate.energy_gco2, "gco2")])
+    if candidate.tokens_per_step is not None:
+        rows.append(["tokens", f"{count(candidate.tokens_per_step)} a step"])
+        rows.append(["", f"{estimate(candidate.tokens_per_s, 'count')} a second"])
+        if candidate.usd_per_million_tokens is not None:
+            rows.append(["", f"{estimate(candidate.usd_per_million_tokens, 'usd')} a million"])
+    if candidate.memory_bytes is not None:
+        fits = f", fits with probability {candidate.memory_fits:.2f}" if candidate.memory_fits is not None else ""
+        rows.append(["memory", estimate(candidate.memory_bytes, "bytes") + fits])
+    if candidate.extrapolated:
         rows.append(["", "extrapolated: outside the measured range"])
     return facts(rows)
 
 
-def _cost(one: Candidate) -> str:
-    return money(one.cost_usd.value if one.cost_usd else None)
+def _cost(candidate: Candidate) -> str:
+    return money(candidate.cost_usd.value if candidate.cost_usd else None)
 
 
-def _state(one: Candidate) -> dict[str, bool]:
+def _state(candidate: Candidate) -> dict[str, bool]:
     return {
-        "spot": one.spot,
-        "profiled": one.profiled,
-        "extrapolated": one.extrapolated,
-        f"excluded: {one.excluded_by}": one.excluded_by is not None,
+        "spot": candidate.spot,
+        "profiled": candidate.profiled,
+        "extrapolated": candidate.extrapolated,
+        f"excluded: {candidate.excluded_by}": candidate.excluded_by is not None,
     }
 
 

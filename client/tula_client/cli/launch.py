@@ -120,7 +120,7 @@ def tune(
             configurations: tuple[Configuration, ...] = ()
             if again:
                 handle = client.handle(job.id)
-                candidates = (one.configuration for one in handle.recommendation().candidates)
+                candidates = (candidate.configuration for candidate in handle.recommendation().candidates)
                 configurations = to_measure_again(again, handle.runs(), candidates, job.spec.options)
             limits: dict[str, Any] = {"max_parallel": max_parallel, "max_failures": max_failures, "node_budget": nodes}
             tuned = work_through(runner, job, template, again=configurations, **limits)
@@ -239,8 +239,8 @@ def run(
         if configuration is None:
             _note_change(client, registered, reporter)
         else:
-            runs = {one.configuration: one for one in sorted(handle.runs(), key=lambda one: one.id == configuration)}
-            candidates = (one.configuration for one in handle.recommendation().candidates)
+            runs = {run.configuration: run for run in sorted(handle.runs(), key=lambda run: run.id == configuration)}
+            candidates = (candidate.configuration for candidate in handle.recommendation().candidates)
             options_of_job = registered.spec.options
             fixed = named_configuration(configuration, runs, candidates, options_of_job, "--configuration")
         options = {"time_limit_s": time_limit, "grace_s": _TRAINING_GRACE_S, "stop_template": stop}
@@ -270,14 +270,14 @@ def _note_change(client: Client, job: Job, reporter: Reporter) -> None:
 def launchers(as_json: Json = False) -> None:
     """Print the ready-made templates and all placeholders."""
     plain = {
-        "launchers": {name: {"name": name, **dataclasses.asdict(one)} for name, one in LAUNCHERS.items()},
+        "launchers": {name: {"name": name, **dataclasses.asdict(launcher)} for name, launcher in LAUNCHERS.items()},
         "placeholders": dict(PLACEHOLDERS),
     }
     lines = []
-    for name, one in LAUNCHERS.items():
-        lines += [f"{name}: {one.description}", f"    {shlex.join(one.words)} SCRIPT ARGUMENTS..."]
-        if one.stop_words:
-            lines.append(f"    cancelled by: {shlex.join(one.stop_words)}")
+    for name, launcher in LAUNCHERS.items():
+        lines += [f"{name}: {launcher.description}", f"    {shlex.join(launcher.words)} SCRIPT ARGUMENTS..."]
+        if launcher.stop_words:
+            lines.append(f"    cancelled by: {shlex.join(launcher.stop_words)}")
     lines += ["", "Placeholders:", *(f"    {{{name}}}".ljust(24) + meaning for name, meaning in PLACEHOLDERS.items())]
     emit(plain, Text("\n".join(lines)), as_json)
 

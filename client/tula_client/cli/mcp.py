@@ -118,7 +118,7 @@ class Launch:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            self._file.write_text(f"{self.process.pid} {_start_of(self.process.pid)}")
+            self._file.write_text(f"{self.process.pid} {_start_time(self.process.pid)}")
 
     def stop(self) -> None:
         """Ask the launch to end, as Ctrl-C does: commands are stopped and leases given back."""
@@ -165,12 +165,12 @@ class Launch:
         if self.process is not None and self.process.poll() is None:
             return self.process.pid
         noted = self._noted()
-        if noted is None or _start_of(noted[0]) != noted[1]:  # the id may belong to another process by now
+        if noted is None or _start_time(noted[0]) != noted[1]:  # the id may belong to another process by now
             return None
         return noted[0]
 
 
-def _start_of(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     """Return when a process started: the machine's boot and clock ticks since then (proc(5)); None if it has ended."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -209,7 +209,9 @@ class Tools:
     def why(self, job: JobText, objective: Objective | None = None) -> Facts:
         """Say why a configuration is recommended: runner-up, knee, limits that exclude others, error of the model."""
         answer = self._client.handle(job).recommendation(objective)
-        excluded = sorted({one.excluded_by for one in answer.candidates if one.excluded_by is not None})
+        excluded = sorted(
+            {candidate.excluded_by for candidate in answer.candidates if candidate.excluded_by is not None}
+        )
         facts = _plain(answer)
         kept = ("objective", "basis", "why", "quality", *_REASONS, "model")
         return {name: facts[name] for name in kept if name in facts} | {"excluded_by": excluded[:MOST]}
@@ -231,7 +233,7 @@ class Tools:
         chosen = handle.recommendation().chosen
         facts = _plain(answer, "candidates")
         facts["predictions"] = [
-            _plain(one) | {"of_recommended": _ratios(one, chosen)} for one in answer.candidates[:MOST]
+            _plain(candidate) | {"of_recommended": _ratios(candidate, chosen)} for candidate in answer.candidates[:MOST]
         ]
         facts["left_out"] = len(answer.candidates) - len(facts["predictions"])
         return facts
@@ -322,13 +324,13 @@ def _plain(model: BaseModel, *left_out: str) -> Facts:
     return model.model_dump(mode="json", exclude=set(left_out), exclude_none=True)
 
 
-def _ratios(one: Candidate, recommended: Candidate | None) -> dict[str, float]:
+def _ratios(candidate: Candidate, recommended: Candidate | None) -> dict[str, float]:
     """Return duration and cost divided by those of the recommended candidate, where both are known."""
     if recommended is None:
         return {}
-    ratios = {"total_time": one.total_time_s.value / recommended.total_time_s.value}
-    if one.cost_usd is not None and recommended.cost_usd is not None and recommended.cost_usd.value > 0:
-        ratios["cost"] = one.cost_usd.value / recommended.cost_usd.value
+    ratios = {"total_time": candidate.total_time_s.value / recommended.total_time_s.value}
+    if candidate.cost_usd is not None and recommended.cost_usd is not None and recommended.cost_usd.value > 0:
+        ratios["cost"] = candidate.cost_usd.value / recommended.cost_usd.value
     return ratios
 
 

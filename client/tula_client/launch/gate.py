@@ -88,7 +88,7 @@ def git(*words: str, folder: Path | None = None) -> str:
     return done.stdout.rstrip("\n")
 
 
-def commit_of(revision: str) -> str:
+def resolve_commit(revision: str) -> str:
     """Return the full id of the commit that a revision names. Raises `UsageError` for an unknown one."""
     if revision.startswith("-"):
         raise UsageError(f"--against {revision}: give a commit, a tag or a branch")

@@ -168,7 +168,7 @@ def _dump_stacks() -> None:
         _kill(pid, signal.SIGSTOP)
     ranks: dict[int, int] = {}
     for pid in below:
-        rank = _rank_of(pid)
+        rank = _read_rank(pid)
         if rank is not None and _catches(pid, signal.SIGABRT):
             ranks.setdefault(rank, pid)  # data loading processes inherit their rank's environment and follow it
     for rank, pid in sorted(ranks.items()):
@@ -186,7 +186,7 @@ def _dump_stacks() -> None:
         _kill(pid, signal.SIGCONT)
 
 
-def _rank_of(pid: int) -> int | None:
+def _read_rank(pid: int) -> int | None:
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -36,19 +36,19 @@ _PROXY_HEADERS: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-hos
 _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 
-def address_of(request: Request) -> str:
+def client_address(request: Request) -> str:
     """Return the address under which requests without a token are counted."""
     return f"address {request.client.host if request.client else 'unknown'}"
 
 
 def is_ingest(method: str, path: str) -> bool:
     """Return True for samples and telemetry: their bodies may be larger, and their requests more, than others."""
-    return any(method == known and pattern.match(path) for known, pattern in _INGEST_PATTERNS)
+    return any(method == allowed and pattern.match(path) for allowed, pattern in _INGEST_PATTERNS)
 
 
 def is_for_agents(method: str, path: str) -> bool:
     """Return True for requests of agents, for which room and threads are reserved."""
-    return any(method == known and pattern.match(path) for known, pattern in _AGENT_PATTERNS)
+    return any(method == allowed and pattern.match(path) for allowed, pattern in _AGENT_PATTERNS)
 
 
 def is_open(method: str, path: str) -> bool:
@@ -67,10 +67,10 @@ async def admit(request: Request) -> Principal:
     try:
         principal = await _identify(request, services)
     except Unauthenticated:
-        services.limits.count_failed_auth(address_of(request))
+        services.limits.count_failed_auth(client_address(request))
         raise
     request.scope["tula.principal"] = principal
-    sender = address_of(request) if principal == PUBLIC else principal.sender
+    sender = client_address(request) if principal == PUBLIC else principal.sender
     services.limits.count_request(sender, ingest=is_ingest(request.method, request.scope["path"]))
     return principal
 
@@ -135,14 +135,14 @@ def _required_scopes(method: str, route: str) -> frozenset[str]:
 def _secret(request: Request) -> str | None:
     header = request.headers.get("authorization")
     if header is None:
-        return cookie_of(request) if is_same_origin(request) else None
+        return session_cookie(request) if is_same_origin(request) else None
     scheme, _, rest = header.partition(" ")
     if scheme.lower() == "bearer" and rest.strip():
         return rest.strip()
     raise Unauthenticated("The Authorization header cannot be read: send `Authorization: Bearer TOKEN`.")
 
 
-def cookie_of(request: Request) -> str | None:
+def session_cookie(request: Request) -> str | None:
     """Return the session of a browser's cookie; None without a plausible session."""
     secret = request.cookies.get(COOKIE, "")
     return secret if is_plausible(secret) else None

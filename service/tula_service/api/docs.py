@@ -153,7 +153,7 @@ def document(app: FastAPI) -> dict[str, Any]:
 
 def _with_named_choices(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_with_named_choices(each) for each in schema]
+        return [_with_named_choices(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     name = _CHOICES.get(tuple(schema.get("enum", ())))

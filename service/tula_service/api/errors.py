@@ -73,12 +73,12 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_bug)
 
 
-def problem_of(scope: Scope, error: HTTPException | errors.ServiceError) -> Response:
+def build_problem(scope: Scope, error: HTTPException | errors.ServiceError) -> Response:
     """Return the problem document of an error of this service, or of a status that `_HTTP` has."""
     if isinstance(error, HTTPException):
         kind, title, detail = _HTTP.get(error.status_code, (ProblemType.INVALID, "Error", str(error.detail)))
         return _problem(scope, error.status_code, detail, kind=kind, title=title, headers=error.headers)
-    status = next(_STATUS[known] for known in type(error).__mro__ if known in _STATUS)
+    status = next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)
     headers = {}
     if isinstance(error, (errors.Busy, errors.StoreUnavailable)):
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
@@ -116,8 +116,8 @@ def _problem(
 
 async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, (HTTPException, errors.ServiceError)):
-        return problem_of(request.scope, error)
-    return problem_of(request.scope, errors.InvalidInput(str(error)))
+        return build_problem(request.scope, error)
+    return build_problem(request.scope, errors.InvalidInput(str(error)))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
@@ -127,7 +127,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
             request.scope, 422, f"body: {count} fields are wrong; check that this is the body of this route."
         )
     # Field and remedy, never the input, which may hold a secret or NaN.
-    faults = [FieldError(field=_dotted(each["loc"]), message=remedy(each)) for each in error.errors()[:_MAX_ERRORS]]
+    faults = [FieldError(field=_dotted(fault["loc"]), message=remedy(fault)) for fault in error.errors()[:_MAX_ERRORS]]
     more = f" ({len(faults) - 1} more in errors)" if len(faults) > 1 else ""
     return _problem(request.scope, 422, f"{faults[0].field}: {faults[0].message}{more}", faults=faults)
 

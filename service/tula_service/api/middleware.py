@@ -15,9 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tula_service.api.auth import PROBES, address_of, admit, is_for_agents, is_ingest, is_open
+from tula_service.api.auth import PROBES, admit, client_address, is_for_agents, is_ingest, is_open
 from tula_service.api.bodies import ORDINARY_BYTES
-from tula_service.api.errors import problem_of
+from tula_service.api.errors import build_problem
 from tula_service.api.services import Services
 from tula_service.errors import Busy, ServiceError, TooLarge, Unauthenticated
 from tula_wire import MAX_BODY_BYTES, routes
@@ -112,7 +112,7 @@ class RequestMiddleware:
             if scope["method"] in _WITH_BODY:
                 receive = await self._arrived(scope, receive, sender)
         except (HTTPException, ServiceError) as refusal:
-            response = problem_of(scope, refusal)
+            response = build_problem(scope, refusal)
             # A client that is still sending has to read a 401.
             if scope["method"] in _WITH_BODY and not isinstance(refusal, Unauthenticated):
                 response.headers["Connection"] = "close"
@@ -124,7 +124,7 @@ class RequestMiddleware:
         room = self._agents if is_for_agents(scope["method"], scope["path"]) else self._others
         if room.locked():
             self._services.metrics.refused.inc()
-            await problem_of(scope, _busy("The service is at its limit of requests"))(scope, receive, send)
+            await build_problem(scope, _busy("The service is at its limit of requests"))(scope, receive, send)
             return
         async with room:
             with self._services.metrics.in_flight.track_inprogress():
@@ -135,11 +135,11 @@ class RequestMiddleware:
         try:
             if not is_open(request.method, request.scope["path"]):
                 return (await admit(request)).sender
-            self._services.limits.count_open(address_of(request))
+            self._services.limits.count_open(client_address(request))
         except Busy:
             self._services.metrics.limited.inc()
             raise
-        return address_of(request)
+        return client_address(request)
 
     async def _arrived(self, scope: Scope, receive: Receive, sender: str) -> Receive:
         """Return a `receive` of the whole body. Raises HTTPException 408, TooLarge, Busy."""

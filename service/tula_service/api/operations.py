@@ -98,7 +98,7 @@ class _Stored(Collector):
         yield _gauge("tula_prediction_error_recent", "Absolute relative error of step time.", ["quantile"], recent)
         running = running_trainings(self._store, self._principal)
         for name, about, field in _OF_TRAININGS:
-            values: _Values = {(one.job_id, one.job_name, one.run_id): getattr(one, field) for one in running}
+            values: _Values = {(run.job_id, run.job_name, run.run_id): getattr(run, field) for run in running}
             # Prometheus itself labels what it scrapes with `job`.
             yield _gauge(name, about, ["job_id", "job_name", "run_id"], values)
 

@@ -11,7 +11,7 @@ from tula_service.api.auth import Caller, CurrentUser
 from tula_service.api.bodies import JsonRoute
 from tula_service.api.queries import Lease, reject_unknown_query
 from tula_service.api.services import AppServices
-from tula_service.usecases.telemetry import SeriesQuery, columns_of, read_with_trend
+from tula_service.usecases.telemetry import SeriesQuery, list_columns, read_with_trend
 from tula_wire import TelemetryAccepted, TelemetryChunk, TelemetrySeries, routes
 
 router = APIRouter(route_class=JsonRoute, tags=["telemetry"])
@@ -46,7 +46,7 @@ def get_telemetry(
     Without `column`, no points, and in `available` the names of all columns of the run.
     """
     if column is None:
-        available = columns_of(*user, run_id)
+        available = list_columns(*user, run_id)
         nothing: dict[str, Any] = {"column": "", "steps": [], "values": [], "total_points": 0, "downsampled": False}
         return TelemetrySeries(run_id=run_id, rank=rank, available=available, **nothing)
     query = SeriesQuery(run_id, column, rank, max_points, first_step, last_step, trend_points=0)

@@ -17,7 +17,7 @@ from tula_service.dashboard.charts.vega import Spec
 from tula_service.dashboard.pages import MAX_COMPARED, compare_runs
 from tula_service.errors import NotFound
 from tula_service.usecases import jobs, ledger, recommendations, runs
-from tula_service.usecases.telemetry import SeriesQuery, columns_of, memory_of, read_with_trend
+from tula_service.usecases.telemetry import SeriesQuery, list_columns, read_memory, read_with_trend
 from tula_wire import Objective, Recommendation, read, routes
 
 router = APIRouter(tags=["charts"], dependencies=[Depends(reject_unknown_query)])
@@ -62,8 +62,10 @@ def get_chart(name: str, user: CurrentUser) -> JSONResponse:
     _check_known("service", name, ("accuracy", "calibration"))
     outcomes = ledger.outcomes(*user)
     if name == "calibration":
-        return JSONResponse(calibration([each.entry for each in outcomes]))
-    return JSONResponse(accuracy_of_all([(f"{each.network} on {each.device}", each.entry) for each in outcomes]))
+        return JSONResponse(calibration([outcome.entry for outcome in outcomes]))
+    return JSONResponse(
+        accuracy_of_all([(f"{outcome.network} on {outcome.device}", outcome.entry) for outcome in outcomes])
+    )
 
 
 @router.get(routes.RUN_CHART)
@@ -89,7 +91,7 @@ def get_run_chart(
 
 def _run_chart(user: User, name: str, where: SeriesQuery, logarithmic: bool) -> Spec:
     run = runs.get(*user, where.run_id)
-    reported = columns_of(*user, run.id)
+    reported = list_columns(*user, run.id)
     _check_known("run", name, (*RUN_CHARTS, *reported))
     series, trends = {}, {}
     for column in drawn_columns(name):
@@ -97,7 +99,7 @@ def _run_chart(user: User, name: str, where: SeriesQuery, logarithmic: bool) -> 
             series[column], smooth = read_with_trend(*user, replace(where, column=column))
             if smooth is not None:
                 trends[column] = smooth
-    if name == "memory" and not series and (readings := memory_of(*user, run.id)):
+    if name == "memory" and not series and (readings := read_memory(*user, run.id)):
         return rank_memory(run, readings)
     return run_chart(name, run, series, trends, logarithmic=logarithmic)
 

@@ -26,7 +26,7 @@ from tula_service.errors import InvalidInput
 from tula_service.perfmodel.objectives import OBJECTIVES
 from tula_service.usecases import events, jobs, ledger, recommendations, runs
 from tula_service.usecases.access import PUBLIC, visible_projects, visible_tokens
-from tula_service.usecases.telemetry import SeriesQuery, columns_of, compare, newest_values
+from tula_service.usecases.telemetry import SeriesQuery, compare, list_columns, newest_values
 from tula_wire import (
     JOBS_COUNTED,
     Candidate,
@@ -64,7 +64,7 @@ _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 400, 30, 6_000
 
 def _several(given: Any) -> Any:
     """Return what was typed into one field, `2, 4`, as the values it names."""
-    return [value for each in given for value in re.split(r"[\s,;]+", each) if value]
+    return [value for text in given for value in re.split(r"[\s,;]+", text) if value]
 
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -199,7 +199,7 @@ def what_if(
         for each in candidates
         if (not micro_steps or each.configuration.grad_accum_steps in micro_steps) and spot in (None, each.spot)
     ]
-    ranked = sorted(asked, key=lambda each: (each.excluded_by is not None, each.total_time_s.value))
+    ranked = sorted(asked, key=lambda candidate: (candidate.excluded_by is not None, candidate.total_time_s.value))
     best = read(Recommendation, recommendations.get(*user, job_id, objective)).chosen
     left_out = max(0, len(ranked) - MAX_WHAT_IF)
     return HTMLResponse(render("what_if.html", candidates=ranked[:MAX_WHAT_IF], left_out=left_out, best=best))
@@ -230,7 +230,7 @@ def quality_page(
         columns=comparison.columns,
         view=view,
         chosen=run,
-        chart_query=urlencode([*asked, *(("run", each) for each in run)]),
+        chart_query=urlencode([*asked, *(("run", run_id) for run_id in run)]),
         older=comparison.next_cursor,
         advice=_lost_regularisation(user, job_id, comparison),
     )
@@ -239,10 +239,10 @@ def quality_page(
 @router.get("/accuracy")
 def accuracy_page(user: CurrentUser) -> HTMLResponse:
     """Show predicted against measured over all jobs: the evidence for believing a prediction."""
-    outcomes = [each for each in ledger.outcomes(*user) if each.entry.error is not None]
+    outcomes = [outcome for outcome in ledger.outcomes(*user) if outcome.entry.error is not None]
     groups: dict[tuple[str, str], list[ledger.Outcome]] = {}
-    for each in outcomes:
-        groups.setdefault((each.network, each.device), []).append(each)
+    for outcome in outcomes:
+        groups.setdefault((outcome.network, outcome.device), []).append(outcome)
     rows = [_accuracy(*names, group) for names, group in sorted(groups.items())]
     newest = [] if user.principal == PUBLIC else outcomes[:MAX_FOLLOWED]
     return _page(user, "accuracy.html", rows=rows, overall=_accuracy("", "", outcomes), newest=newest)
@@ -255,7 +255,7 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
     job = jobs.get(*user, run.job_id)
     listed = events.recent(*user, job.id, kinds=KINDS, run_id=run_id, limit=MAX_EVENTS)
     drawn = {column for name in RUN_CHARTS for column in drawn_columns(name)}
-    sent = columns_of(*user, run_id)
+    sent = list_columns(*user, run_id)
     logged = [name for name in sent if name not in drawn and not is_setting(name)]
     # A profiling run reports no loss, accuracy or scaling: empty charts of these would only hide the others.
     own = [
@@ -321,7 +321,7 @@ def _lost_regularisation(user: User, job_id: str, comparison: Comparison) -> str
     if not {*names} <= {*comparison.columns}:
         return None
     loss, accuracy = (
-        {each.run.id: each for each in compare_runs(user, job_id, name, trend=0, cursor=None).runs} for name in names
+        {row.run.id: row for row in compare_runs(user, job_id, name, trend=0, cursor=None).runs} for name in names
     )
     ended = [run for run in loss if run in accuracy and loss[run].run.state == "succeeded"]
     scale = 100.0 if all(_end(accuracy[run]) <= 1.0 for run in ended) else 1.0  # a fraction, or percent
@@ -348,24 +348,24 @@ def _ranked(recommendation: Recommendation) -> list[Candidate]:
     excluded last."""
     by_cost = _by_cost(recommendation)
 
-    def place(each: Candidate) -> tuple[int, bool, float]:
-        estimate = each.cost_usd if by_cost and each.cost_usd is not None else each.total_time_s
-        first = 0 if each == recommendation.chosen else 1 if each == recommendation.runner_up else 2
-        return first, each.excluded_by is not None, estimate.value
+    def place(candidate: Candidate) -> tuple[int, bool, float]:
+        estimate = candidate.cost_usd if by_cost and candidate.cost_usd is not None else candidate.total_time_s
+        first = 0 if candidate == recommendation.chosen else 1 if candidate == recommendation.runner_up else 2
+        return first, candidate.excluded_by is not None, estimate.value
 
     return sorted(recommendation.candidates, key=place)
 
 
 def _accuracy(network: str, device: str, outcomes: list[ledger.Outcome]) -> dict[str, Any]:
     """Return a row of the page of accuracy: relative errors of the step time, and the share of intervals that held."""
-    errors = sorted(each.entry.error for each in outcomes if each.entry.error is not None)
+    errors = sorted(outcome.entry.error for outcome in outcomes if outcome.entry.error is not None)
     sizes = sorted(map(abs, errors))
-    held = [each.entry.within_interval for each in outcomes if each.entry.within_interval is not None]
+    held = [outcome.entry.within_interval for outcome in outcomes if outcome.entry.within_interval is not None]
     return {
         "network": network,
         "device": device,
         "runs": len(outcomes),
-        "jobs": len({each.entry.job_id for each in outcomes}),
+        "jobs": len({outcome.entry.job_id for outcome in outcomes}),
         "median": median(sizes) if sizes else None,
         "most": sizes[math.ceil(0.9 * len(sizes)) - 1] if sizes else None,
         "bias": median(errors) if errors else None,

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.types import Scope
 
-from tula_service.api.auth import COOKIE, address_of, cookie_of, is_plausible, is_same_origin
+from tula_service.api.auth import COOKIE, client_address, is_plausible, is_same_origin, session_cookie
 from tula_service.api.services import Services
 from tula_service.dashboard.format import render
 from tula_service.errors import Busy, Unauthenticated
@@ -49,7 +49,7 @@ async def post_login(request: Request) -> Response:
 async def post_logout(request: Request) -> Response:
     """End the session, in the cookie and on the service."""
     services: Services = request.app.state.services
-    if (secret := cookie_of(request)) is not None:
+    if (secret := session_cookie(request)) is not None:
         await to_thread.run_sync(end_session, services.store, secret, limiter=services.auth_threads)
         services.access.forget(secret)
     response = RedirectResponse("/login", 303)
@@ -65,7 +65,7 @@ async def _signed_in(request: Request, secret: str) -> str:
             raise Unauthenticated("Paste the whole token, as `tula token create` printed it.")
         principal = await to_thread.run_sync(services.access.authenticate, secret, limiter=services.auth_threads)
     except Unauthenticated:
-        services.limits.count_failed_auth(address_of(request))
+        services.limits.count_failed_auth(client_address(request))
         raise
     if principal.scope == "agent":
         raise Unauthenticated("An agent's token opens no pages: use a read, user or admin token.")

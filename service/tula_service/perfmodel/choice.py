@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.memory_model import MemoryModel, predict_peaks
-from tula_service.perfmodel.objectives import OBJECTIVES, Goal, KneeFinding, knee_of
+from tula_service.perfmodel.objectives import OBJECTIVES, Goal, KneeFinding, find_knee
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.pricing import Estimate, Limits, menu_of, pareto_frontier, price, tie_break
+from tula_service.perfmodel.pricing import Estimate, Limits, build_menu, pareto_frontier, price, tie_break
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_service.perfmodel.variants import Variant, variant_of
 from tula_wire.configurations import Configuration
@@ -168,7 +168,7 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
         estimates=tuple(estimates),
         goal=goal,
         excluded=excluded,
-        knee=knee_of(frontier),
+        knee=find_knee(frontier),
         merit=objective.merit(goal, allowed),
         within_limits_is_likely=likely,
         best_is_excluded=likely and free[0].key in out,
@@ -178,7 +178,7 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
         least_cost=OBJECTIVES["cost"].rank(goal, allowed)[0],
         balanced=OBJECTIVES["balanced"].rank(goal, allowed)[0],
         frontier=frontier,
-        menu=menu_of(pareto_frontier(choosable), ranked[0]),
+        menu=build_menu(pareto_frontier(choosable), ranked[0]),
     )
 
 

@@ -184,7 +184,7 @@ def nearest_form(
     inner_s = 0.0 if inner is None else inner[0]
     reduce_s = [np.array([fabric.whole(int(n), ranks_per_node, size)[0] for size in sizes]) for n in nodes]
     compute_s = np.asarray(_PACES)[:, None] * np.asarray(buckets.ready_s)[-1]
-    steps = np.log([[buckets.end_s(each, pace) for each in reduce_s] for pace in _PACES])
+    steps = np.log([[buckets.end_s(ready_s, pace) for ready_s in reduce_s] for pace in _PACES])
 
     def residuals(tried: FloatArray) -> FloatArray:
         log_two_nodes, growth, log_overlap = tried

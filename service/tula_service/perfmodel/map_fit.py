@@ -151,7 +151,7 @@ class Posterior:
         """
         thetas = np.array([member.theta for member in self.members])
         mean = self.member_weights @ thetas
-        variances = np.array([np.diag(_IN_SECONDS @ each @ _IN_SECONDS.T) for each in covariances])
+        variances = np.array([np.diag(_IN_SECONDS @ covariance @ _IN_SECONDS.T) for covariance in covariances])
         return StepTimePrior(
             mean,
             np.sqrt(self.member_weights @ (variances + ((thetas - mean) @ _IN_SECONDS.T) ** 2)),
@@ -163,7 +163,7 @@ class Posterior:
         )
 
 
-def targets_of(observations: StepTimeObservations, repeats: FloatArray, scales: ResidualScales) -> Targets:
+def build_targets(observations: StepTimeObservations, repeats: FloatArray, scales: ResidualScales) -> Targets:
     """Return what the fit has to meet on rows of `repeats` runs each, shape (n,): a mean of k runs has 1/k of their
     variance."""
     compute = np.where(

@@ -141,7 +141,7 @@ class MemoryModel:
         context."""
         row = np.array([1.0, local_batch_size])
         lines = (self.static_bytes, self.bytes_per_sample), self.upper
-        allocated = max(1.0, *(static + each * local_batch_size for static, each in lines))
+        allocated = max(1.0, *(static + slope * local_batch_size for static, slope in lines))
         variance = row @ self.covariance @ row + (_PREDICTION_SD * allocated) ** 2
         return allocated, math.sqrt(variance + self.beside.context_sd_bytes**2)
 
@@ -186,7 +186,7 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
     if batches.size == 0 and counted is None:
         raise ObservationError("no memory was measured; profile one configuration or give bytes per sample.")
     read = zip(batches.tolist(), peaks.tolist(), _reading_sds(peaks).tolist(), strict=True)
-    rows: list[tuple[float, float, float, float]] = [(1.0, *each) for each in read]
+    rows: list[tuple[float, float, float, float]] = [(1.0, *reading) for reading in read]
     if counted is not None:
         rows.append((0.0, 1.0, _OVER_ANALYSIS * counted, _ANALYSIS_SD * _OVER_ANALYSIS * counted))
     if static is not None:

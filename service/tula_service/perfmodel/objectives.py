@@ -231,11 +231,11 @@ class _Balanced(_Compromise):
 
 class _Knee(_Compromise):
     def rank(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
-        ranked, knee = super().rank(goal, allowed), knee_of(pareto_frontier(allowed)).estimate
+        ranked, knee = super().rank(goal, allowed), find_knee(pareto_frontier(allowed)).estimate
         return ranked if knee is None else [knee, *(e for e in ranked if e is not knee)]
 
     def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
-        knee = knee_of(pareto_frontier(allowed))
+        knee = find_knee(pareto_frontier(allowed))
         if knee.estimate is not None:
             return f"it is the candidate at the knee: {knee.reason}"
         return f"{super().merit(goal, allowed)[:-1]}; {knee.reason}"
@@ -266,7 +266,7 @@ OBJECTIVES: Final[Mapping[Name, Objective]] = {
 }
 
 
-def knee_of(frontier: Sequence[Estimate]) -> KneeFinding:
+def find_knee(frontier: Sequence[Estimate]) -> KneeFinding:
     """Return Kneedle's knee (Satopaa 2011) of log cost over log time on the frontier, up to three times the least time.
 
     On the frontier both axes are the job's own trade-off: the knee is where time stops buying much money. On time over

@@ -163,13 +163,13 @@ def pareto_frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
     One is dominated when another is no worse in both and better in one; of equals the first one stays.
     """
     frontier: list[Estimate] = []
-    for each in sorted(estimates, key=lambda e: (e.time_s.mean, e.cost_usd.mean)):
-        if not frontier or each.cost_usd.mean < frontier[-1].cost_usd.mean:
-            frontier.append(each)
+    for estimate in sorted(estimates, key=lambda e: (e.time_s.mean, e.cost_usd.mean)):
+        if not frontier or estimate.cost_usd.mean < frontier[-1].cost_usd.mean:
+            frontier.append(estimate)
     return tuple(frontier)
 
 
-def menu_of(frontier: Sequence[Estimate], chosen: Estimate) -> tuple[Estimate, ...]:
+def build_menu(frontier: Sequence[Estimate], chosen: Estimate) -> tuple[Estimate, ...]:
     """Return up to five points to choose among, the fastest first.
 
     The ends of the frontier and the chosen point are among them. Each further point is the one that lies farthest, in

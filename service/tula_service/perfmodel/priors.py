@@ -309,7 +309,7 @@ def prior_of_type(
     if related is None and measured:
         return None
     guess = prior_from_hardware(facts, hardware[name], reference_batch_size=reference_batch_size)
-    near = [(prior, hardware[other]) for other, known in sorted(lessons.same_network.items()) for prior in known]
+    near = [(prior, hardware[other]) for other, priors in sorted(lessons.same_network.items()) for prior in priors]
     moved = [
         prior_from_other_type(learned, other, hardware[name])
         for learned, other in (*near, *lessons.other_hardware)
@@ -321,7 +321,7 @@ def prior_of_type(
     scale = min((guess, *moved), key=lambda prior: float(prior.sd[AT.compute]))
     if scale is guess:
         error = ScaleError(0.0, hardware[name].device, facts.flops_sd, hardware[name].device_sd, facts.rule_sd)
-        scale = scale_from_jobs(guess, error, () if measured else [each.scale_error for each in lessons.scales])
+        scale = scale_from_jobs(guess, error, () if measured else [lesson.scale_error for lesson in lessons.scales])
     else:
         scale = replace(scale, basis="prior")  # only earlier jobs on the same hardware make a `transfer`
     if related is None:
@@ -354,7 +354,7 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
     from sklearn.linear_model import BayesianRidge  # imported on use: it takes half a second, and few starts need it
 
     devices = [error.device, *sorted({job.device for job in usable} - {error.device})]
-    same = np.array([[job.device == each for each in devices] for job in usable])
+    same = np.array([[job.device == device for device in devices] for job in usable])
     on = np.hypot(on_device_sd, [job.device_sd for job in usable])
     parts = np.column_stack([np.full(len(usable), everywhere_sd), on[:, None] * same])
     own = [job.sd**2 + max(job.rule_sd**2 - error.rule_sd**2, 0.0) for job in usable]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tula_service.perfmodel.intervals import Interval, log_interval
-from tula_service.perfmodel.map_fit import Posterior, fit_posterior, prior_posterior, targets_of
+from tula_service.perfmodel.map_fit import Posterior, build_targets, fit_posterior, prior_posterior
 from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
 from tula_service.perfmodel.points import FloatArray, ObservationError, Points, StepTimeObservations
 from tula_service.perfmodel.priors import (
@@ -101,7 +101,7 @@ class StepTimeModel:
             at = points.rows_of(variant)
             rows = points.take(at)
             step = (self.paper_fits.get(variant) or self.posterior_for(variant)).predict_step(rows)
-            whole_s, wait = np.exp(step.mean), self._wait_of(variant)
+            whole_s, wait = np.exp(step.mean), self._input_wait(variant)
             input_s[at] = wait.predict(rows, whole_s)
             mean_s[at] = whole_s + input_s[at]
             sd_s = np.hypot(step.sd * self.interval_scale * whole_s, wait.sd_s(rows, whole_s))
@@ -128,8 +128,8 @@ class StepTimeModel:
         """
         if (measured := self.posteriors.get(variant)) is not None:
             return measured
-        if (known := self._unmeasured.get(variant)) is not None:
-            return known
+        if (earlier := self._unmeasured.get(variant)) is not None:
+            return earlier
         name = variant.instance_type
         if (prior := _believed(variant, self.posteriors, self.priors)) is None:
             raise ObservationError(f"instance type {name!r} has no measurement and no prior; profile it.")
@@ -138,7 +138,7 @@ class StepTimeModel:
         self._unmeasured[variant] = posterior
         return posterior
 
-    def _wait_of(self, variant: Variant) -> InputWait:
+    def _input_wait(self, variant: Variant) -> InputWait:
         """Return the waits of a variant: as measured, or as those of the nearest one with the loader that it has."""
         start = nearest_for_waits(variant, self.input_waits)
         if start is None:
@@ -152,10 +152,10 @@ class StepTimeModel:
         outside = np.ones(len(points), dtype=np.bool_)
         seen = Points.of([]) if self.observations is None else self.observations.points
         for variant in set(seen.variant):
-            at, known = points.rows_of(variant), seen.rows_of(variant)
+            at, rows = points.rows_of(variant), seen.rows_of(variant)
             outside[at] = False
             for column in ("num_nodes", "world_size", "local_batch_size"):
-                value, measured = getattr(points, column)[at], getattr(seen, column)[known]
+                value, measured = getattr(points, column)[at], getattr(seen, column)[rows]
                 outside[at] |= (value > measured.max() * _RANGE_TOLERANCE) | (value < measured.min() / _RANGE_TOLERANCE)
         return outside
 
@@ -178,7 +178,7 @@ def fit_step_time(
     """
     prior = prior or Priors()
     if observations is None or not len(observations):
-        if not prior.believed or not all(known.absolute for known in prior.believed.values()):
+        if not prior.believed or not all(believed.absolute for believed in prior.believed.values()):
             raise ObservationError("no step time was measured; profile one configuration or give hardware figures.")
         return unmeasured_model(prior, candidates, form=form, interval_scale=interval_scale)
     largest = max(_largest_batch(candidates), _largest_batch(observations.points))
@@ -191,7 +191,7 @@ def fit_step_time(
     for variant, (rows, repeats) in reduced.by_variant.items():
         believed = _believed(variant, posteriors, prior) or generic_prior()
         start = _of_steps(believed, accumulates, prior.slow_from.get(variant.instance_type, math.inf))
-        targets = targets_of(rows, repeats, start.scales)
+        targets = build_targets(rows, repeats, start.scales)
         posteriors[variant] = fit_posterior(targets, start, start.reference_batch_size or largest)
         if form != "overlap":
             paper_fits[variant] = fit_paper_form(rows, form)
@@ -245,7 +245,7 @@ def _believed(variant: Variant, posteriors: Mapping[Variant, Posterior], priors:
     measured = posteriors[start].as_prior()
     if start.instance_type == variant.instance_type:
         return _after_switches(prior_from_variant(measured), start.options, variant, posteriors, priors.base)
-    hardware = (priors.hardware.get(each.instance_type, Hardware()) for each in (start, variant))
+    hardware = (priors.hardware.get(point.instance_type, Hardware()) for point in (start, variant))
     carried = prior_from_other_type(measured, *hardware)
     if own is not None and own.absolute and own.sd[AT.compute] < carried.sd[AT.compute]:
         return _after_switches(own, priors.base, variant, posteriors, priors.base)

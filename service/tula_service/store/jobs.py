@@ -158,7 +158,7 @@ class Jobs(Repository):
             # SQLite's LIKE is case-blind by itself, and takes half the time without lower() around every name.
             contains = sa.Column.icontains if self._postgres else sa.Column.contains
             conditions.append(
-                sa.or_(*(contains(each, search, autoescape=True) for each in (jobs.c.name, jobs.c.model_name)))
+                sa.or_(*(contains(column, search, autoescape=True) for column in (jobs.c.name, jobs.c.model_name)))
             )
             if len(search) >= _LEAST_SEARCHED and self._postgres:
                 conditions.append(_TRIGRAMS.op("@>")(sa.func.tula_trigrams(sa.func.lower(search))))
@@ -179,7 +179,7 @@ class Jobs(Repository):
         keys = self._connection.execute(page).scalars().all()
         records = {row["key"]: _job_record(row) for row in self._rows(_SELECT_JOBS.where(jobs.c.key.in_(keys[:limit])))}
         following = str(keys[limit - 1]) if order == "newest" and len(keys) > limit else None
-        return JobPage(jobs=[records[each] for each in keys[:limit]], total=total, next_cursor=following)
+        return JobPage(jobs=[records[key] for key in keys[:limit]], total=total, next_cursor=following)
 
     def update(self, job_id: str, *, bump: bool = False, **values: Any) -> JobRecord:
         """Change columns of a job; `bump` also moves its data version, so that no cached fit is used again.

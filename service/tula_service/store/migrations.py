@@ -83,8 +83,8 @@ def _revisions() -> set[str]:
 def _require_trigrams(connection: sa.Connection) -> None:
     """Raise InvalidInput if this SQLite lacks what a search of jobs needs."""
     query = "SELECT sqlite_version(), EXISTS (SELECT 1 FROM pragma_module_list WHERE name = 'fts5')"
-    version, found = connection.exec_driver_sql(query).one()
-    if not found or tuple(int(part) for part in version.split(".")[:2]) < (3, 34):
+    version, has_fts5 = connection.exec_driver_sql(query).one()
+    if not has_fts5 or tuple(int(part) for part in version.split(".")[:2]) < (3, 34):
         raise InvalidInput(
             f"The SQLite {version} of this Python has no trigram index: use one from 3.34 on with FTS5, or Postgres."
         )

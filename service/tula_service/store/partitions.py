@@ -84,7 +84,7 @@ def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
     names = [name for name, attached in tables.items() if not attached]
     with engine.connect() as connection:
         for name in (name for name, attached in tables.items() if attached):
-            if _end_of(name) > before.year * 100 + before.month or _in_use(connection, name, before):
+            if _month_end(name) > before.year * 100 + before.month or _in_use(connection, name, before):
                 break
             names.append(name)
     return names
@@ -131,7 +131,7 @@ def _in_use(connection: sa.Connection, table: str, before: datetime) -> bool:
     """
     waiting = runs.c.state.not_in(FINAL_STATES) & jobs.c.state.not_in(("archived", "deleting"))
     used = sa.or_(waiting, runs.c.lease_expires_at >= before, runs.c.finished_at >= before)
-    of_month = runs.c.key < _end_of(table) * KEYS_OF_A_MONTH
+    of_month = runs.c.key < _month_end(table) * KEYS_OF_A_MONTH
     statement = sa.select(runs.c.key).join(jobs, jobs.c.id == runs.c.job_id).where(of_month, used).limit(1)
     return connection.execute(statement).first() is not None
 
@@ -154,12 +154,12 @@ def _alter(
         try:
             with engine.begin() as connection:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
-                for each in (waits[0], *(f"LOCK TABLE {each} MODE" for each in locks)):
-                    connection.exec_driver_sql(each)
+                for statement in (waits[0], *(f"LOCK TABLE {table} MODE" for table in locks)):
+                    connection.exec_driver_sql(statement)
                 if not allowed(connection):
                     return False
-                for each in (waits[1], *statements):
-                    connection.exec_driver_sql(each)
+                for statement in (waits[1], *statements):
+                    connection.exec_driver_sql(statement)
                 return True
         except sa.exc.ProgrammingError as error:
             reason = str(error.orig).partition("\n")[0]
@@ -185,7 +185,7 @@ def _tables(engine: sa.Engine) -> dict[str, bool]:
         return {str(name): bool(attached) for name, attached in connection.execute(_TABLES)}
 
 
-def _end_of(table: str) -> int:
+def _month_end(table: str) -> int:
     """Return the month that follows a table's."""
     return _following(int(table.rsplit("_", 1)[1]))
 

@@ -258,7 +258,7 @@ class Samples(Repository):
             if name.endswith("_s"):
                 arrays[name] = np.array(values, np.float64)  # NULL becomes NaN
             else:
-                arrays[name] = np.array([-1 if each is None else each for each in values], np.int64)
+                arrays[name] = np.array([-1 if value is None else value for value in values], np.int64)
         return arrays
 
     def _source(self, run_key: int, batch: SampleBatch) -> int:
@@ -391,4 +391,4 @@ class Samples(Repository):
         if cursor is not None:
             statement = statement.where(key >= cursor[0] if cursor[1] < _WHOLE else key > cursor[0])
         keys = self._connection.execute(statement).scalars().all()
-        return [(int(one), cursor[1] if cursor is not None and one == cursor[0] else -1) for one in keys]
+        return [(int(key), cursor[1] if cursor is not None and key == cursor[0] else -1) for key in keys]

@@ -207,12 +207,12 @@ def check_still_valid(tx: Transaction, principal: Principal) -> None:
         ended = tx.tokens.ever_made()  # the anonymous user exists until the first token
     else:
         token = tx.tokens.by_hash(principal.sha256)
-        ended = token is None or state_of(token, tx.now()) != "valid"
+        ended = token is None or token_state(token, tx.now()) != "valid"
     if ended:
         raise Unauthenticated("This token has expired or was revoked: create one with `tula token create`.")
 
 
-def state_of(token: Token, now: datetime) -> str:
+def token_state(token: Token, now: datetime) -> str:
     """Return how a token has ended, "valid" before that."""
     if token.revoked_at is not None:
         return "revoked"
@@ -302,7 +302,7 @@ class Access:
         cache = self._trusted
         with self._store.reading() as tx:
             token, now = tx.tokens.by_hash(digest(secret)), tx.now()
-        state = "unknown" if token is None else state_of(token, now)
+        state = "unknown" if token is None else token_state(token, now)
         if token is None or state != "valid":
             with self._lock:
                 cache.pop(secret, None)

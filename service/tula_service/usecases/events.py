@@ -61,7 +61,7 @@ def overview(store: Store) -> tuple[Mapping[RunState, int], int, Mapping[float, 
     with store.reading() as tx:
         by_state, num_agents = tx.runs.count_by_state(), tx.samples.count_processes()
         errors = np.abs(tx.ledger.errors())
-    return by_state, num_agents, {each: float(np.quantile(errors, each)) for each in _SHARES} if errors.size else {}
+    return by_state, num_agents, {share: float(np.quantile(errors, share)) for share in _SHARES} if errors.size else {}
 
 
 def check_ready(store: Store) -> None:

@@ -11,7 +11,7 @@ from tula_service.perfmodel.fabric import AllReduceCost
 from tula_service.store import Store, Transaction
 from tula_service.store.jobs import JobRecord
 from tula_service.usecases.access import Principal
-from tula_service.usecases.job_data import cluster_of, stored_probes
+from tula_service.usecases.job_data import find_cluster, stored_probes
 
 _MOST_LISTED = 200
 _PROBE_S = 1.0
@@ -33,7 +33,7 @@ def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
     with store.transaction() as tx:
         run = tx.runs.get(run_id)
         job = tx.jobs.get(run.job_id)
-        cluster = cluster_of(job, run.configuration)
+        cluster = find_cluster(job, run.configuration)
         probe = None if cluster is None else probe_of_run(measured, run.configuration, cluster)
         if probe is not None and not is_probed(tx, job, run.configuration):
             tx.fabrics.add(job.project_id, probe.instance_type, probe.model_dump(mode="json"), job_id=job.id)
@@ -52,11 +52,11 @@ def is_probed(tx: Transaction, job: JobRecord, configuration: wire.Configuration
 
     The probe of most ranks counts (`fabric_of`), so that another of fewer ranks would be in vain.
     """
-    cluster = cluster_of(job, configuration)
+    cluster = find_cluster(job, configuration)
     if cluster is None:
         return True
     probes = probes_of(stored_probes(tx, job), cluster)
-    return any(each.num_nodes * each.ranks_per_node >= configuration.world_size for each in probes)
+    return any(probe.num_nodes * probe.ranks_per_node >= configuration.world_size for probe in probes)
 
 
 def list_fabrics(store: Store, principal: Principal) -> wire.FabricList:

@@ -40,12 +40,12 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
     profiled = [run for run in runs if run.kind == "profile"]
     earlier = tx.posteriors.of_earlier_jobs(job.project_id, before=job.cursor, limit=_MAX_EARLIER_JOBS)
     return JobData(
-        spec=spec_of(job),
+        spec=read_spec(job),
         objective=job.objective,
         data_version=job.data_version,
         runs=runs,
         summaries=tx.samples.summaries(job.id, summarise),
-        earlier_jobs=[_earlier_job(**each) for each in earlier],
+        earlier_jobs=[_earlier_job(**row) for row in earlier],
         prediction_pairs=tx.posteriors.prediction_pairs(job.id),
         trained_noise=_columns(tx, trained, "gradient_noise_scale", _TRAININGS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE),
         profiled_noise=_columns(tx, profiled, "gradient_noise_scale", _RUNS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE),
@@ -66,7 +66,7 @@ def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
     A probe by a run of another job counts where the probe of a third job agrees with it, so that one job's token cannot
     change the answers of other jobs.
     """
-    types = {cluster.instance_type for cluster in spec_of(job).cluster}
+    types = {cluster.instance_type for cluster in read_spec(job).cluster}
     stored = tx.fabrics.list(job.project_id, instance_types=types, limit=_MAX_PROBES)
     probes = [(read_stored(wire.FabricProbe, probe), of) for probe, _, of in stored]
     others = [(probe, of) for probe, of in probes if of not in (None, job.id)]
@@ -77,12 +77,14 @@ def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
     return [probe for probe, of in probes if counts(probe, of)]
 
 
-def cluster_of(job: JobRecord, configuration: wire.Configuration) -> wire.ClusterSpec | None:
+def find_cluster(job: JobRecord, configuration: wire.Configuration) -> wire.ClusterSpec | None:
     """Return the cluster of a configuration; None where the specification has dropped it since."""
-    return next((each for each in spec_of(job).cluster if each.instance_type == configuration.instance_type), None)
+    return next(
+        (cluster for cluster in read_spec(job).cluster if cluster.instance_type == configuration.instance_type), None
+    )
 
 
-def spec_of(job: JobRecord) -> wire.JobSpec:
+def read_spec(job: JobRecord) -> wire.JobSpec:
     """Return the job's specification."""
     return read_stored(wire.JobSpec, job.spec)
 
@@ -97,17 +99,17 @@ def read_stored(model: type[M], stored: Mapping[str, Any]) -> M:
         return wire.read(model, dict(stored))
     except ValidationError as error:
         within = copy.deepcopy(dict(stored))
-        for each in error.errors():
-            bound = each.get("ctx", {}).get(_BOUNDS.get(each["type"], ""))
+        for fault in error.errors():
+            bound = fault.get("ctx", {}).get(_BOUNDS.get(fault["type"], ""))
             if bound is None:
                 raise
-            *path, name = each["loc"]
+            *path, name = fault["loc"]
             functools.reduce(operator.getitem, path, within)[name] = bound  # type: ignore[arg-type,index]
         return wire.read(model, within)
 
 
 def _earlier_job(spec: Mapping[str, Any], **learned: Any) -> EarlierJob:
-    clusters = tuple(read_stored(wire.ClusterSpec, each) for each in spec["cluster"])
+    clusters = tuple(read_stored(wire.ClusterSpec, cluster) for cluster in spec["cluster"])
     return EarlierJob(model=read_stored(wire.ModelSpec, spec["model"]), clusters=clusters, **learned)
 
 

@@ -24,7 +24,7 @@ from tula_service.store.database import is_sqlite
 from tula_service.store.jobs import JobRecord
 from tula_service.usecases import runs
 from tula_service.usecases.access import Principal, visible_job
-from tula_service.usecases.job_data import spec_of
+from tula_service.usecases.job_data import read_spec
 from tula_service.usecases.planning import replan
 
 _MAX_KEY_LENGTH = 200
@@ -51,7 +51,7 @@ def register(
     _check_model(spec)
     _check(spec)
     body: dict[str, Any] = spec.model_dump(mode="json")
-    fingerprint = fingerprint_of(body)
+    fingerprint = compute_fingerprint(body)
     with store.transaction() as tx:
         key = idempotency_key or f"spec:{fingerprint}"
         job, is_new = tx.jobs.create(principal.home_project_id, body, idempotency_key=key, fingerprint=fingerprint)
@@ -71,7 +71,7 @@ def register(
     return wire.JobCreated(job=view, recommendation=recommendation, runs=waiting)
 
 
-def fingerprint_of(body: Mapping[str, Any]) -> str:
+def compute_fingerprint(body: Mapping[str, Any]) -> str:
     """Return the hash that identifies a specification, given as JSON with all its defaults."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
@@ -138,7 +138,7 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
     with store.transaction() as tx:
         visible_job(tx, principal, job_id)
         job = tx.jobs.lock(job_id)
-        spec = _patched(spec_of(job), patch)
+        spec = _patched(read_spec(job), patch)
         _check(spec)
         values: dict[str, Any] = {"spec": spec.model_dump(mode="json"), "objective": spec.objective}
         if patch.archived is not None and patch.archived != (job.state == "archived"):
@@ -328,6 +328,6 @@ def _view(tx: Transaction, record: JobRecord) -> wire.Job:
     """Return a job with its specification, its profiling runs in the order of the plan, and what these cost."""
     plan = tx.runs.list(record.id, kind="profile", plan_order=True)
     summary = {name: getattr(record, name) for name in wire.JobSummary.model_fields}
-    spec, views = spec_of(record), [runs.view(each) for each in plan]
+    spec, views = read_spec(record), [runs.view(run) for run in plan]
     cost = profiling_cost(spec, plan, tx.now().timestamp())
     return wire.Job(**summary, spec=spec, plan=views, plan_reason=record.plan_reason, profiling_cost=cost)

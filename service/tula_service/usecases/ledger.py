@@ -49,7 +49,7 @@ def outcomes(store: Store, principal: Principal, *, limit: int = 1000) -> list[O
 def _device(entry: LedgerRecord, spec: JsonObject) -> str:
     """Return the accelerator that the specification names for the instance type, else the instance type."""
     used = "" if entry.configuration is None else entry.configuration.instance_type
-    named = next((each.get("accelerator") for each in spec["cluster"] if each["instance_type"] == used), None)
+    named = next((cluster.get("accelerator") for cluster in spec["cluster"] if cluster["instance_type"] == used), None)
     return named or (used if used != wire.DEFAULT_INSTANCE_TYPE else "not named")
 
 

@@ -17,7 +17,7 @@ from tula_service.perfmodel.step_summary import robust_mean
 from tula_service.store import Store, Transaction
 from tula_service.store.jobs import JobRecord
 from tula_service.usecases.access import Principal
-from tula_service.usecases.job_data import spec_of
+from tula_service.usecases.job_data import read_spec
 from tula_wire.format import duration, money
 
 _CONFIRMING_STEPS, _LEVEL_STEPS = 20, 15
@@ -36,9 +36,9 @@ def start(
     """
     spent_s = spent_usd = 0.0
     if before is not None:
-        spent_s, spent_usd = _spent(spec_of(job), before, before.finished_at)
+        spent_s, spent_usd = _spent(read_spec(job), before, before.finished_at)
     monitor = Monitor.start(expected, spent_s=spent_s, spent_usd=spent_usd)
-    limit_s = alarm.time_limit_s(spec_of(job), run.configuration, monitor)
+    limit_s = alarm.time_limit_s(read_spec(job), run.configuration, monitor)
     if limit_s is not None and limit_s <= 0.0:
         raise InvalidInput(
             f"{duration(spent_s)} and {money(spent_usd)} are spent, and limits.on_breach is 'stop': raise "
@@ -50,7 +50,7 @@ def start(
 
 def spent_until_now(tx: Transaction, run: RunRecord) -> str:
     """Return a sentence on what a training has spent, with the runs that it continues."""
-    spent_s, spent_usd = _spent(spec_of(tx.jobs.get(run.job_id)), run, tx.now())
+    spent_s, spent_usd = _spent(read_spec(tx.jobs.get(run.job_id)), run, tx.now())
     paid = f" and {money(spent_usd)}" if spent_usd else ""
     return f"The training has spent {duration(spent_s)}{paid}, earlier starts included."
 
@@ -99,7 +99,7 @@ def _check_alarm(tx: Transaction, run: RunRecord, monitor: Monitor, step: int) -
 
 
 def _check_limits(tx: Transaction, run: RunRecord, monitor: Monitor, step: int) -> Monitor:
-    spec = spec_of(tx.jobs.get(run.job_id))
+    spec = read_spec(tx.jobs.get(run.job_id))
     left = monitor.examples_left(spec, run.configuration)
     if left is None:
         return monitor
@@ -136,7 +136,7 @@ def running_trainings(store: Store, principal: Principal) -> list[Progress]:
 
 def _progress(tx: Transaction, run: RunRecord) -> Progress:
     job = tx.jobs.get(run.job_id)
-    spec, configuration = spec_of(job), run.configuration
+    spec, configuration = read_spec(job), run.configuration
     monitor = Monitor() if run.monitor is None else Monitor.read(run.monitor)
     step_s = robust_mean(tx.samples.recent(run.key, limit=alarm.CHECK_EVERY_STEPS, rank=0).step_time_s)[0]
     left = monitor.examples_left(spec, configuration)

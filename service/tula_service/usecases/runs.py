@@ -21,7 +21,7 @@ from tula_service.store import Store, Transaction
 from tula_service.store.jobs import JobRecord
 from tula_service.usecases import fabrics, ledger, monitoring
 from tula_service.usecases.access import Principal, visible_job, visible_run
-from tula_service.usecases.job_data import load_job_data, spec_of
+from tula_service.usecases.job_data import load_job_data, read_spec
 from tula_service.usecases.planning import replan
 from tula_wire import options
 from tula_wire.bounds import LAUNCH_TOKEN_S
@@ -77,12 +77,12 @@ def _claimed(
         run = tx.leases.claim(job_id, holder=request.holder, lease_s=request.lease_s, max_nodes=request.max_nodes)
         if run is not None:
             leased = [run, *(tx.leases.claim_launch(run) if request.whole_launch else ())]
-            for each in leased:
-                data = {"state": each.state, "holder": request.holder}
-                tx.events.append(job_id, "run", run_id=each.id, data=data)
-            *smaller, largest = sorted(leased, key=lambda each: each.configuration.local_batch_size)
+            for run in leased:
+                data = {"state": run.state, "holder": request.holder}
+                tx.events.append(job_id, "run", run_id=run.id, data=data)
+            *smaller, largest = sorted(leased, key=lambda run: run.configuration.local_batch_size)
             first = fabrics.to_launch(tx, job, view(largest))
-            return wire.RunClaimed(run=first, smaller=[view(each) for each in smaller], reason=largest.purpose)
+            return wire.RunClaimed(run=first, smaller=[view(run) for run in smaller], reason=largest.purpose)
         active = tx.runs.list(job_id, kind="profile", states=_OPEN)
         if not active and not replanned and job.plan_state != "current":
             return None
@@ -135,7 +135,7 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
         with store.fits.turn() as compute:
             with store.reading() as tx:
                 job = visible_job(tx, principal, job_id)
-                configuration = _of_job(spec_of(job), request.configuration)
+                configuration = _of_job(read_spec(job), request.configuration)
                 _continued_run(tx, job_id, request)
                 data = load_job_data(tx, job)
             expected = compute(expectation_of, data, configuration)
@@ -164,7 +164,9 @@ def _of_job(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Confi
     if configuration.instance_type in types:
         return configuration
     named = configuration.instance_type != DEFAULT_INSTANCE_TYPE
-    fitting = [one.instance_type for one in spec.cluster if one.ranks_per_node == configuration.ranks_per_node]
+    fitting = [
+        cluster.instance_type for cluster in spec.cluster if cluster.ranks_per_node == configuration.ranks_per_node
+    ]
     candidates = types if len(types) == 1 else fitting
     if named or len(candidates) != 1:
         raise InvalidInput(
@@ -190,7 +192,7 @@ def _created(tx: Transaction, job: JobRecord, request: wire.RunCreate, expected:
             state="claimed",
             origin="user",
             purpose="Asked for by the user." if profile else "Training.",
-            instruction=instruction_of(spec_of(job)) if profile else None,
+            instruction=instruction_of(read_spec(job)) if profile else None,
             method=request.method,
             predicted_step_time_s=None if expected is None else expected.step_time_s.mean,
             recommendation_id=ledger.followed(tx, job, request.configuration),

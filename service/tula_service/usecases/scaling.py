@@ -8,7 +8,7 @@ import tula_wire as wire
 from tula_service.errors import InvalidInput
 from tula_service.store import Store, Transaction
 from tula_service.usecases.access import Principal, visible_job
-from tula_service.usecases.job_data import spec_of
+from tula_service.usecases.job_data import read_spec
 
 GATED_POLICIES = ("ags", "static")
 """Policies that scale only below the sensitivity threshold `delta`; `gain` needs none."""
@@ -43,7 +43,7 @@ def change(
         before = _read(tx, job_id, policy)
         after = before.model_copy(update=patch.model_dump(exclude_unset=True))
         _refuse_crossed(after)
-        _refuse_beyond_batches(spec_of(job), after)
+        _refuse_beyond_batches(read_spec(job), after)
         changed = [f"{name} {_said(value)}" for name, value in after if value != getattr(before, name)]
         if not changed:
             return before

@@ -99,7 +99,7 @@ class SeriesQuery:
     trend_points: int = TREND_POINTS
 
 
-def columns_of(store: Store, principal: Principal, run_id: str) -> list[str]:
+def list_columns(store: Store, principal: Principal, run_id: str) -> list[str]:
     """Return the names of everything that a run has reported by step. Raises NotFound for an unknown run."""
     with store.reading() as tx:
         run = visible_run(tx, principal, run_id)
@@ -172,7 +172,7 @@ def compare(
     return column, names, series
 
 
-def memory_of(store: Store, principal: Principal, run_id: str, *, limit: int = 16) -> dict[int, MemoryReading]:
+def read_memory(store: Store, principal: Principal, run_id: str, *, limit: int = 16) -> dict[int, MemoryReading]:
     """Return the peak memory by component of the ranks that use most, by rank. Raises NotFound for an unknown run."""
     with store.reading() as tx:
         return tx.samples.memory_by_rank(visible_run(tx, principal, run_id).key, limit=limit)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_agent.batches import BatchSizes, batch_bytes, batch_size_of, sequence_length_of
+from tula_agent.batches import BatchSizes, batch_bytes, infer_batch_size, infer_sequence_length
 from tula_agent.measure.step_timer import StepTimer
 
 
@@ -102,20 +102,20 @@ def test_time_between_two_loops_belongs_to_no_step() -> None:
 def test_batches_of_every_shape_are_sized() -> None:
     tensor = torch.zeros(6, 2)
     for batch in (tensor, [tensor, tensor], (tensor,), {"x": tensor, "y": tensor}, {"deep": {"x": [tensor]}}):
-        assert batch_size_of(batch) == 6
-    assert batch_size_of({"scalar": torch.tensor(1.0), "x": tensor}) == 6
+        assert infer_batch_size(batch) == 6
+    assert infer_batch_size({"scalar": torch.tensor(1.0), "x": tensor}) == 6
     assert BatchSizes().of(["words"], torch.utils.data.DataLoader([1] * 9, batch_size=3)) == 3
-    assert batch_size_of(object()) is None
+    assert infer_batch_size(object()) is None
     assert batch_bytes([tensor, {"y": tensor.half()}]) == 6 * 2 * 4 + 6 * 2 * 2
 
 
 def test_the_length_of_sequences_of_tokens_is_seen_and_of_nothing_else() -> None:
     tokens, image, labels = torch.zeros(6, 512, dtype=torch.int64), torch.zeros(6, 3), torch.zeros(6, dtype=torch.int64)
     for batch in ({"input_ids": tokens, "labels": labels}, (tokens, tokens), [tokens, tokens.int()]):
-        assert sequence_length_of(batch) == 512
+        assert infer_sequence_length(batch) == 512
     categories = torch.zeros(6, 26, dtype=torch.int64)
     others = (tokens, (image, labels), (image, image), (categories, labels), (categories, image), ("a", "b"), {}, None)
-    assert [sequence_length_of(batch) for batch in others] == [None] * len(others)
+    assert [infer_sequence_length(batch) for batch in others] == [None] * len(others)
 
 
 @pytest.mark.parametrize("where", ["in a step", "while waiting for data"])

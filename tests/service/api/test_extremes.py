@@ -17,7 +17,7 @@ from tula_service.dashboard.charts.candidates import CANDIDATE_CHARTS
 from tula_service.dashboard.charts.runs import RUN_CHARTS
 from tula_service.domain import SampleColumns
 from tula_service.perfmodel.step_summary import summarise
-from tula_service.usecases.job_data import spec_of
+from tula_service.usecases.job_data import read_spec
 from tula_wire import routes
 
 ROWS = 6
@@ -199,7 +199,7 @@ def test_a_job_stored_before_a_bound_was_set_can_be_read_and_cured(service: Serv
         assert client.get(path).json()["spec"]["cluster"][0]["price"]["usd_per_node_hour"] == 3.0
         spec["name"] = ""
     with service.store.transaction() as tx, pytest.raises(ValidationError):
-        spec_of(tx.jobs.update(red.job_id, spec=spec))  # not a matter of bounds
+        read_spec(tx.jobs.update(red.job_id, spec=spec))  # not a matter of bounds
 
 
 def _jobs(client: httpx.Client) -> list[Any]:

@@ -24,7 +24,7 @@ from tula_service.perfmodel.pricing import (
     Offer,
     Spot,
     Training,
-    menu_of,
+    build_menu,
     pareto_frontier,
     price,
     spot_slowdown,
@@ -199,7 +199,7 @@ def test_a_menu_has_up_to_five_points_of_the_frontier_its_ends_and_the_chosen_on
     ]
     frontier = pareto_frontier(found)
     chosen = data.draw(st.sampled_from(frontier))
-    menu = menu_of(frontier, chosen)
+    menu = build_menu(frontier, chosen)
     assert len(menu) == min(5, len(frontier))
     assert {frontier[0].key, frontier[-1].key, chosen.key} <= {e.key for e in menu} <= {e.key for e in frontier}
     assert [e.time_s.mean for e in menu] == sorted(e.time_s.mean for e in menu)

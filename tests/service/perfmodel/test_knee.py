@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.configurations import make_configuration
 from tula_service.perfmodel.choice import choose
 from tula_service.perfmodel.intervals import Interval
-from tula_service.perfmodel.objectives import Goal, knee_of
+from tula_service.perfmodel.objectives import Goal, find_knee
 from tula_service.perfmodel.pricing import Estimate, Training
 
 
@@ -31,7 +31,7 @@ FRONTIER = [
 
 
 def test_the_knee_is_where_time_stops_buying_much_money():
-    knee = knee_of(FRONTIER)
+    knee = find_knee(FRONTIER)
     assert knee.estimate is FRONTIER[1]
     assert "costs 2.7 times as much" in knee.reason
 
@@ -39,22 +39,22 @@ def test_the_knee_is_where_time_stops_buying_much_money():
 @given(time=st.floats(1e-3, 1e6), cost=st.floats(1e-3, 1e6))
 def test_units_of_time_and_money_do_not_move_the_knee(time, cost):
     scaled = [replace(e, time_s=e.time_s.scaled(time), cost_usd=e.cost_usd.scaled(cost)) for e in FRONTIER]
-    assert knee_of(scaled).estimate is scaled[1]
+    assert find_knee(scaled).estimate is scaled[1]
 
 
 def test_what_takes_over_three_times_the_least_time_does_not_move_the_knee():
-    assert knee_of([*FRONTIER, estimate(31, 0.01), estimate(300, 0.001)]).estimate is FRONTIER[1]
+    assert find_knee([*FRONTIER, estimate(31, 0.01), estimate(300, 0.001)]).estimate is FRONTIER[1]
 
 
 @pytest.mark.parametrize("frontier", [FRONTIER[:1], FRONTIER[:2], [FRONTIER[0], estimate(31, 2), estimate(40, 1)]])
 def test_fewer_than_three_points_have_no_knee_and_a_sentence_says_so(frontier):
-    knee = knee_of(frontier)
+    knee = find_knee(frontier)
     assert knee.estimate is None
     assert "fewer than three points" in knee.reason
 
 
 def test_a_straight_frontier_has_no_knee():
-    assert knee_of([estimate(10.0 * 1.2**i, 64.0 / 1.2**i) for i in range(5)]).estimate is None
+    assert find_knee([estimate(10.0 * 1.2**i, 64.0 / 1.2**i) for i in range(5)]).estimate is None
 
 
 def test_without_a_knee_the_objective_takes_the_least_time_times_cost_and_says_so():

@@ -51,13 +51,16 @@ def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidat
         ("least time", recommendation.least_time),
         ("least cost", recommendation.least_cost),
         ("balanced", recommendation.balanced),
-        ("knee", next((each for each in recommendation.candidates if each.configuration == at_knee), None)),
+        (
+            "knee",
+            next((candidate for candidate in recommendation.candidates if candidate.configuration == at_knee), None),
+        ),
     )
     by_key: dict[tuple[Configuration, bool], tuple[str, Candidate]] = {}
-    for name, each in named:
-        if each is not None:
-            key = each.configuration, each.spot
-            by_key[key] = (f"{by_key[key][0]}, {name}", each) if key in by_key else (name, each)
+    for name, candidate in named:
+        if candidate is not None:
+            key = candidate.configuration, candidate.spot
+            by_key[key] = (f"{by_key[key][0]}, {name}", candidate) if key in by_key else (name, candidate)
     return list(by_key.values())
 
 
@@ -68,13 +71,15 @@ def frontier(job: Job, recommendation: Recommendation) -> Spec:
     row are the fields of the page's what-if form that ask about its candidate.
     """
     title = f"{job.name}: time against cost"
-    priced = any(each.cost_usd is not None for each in recommendation.candidates)
-    drawn = [each for each in recommendation.candidates if each.cost_usd is not None or not priced]
+    priced = any(candidate.cost_usd is not None for candidate in recommendation.candidates)
+    drawn = [candidate for candidate in recommendation.candidates if candidate.cost_usd is not None or not priced]
     if not drawn:
         return vega.message(title, _NONE)
-    names = {(each.configuration, each.spot): name for name, each in named_candidates(recommendation)}
-    hours = vega.time_unit(each.total_time_s.value for each in drawn)
-    rows = [_frontier_row(each, hours, names.get((each.configuration, each.spot), "")) for each in drawn]
+    names = {(candidate.configuration, candidate.spot): name for name, candidate in named_candidates(recommendation)}
+    hours = vega.time_unit(candidate.total_time_s.value for candidate in drawn)
+    rows = [
+        _frontier_row(candidate, hours, names.get((candidate.configuration, candidate.spot), "")) for candidate in drawn
+    ]
     crossed = [row for row in rows if row["crossed"]]
 
     def across(axis: str) -> Spec:
@@ -143,8 +148,8 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
         return vega.message(title, f"{why}:\nwithout a cost, time against cost draws node-hours.")
     if not drawn:
         return vega.message(title, _NONE)
-    unit = Unit(1, "USD") if quantity == "cost" else vega.time_unit(each.value for _, each in drawn)
-    rows = [_row(candidate) | unit.interval(each) for candidate, each in drawn]
+    unit = Unit(1, "USD") if quantity == "cost" else vega.time_unit(estimate.value for _, estimate in drawn)
+    rows = [_row(candidate) | unit.interval(estimate) for candidate, estimate in drawn]
     batches = sorted({row["batch"] for row in rows})
     ends = vega.reach([row[end] for row in rows for end in ("low", "high")])
     x = vega.batch_axis("Global batch size (examples a step)", batches)
@@ -171,8 +176,10 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
 def _best_of_places(candidates: Sequence[Candidate], quantity: Quantity) -> list[tuple[Candidate, Estimate]]:
     """Return the best candidate for each cluster size and global batch, allowed ones first, in drawing order."""
     best: dict[tuple[str, int, int], tuple[Candidate, Estimate]] = {}
-    offered = [(each, estimate) for each in candidates if (estimate := _estimate(each, quantity)) is not None]
-    for candidate, estimate in sorted(offered, key=lambda each: (each[0].excluded_by is not None, each[1].value)):
+    offered = [
+        (candidate, estimate) for candidate in candidates if (estimate := _estimate(candidate, quantity)) is not None
+    ]
+    for candidate, estimate in sorted(offered, key=lambda offer: (offer[0].excluded_by is not None, offer[1].value)):
         c = candidate.configuration
         best.setdefault((c.instance_type, c.num_nodes, candidate.global_batch_size), (candidate, estimate))
     return [best[key] for key in sorted(best)]

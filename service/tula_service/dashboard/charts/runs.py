@@ -200,7 +200,7 @@ def _values(series: TelemetrySeries) -> list[float]:
 
 
 def _subtitle(series: Sequence[TelemetrySeries], trends: Sequence[TelemetrySeries]) -> str:
-    reduced = [each for each in series if each.downsampled]
+    reduced = [column for column in series if column.downsampled]
     notes = []
     if reduced:
         notes.append(f"{len(reduced[0].steps):,} of {reduced[0].total_points:,} points, peaks and dips kept")
@@ -223,7 +223,7 @@ def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = F
     Where the runs differ in their configurations, the legend has these too: a method is not all that sets them apart.
     """
     title = f"{job.name}: training runs"
-    drawn = [each for each in runs if _values(each.series)]
+    drawn = [run for run in runs if _values(run.series)]
     if not drawn:
         return vega.message(title, "No training run has reported this yet.")
     column = drawn[0].series.column
@@ -239,7 +239,7 @@ def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = F
         for run, _ in drawn
     ]
     methods = sorted({row["method"] for row in listed})
-    rows = [{"run": each.run.id, **row} for each in drawn for row in _rows(each.series, Unit(1, ""))]
+    rows = [{"run": run.run.id, **row} for run in drawn for row in _rows(run.series, Unit(1, ""))]
     named = len(methods) <= _MOST_NAMED
     positive = all(row["value"] > 0 for row in rows)
     scale = {"type": "log" if positive else "symlog", "nice": False} if logarithmic else {"zero": False}
@@ -273,7 +273,7 @@ def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = F
     epoch = f"(datum.step + 1) * datum.batch / {job.spec.dataset.size}"
     lines["transform"] = [{"lookup": "run", "from": of_run}, {"calculate": epoch, "as": "epoch"}]
     count = "1 training run" if len(drawn) == 1 else f"{len(drawn)} training runs"
-    smooth = "; of long series the median of each stretch" if any(each.series.downsampled for each in drawn) else ""
+    smooth = "; of long series the median of each stretch" if any(run.series.downsampled for run in drawn) else ""
     subtitle = f"{name.capitalize()} of {count}{smooth}{'' if named else '; the pointer names a line'}"
     chart = {**lines, "width": WIDTH, "height": HEIGHT}
     return vega.finish(chart, title, subtitle, {"runs": listed, "points": rows})

@@ -176,8 +176,8 @@ def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> Spec:
 
     A part has the same colour in every chart, whichever other parts are present.
     """
-    found = {row["part"] for row in rows if row["value"] > 0}
-    present = [(part, PALETTE[place % len(PALETTE)]) for place, part in enumerate(parts) if part in found]
+    drawn = {row["part"] for row in rows if row["value"] > 0}
+    present = [(part, PALETTE[place % len(PALETTE)]) for place, part in enumerate(parts) if part in drawn]
     names, colours = [part for part, _ in present], [colour for _, colour in present]
     return {
         "x": field("value:Q", stack="zero", title=axis, axis={"tickCount": 6}),
