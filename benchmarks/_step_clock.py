@@ -1,8 +1,8 @@
 """Imported by a training script of `benchmarks.ease`: notes when each step of rank 0 ends.
 
 It is a clock beside the agent's. Two runs of a script differ by what else the machine does; what the agent measured and
-this clock, taken from the same steps, do not. Of several optimizers (a GAN has two, ZeRO has one within another) the
-last one ends a step.
+this clock, taken from the same steps, do not. If there are several optimizers (a GAN has two, ZeRO has one within
+another), the last one ends a step.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.fabric [--smoke] [--json OUT]        (root, iproute2)
 
-For each of three bandwidths and two sizes of network, in a project by itself: a profiling run on one node, whose agent
+For each of three bandwidths and two sizes of network, in a project of its own: a profiling run on one node, whose agent
 times when each bucket of gradients is ready; a probe between two nodes; the service's prediction for eight; a
 probe of all eight, and its prediction again; then the truth, a run on eight nodes. Compute is a wait
 (`benchmarks._cluster_job`) and ranks run before other programs, so that eight of them on the cores of one machine take

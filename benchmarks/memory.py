@@ -13,7 +13,7 @@ three smallest batches, `memory.apart.*` those from a batch and its fourfold, fo
 large again.
 
 The agent counts parameters, gradients, optimizer state and context. Where the table has a column `parameters`, static
-memory is what the networks of all other families on the device need beside what grows: a share of their parameters'
+memory is what the networks of all other families on the device need apart from what grows: a share of their parameters'
 bytes and a constant (the context), fitted to the lines through their readings. `memory.uncounted.*` are the figures
 without it. A family is the letters that a network's name begins with.
 

@@ -3,7 +3,7 @@
     python -m benchmarks.stalls [--steps N] [--json OUT] [--smoke]
 
 For each scenario a job is profiled as `tula tune` does it, then its recommended configuration trains for 400 steps. A
-step sleeps for a time that grows with the batch. Beside that, `stall2`, `stall4` and `stall8` wait for data at every
+step sleeps for a time that grows with the batch. In addition, `stall2`, `stall4` and `stall8` wait for data at every
 second, fourth and eighth step, as with a loader of 2, 4 or 8 slow workers; `evaluation` evaluates for half a
 second at every 50th step, under `run.paused()`; `bimodal` takes three times as long at a random half of its steps (the
 worst of three seeds). The truth is taken inside the script: the loop's time without the evaluations, over its steps.
@@ -44,7 +44,7 @@ HOLDER = "bench"
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is not the same at every step; `stall_every` and `evaluate_every` are 0 where nothing of it happens.
+    """What is not the same at every step; `stall_every` and `evaluate_every` are 0 where that never happens.
 
     All times are `pace` times as long.
     """

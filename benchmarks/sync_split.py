@@ -3,12 +3,12 @@
 python -m benchmarks.sync_split [--steps N] [--smoke] [--json OUT]
 
 Two ranks spin for a known time in forward and backward, one of them at random longer (the injected skew), and reduce
-their gradients over a link limited by `tc tbf` between two network namespaces (root and iproute2; without them over
-the loopback, which the output says). The truth is taken step by step inside the script, on a clock that both processes
+their gradients over a link limited by `tc tbf` between two network namespaces (root and iproute2; without them over the
+loopback, which the output says). The truth is taken step by step inside the script, on a clock that both processes
 share (CLOCK_MONOTONIC): communication is exposed on the rank that has its last gradient last (it waits for no other),
 from that gradient to the return of its backward; compute is all of the step but each rank's own waiting, the median
-over ranks. Beside it stands what the bare link takes for all gradients, between barriers, with nothing to hide behind.
-`compute.error` and `exposed_comm.error` are the worst relative errors of the mean over all scenarios.
+over ranks. It is compared with what the bare link takes for all gradients, between barriers, with nothing to hide
+behind. `compute.error` and `exposed_comm.error` are the worst relative errors of the mean over all scenarios.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class OomWatch:
                     channel.set(f"heard/{self._rank}", True)
 
     def _stands_still(self) -> bool:
-        """Return True where a step is under way and no batch has come for long; an evaluation is no step."""
+        """Return True where a step is under way and no batch has come for long; an evaluation is not a step."""
         (batches, in_step), now, counted = self._progress(), time.monotonic(), self._count()
         if batches != self._batches or not in_step:
             if in_step:

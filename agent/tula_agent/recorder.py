@@ -385,7 +385,7 @@ class Recorder:
             logger.warning(text, size, configured)
 
     def uses_workers(self, loader_workers: Any) -> None:
-        """Take notice of the processes of the training's loader; None where it is no DataLoader."""
+        """Note the processes of the training's loader; None where it is not a DataLoader."""
         if type(loader_workers) is int:
             self.readings.host.setdefault("loader_workers", loader_workers)
 
@@ -587,10 +587,10 @@ class Recorder:
 
     def _of_another_size(self, timing: StepTiming) -> StepTiming:
         """Return what counts of a step with another batch than the usual one:
-        three such steps in a row are no last of an epoch.
+        three such steps in a row do not end an epoch.
 
-        Of one size they are the usual batch from then on. Of several, sizes vary, and each step counts as one of the
-        batch that the run is to use, or of the mean.
+        If these steps have one size, that is the usual batch from then on. If they have several, sizes vary, and each
+        step counts as a step of the run's configured batch, or of the mean.
         """
         self._other_sizes.append(timing.local_batch_size or 0)
         if not self._sizes_vary and len(self._other_sizes) >= _LASTING:

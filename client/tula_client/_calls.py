@@ -109,7 +109,7 @@ def _endpoint(
 def _request(method: str, route: str, arguments: Mapping[str, Any], *, idempotent: bool = False) -> Request:
     """Build the request of `route`; each of the `arguments` in it, whatever it holds, stays one segment of the path.
 
-    Of the methods, only POST is not idempotent: PATCH sets absolute values.
+    POST alone is not idempotent: PATCH sets absolute values.
     """
     path: dict[str, str] = {}
     query: list[tuple[str, str]] = []
@@ -204,7 +204,7 @@ _PARSERS: Final[dict[Any, Callable[[Answer], Any]]] = {
     type(None): _nothing,
     Scaling: _scaling,
 }
-"""Of answers that are no models."""
+"""For answers that are not models."""
 
 
 class Calls(Unsent):

@@ -64,7 +64,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """A request and the parser of its answer; `parse` raises `TulaError` if the answer is no success."""
+    """A request and the parser of its answer; `parse` raises `TulaError` if the call failed."""
 
     request: Request
     parse: Callable[[Answer], T]

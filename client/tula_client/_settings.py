@@ -39,8 +39,8 @@ def access(url: str | None = None, token: str | None = None) -> Access:
 
     A token is sent only to the address of its own place, the default one where that names none: the `.env` of a
     downloaded folder must not lead it elsewhere. TULA_TOKEN also goes to the address of an argument. Raises `TulaError`
-    for what is no HTTP address or no token, for a file that cannot be used, and for a token that other users of this
-    machine can read.
+    for a wrong HTTP address or token, for a file that cannot be used, and for a token that other users of this machine
+    can read.
     """
     given = Access(url or "", token or "", "argument")
     named = given if given.url else None

@@ -1,7 +1,7 @@
 """Figures of common accelerators by name: peak arithmetic by precision, memory bandwidth and capacity.
 
 All peaks are dense; those of half precision on tensor cores accumulate in single precision. Figures are quoted from
-memory of the documents beside them: open the document before you rely on one.
+memory of the documents that each entry names: open the document before you rely on one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Peak memory of one rank (equation 3), M(b) = M_static + A b at local batch b: the formula of agent and service.
 
-M_static is counted: parameters, gradients, optimizer state and what the process holds on the device beside them. A,
+M_static is counted: parameters, gradients, optimizer state and what else the process holds on the device. A,
 the bytes of one more example (activations and batch), is measured. All amounts are bytes; pure arithmetic, no numpy.
 """
 

@@ -60,7 +60,7 @@ ChosenOptions: TypeAlias = Annotated[
 
 
 def _texts_only(value: Any) -> Any:
-    """Refuse numbers and truth values, which TOML has beside texts."""
+    """Refuse numbers and truth values: TOML has these as well as texts."""
     for name, values in value.items() if isinstance(value, Mapping) else ():
         if isinstance(values, str):
             raise ValueError(f'{name} holds one value: give a list of them, as in ["{values}", "..."]')

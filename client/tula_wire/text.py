@@ -22,7 +22,7 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return the lines of `text`, each as `printable` makes it, without the colours of a terminal.
 
-    Of a line that was written over, as progress bars do, what stood there last.
+    If a line was overwritten, as by a progress bar, only its last text is returned.
     """
     lines = _COLOURS.sub("", text).split("\n")
     return "\n".join(printable(line.rstrip("\r").rpartition("\r")[2]) for line in lines)

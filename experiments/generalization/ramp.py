@@ -2,10 +2,10 @@
 
     python -m experiments.generalization.ramp --json results/ramp.json    # some minutes of one core
 
-A prototype beside the report of `--quick`: same cases, seeds, base rates and test data. Every step is one of the
-default (`gain`, with the base batch as b_small), so only the batch differs. After each epoch the batch doubles while
-tr(S)/|G|^2, in the median over all steps at this batch, is at least the batch: up to there a larger batch costs few
-extra examples (McCandlish et al. 2018). Cost is a model: a rank computes 64 examples (16 of the transformer) in one
+A prototype, to be read with the report of `--quick`: same cases, seeds, base rates and test data. Every step is one of
+the default (`gain`, with the base batch as b_small), so only the batch differs. After each epoch the batch doubles
+while tr(S)/|G|^2, in the median over all steps at this batch, is at least the batch: up to there a larger batch costs
+few extra examples (McCandlish et al. 2018). Cost is a model: a rank computes 64 examples (16 of the transformer) in one
 unit of time, the all-reduce adds COMMUNICATION units where there are several ranks, and a cluster has one rank for
 every such part of the batch.
 """

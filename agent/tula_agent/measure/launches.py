@@ -83,7 +83,7 @@ def count_nodes(output: Any) -> int:
 class OperationCounter:
     """Counts the operations of one step from the outputs of its models, by a forward hook on each until `end`.
 
-    Of several models the one that has most counts, since the graph of one may hold another's. What a compiled model
+    With several models, the one with the most counts, since the graph of one may hold another's. What a compiled model
     runs is one node: its operations are joined already.
     """
 

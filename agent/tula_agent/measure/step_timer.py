@@ -66,8 +66,8 @@ class StepTimer:
     def optimizer_stepped(self, timed: bool = False) -> None:
         """Take notice that an optimizer's step is called; `timed` unless that call computes the gradients too.
 
-        A call without a batch is no step of training: torch.distributed.checkpoint makes one to fill an optimizer's
-        state. The time of the step counts from its first call.
+        A call without a batch is not a step of training: torch.distributed.checkpoint makes such a call to fill an
+        optimizer's state. The time of the step counts from its first call.
         """
         if not self._sizes:
             return

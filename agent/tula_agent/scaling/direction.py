@@ -184,7 +184,7 @@ def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def matrix_shape(parameter: torch.Tensor) -> Shape | None:
-    """Return `parameter` as (first dimension, all others); None for what is no matrix of at least 2 x 2."""
+    """Return `parameter` as (first dimension, all others); None for anything smaller than a 2 x 2 matrix."""
     if parameter.ndim < 2 or not parameter.is_floating_point() or not parameter.numel():
         return None
     first = parameter.shape[0]
@@ -263,8 +263,8 @@ class Directions:
     So the replicas stay equal bit for bit on unequal devices too, and N ranks have an Nth of the work each. Corrections
     travel in bfloat16, in one exchange a step: their last bits matter to no training, their bytes to slow networks.
 
-    `left_out`: how many matrices keep their steps, since turning all would cost too much. Embeddings, whose rows are no
-    directions of a map, keep their steps, and so does a parameter group with `direction=False`.
+    `left_out`: how many matrices keep their steps, since turning all would cost too much. Embeddings, whose rows are
+    not directions of a map, keep their steps, and so does a parameter group with `direction=False`.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, ranks: Ranks, damping: float = DAMPING) -> None:

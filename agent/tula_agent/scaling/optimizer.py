@@ -239,9 +239,9 @@ class TulaOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state and, under `tula` of the first group, all that decides the next factors.
 
-        Equal on all ranks. In the group, since torch.distributed.checkpoint, ZeRO and FSDP's helpers keep what stands
-        there, and as long under every policy, since they load in place; factors of `ags` are in the state of their
-        parameters.
+        Equal on all ranks. It is in the group, since torch.distributed.checkpoint, ZeRO and FSDP's helpers keep the
+        group's values, and equally long under every policy, since they load in place; factors of `ags` are in the state
+        of their parameters.
         """
         kind = -1.0 if self._rule is None else float(isinstance(self._rule, AgsRule))
         rule = [] if self._rule is None else self._rule.state()

@@ -173,7 +173,7 @@ class Served:
         return cls() if served == cls(version=1) else served
 
     def to_vector(self) -> list[float]:
-        """Return the numbers with NaN for None: exact in float64, and able to cross ranks beside a measurement."""
+        """Return the numbers with NaN for None: exact in float64, and able to cross ranks with a measurement."""
         return [float("nan") if value is None else float(value) for value in vars(self).values()]
 
     @classmethod

@@ -44,7 +44,7 @@ _KEEP = 0.9  # weight of the past in the average norm, per step, and in the nois
 _OFTEN_CLIPPED = (20, 200)  # one step in ten
 _WHOLE = 2**14  # elements up to which all of a tensor is read
 _SHARE = 64
-"""Of a larger tensor only the first rows are read: as many as hold _WHOLE elements or a 64th of all. Reading all would
+"""Only the first rows of a larger tensor are read: as many as hold _WHOLE elements or a 64th of all. Reading all would
 cost percents of a step."""
 
 

@@ -5,7 +5,7 @@
 A tensor hook on a leaf runs before its gradient is accumulated, hence before DDP averages and before AMP unscales it:
 every micro-step of every rank is a small-batch gradient. This needs no second backward and leaves DDP's one
 communication hook free. What the hook has read counts once the gradient has been accumulated: `torch.autograd.grad`
-over parameters, as in a gradient penalty, is no micro-step.
+over parameters, as in a gradient penalty, is not a micro-step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STEPPED_PAST = (
 def squares(gradient: torch.Tensor, mode: Literal["tensor", "element"]) -> torch.Tensor:
     """Return the sum of squares of a tensor (0-d), or the square of each element (the shape of `gradient`).
 
-    In float32; in float64 for float64 gradients. Of complex numbers, the squares of their magnitudes.
+    In float32; in float64 for float64 gradients. For complex numbers it takes the squares of their magnitudes.
     """
     real = torch.view_as_real(gradient) if gradient.is_complex() and mode == "tensor" else gradient.abs()
     wide = real.to(torch.promote_types(real.dtype, torch.float32))
@@ -126,7 +126,7 @@ class GradientTap:
 
     @property
     def uneven(self) -> bool:
-        """True where some leaves had more backwards than others, so that their sum is no number of micro-steps.
+        """True where some leaves had more backwards than others, so that their sum is not a number of micro-steps.
 
         Two losses with a backward each, or reentrant checkpoints with a shared module, cause it.
         """

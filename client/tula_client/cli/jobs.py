@@ -95,7 +95,7 @@ def list_(
 
 
 def show(job: JobName, as_json: Json = False) -> None:
-    """Show a job with its plan, its runs, its recommendation, and predictions beside measurements."""
+    """Show a job with its plan, its runs, its recommendation, and predictions with measurements."""
     with Client() as client:
         handle = client.handle(job)
         registered, done, ledger = handle.status(), handle.runs(), client.ledger(handle.id)

@@ -192,7 +192,7 @@ def _with_waiting(client: Client, tuned: Tuned) -> Tuned:
 def usd_typed(text: str) -> float | None:
     """Return the amount that was typed, None for nothing.
 
-    Raises `typer.BadParameter` for a text that is no amount, so that typer asks again.
+    Raises `typer.BadParameter` for a text that is not an amount, so that typer asks again.
     """
     if not text.strip():
         return None

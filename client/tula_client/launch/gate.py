@@ -1,7 +1,7 @@
 """`tula gate`: launch one configuration on two revisions in turn, and compare their step times in pairs.
 
 A machine's pace drifts by some percent within an hour. Launches that follow each other share that drift, so each launch
-of the change is compared with the launch of the base beside it, and every second pair starts with the change.
+of the change is compared with the launch of the base next to it, and every second pair starts with the change.
 """
 
 from __future__ import annotations

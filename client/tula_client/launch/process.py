@@ -114,7 +114,7 @@ def start(
     """Start `command` in another session, in `folder` or the current one, output appended to `log`.
 
     `stop_command` cancels the cluster job of a command that only submits (`sbatch --wait`, `kubectl`). Raises
-    `UsageError` if the first word of either is no program on this machine.
+    `UsageError` if the first word of either is not a program on this machine.
     """
     for what, words in (("command", command), ("stop command", stop_command)):
         if words and shutil.which(words[0], path=environment.get("PATH")) is None:

@@ -103,7 +103,7 @@ def _descendants() -> list[int]:
 
 
 def _children() -> dict[int, list[int]]:
-    """Return the ids of processes that are no zombies, by the id of their parent."""
+    """Return the ids of processes that are not zombies, by the id of their parent."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

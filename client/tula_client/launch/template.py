@@ -78,7 +78,7 @@ class Template:
         examples: how many the whole training takes, from which `{max_steps}` follows.
 
         Values are not quoted, since the command may pass them through any number of shells: a value of the service that
-        is no plain word raises UsageError.
+        is not a plain word raises UsageError.
         """
         made_here = {"resume": str(resume or ""), "env_file": env_file, "checkpoint_dir": str(checkpoint_dir)}
         made_here["learning_rate_factor"] = f"{learning_rate_factor:.6g}"

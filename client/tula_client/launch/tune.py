@@ -137,7 +137,8 @@ def to_explain(job: Job, chosen: Configuration | None) -> tuple[Configuration, .
     """Return a configuration for each value of an option with which nothing of the plan has been launched.
 
     It is one that was measured with every option at its first value, with that one value instead: its step time then
-    differs for that value alone. Of several, it has the cluster of `chosen`, if possible, and the largest batch.
+    differs for that value alone. If there are several, it has the cluster of `chosen`, if possible, and the largest
+    batch.
     """
     options, base = job.spec.varied_options, complete(job.spec.options, ())
     at_base = [run.configuration for run in job.plan if run.state == "succeeded" and run.configuration.options == base]

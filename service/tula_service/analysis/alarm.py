@@ -66,7 +66,8 @@ class DriftState:
         """Return True if the newest steps bear the alarm out:
         their mean is off the centre by 10 % and twice its standard error.
 
-        The sums look at single steps. Where fast and slow ones alternate, a few of one speed in a row are no change.
+        The sums look at single steps. Where fast and slow ones alternate, a few of one speed in a row do not count as a
+        change.
         """
         if self.alarm is None or recent_s.size < 2:
             return False

@@ -560,7 +560,7 @@ def _learning_rate(answer: Answer, c: Configuration) -> LearningRate:
 def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
     """Return for each limit that excludes candidates the one that breaks the limit by least, among equals the best.
 
-    Candidates that no deadline or budget lets in come last, since they are no near miss of either limit.
+    Candidates that no deadline or budget lets in come last, since they miss neither limit narrowly.
     """
     barred = choice.barred
     missed = [each for each in choice.excluded if each.estimate is not choice.chosen]

@@ -143,7 +143,7 @@ def payable(spec: wire.JobSpec, memory: Collection[Variant]) -> wire.JobSpec:
 def base_batch_size(data: JobData, candidates: Sequence[wire.Configuration]) -> int:
     """Return the batch for which the learning rate counts as tuned: the script's `small_batch_size`, else the smallest.
 
-    A reported number above every candidate is no number of examples (a script may count in tokens), and is ignored.
+    A reported number above every candidate cannot count examples (a script may count tokens), and is ignored.
     """
     sizes = [c.global_batch_size for c in candidates]
     reported = data.small_batch_size
@@ -163,7 +163,7 @@ def goal_of(
     The guard says which batches keep the accuracy of the base batch. Where a run of the script has reported that it
     turns steps, the guard takes the constants of turned steps. Else the optimizer of the specification decides: SGD
     takes the constants of SGD under the policy `gain` alone, and an optimizer that is not known to be SGD takes those
-    of AdamW. Without prices, the budget is no limit.
+    of AdamW. Without prices, the budget limits nothing.
     """
     priced = has_prices(spec)
     by_optimizer = SGD if spec.model.optimizer in ("sgd", "momentum") else CAREFUL

@@ -1,4 +1,4 @@
-"""`GET /v1/jobs/{job_id}/ledger`: past recommendations beside what then happened."""
+"""`GET /v1/jobs/{job_id}/ledger`: past recommendations and what then happened."""
 
 from __future__ import annotations
 

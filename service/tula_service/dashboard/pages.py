@@ -126,7 +126,7 @@ def new_job_page(user: CurrentUser) -> HTMLResponse:
 @router.post("/jobs/new")
 async def new_job(request: Request, user: CurrentUser) -> JSONResponse:
     """Register the job that the body, a job.toml, describes, and answer its id: the page's script sends the text and
-    lists what is wrong beside it. Raises InvalidInput, pydantic.ValidationError."""
+    lists what is wrong with it. Raises InvalidInput, pydantic.ValidationError."""
     sent = await request.body()
     made = await run_in_threadpool(lambda: jobs.register(*user, _specification(sent)))
     return JSONResponse({"id": made.job.id}, 201)

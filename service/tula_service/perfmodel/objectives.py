@@ -34,7 +34,8 @@ from tula_wire.format import multiple
 _NEARLY_BEST = 1.1
 """`balanced` gives up a tenth of the best for a smaller batch, which generalises better, and for fewer nodes."""
 _KNEE_WITHIN = 3.0
-"""The search for a knee ends at this multiple of the least time: slower candidates are no choice and would move it."""
+"""The search for a knee ends at this multiple of the least time: nobody would choose slower candidates, and they would
+move the knee."""
 _FEWEST_FOR_A_KNEE = 3
 _ROUNDING = 1e-6  # of the range of log cost: a curve that bends less is straight
 

@@ -244,7 +244,7 @@ def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> 
 def first_launches(candidates: Sequence[Configuration], *, probed: Collection[str] = ()) -> list[Launch]:
     """Return the largest and the smallest cluster of each instance type, but the smallest alone of a type in `probed`.
 
-    A probe has told the links between nodes of the latter. Of several launches at one cluster, the one with the least
+    A probe has told the links between nodes of the latter. If one cluster has several launches, the one with the least
     accumulation counts as the largest.
     """
     chosen: list[Launch] = []
@@ -459,7 +459,7 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
 def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estimate | None:
     """Return the estimate with the lowest confidence bound of the goal's value (Cox and John 1992), if there is one.
 
-    Of the unmeasured estimates only `runnable` ones count. Their bound is two standard deviations of the logarithm
+    Only the `runnable` ones of the unmeasured estimates count. Their bound is two standard deviations of the logarithm
     below the mean; measured estimates and the choice count with their means. Deadline and budget come before the value:
     the estimate with the least excess over the limits wins, by the same bounds. A candidate that may not fit into
     memory takes part too, since its run answers whether it does.

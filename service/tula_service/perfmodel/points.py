@@ -53,7 +53,7 @@ def column(
 
 
 class Points:
-    """Configurations as columns, each of shape (n,); `world_size` may be no multiple of `num_nodes`."""
+    """Configurations as columns, each of shape (n,); `world_size` need not be a multiple of `num_nodes`."""
 
     COLUMNS: ClassVar = ("num_nodes", "world_size", "local_batch_size", "grad_accum_steps")
 

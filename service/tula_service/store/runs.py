@@ -41,7 +41,7 @@ class Runs(Repository):
     """The runs table; `Leases` claims runs and renews their leases."""
 
     def create(self, job_id: str, run: NewRun) -> RunRecord:
-        """Add a run to a job and move the job's data version. Raises NotFound without such a job."""
+        """Add a run to a job and move the job's data version. Raises NotFound if there is no such job."""
         project_id = self._scalar(sa.select(jobs.c.project_id).where(jobs.c.id == job_id))
         if project_id is None:
             raise NotFound.of("job", job_id)

@@ -241,7 +241,7 @@ class Samples(Repository):
     def _measured(self, run_key: int, names: Sequence[str], only: SampleFilter, limit: int) -> dict[str, Any]:
         """Return columns of the last measuring rows that `only` selects.
 
-        A rank is no part of the index, so that its rows are sought among the last rows of all ranks.
+        The index does not contain the rank, so a rank's rows are sought among the last rows of all ranks.
         """
         table = step_samples.c
         statement = sa.select(*(table[name] for name in names), table.rank.label("sender")).where(

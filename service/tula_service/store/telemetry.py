@@ -198,7 +198,7 @@ class Telemetry(Repository):
     ) -> Series:
         """Return one column of one rank, by step; a step that was sent twice has the later boot's value.
 
-        Of more than MOST_POINTS points, return an even share, with all peaks and dips. With `most_chunks`, read only
+        Return an even share of more than MOST_POINTS points, with all peaks and dips. With `most_chunks`, read only
         the first chunks, up to that number.
         """
         chunk = telemetry_chunks.c

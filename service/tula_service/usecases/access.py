@@ -79,7 +79,7 @@ PUBLIC: Final = Principal(name="public", scope="public")
 def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord:
     """Return the job.
 
-    Raises NotFound both without such a job and for a caller who may not see it, so that ids do not leak.
+    Raises NotFound if there is no such job or the caller may not see it, so that ids do not leak.
     """
     # Postgres refuses NUL in a text, and no id holds unprintable characters.
     job = tx.jobs.get(job_id) if job_id.isprintable() else None
@@ -89,7 +89,7 @@ def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord
 
 
 def visible_run(tx: Transaction, principal: Principal, run_id: str) -> RunRecord:
-    """Return the run. Raises NotFound both without such a run and for a caller who may not see it."""
+    """Return the run. Raises NotFound if there is no such run, or the caller may not see it."""
     run = tx.runs.get(run_id) if run_id.isprintable() else None
     if run is None or not principal.may_touch(job_id=run.job_id, project_id=run.project_id):
         raise NotFound.of("run", run_id)
@@ -232,8 +232,7 @@ class KnownRuns:
         self._announced: TTLCache[str, bool] = TTLCache(CACHED, ANNOUNCE_EVERY_S)
 
     def authorise(self, principal: Principal, run_id: str) -> tuple[int, str]:
-        """Return the run's key and job. Raises NotFound both without such a run and for a caller who may
-        not touch it."""
+        """Return the run's key and job. Raises NotFound if there is no such run, or the caller may not touch it."""
         with self._lock:
             entry = self._runs.get(run_id)
         if entry is None:

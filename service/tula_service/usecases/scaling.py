@@ -28,8 +28,8 @@ def change(
     """Set numbers of one policy, and return what agents get from now on.
 
     Numbers that the training script passes stay in force there, and an agent leaves out a bound that crosses a bound of
-    its script. Raises InvalidInput if the bounds would cross, for `delta` of a policy without one, and for a fixed
-    factor that no batch of the job asks for.
+    its script. Raises InvalidInput if the bounds would cross, if the policy has no `delta`, and for a fixed factor that
+    no batch of the job asks for.
     """
     if patch.delta is not None and policy not in GATED_POLICIES:
         raise InvalidInput(

@@ -142,9 +142,9 @@ def compare(
 ) -> tuple[str, list[str], dict[str, TelemetrySeries]]:
     """Return a column, the names of all that rank 0 of these runs of a job reported by step, and the column by run id.
 
-    Without `column`, the first that any reported of accuracy on held-out data, accuracy, loss and whatever else. Of a
-    long series it is the trend. Of histories of more than 5 million steps in all, only the first in the given order are
-    read. Raises NotFound.
+    Without `column`, the first that any reported of accuracy on held-out data, accuracy, loss and whatever else. For a
+    long series it is the trend. If the histories have more than 5 million steps in all, only the first in the given
+    order are read. Raises NotFound.
     """
     series: dict[str, TelemetrySeries] = {}
     chosen: list[str] = []

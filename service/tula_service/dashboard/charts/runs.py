@@ -15,7 +15,7 @@ from tula_wire.format import configuration, size
 Over = Literal["epoch", "step"]
 _COMPONENTS: Final = ("parameters", "gradients", "optimizer", "activations", "batch", "not attributed")
 _MOST_NAMED: Final = 24
-"""Of more methods than these no legend names any."""
+"""With more methods than these, the chart has no legend."""
 _FEW_A_RUN: Final = 80
 _BRUSH: Final = "brush"
 """Name of the selection whose steps the page asks for again, in more points."""

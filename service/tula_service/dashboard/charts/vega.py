@@ -26,7 +26,7 @@ DASHES: Final = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (12, 4), (4, 2, 1, 2), (1
 """Lines differ in dash as well as in colour, for those who cannot tell the colours apart."""
 
 _MANY: Final = 500
-"""Of more rows a page draws pixels: a browser takes longer for as many elements of an SVG."""
+"""A page draws more rows than these as pixels, since a browser takes longer for as many elements of an SVG."""
 POINT: Final = {"size": 50, "strokeWidth": 1.8, "filled": False, "opacity": 1}
 """The look of a candidate, of which an encoding says whether it is filled."""
 _TYPES: Final = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
