@@ -40,9 +40,9 @@ def _leading(value: Any) -> int | None:
 class BatchSizes:
     """Counts the examples of batches. A stated size beats what a batch shows: the shape of one may say anything.
 
-    Stated is `given` (a number, or a function of the batch, by the script), or the `batch_size` of the loader or of its
-    batch sampler. Where a batch of the stated size shows that number, there a smaller batch, the last of an epoch, is
-    read too: the leading or the second length of a tensor, or the length of a list.
+    The stated size is `given` (by the script: a number, or a function of the batch), or the `batch_size` of the loader
+    or of its batch sampler. Where a batch of that size shows the number (the leading or the second length of a tensor,
+    or the length of a list), the size of a smaller batch, such as the last of an epoch, is read from the same place.
     """
 
     def __init__(self, given: float | Callable[[Any], float] | None = None) -> None:

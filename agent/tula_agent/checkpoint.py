@@ -240,7 +240,8 @@ def _restore_position(
     loader: Any,
     extra: dict[str, Any],
 ) -> Resumed:
-    """Continue where this rank's file (`own`) ends; `shape`: batch and world size now, those of then are in `facts`."""
+    """Continue where this rank's file (`own`) ends; `shape`: batch and world size now; `facts` has those of the
+    checkpoint."""
     exact = all(facts[name] == size or size is None for name, size in shape.items())
     consumed = own["consumed"]
     if not exact:  # as many examples
@@ -398,7 +399,7 @@ def _complete(root: Path) -> list[Path]:
 
 
 def _age(folder: Path) -> tuple[int, int]:
-    """Step, and number among the checkpoints of that step."""
+    """Return the step, and the number among the checkpoints of that step."""
     match = _NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)

@@ -24,7 +24,7 @@ class Position:
     epochs, which do not depend on the batch size; `known` is True once the script or `resume` has set it.
     `resumable`: the script calls `resume`, so that a state of random numbers is worth reading. `at_epoch_start`: that
     state when the epoch under way began. `pending`: the next epoch is to begin as an
-    interrupted one did: batches to skip, its random state at the start, and that after them.
+    interrupted one did: batches to skip, its random state at the start, and the one after them.
     """
 
     epoch: int = 0
@@ -61,7 +61,8 @@ class Position:
 
 
 def _captured(loader: Any) -> dict[str, Any]:
-    """Empty where a generator cannot be read: only writing a checkpoint may fail for that."""
+    """Return the captured state, empty where a generator cannot be read: only writing a checkpoint may fail for
+    that."""
     try:
         return capture_randomness(loader)
     except Exception as error:

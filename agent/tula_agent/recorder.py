@@ -92,7 +92,8 @@ class TrackedObjects:
         return new
 
     def changed_values(self) -> Iterator[tuple[str, float]]:
-        """Name and value of each reported number that differs from the last time; from the second optimizer, `name_2`.
+        """Return name and value of each reported number that differs from the last time; from the second optimizer,
+        `name_2`.
 
         One column would hold the last writer's numbers: scripts have an optimizer for matrices, or for each network.
         """
@@ -103,7 +104,8 @@ class TrackedObjects:
                     yield name if number == 1 else f"{name}_{number}", value
 
     def observe_batch(self, batch: Any, size: float | None, share: float, times: int) -> None:
-        """Hand the batch of a micro-step, a `share` of the loader's, to those that scale; `times`: of how many such.
+        """Hand the batch of a micro-step, a `share` of the loader's, to those that scale; it stands for `times`
+        micro-steps.
 
         size: its examples, where the batch itself shows another number.
         """
@@ -215,14 +217,14 @@ class Recorder:
 
     @property
     def world_size(self) -> int:
-        """Of the default process group, or of the last one; without any, by the environment."""
+        """Ranks of the default process group, or of the last one; without any, as the environment says."""
         if current_group() is not None:
             self._last_world_size = torch.distributed.get_world_size()
         return self._last_world_size
 
     @property
     def local_batch_size(self) -> int | None:
-        """Examples per rank and micro-step as measured; by the environment before the first batch."""
+        """Examples per rank and micro-step as measured; before the first batch, as the environment says."""
         return self._batch_size or self.local_configured
 
     @property
@@ -284,7 +286,7 @@ class Recorder:
     def measure_alone(self, because: str) -> None:
         """Measure this rank's steps, and agree with no other rank on the end.
 
-        Another rank than the first ends nothing: the first would wait in its steps while that one sends what it has.
+        A rank other than the first ends nothing: the first would wait in its steps while that rank sends what it has.
         """
         self.measure_whole_batches(because)
         self.profiling.measure_alone(ends=self.leads)
@@ -430,7 +432,7 @@ class Recorder:
             self._read_memory()  # a short run: its model may be freed before the end
 
     def pause(self) -> bool:
-        """Leave out what follows, until `unpause`; False if that is so already."""
+        """Leave out what follows, until `unpause`; return False if it is left out already."""
         if self.finished or self._paused:
             return False
         self._paused = True

@@ -133,7 +133,7 @@ class UneditedLoop:
             self._evaluated = False  # the other loader's batch is trained on
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take notice of a step of `optimizer`."""
+        """Note a step of `optimizer`."""
         if not self._run.active or not self._is_followed(optimizer):
             return
         self._steps += 1
@@ -197,7 +197,7 @@ class UneditedLoop:
         self._counts.clear()
 
     def wants_batch(self, iterator: Any) -> None:
-        """Take notice that the script asks `iterator` for a batch."""
+        """Note that the script asks `iterator` for a batch."""
         if not self._measures():
             return
         if self._stepped:
@@ -215,7 +215,7 @@ class UneditedLoop:
             self._evaluated = True
 
     def has_batch(self, iterator: Any, batch: Any) -> Any:
-        """Take notice that `iterator` has delivered `batch`, and return what the script gets of it."""
+        """Note that `iterator` has delivered `batch`, and return what the script gets of it."""
         if not (self._measures() and torch.is_grad_enabled()):
             return batch
         key, sampler = self._key(iterator), index_sampler(iterator)
@@ -243,7 +243,7 @@ class UneditedLoop:
         return batch
 
     def ended(self, iterator: Any) -> None:
-        """Take notice that `iterator` has no more batches."""
+        """Note that `iterator` has no more batches."""
         if self._measures() and self._is_training(iterator):
             self._ended, self._runs = True, False
 
@@ -259,7 +259,7 @@ class UneditedLoop:
         All iterators over one loader share the number, in every epoch. The dataset's identity would not do: a new
         dataset may by chance get the identity of one that is gone. A rank on which that happens would take two loaders
         for one, and would not end at the same step as the others. So a number is forgotten with its dataset. A list,
-        which can't be referred to weakly, is held until it is no more among the last `_LISTS_HELD` used.
+        which can't be referred to weakly, is held until it is no longer among the last `_LISTS_HELD` used.
         """
         dataset = getattr(iterator, "_dataset", iterator)
         identity, numbers = id(dataset), self._numbers
@@ -344,7 +344,7 @@ _loop: UneditedLoop | None = None
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Take notice of a step of `optimizer`; the first one once the process group exists begins the run."""
+    """Note a step of `optimizer`; the first one once the process group exists begins the run."""
     global _run, _loop
     if threading.current_thread() is not threading.main_thread():
         return

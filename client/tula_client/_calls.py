@@ -50,7 +50,7 @@ class EventReader:
     _data: list[str] = field(default_factory=list)
 
     def feed(self, line: str) -> wire.Event | None:
-        """Parse one line without its line ending; the event that it completes, or None."""
+        """Parse one line without its line ending; return the event that it completes, or None."""
         if line:
             name, _, value = line.partition(":")
             value = value.removeprefix(" ")
@@ -71,7 +71,7 @@ class EventReader:
         return event
 
     def disconnected(self) -> float:
-        """Record that the stream ended; seconds to wait before connecting again, doubling up to 30 s."""
+        """Record that the stream ended; return the seconds to wait before connecting again, doubling up to 30 s."""
         self._data.clear()
         self.failures += 1
         return min(30.0, self.retry_s * 2.0 ** min(self.failures - 1, 5))
@@ -167,7 +167,7 @@ def _model(model: type[M], answer: Answer) -> M:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise UnexpectedAnswerError(
-            f"the answer is no {model.__name__} ({where}: {first['msg'].lower()}): "
+            f"the answer is not a {model.__name__} ({where}: {first['msg'].lower()}): "
             "is TULA_URL the address of a Tula service of this version?"
         ) from None
 
@@ -178,7 +178,7 @@ def _object(answer: Answer) -> dict[str, Any]:
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise UnexpectedAnswerError("the answer is no JSON object: is TULA_URL the address of a Tula service?")
+        raise UnexpectedAnswerError("the answer is not a JSON object: is TULA_URL the address of a Tula service?")
     return parsed
 
 

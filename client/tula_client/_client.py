@@ -51,7 +51,7 @@ TIMEOUT: Final = httpx.Timeout(30.0, connect=5.0)
 STREAM_TIMEOUT: Final = httpx.Timeout(10.0, read=60.0)
 """The service sends a comment every few seconds, so a stream of events is never silent for 60 s."""
 _BROKEN: Final = (httpx.TransportError, ServiceUnavailableError)
-"""After which a stream of events is opened again."""
+"""Seconds after which a stream of events is opened again."""
 MAX_ANSWER_BYTES: Final = 256 * 2**20
 """A longer answer is dropped: no Tula service gives one."""
 _MESSAGE_LENGTH: Final = 500

@@ -108,7 +108,7 @@ def _config_file() -> Access:
         if name not in ("url", "token") or not isinstance(value, str):
             raise TulaError(f"{path}: {name} cannot be used: give url and token, each as text in quotes")
     if values.get("token") and not values.get("url"):
-        raise TulaError(f"{path}: token needs a url beside it: give the address of the service that it is for")
+        raise TulaError(f"{path}: token needs a url too: give the address of the service that it is for")
     return Access(values.get("url", ""), values.get("token", ""), str(path), path)
 
 
@@ -129,7 +129,7 @@ def _usable_url(place: Access) -> str:
     if not good:
         where = "" if place.file is None else f"{place.file}: "
         name = "url" if place.origin == "argument" else "TULA_URL"
-        raise UsageError(f"{where}{name}: {address!r} is no HTTP address: give one such as {DEFAULT_URL}")
+        raise UsageError(f"{where}{name}: {address!r} is not an HTTP address: give one such as {DEFAULT_URL}")
     return address
 
 

@@ -573,7 +573,7 @@ class JobSpec(WireModel):
         for name in self.profiling.only or ():
             if name not in self.options:
                 names = ", ".join(sorted(self.options)) or "one that you list under [options]"
-                raise ValueError(f"profiling.only names {name!r}, which is no option of this job: use {names}")
+                raise ValueError(f"profiling.only names {name!r}, which is not an option of this job: use {names}")
         return self
 
     @model_validator(mode="after")

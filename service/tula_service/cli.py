@@ -135,7 +135,7 @@ def token_create(
     database: _Database = None,
     as_json: _Json = False,
 ) -> None:
-    """Make a token and print its secret, this once."""
+    """Make a token and print its secret, which is never shown again."""
     with _opened(database, create=True) as (_, store):
         if scope not in get_args(Scope):
             raise SettingsError(f"--scope is {scope!r}: use agent, read, user or admin.")

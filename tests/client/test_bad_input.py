@@ -139,15 +139,15 @@ def test_an_option_to_vary_that_the_job_lacks_is_one_sentence(tula: Tula, tmp_pa
     for options, choices in (("", "list it under [options] in the job"), ('precision = ["a", "b"]', "use precision")):
         path.write_text(f"{Path(spec_file(tmp_path, tmp_path.name)).read_text()}[options]\n{options}\n")
         code, _, err = tula("tune", str(path), "--only", "compile", *command)
-        assert (code, err) == (2, f"tula: --only: 'compile' is no option of the job: {choices}\n")
+        assert (code, err) == (2, f"tula: --only: 'compile' is not an option of the job: {choices}\n")
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         (("tune", "job.toml", "python", "train.py", "--bs", "8"), "put -- before your launch command"),
-        (("jobs", "edit", "any", "--deadline", "2h"), "'2h' is no number of seconds: two hours are 7200"),
-        (("--url", "127.0.0.1:8393", "jobs", "list"), "url: '127.0.0.1:8393' is no HTTP address"),
+        (("jobs", "edit", "any", "--deadline", "2h"), "'2h' is not a number of seconds: two hours are 7200"),
+        (("--url", "127.0.0.1:8393", "jobs", "list"), "url: '127.0.0.1:8393' is not an HTTP address"),
         (
             ("serve", "--database", "/nonexistent/x.db"),
             "The folder /nonexistent of the database does not exist: make it",

@@ -124,7 +124,7 @@ def test_edit_changes_objective_limits_and_prices_and_keeps_the_other_limits(tul
     assert spec["cluster"][0]["price"]["usd_per_node_hour"] == 2.5
     assert tula("jobs", "edit", job, "--deadline", "0")[0] == 0
     assert answer(tula("jobs", "show", job, "--json"))["spec"]["limits"]["deadline_s"] is None
-    for words, said in (((), "nothing is to be changed"), (("--price", "p4d=2"), "p4d=2"), (("--price", "x"), "'x'")):
+    for words, said in (((), "nothing to change"), (("--price", "p4d=2"), "p4d=2"), (("--price", "x"), "'x'")):
         code, out, err = tula("jobs", "edit", job, *words)
         assert (code, out) == (2, "")
         assert said in err
@@ -295,7 +295,7 @@ def test_version_prints_the_version(tula: Tula) -> None:
         (["nonsense"], 2, "nonsense"),
         (["jobs", "list", "--limit", "0"], 2, "--limit"),
         (["--url", "http://127.0.0.1:9", "jobs", "list"], 6, "tula serve"),
-        (["--url", "elsewhere", "jobs", "list"], 2, "url: 'elsewhere' is no HTTP address"),
+        (["--url", "elsewhere", "jobs", "list"], 2, "url: 'elsewhere' is not an HTTP address"),
     ],
 )
 def test_a_failure_is_one_sentence_and_its_exit_code(tula: Tula, words: list[str], code: int, said: str) -> None:

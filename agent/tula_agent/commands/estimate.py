@@ -38,8 +38,8 @@ def estimate(
 ) -> None:
     """Count a model's parameters, FLOPs and memory without a device, and print what its job.toml needs.
 
-    FACTORY takes the number of examples, and returns the model, what it is called with for that many (a tensor, a tuple
-    of arguments or a mapping), and, if its state is to count, the optimizer.
+    FACTORY takes the number of examples, and returns the model, its arguments for that many (a tensor, a tuple or a
+    mapping) and, to count its state, the optimizer.
     """
     sizes = _capacities(device)
     before = None if write is None else _read(write)
@@ -127,7 +127,7 @@ def _made(factory: str, batch: int) -> tuple[torch.nn.Module, Any, torch.optim.O
     except Exception as error:  # the user's module raises what it likes
         raise typer.BadParameter(f"{factory!r} cannot be called ({_first_line(error)}): give MODULE:FACTORY") from None
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise typer.BadParameter(f"{factory} returned no tuple of model, batch and, if wanted, optimizer: return that")
+        raise typer.BadParameter(f"{factory} must return a tuple of model, batch and, if wanted, optimizer")
     model, sample, *rest = made
     return model, sample, rest[0] if rest else None
 

@@ -64,7 +64,7 @@ class StepTimer:
         return bool(self._sizes) and not self._stepped and self._left_at is None
 
     def optimizer_stepped(self, timed: bool = False) -> None:
-        """Take notice that an optimizer's step is called; `timed` unless that call computes the gradients too.
+        """Note that an optimizer's step is called; `timed` unless that call computes the gradients too.
 
         A call without a batch is not a step of training: torch.distributed.checkpoint makes such a call to fill an
         optimizer's state. The time of the step counts from its first call.
@@ -82,7 +82,7 @@ class StepTimer:
         self._optimizer_at = None
 
     def want_batch(self) -> StepTiming | None:
-        """Take notice that the loop asks for a batch, and return the timing of the step that ends here, if one does."""
+        """Note that the loop asks for a batch, and return the timing of the step that ends here, if one does."""
         now = self._wanted = self._clock()
         if self._started is None or not self._sizes:
             self._started = now
@@ -122,7 +122,7 @@ class StepTimer:
         self.batches += 1
 
     def stepped_after(self, micro_steps: int, local_batch_size: int) -> None:
-        """Take notice that the optimizer has stepped after `micro_steps`.
+        """Note that the optimizer has stepped after `micro_steps`.
 
         Micro-steps whose batch was not seen have the size of the last batch that was, else `local_batch_size`.
         """

@@ -79,7 +79,7 @@ class Joining:
     def ready(self, last: bool) -> bool:
         """Return True once the run is known, or there will be none; `last` at the end of the script.
 
-        Where another thread asks already, which hangs in a request at the end, this one does not wait for it.
+        If another thread is asking already, and may hang in a request at the end, this one does not wait for it.
         """
         if self.run_id is None and not self._refused and self._asking.acquire(blocking=False):
             try:
@@ -199,8 +199,8 @@ class Joining:
         return {"continues": before} if latest else {}
 
     def _nodes(self) -> tuple[int, int]:
-        """Return nodes and ranks per node; a rank is a replica of the model. By host names,
-        or else by the launcher's."""
+        """Return nodes and ranks per node; a rank is a replica of the model. They come from host names, or else from
+        the launcher."""
         per_replica = self._process.model_parallel_size
         processes = self._process.config.ranks_per_node
         channel = self._process.channel()
@@ -253,8 +253,8 @@ def _ask(
 def _mark(number: int) -> Path | None:
     """Return the file that holds the run's id for a later start by the same torchrun; None without torchrun.
 
-    It lies in the folder of its logs, one for each torchrun, which that keeps over all starts and mostly removes at its
-    end. torchrun's store need not outlive a start (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`).
+    It is in torchrun's folder of logs, which a torchrun keeps over all its starts and mostly removes at its end.
+    torchrun's store need not outlive a start (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`).
     """
     for folder in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
         if folder.name.startswith("attempt_"):

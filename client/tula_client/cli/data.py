@@ -110,7 +110,7 @@ def _parquet(rows: Sequence[Row]) -> bytes:
 
 
 def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
-    """Write every run that has begun; the name of the experiment, which is the job's, and the number of runs.
+    """Write every run that has begun; return the name of the experiment, which is the job's, and the number of runs.
 
     A run that MLflow has from an earlier export is brought up to date. Raises `MissingExtraError` without MLflow,
     `TulaError` where it refuses.

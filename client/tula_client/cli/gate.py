@@ -83,7 +83,7 @@ def gate(
     commit = resolve_commit(against)
     changed = git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     if changed == commit:
-        raise UsageError(f"--against {against} is what is checked out, without a change: nothing differs")
+        raise UsageError(f"--against {against} is what is checked out, unchanged: there is nothing to compare")
     number = secrets.token_hex(3)
     with (
         orderly_end(),
@@ -171,7 +171,7 @@ def _sentence(result: Estimate, peaks: list[float | None], chosen: Candidate | N
     """Say what the change does to step time, money and memory, with 95 % intervals."""
     if result.low <= 0.0 <= result.high:
         ends = f"{percent(result.low, signed=True)} and {percent(result.high, signed=True)}"
-        said = f"This change makes no difference that these launches can tell: steps take between {ends} longer"
+        said = f"This change makes no difference that these launches can detect: steps take between {ends} longer"
     else:
         word, worth = ("slower", "costs") if result.value > 0.0 else ("faster", "saves")
         value, low, high = (100.0 * share for share in _amounts(result))

@@ -63,7 +63,7 @@ def init(
 
 
 def _devices() -> list[tuple[str, int]]:
-    """Name and bytes of memory of the NVIDIA devices that a process may see; none where there is no driver."""
+    """Return name and bytes of memory of the NVIDIA devices that a process may see; none without a driver."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

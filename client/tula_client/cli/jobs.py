@@ -137,7 +137,7 @@ def edit(
         if price:
             patch["prices"] = dict(_price(word, registered) for word in price)
         if not patch:
-            raise UsageError("nothing is to be changed: give --objective, --deadline, --budget or --price")
+            raise UsageError("nothing to change: give --objective, --deadline, --budget or --price")
         client.patch_job(registered.id, JobPatch.model_validate(patch))
         answer = handle.recommendation()
     emit(answer, recommendation_view(answer), as_json)
@@ -544,7 +544,7 @@ def set_scaling(
 def _pair(word: str) -> tuple[str, Any]:
     name, equals, value = word.partition("=")
     if not equals or name not in SETTINGS:
-        raise UsageError(f"{word!r} is no setting: give NAME=VALUE with a name of {', '.join(SETTINGS)}")
+        raise UsageError(f"{word!r} is not a setting: give NAME=VALUE with a name of {', '.join(SETTINGS)}")
     return name, None if value == "null" else value
 
 

@@ -144,16 +144,16 @@ def tune(
 
 
 def _narrowed(spec: JobSpec, names: list[str]) -> JobSpec:
-    """Return the job with these options alone to vary; raises `UsageError` for another than its options."""
+    """Return the job with only these options to vary; raises `UsageError` for an option that it does not have."""
     for name in names:
         if name not in spec.options:
             choices = f"use {', '.join(sorted(spec.options))}" if spec.options else "list it under [options] in the job"
-            raise UsageError(f"--only: {name!r} is no option of the job: {choices}")
+            raise UsageError(f"--only: {name!r} is not an option of the job: {choices}")
     return spec.model_copy(update={"profiling": spec.profiling.model_copy(update={"only": names})})
 
 
 def _with_explanations(runner: Runner, tuned: Tuned, template: Template, limits: dict[str, Any]) -> Tuned:
-    """Launch each value of an option that the plan has not, once the user knows what that costs."""
+    """Launch each value of an option that the plan has not launched, once the user knows what that costs."""
     chosen = tuned.recommendation.chosen
     configurations = to_explain(tuned.job, None if chosen is None else chosen.configuration)
     if not configurations:
@@ -201,7 +201,7 @@ def usd_typed(text: str) -> float | None:
     except ValueError:
         usd = -1.0
     if not 0.0 < usd < float("inf"):
-        raise typer.BadParameter(f"{text!r} is no amount above 0: give a number such as 25, or press Enter")
+        raise typer.BadParameter(f"{text!r} is not an amount above 0: give a number such as 25, or press Enter")
     return usd
 
 

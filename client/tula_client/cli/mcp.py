@@ -314,7 +314,7 @@ class Tools:
 
 
 _REASONS: Final = ("runner_up", "knee", "max_sensible_batch_size", "max_local_batch_size")
-"""Of a recommendation, what only `why` answers."""
+"""What only `why` answers of a recommendation."""
 _RUNNING: Final = ("estimate", "launch")
 """Tools that run code of the user's, which may do anything."""
 _CHANGING: Final = (*_RUNNING, "add_job")

@@ -38,7 +38,7 @@ def seconds(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise typer.BadParameter(f"{text!r} is no number of seconds: two hours are 7200")
+        raise typer.BadParameter(f"{text!r} is not a number of seconds: two hours are 7200")
     return number
 
 
@@ -70,7 +70,7 @@ class _LossyStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text` if the stream takes it; its length either way."""
+        """Write `text` if the stream takes it; return its length either way."""
         with suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)

@@ -41,7 +41,7 @@ def train(
     reconfigure: bool = False,
     configuration: Configuration | None = None,
 ) -> list[tuple[Run, Outcome]]:
-    """Train until the command succeeds; every start with its outcome, the successful one last.
+    """Train until the command succeeds; return every start with its outcome, the successful one last.
 
     `fresh` starts another training; `reconfigure` continues the unfinished one with the current recommendation. Either
     kind of training uses `configuration` where it is given.
@@ -179,7 +179,7 @@ def _steps_alike(one: Configuration, other: Configuration) -> bool:
 
 
 def _newest_file(folder: Path) -> tuple[str, float] | None:
-    """Name and modification time of the newest file below `folder`; None if none can be read."""
+    """Return name and modification time of the newest file below `folder`; None if none can be read."""
     entries = []
     with suppress(OSError):  # the script may write or delete checkpoints meanwhile
         for entry in folder.rglob("*"):

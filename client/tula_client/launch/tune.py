@@ -125,7 +125,7 @@ def _chosen_options(pairs: Sequence[str], options: Mapping[str, Sequence[str]], 
     chosen = [pair.partition("=") for pair in pairs]
     for name, equals, _ in chosen:
         if not equals:
-            raise UsageError(f"{where}: {name!r} is no option with a value: write it as in 2x64,precision=bf16")
+            raise UsageError(f"{where}: {name!r} is not an option with a value: write it as in 2x64,precision=bf16")
     try:
         return complete(options, tuple((name, word) for name, _, word in chosen))
     except ValueError as error:
@@ -196,7 +196,8 @@ class _PlanLoop:
     finished: list[tuple[Run, Outcome]] = field(default_factory=list)
 
     def step(self) -> float | None:
-        """Finish runs that ended and start the next; the seconds until the next step, or None once the plan is done."""
+        """Finish runs that ended and start the next; return the seconds until the next step, None once the plan is
+        done."""
         runner = self.runner
         for active in list(runner.active):
             status = runner.poll(active)

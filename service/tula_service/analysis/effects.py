@@ -140,7 +140,7 @@ def _sentences(
 
 
 def _changed(ratio: Interval, what: str) -> str:
-    """Return how much more or less of something that is, with the interval: `48 % [44, 52] less time`."""
+    """Say how much more or less of something a factor means, with its interval: `48 % [44, 52] less time`."""
     if ratio.low < 1.0 < ratio.high:
         most, least = (percent(share, digits=0) for share in (ratio.high - 1.0, 1.0 - ratio.low))
         return f"between {least} less and {most} more {what}"

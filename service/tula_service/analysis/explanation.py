@@ -409,7 +409,7 @@ def _warnings(answer: Answer) -> list[str]:
             if uneven := [str(nodes) for nodes in tried if total % (nodes * cluster.ranks_per_node)]:
                 sentences.append(
                     f"{', '.join(uneven)} nodes of {cluster.instance_type} are left out: batch.global_batch_size = "
-                    f"{total} is no multiple of the number of their ranks."
+                    f"{total} is not a multiple of the number of their ranks."
                 )
     if not job_data.has_prices(spec):
         sentences.append("No price is known, so costs are ranked in node-hours: give cluster.price.")

@@ -182,7 +182,7 @@ def _require_local_origin(request: Request) -> None:
 
 
 class User(NamedTuple):
-    """Whom `admit` has found; what every use case takes first: `jobs.get(*user, job_id)`."""
+    """The caller that `admit` has recognised. Every use case takes it first: `jobs.get(*user, job_id)`."""
 
     store: Store
     principal: Principal

@@ -167,8 +167,8 @@ class _State:
             return f"The budget of {budget.max_runs} {one if budget.max_runs == 1 else many} ({which}) is spent."
         if not self.affordable:
             return (
-                f"The rest of {budget.max_gpu_seconds:g} GPU-seconds (profiling.max_gpu_seconds) pays for no further "
-                "run."
+                f"The rest of {budget.max_gpu_seconds:g} GPU-seconds (profiling.max_gpu_seconds) is too little for "
+                "another run."
             )
         return None
 
@@ -432,7 +432,7 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
     """
     chosen = choice.chosen
     if chosen is not None and not chosen.measured and chosen.configuration in state.affordable:
-        return state.launch(chosen.configuration, "Verification: it would be recommended, so it is measured itself.")
+        return state.launch(chosen.configuration, "Verification: it would be recommended, so it is measured.")
     has_options = bool(state.base)
     least_gain = _WORTH_A_LAUNCH if state.budget.share_launches or has_options else 0.0
     if (gain := expected_gain(choice, state.affordable)) >= least_gain:
@@ -452,8 +452,8 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
     if chosen is None:
         return Plan((), None)
     if not chosen.measured:
-        return Plan((), "The rest of the budget pays for no run of the choice: it stays a prediction.")
-    return Plan((), "The choice is stable: it has been measured, and no further run is likely to better it.")
+        return Plan((), "The rest of the budget is too little for a run of the choice: it stays a prediction.")
+    return Plan((), "The choice is stable: it has been measured, and further runs are unlikely to improve it.")
 
 
 def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estimate | None:

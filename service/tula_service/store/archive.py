@@ -130,7 +130,7 @@ class Archive:
 
 
 def _without_secrets(text: str) -> str:
-    """Return the text without what stands between `://` and `@` in a URL, where the secret of a key may be."""
+    """Return the text without the part of a URL between `://` and `@`, where the secret of a key may be."""
     return re.sub(r"://[^/@\s]*@", "://", text)
 
 

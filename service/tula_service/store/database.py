@@ -271,7 +271,7 @@ def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
         except sqlite3.DatabaseError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
                 raise
-            raise InvalidInput(f"The file of --database is no SQLite database: give another path ({error}).") from None
+            raise InvalidInput(f"--database is not a SQLite database: give another path ({error}).") from None
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:

@@ -229,7 +229,7 @@ def _check(spec: wire.JobSpec) -> None:
             )
         if spec.usd_per_hour_of_waiting is not None:
             raise InvalidInput(
-                "A price of waiting needs prices of nodes beside it: give cluster.price.usd_per_node_hour, or leave "
+                "A price of waiting needs prices of nodes: give cluster.price.usd_per_node_hour, or leave "
                 "usd_per_hour_of_waiting out.",
                 field="usd_per_hour_of_waiting",
             )

@@ -317,7 +317,7 @@ def test_a_configuration_is_named_with_the_options_that_are_not_todays():
     for word, sentence in (
         ("2x64,precision=fp8", "--again 2x64,precision=fp8: option 'precision' of this job has no value 'fp8': use f"),
         ("2x64,zero=1", "--again 2x64,zero=1: this job has no option 'zero': use precision, workers"),
-        ("2x64,bf16", "--again 2x64,bf16: 'bf16' is no option with a value: write it as in 2x64,precision=bf16"),
+        ("2x64,bf16", "--again 2x64,bf16: 'bf16' is not an option with a value: write it as in 2x64,precision=bf16"),
     ):
         with pytest.raises(UsageError) as caught:
             named(word)

@@ -130,7 +130,8 @@ def test_nodes_whose_ranks_cannot_share_the_global_batch_are_named() -> None:
     model = fields["model"]
     assert isinstance(model, wire.ModelReport)
     said = (
-        "2, 4 nodes of default are left out: batch.global_batch_size = 7 is no multiple of the number of their ranks."
+        "2, 4 nodes of default are left out: "
+        "batch.global_batch_size = 7 is not a multiple of the number of their ranks."
     )
     assert said in model.warnings
 
