@@ -140,7 +140,7 @@ class Databases:
 
 
 def measure(databases: Databases, server: Server, load: Load, kind: str, steps: int) -> tuple[Measured, float]:
-    """Load the service; what was measured, and CPU seconds per request."""
+    """Load the service; return what was measured, and CPU seconds per request."""
     requests = KINDS[kind](databases.run_ids, steps)
     before = cpu_s(server)
     found = drive("127.0.0.1", server.port, databases.header, requests, load)

@@ -104,7 +104,7 @@ class Bench:
         )  # fmt: skip
 
     def launch(self, scenario: Scenario, run: Run, steps: int, seed: int) -> float:
-        """Run the script in a process of the run; its mean seconds per step."""
+        """Run the script in a process of the run; return its mean seconds per step."""
         folder = self.folder / run.id
         variables = run_variables(
             run, url=self.url, token=self.token, spool=folder, checkpoints=folder, restart=0
@@ -119,7 +119,7 @@ class Bench:
         return took_s
 
     def profile(self, job_id: str, scenario: Scenario, seed: int) -> int:
-        """Work through the plan; the number of runs."""
+        """Work through the plan; return the number of runs."""
         done = 0
         while True:
             claimed = self.client.claim(job_id, ClaimRequest(holder=HOLDER))

@@ -235,7 +235,7 @@ def noisy_choices(workload: Workload, found: Figures, noise: float, draws: int) 
 
 
 def training_values(workload: Workload) -> dict[str, dict[Placement, float]]:
-    """Time and cost of a whole training at each configuration; a price of 1 a GPU-second."""
+    """Return time and cost of a whole training at each configuration, at a price of 1 a GPU-second."""
     spent = {c: seconds * _DATASET / c.global_batch_size for c, seconds in workload.step_time_s.items()}
     return {"time": spent, "cost": {c: spent[c] * c.world_size for c in spent}}
 

@@ -562,7 +562,7 @@ class Recorder:
     # The end of a step.
 
     def _step_ended(self, timing: StepTiming, interval: Interval | None) -> bool:
-        """Record a step; True when that took so long that the next step's clock should be restarted."""
+        """Record a step; return True when that took so long that the next step's clock should be restarted."""
         step, quiet = timing.step, timing.step < self._quiet_until
         warmup = not quiet and step < self.launch.first_step + self.profiling.warmup_steps
         if self.leads and not quiet and (self._bucket_timer is not None or step == BUCKETS_TIMED_FROM):
@@ -641,7 +641,8 @@ class Recorder:
         return took_long
 
     def _profile(self, step: int, step_time_s: float | None) -> bool:
-        """Let ranks agree on what is pending, and a profiling plan see a step after warm-up; True if that took time."""
+        """Let ranks agree on what is pending, and a profiling plan see a step after warm-up; return True if that took
+        time."""
         pending = self.profiling.pending
         if pending:
             self.profiling.agree()

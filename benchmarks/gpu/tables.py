@@ -1,4 +1,4 @@
-"""Step time by phase and memory by batch, up to out-of-memory, and the tables that they make."""
+"""Measures step time by phase and memory by batch, up to out-of-memory, and makes the tables."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class _Line:
         self._got = b""
 
     def begin(self) -> bool:
-        """Start the next request; True when a part of it has to wait."""
+        """Start the next request; return True when a part of it has to wait."""
         which = self._number % len(self._requests)
         body = self._requests[which].body(self._sender, self._number)
         self._number += 1

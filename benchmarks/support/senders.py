@@ -51,13 +51,13 @@ class Sender:
         return httpx.Client(headers={"Authorization": f"Bearer {self.prepared.token}"}, timeout=10)
 
     def samples(self, client: httpx.Client, url: str) -> bool:
-        """Send the next batch of samples; True when it was acknowledged."""
+        """Send the next batch of samples; return True when it was acknowledged."""
         numbers = list(range(self.acknowledged * STEPS, (self.acknowledged + 1) * STEPS))
         body = {"rank": self.rank, "boot_id": "b", "sequence": numbers, "step": numbers, "step_time_s": [0.1] * STEPS}
         return client.post(url + routes.RUN_SAMPLES.format(run_id=self.prepared.run_id), json=body).is_success
 
     def chunk(self, client: httpx.Client, url: str) -> bool:
-        """Send the next chunk of telemetry; True when it was acknowledged."""
+        """Send the next chunk of telemetry; return True when it was acknowledged."""
         column = np.random.default_rng(self.acknowledged).normal(size=STEPS)
         body = {
             "rank": self.rank,

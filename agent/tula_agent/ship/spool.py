@@ -84,7 +84,7 @@ class Spool:
         return self.size == 0
 
     def append(self, request: SpooledRequest) -> bool:
-        """Add one request; False when there is no room."""
+        """Add one request; return False when there is no room."""
         payload = request.to_record()
         record = _HEAD.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
         if len(payload) > _MAX_RECORD or self.size + len(record) > self.limit_bytes:
@@ -95,7 +95,7 @@ class Spool:
         return True
 
     def _write(self, record: bytes) -> bool:
-        """Append to the file; False where it has lost its name meanwhile."""
+        """Append to the file; return False where it has lost its name meanwhile."""
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             opened = os.fstat(descriptor)

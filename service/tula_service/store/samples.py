@@ -291,7 +291,7 @@ class Samples(Repository):
         return int(self._scalar(statement))
 
     def _store_memory(self, source_key: int, run_key: int, reading: MemoryReading) -> bool:
-        """Keep the newest reading with the highest peak of a process; False if that is the stored one already."""
+        """Keep the newest reading with the highest peak of a process; return False if it is stored already."""
         table = memory_readings.c
         stored = self._row(_READING, source=source_key)
         if stored is not None and (reading.peak_bytes < stored["peak_bytes"] or reading == MemoryReading(**stored)):

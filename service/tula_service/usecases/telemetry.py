@@ -116,7 +116,7 @@ def newest_values(store: Store, principal: Principal, run_id: str, columns: Iter
 def read_with_trend(
     store: Store, principal: Principal, query: SeriesQuery
 ) -> tuple[TelemetrySeries, TelemetrySeries | None]:
-    """A column of a run, and its `trend`, which shows a noisy series at a glance; None with few points.
+    """Return a column of a run, and its `trend`, which shows a noisy series at a glance; None with few points.
 
     Step times fall back on the run's samples. Raises NotFound for an unknown run or column.
     """

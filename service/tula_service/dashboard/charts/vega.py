@@ -106,7 +106,7 @@ def layered(*layers: Spec, height: Any = HEIGHT, width: int = WIDTH) -> Spec:
 
 
 def axis_between(ends: Ends) -> Spec:
-    """Scale and axis: logarithmic between two positive ends, else linear; the ticks are round numbers."""
+    """Return scale and axis: logarithmic between two positive ends, else linear; the ticks are round numbers."""
     low, high = ends
     # A logarithmic axis would rule a line for every digit of every power of ten.
     values = log_ticks(low, high) if low > 0 else []
