@@ -27,7 +27,7 @@ MEASURED_BY = "TULA_MEASURED_BY"
 """A process that measures a run sets it for the processes that it starts, which belong to no run."""
 
 UNKNOWN_RUN = "unknown-run"
-"""Stands for the id of a run that the agent makes by itself, in requests and keys."""
+"""Stands in requests and keys for the id of a run that the agent makes itself."""
 
 
 @dataclass(frozen=True)

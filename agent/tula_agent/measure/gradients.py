@@ -12,9 +12,9 @@ from tula_agent.readings import HostCopy, to_number
 from tula_agent.torch_private import is_sharded, norm_squared
 
 SHARE_OF_STEP = 2e-4
-"""Budget for reading norms, as a share of the step time..."""
+"""Budget for reading norms, as a share of the step time."""
 MAX_COST_S, MIN_COST_S = 12e-6, 8e-6
-"""...within these bounds per step."""
+"""Bounds of that budget per step."""
 
 
 class GradientReader:

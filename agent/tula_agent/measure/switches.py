@@ -15,7 +15,8 @@ _SINGLES = ("fp32", "float32", "tf32")
 
 
 class SwitchWatch:
-    """Looks at the forward passes of one step by hooks, which `end` removes. What other options mean, the script knows.
+    """Looks at the forward passes of one step by hooks, which `end` removes. Only the script knows what other options
+    mean.
 
     Modules without children get a hook, and the models themselves: autocast is often on within a model alone, and
     checkpointing repeats the forward passes of some of its parts in the backward pass. Once anything is compiled, only

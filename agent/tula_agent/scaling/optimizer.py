@@ -58,7 +58,7 @@ class TulaOptimizer(torch.optim.Optimizer):
     micro-step.
     process_group: of the ranks that share the model.
 
-    What is given here, the service never changes, nor does a checkpoint. Every rank must construct it with the same
+    Neither the service nor a checkpoint ever changes what is given here. Every rank must construct it with the same
     arguments and step as often (a few numbers are reduced over the group with the measurements). Raises TypeError for
     something that is not an optimizer, and ValueError for a number that makes no sense, for sharded parameters (FSDP,
     tensor parallelism), of which no rank's own gradient is left to compare, or for a group without `lr`. The first

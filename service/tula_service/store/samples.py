@@ -101,7 +101,7 @@ class Samples(Repository):
         """Store a batch and return the number of new rows; a row that was stored before keeps its first values.
 
         A row is identified by run, rank, boot id and sequence. New rows raise the run's counts, and they or another
-        memory reading raise the job's data version. What a process reports of itself, its newest batch says.
+        memory reading raise the job's data version. What a process reports about itself is taken from its newest batch.
         """
         if self._postgres:
             # The job's row before its run's, as a deletion locks them: see the order of locks in store/database.py.
