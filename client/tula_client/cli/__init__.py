@@ -1,1 +1,1 @@
-"""The `tula` command; needs the extra `cli`, which nothing else in this package imports."""
+"""The `tula` command, which nothing else in this package imports."""

@@ -86,7 +86,7 @@ class Limits:
     max_global_batch_size: int | None = None
 
     def of_totals(self, estimate: Estimate) -> list[tuple[str, Interval, float]]:
-        """Return the deadline and the budget where they are set: (name, what the candidate takes of it, limit)."""
+        """Return the deadline and the budget where they are set, as (name, time or cost of the candidate, limit)."""
         both = (
             ("deadline_s", estimate.time_s, self.deadline_s),
             ("budget_usd", estimate.cost_usd, self.budget_usd),

@@ -22,9 +22,9 @@ def get(
 ) -> str:
     """Return the recommendation as JSON: the cached one if it still holds, else one computed after `on_miss()`.
 
-    A cached recommendation holds until something changes that it rests on. The answer follows from the data at the time
-    of the request, whatever is measured during the computation. An answer to a reader is kept in memory alone: a token
-    that may change nothing enters nothing in the ledger.
+    A cached recommendation holds until something that it rests on changes. The answer follows from the data at the time
+    of the request, whatever is measured during the computation. An answer to a reader is kept in memory only, since a
+    read-only token must not add to the ledger.
     """
     may_change = principal.scope != "read"
 
