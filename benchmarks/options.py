@@ -261,7 +261,8 @@ class Planned:
 
 def replay(job: Job, objective: Objective, factors: Mapping[Configuration, float]) -> Planned:
     """Follow the planner until it stops, as the service does."""
-    goal = Goal(objective, Training(_EXAMPLES), {"default": Offer(usd_per_rank_hour=3600.0)})
+    offers = {"default": Offer(usd_per_rank_hour=3600.0)}
+    goal = Goal(objective, Training(_EXAMPLES), offers, options=job.options)
     budget = PlanBudget(max_runs=4 + 2 * len(job.options), share_launches=True)
     priors, launched = Priors(base=job.base), list[Configuration]()
     model: StepTimeModel | None = None

@@ -26,7 +26,7 @@ from tula_wire import Configuration
 from tula_wire.enums import Objective
 from tula_wire.options import Options, combinations
 
-MODEL_VERSION = "step-time-14"
+MODEL_VERSION = "step-time-15"
 """Names the equations and priors. It is part of every cache key and ledger entry, so it changes whenever they do."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 
 import tula_wire as wire
@@ -53,13 +52,13 @@ def _effect(
     ratios: dict[str, Interval] = {}
     most_gain = None
     if before is not None and after is not None:
-        known = {"time": _ratio(after.time_s, before.time_s), "memory": _memory(answer, before, after)}
+        known = {"time": after.time_s.over(before.time_s), "memory": _memory(answer, before, after)}
         if answer.choice.goal.priced:
-            known["cost"] = _ratio(after.cost_usd, before.cost_usd)
+            known["cost"] = after.cost_usd.over(before.cost_usd)
         ratios = {of: ratio for of in ("time", "cost", "memory") if (ratio := known.get(of)) is not None}
         if not launched:
             goal = answer.choice.goal
-            gain = _ratio(goal.value(after), goal.value(chosen))
+            gain = goal.value(after).over(goal.value(chosen))
             most_gain = 0.0 if gain is None else max(0.0, 1.0 - gain.low)
     left_out = answer.evidence.left_out.get((name, value))
     if left_out is None and after is None:
@@ -108,17 +107,7 @@ def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | Non
         else model.predict(batch)
         for each in (before, after)
     ]
-    return None if peaks[0] is None or peaks[1] is None else _ratio(peaks[1], peaks[0])
-
-
-def _ratio(after: Interval, before: Interval) -> Interval | None:
-    """Return the ratio of two uncertain amounts, as if their errors were independent; None where one may be zero."""
-    if min(after.low, before.low) <= 0.0:
-        return None
-    up = math.hypot(math.log(after.high / after.mean), math.log(before.mean / before.low))
-    down = math.hypot(math.log(after.mean / after.low), math.log(before.high / before.mean))
-    mean = after.mean / before.mean
-    return Interval(mean, mean * math.exp(-down), mean * math.exp(up))
+    return None if peaks[0] is None or peaks[1] is None else peaks[1].over(peaks[0])
 
 
 def _sentences(

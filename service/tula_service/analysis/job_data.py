@@ -187,6 +187,7 @@ def goal_of(
             constants=TURNED if data.directions else by_optimizer,
         ),
         power_w=power_w or {},
+        options=spec.options,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +15,12 @@ from tula_service.perfmodel.pricing import Estimate, Limits, build_menu, pareto_
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_service.perfmodel.variants import Variant, variant_of
 from tula_wire.configurations import Configuration
+from tula_wire.options import Options
 
 _NO_KNEE = KneeFinding(None, "no knee: there is no candidate within the limits.")
+_LEAST_CHANGED = (
+    "no candidate within the limits is clearly better, and of those that may be as good it changes the fewest options."
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,9 @@ class Choice:
     chosen. `excluded` holds every limit that every candidate breaks, the decisive limit of a candidate first.
     `within_limits_is_likely` is False when every candidate might break a limit and the one least likely to was taken.
     `best_is_excluded` says that deadline or budget exclude what would have been chosen without them. `merit` ends a
-    sentence: it says in what the chosen candidate is the best. `menu` has up to five points of the frontier of what the
-    objective may choose, the chosen one among them, the fastest first.
+    sentence: it says in what the chosen candidate is the best. `expected_best` is what the objective ranks first:
+    another than the chosen one where the latter changes fewer options and may be as good. `menu` has up to five points
+    of the frontier of what the objective may choose, the chosen one among them, the fastest first.
     """
 
     estimates: tuple[Estimate, ...]
@@ -51,6 +57,7 @@ class Choice:
     within_limits_is_likely: bool = False
     best_is_excluded: bool = False
     chosen: Estimate | None = None
+    expected_best: Estimate | None = None
     runner_up: Estimate | None = None
     least_time: Estimate | None = None
     least_cost: Estimate | None = None
@@ -145,6 +152,9 @@ def price_candidates(
 def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
     """Return the best candidate for the goal's objective inside its limits.
 
+    A candidate with other options than today's must be clearly better than those with fewer changes: of the options
+    whose best value may equal the least one, by 90 % intervals, those nearest to today's are chosen.
+
     A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
     broken limit is rare. If no candidate does, the choice takes the one whose mean keeps them by the widest margin, and
     `within_limits_is_likely` is False.
@@ -161,6 +171,9 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
     if not allowed:
         return Choice(tuple(estimates), goal, excluded)
     ranked, hard = objective.rank(goal, allowed), _hard(excluded)
+    best, merit = ranked[0], objective.merit(goal, allowed)
+    if (nearest := _least_changed(goal, allowed, best)) is not best:
+        ranked, merit = [nearest, *(e for e in ranked if e is not nearest)], _LEAST_CHANGED
     choosable = [estimate for estimate in allowed if goal.may_choose(estimate.configuration)]
     free = objective.rank(goal, [estimate for estimate in estimates if estimate.key not in hard])
     frontier = pareto_frontier(allowed)
@@ -169,10 +182,11 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
         goal=goal,
         excluded=excluded,
         knee=find_knee(frontier),
-        merit=objective.merit(goal, allowed),
+        merit=merit,
         within_limits_is_likely=likely,
         best_is_excluded=likely and free[0].key in out,
         chosen=ranked[0],
+        expected_best=best,
         runner_up=objective.next_best(ranked),
         least_time=OBJECTIVES["time"].rank(goal, allowed)[0],
         least_cost=OBJECTIVES["cost"].rank(goal, allowed)[0],
@@ -180,6 +194,29 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
         frontier=frontier,
         menu=build_menu(pareto_frontier(choosable), ranked[0]),
     )
+
+
+def _least_changed(goal: Goal, allowed: Sequence[Estimate], best: Estimate) -> Estimate:
+    """Return the best estimate of the options nearest to today's, among the options that may be as good as `best`'s."""
+    alike = defaultdict[Options, list[Estimate]](list)
+    for estimate in allowed if goal.options else ():
+        alike[estimate.configuration.options].append(estimate)
+    if len(alike) < 2:
+        return best
+    ranked = {options: OBJECTIVES[goal.objective].rank(goal, estimates) for options, estimates in alike.items()}
+    values = {
+        options: min((goal.value(e) for e in estimates), key=lambda value: value.expected)
+        for options, estimates in ranked.items()
+    }
+    least = values[best.configuration.options]
+
+    def is_clearly_worse(options: Options) -> bool:
+        ratio = least.over(values[options])
+        return ratio is not None and ratio.high < 1.0
+
+    as_good = [options for options in ranked if not is_clearly_worse(options)]
+    nearest = min(as_good, key=goal.changes)
+    return best if nearest == best.configuration.options else ranked[nearest][0]
 
 
 def _hard(excluded: Sequence[Exclusion]) -> set[tuple[Configuration, bool]]:

@@ -50,6 +50,15 @@ class Interval:
         """Return the product of two positive values; conservative in the same way."""
         return Interval(self.mean * other.mean, self.low * other.low, self.high * other.high)
 
+    def over(self, other: Interval) -> Interval | None:
+        """Return the ratio of two amounts, as if their errors were independent; None where one may be zero."""
+        if min(self.low, other.low) <= 0.0:
+            return None
+        up = math.hypot(math.log(self.high / self.mean), math.log(other.mean / other.low))
+        down = math.hypot(math.log(self.mean / self.low), math.log(other.high / other.mean))
+        mean = self.mean / other.mean
+        return Interval(mean, mean * math.exp(-down), mean * math.exp(up))
+
 
 def log_interval(mean: FloatArray, log_sd: FloatArray, dof: float) -> tuple[FloatArray, FloatArray]:
     """Return low and high ends, shape (n,): mean * exp(-+ q * log_sd) with Student's q at `dof` degrees of freedom."""

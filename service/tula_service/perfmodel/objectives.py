@@ -30,6 +30,7 @@ from tula_service.perfmodel.pricing import (
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Objective as Name
 from tula_wire.format import multiple
+from tula_wire.options import Options
 
 _NEARLY_BEST = 1.1
 """`balanced` gives up a tenth of the best for a smaller batch, which generalises better, and for fewer nodes."""
@@ -50,7 +51,7 @@ class Goal:
     `usd_per_hour_of_waiting` is what an hour of the training's duration costs its owner. `guard` says which batches
     keep the accuracy; None allows all. `batch_normalization` says that the network has such layers, which lose accuracy
     where they normalize over many examples. `power_w` is the power of a rank's device by instance type, for every type
-    or for none.
+    or for none. `options` are the values of each option of the job, that with which the script runs today first.
     """
 
     objective: Name
@@ -64,6 +65,7 @@ class Goal:
     guard: AccuracyGuard | None = None
     batch_normalization: bool = False
     power_w: Mapping[str, Interval] = field(default_factory=dict)
+    options: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def normalized_too_widely(self, local_batch_size: int) -> int:
         """Return how many examples of a rank and micro-step exceed what batch normalization bears: twice the base
@@ -75,6 +77,12 @@ class Goal:
     def value(self, estimate: Estimate) -> Interval:
         """Return what the objective ranks by: the smaller, the better."""
         return OBJECTIVES[self.objective].value(self, estimate)
+
+    def changes(self, chosen: Options) -> tuple[int, list[int]]:
+        """Return how many options differ from today's values, and the place of each value in the job: least is nearest
+        to today."""
+        places = [list(self.options[name]).index(word) for name, word in chosen]
+        return sum(place > 0 for place in places), places
 
     def may_choose(self, configuration: Configuration) -> bool:
         """Return False where the objective refuses the global batch, whatever the candidate takes and costs."""

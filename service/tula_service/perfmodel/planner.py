@@ -496,9 +496,9 @@ def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
 
 
 def _expected_gains(choice: Choice, runnable: Collection[Configuration]) -> dict[Launch, dict[Configuration, float]]:
-    """Return the expected improvement of the logarithm over the chosen estimate, by launch and configuration."""
-    assert choice.chosen is not None
-    best, barred = choice.goal.value(choice.chosen), choice.barred
+    """Return the expected improvement of the logarithm over the expected best, by launch and configuration."""
+    assert choice.expected_best is not None
+    best, barred = choice.goal.value(choice.expected_best), choice.barred
     gains: defaultdict[Launch, dict[Configuration, float]] = defaultdict(dict)
     for estimate in choice.estimates:
         if not estimate.measured and estimate.configuration in runnable and estimate.key not in barred:

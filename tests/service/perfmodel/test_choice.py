@@ -43,6 +43,36 @@ def choose(objective: Objective, found: list[Estimate], **goal: Any) -> Choice:
 PEAK = Interval(8e9, 7e9, 9e9)
 
 
+def of_options(step_s: float, **options: str) -> Estimate:
+    """One node with these values of options, with an interval of 20 % either way."""
+    (estimate,) = estimates([(1, 64, step_s)])
+    return replace(estimate, configuration=replace(estimate.configuration, options=tuple(sorted(options.items()))))
+
+
+@pytest.mark.parametrize("objective", ["time", "cost", "balanced", "knee", "energy", "time_to_quality"])
+def test_a_value_that_may_be_no_better_is_not_chosen_over_todays(objective: Objective) -> None:
+    today, better, clearly_better = (of_options(s, kernel=word) for s, word in ((1.0, "z"), (0.85, "a"), (0.5, "b")))
+    values = {"kernel": ["z", "a", "b"]}
+    choice = choose(objective, [better, today], options=values)
+    assert choice.chosen is today
+    assert choice.expected_best is better
+    assert choice.runner_up is (None if objective == "cost" else better)
+    assert "clearly better" in choice.merit
+    assert choose(objective, [better, today]).chosen is better, "without options there is no today"
+    choice = choose(objective, [better, today, clearly_better], options=values)
+    assert choice.chosen is choice.expected_best is clearly_better
+    assert "clearly better" not in choice.merit
+
+
+def test_of_values_that_may_be_as_good_the_fewest_changes_are_chosen_then_the_first_in_the_job() -> None:
+    values = {"compile": ["off", "on"], "kernel": ["z", "b", "a"]}
+    today, both = of_options(1.0, compile="off", kernel="z"), of_options(0.4, compile="on", kernel="a")
+    last, first = (of_options(s, compile="off", kernel=word) for s, word in ((0.45, "a"), (0.46, "b")))
+    assert choose("time", [both, today], options=values).chosen is both
+    assert choose("time", [both, today, last], options=values).chosen is last
+    assert choose("time", [both, last, first, today], options=values).chosen is first
+
+
 def estimates(rows, offer=None, **options):
     """Candidates from (nodes, local batch, step time): one rank a node, intervals of 20 % either way."""
     offer = offer or Offer(usd_per_node_hour=3.6)

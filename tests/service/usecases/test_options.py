@@ -92,7 +92,22 @@ def test_a_value_that_may_as_well_save_as_cost_is_said_to_lie_between(cluster: C
     assert effect.time is not None
     assert effect.launched
     assert effect.time.low < 1.0 < effect.time.high
+    assert not effect.recommended
     assert effect.sentence.startswith("kernel b takes between ")
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.99])
+def test_a_value_whose_worth_is_within_noise_is_not_recommended_over_todays(cluster: Cluster, factor: float) -> None:
+    job_id = cluster.register(spec(options={"kernel": ["z", "a"]})).job.id
+    cluster.step_time = lambda c: overlapping(replace(c, options=())) * (factor if ("kernel", "a") in c.options else 1)
+    cluster.work(job_id)
+    answer = cluster.recommendation(job_id)
+    assert answer.chosen is not None
+    assert answer.chosen == answer.with_base_options
+    assert answer.chosen.profiled
+    (effect,) = answer.options
+    assert effect.launched
+    assert not effect.recommended
 
 
 def test_what_an_unlaunched_value_could_win_is_over_the_recommendation(cluster: Cluster) -> None:
