@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -60,7 +60,8 @@ class Evidence:
     job was registered again after them. `rows` names the configuration and the run of each observation, and `measured`
     the step time of each configuration in seconds. `fitted` holds the configurations that ran and so fit into memory,
     also those whose step time is ignored. `left_out` gives a sentence for each value of an option whose every launch
-    failed; what has such a value counts as failed.
+    failed, and `crashed` holds one for each combination, and for each value on some instance types alone, whose every
+    launch failed; what has such values counts as failed.
     """
 
     candidates: tuple[Configuration, ...]
@@ -73,6 +74,7 @@ class Evidence:
     doubtful: frozenset[Configuration]
     failed: frozenset[Configuration]
     left_out: Mapping[tuple[str, str], str]
+    crashed: tuple[str, ...]
     retried: tuple[RunRecord, ...]
     num_samples: int
     warnings: tuple[str, ...]
@@ -115,9 +117,9 @@ def evidence_of(data: JobData) -> Evidence:
     memory = _memory_evidence(data.spec, rows, standing)
     failed, retried = _failed(data, misconfigured | contradicted)
     candidates, ruled_out = _feasible(data, memory)
-    ran = {c.options for c, _ in rows} | {each.configuration.options for each in standing}
-    crashing, left_out = _crashing(data, ran)
-    failed |= {c for c in candidates if c.options in crashing or left_out.keys() & set(c.options)}
+    ran = {variant_of(c) for c in (*(c for c, _ in rows), *(each.configuration for each in standing))}
+    crashes = _crashes(data, ran)
+    failed |= {c for c in candidates if any(crash.bars(variant_of(c)) for crash in crashes)}
     timed = [(c, s) for c, s in rows if s.run_id not in data.ignored_step_times]
     fitted, least = frozenset(configuration for configuration, _ in rows), required_fit_probability(data.spec)
     chances = {c: memory.fit_probability(c) for c in candidates if c not in fitted}
@@ -131,7 +133,8 @@ def evidence_of(data: JobData) -> Evidence:
         ruled_out=ruled_out,
         doubtful=frozenset(c for c, chance in chances.items() if chance is not None and chance < least),
         failed=frozenset(failed - fitted),
-        left_out=left_out,
+        left_out={crash.values[0]: crash.sentence for crash in crashes if crash.is_of_one_value},
+        crashed=tuple(crash.sentence for crash in crashes if not crash.is_of_one_value),
         retried=tuple(run for run in retried if run.configuration not in fitted),
         num_samples=sum(summary.num_samples for _, summary in timed),
         warnings=tuple(dict.fromkeys((*warnings, *notes, *memory.warnings))),
@@ -170,35 +173,67 @@ def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuratio
     return candidates, {c: memory.why_not(c) for c in everything if c not in feasible and variant_of(c) in bound}
 
 
-def _crashing(data: JobData, ran: set[Options]) -> tuple[set[Options], dict[tuple[str, str], str]]:
-    """Return the options that crash, and the values at fault with a sentence each.
+@dataclass(frozen=True)
+class _Crash:
+    """Values of options with which each launch failed: on `types`, or `everywhere` where they have run on no type."""
 
-    Options crash where a launch with them failed and they are not among `ran`, the options that have run. A value is at
-    fault where it has run nowhere and failed with every other option at its base: where several values fail together,
-    no value is known to be the cause. Where each launch measures one configuration, a second one must fail as well.
-    Failures before the job was registered again count no longer.
+    values: Options
+    types: frozenset[str]
+    everywhere: bool
+    message: str | None
+
+    @property
+    def is_of_one_value(self) -> bool:
+        """Return True where one value is left out altogether."""
+        return self.everywhere and len(self.values) == 1
+
+    @property
+    def sentence(self) -> str:
+        """Return what is left out, why, and how to retry it."""
+        where = "" if self.everywhere else f" on {' and '.join(sorted(self.types))}"
+        why = f": {self.message.rstrip('.')}." if self.message else "."
+        return (
+            f"{' with '.join(' '.join(pair) for pair in self.values)} is left out{where}, since each launch with it "
+            f"failed; register the job again to retry it{why}"
+        )
+
+    def bars(self, variant: Variant) -> bool:
+        """Return True for a variant that has these values, on an instance type on which they fail."""
+        return variant.options_include(self.values) and (self.everywhere or variant.instance_type in self.types)
+
+
+def _crashes(data: JobData, ran: set[Variant]) -> list[_Crash]:
+    """Return the values of options that crash, alone or together; `ran` are the variants that have run.
+
+    Values are at fault on an instance type where a launch failed with every other option at its base, and no variant
+    of that type with them has run: where several values fail together, no single one is known to be the cause. Where
+    each launch measures one configuration, a second one with them must fail as well. Failures before the job was
+    registered again count no longer.
     """
     base = combinations(data.spec.options)[0]
     failed = {
         run.configuration: run
         for run in data.profile_runs
-        if run.state == "failed" and run.key > data.retried_up_to_key and run.configuration.options not in (base, *ran)
+        if run.state == "failed" and run.key > data.retried_up_to_key and run.configuration.options != base
     }
     enough = 1 if data.spec.profiling.share_launches else 2
-    by_options = Counter(c.options for c in failed)
-    by_value = Counter(pair for c in failed for pair in c.options)
-    proved = {pair for options in (base, *ran) for pair in options}
-    left_out: dict[tuple[str, str], str] = {}
-    for c, run in failed.items():
-        changed = [pair for pair in c.options if pair not in base]
-        if len(changed) == 1 and changed[0] not in proved and by_value[changed[0]] >= enough:
-            (name, value), why = changed[0], f": {run.message}" if run.message else ""
-            left_out.setdefault(
-                changed[0],
-                f"{name} {value} is left out, since each launch with it failed; register the job again to retry "
-                f"it{why}",
-            )
-    return {options for options, number in by_options.items() if number >= enough}, left_out
+    at_fault: dict[Options, dict[str, RunRecord]] = {}
+    for c, run in sorted(failed.items(), key=lambda each: len(switches(base, each[0].options))):
+        values, name = tuple(pair for pair in c.options if pair not in base), c.instance_type
+        explained = any(name in types and set(fewer) <= set(values) for fewer, types in at_fault.items())
+        proved = any(each.instance_type == name and each.options_include(values) for each in ran)
+        alike = [each for each in failed if each.instance_type == name and set(values) <= set(each.options)]
+        if not explained and not proved and len(alike) >= enough:
+            at_fault.setdefault(values, {})[name] = run
+    return [
+        _Crash(
+            values,
+            frozenset(types),
+            everywhere=not any(each.options_include(values) for each in ran),
+            message=next(iter(types.values())).message,
+        )
+        for values, types in at_fault.items()
+    ]
 
 
 def _as_run(summary: RunSummary) -> tuple[Configuration | None, str | None]:

@@ -180,7 +180,8 @@ def quality_of(answer: Answer) -> wire.Quality | None:
 
 
 def why(answer: Answer) -> str:
-    """Say why the candidate is chosen, how the runner-up differs, what limits exclude, what the answer rests on."""
+    """Say why the candidate is chosen, how the runner-up differs, what limits and crashes exclude, what the answer
+    rests on."""
     choice, objective = answer.choice, OBJECTIVES[answer.objective]
     parts = []
     chosen = choice.chosen
@@ -198,6 +199,7 @@ def why(answer: Answer) -> str:
     if counts and chosen is not None:
         excluded = ", ".join(f"{limit} {number}" for limit, number in sorted(counts.items()))
         parts.append(f"Excluded by limits: {excluded} of the candidates.")
+    parts += answer.evidence.crashed
     nearest = nearest_misses(choice)
     parts += [
         f"Nearest miss of the {name}: {_named(nearest[limit].estimate)}; {breach(nearest[limit], choice.goal.limits)}"

@@ -22,7 +22,6 @@ from tula_wire import Configuration
 from tula_wire.bounds import FURTHER_WARMUP_STEPS
 from tula_wire.enums import FINAL_STATES
 from tula_wire.jobs import ProfilingCost
-from tula_wire.options import combinations
 
 _DEFAULT_MAX_RUNS = 8
 _RUNS_WITH_OPTIONS, _RUNS_PER_OPTION, _RUNS_PER_FURTHER_TYPE = 4, 2, 2
@@ -163,7 +162,6 @@ def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
 def _budget(data: JobData) -> PlanBudget:
     profiling = data.spec.profiling
     instruction = instruction_of(data.spec)
-    base = combinations(data.spec.options)[0]
     options = sum(len(values) > 1 for values in data.spec.varied_options.values())
     further_types = len(data.spec.cluster) - 1
     with_options = _RUNS_WITH_OPTIONS + _RUNS_PER_OPTION * options + _RUNS_PER_FURTHER_TYPE * further_types
@@ -177,9 +175,7 @@ def _budget(data: JobData) -> PlanBudget:
         steps_per_run=_steps(instruction),
         steps_per_further_run=_steps(instruction, further=True),
         failed=frozenset(
-            run.configuration
-            for run in data.profile_runs
-            if run.state == "failed" and run.key > data.retried_up_to_key and run.configuration.options != base
+            run.configuration for run in data.profile_runs if run.state == "failed" and run.key > data.retried_up_to_key
         ),
     )
 

@@ -40,8 +40,7 @@ class PlanBudget:
     """The limits of all profiling together. GPU-seconds count ranks times seconds; None means no limit.
 
     `by_default` says that `max_runs` is the default and not the user's number. With `share_launches`, a launch measures
-    up to three local batches, and `max_runs` counts launches. `failed` configurations count as launched: those with
-    other options than the base, of which all values may fail.
+    up to three local batches, and `max_runs` counts launches. `failed` configurations count as launched.
     """
 
     max_runs: int = 6

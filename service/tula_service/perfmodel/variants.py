@@ -35,6 +35,10 @@ class Variant(NamedTuple):
     instance_type: str = DEFAULT_INSTANCE_TYPE
     options: Options = ()
 
+    def options_include(self, values: Options) -> bool:
+        """Return True where these options have these values, whatever the others have."""
+        return set(values) <= set(self.options)
+
 
 def variant_of(configuration: Configuration) -> Variant:
     """Return the variant of a configuration."""

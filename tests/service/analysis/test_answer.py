@@ -436,12 +436,32 @@ def test_a_combination_that_crashes_condemns_a_value_only_once_that_value_fails_
     both = at(compiled="on", precision="bf16")
     data = measured(measured(job(options=OPTIONS), at()), at(precision="bf16"))
     data = measured(data, both, state="failed")
-    evidence = answer_of(data).evidence
-    assert evidence.left_out == {}
-    assert {c.options for c in evidence.failed} == {both.options}
-    evidence = answer_of(measured(data, at(compiled="on"), state="failed")).evidence
-    assert set(evidence.left_out) == {("compile", "on")}
-    assert {c.options for c in evidence.failed} == {both.options, at(compiled="on").options}
+    data = replace(data, runs=[*data.runs[:-1], replace(data.runs[-1], message="Exit code 1.")])
+    answer = answer_of(data)
+    assert answer.evidence.left_out == {}
+    assert {c.options for c in answer.evidence.failed} == {both.options}
+    said = "compile on with precision bf16 is left out, since each launch with it failed; register the job again to"
+    assert f"{said} retry it: Exit code 1. " in explanation.why(answer)
+    answer = answer_of(measured(data, at(compiled="on"), state="failed"))
+    assert set(answer.evidence.left_out) == {("compile", "on")}
+    assert {c.options for c in answer.evidence.failed} == {both.options, at(compiled="on").options}
+    assert "left out" not in explanation.why(answer), "the value's own sentence says it"
+
+
+def test_a_value_that_crashes_on_one_type_is_left_out_there_and_everywhere_only_if_it_ran_on_none() -> None:
+    types = [{"instance_type": name, "max_nodes": 2, "ranks_per_node": 2} for name in ("a", "b")]
+    data = job(options=OPTIONS, cluster=types)
+    for name in ("a", "b"):
+        data = measured(data, replace(at(), instance_type=name))
+    data = measured(data, replace(at(compiled="on"), instance_type="a"), state="failed")
+    everywhere = answer_of(data)
+    assert set(everywhere.evidence.left_out) == {("compile", "on")}
+    assert {c.instance_type for c in everywhere.evidence.failed} == {"a", "b"}
+    on_one = answer_of(measured(data, replace(at(compiled="on", precision="bf16"), instance_type="b")))
+    assert on_one.evidence.left_out == {}
+    assert {c.instance_type for c in on_one.evidence.failed} == {"a"}
+    assert {dict(c.options)["compile"] for c in on_one.evidence.failed} == {"on"}
+    assert "compile on is left out on a, since each launch with it failed" in explanation.why(on_one)
 
 
 def test_where_launches_measure_one_configuration_a_value_is_left_out_once_a_second_one_fails() -> None:
@@ -482,3 +502,16 @@ def test_launches_that_fail_with_other_values_of_options_count_as_launches(share
                 data = measured(data, c, state="failed")
                 failed.add(launch_of(c) if shared else c)
     assert 0 < len(failed) <= 4, "the default is six launches, of which the base takes at least two"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_launches_of_the_first_values_that_fail_count_as_launches_too(shared: bool) -> None:
+    data = job(options={"attention": ["eager", "flash"]}, profiling={"share_launches": shared})
+    launches: list[object] = []
+    while new := plan_of(analyse(data)).new:
+        for run in new:
+            launch = launch_of(run.configuration) if shared else run.configuration
+            launches += [launch] if launch not in launches else []
+            state: RunState = "succeeded" if launch == launches[0] else "failed"
+            data = measured(data, run.configuration, state=state)
+    assert 2 < len(launches) <= 6
