@@ -18,7 +18,7 @@ from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Limits, Offer, Spot, Training
 from tula_service.perfmodel.variants import Variant
 from tula_wire.enums import Objective
-from tula_wire.options import combinations
+from tula_wire.options import Options, combinations
 
 _UNKNOWN_BOUND_DOUBLINGS = 5
 _SETTLED_STEPS = 100  # the noise of the first 30 was 6 times too high or 10 times too low in our experiments
@@ -31,13 +31,14 @@ class EarlierJob:
 
     `posteriors` come from `analysis.transfer.posteriors_of`, by instance type. Each of the `prediction_pairs` belongs
     to a training: the step time that the model predicted, both ends of its interval before calibration, and the
-    measured step time, in seconds.
+    measured step time, in seconds. `base` are its options with which these posteriors were learned.
     """
 
     model: wire.ModelSpec
     clusters: tuple[wire.ClusterSpec, ...]
     posteriors: Mapping[str, Mapping[str, Any]]
     prediction_pairs: Sequence[Sequence[float]] = ()
+    base: Options = ()
 
 
 @dataclass(frozen=True)

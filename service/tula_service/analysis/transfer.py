@@ -22,10 +22,11 @@ from tula_service.perfmodel.priors import (
     StepTimePrior,
     generic_prior,
     prior_of_type,
+    switched,
 )
 from tula_service.perfmodel.step_time_form import COLLECTIVES
 from tula_service.perfmodel.step_time_model import StepTimeModel
-from tula_service.perfmodel.variants import Variant
+from tula_service.perfmodel.variants import Variant, believed_effect, switches
 from tula_wire import Configuration
 from tula_wire.options import combinations
 
@@ -73,15 +74,21 @@ class EarlierEvidence:
 
 
 def earlier_evidence(data: JobData, figures: Figures) -> EarlierEvidence:
-    """Sort what earlier jobs learned by network and hardware."""
+    """Sort what earlier jobs learned by network and hardware.
+
+    An earlier job whose first values of options are others than this job's teaches what is believed to be left of its
+    step after these switches, with their uncertainty.
+    """
     same: dict[str, list[StepTimePrior]] = {}
     related: dict[str, list[tuple[StepTimePrior, float | None]]] = {}
     elsewhere: list[tuple[StepTimePrior, Hardware]] = []
     scales: dict[tuple[str, int | None, str], Lesson] = {}
     pairs = [*data.prediction_pairs]
+    base = combinations(data.spec.options)[0]
     for earlier in figures.earlier:
         model, posteriors = earlier.job.model, earlier.job.posteriors
         same_network = _same_network(model, data.spec.model)
+        effects = [believed_effect(switch) for switch in switches(earlier.job.base, base)]
         if any(on_this for _, _, on_this in earlier.types):
             pairs += earlier.job.prediction_pairs
         for name, hardware, on_this in earlier.types:
@@ -91,6 +98,7 @@ def earlier_evidence(data: JobData, figures: Figures) -> EarlierEvidence:
             if len(scales) < _MAX_SCALES:
                 key = (model.name, model.parameters, hardware.device)
                 scales.setdefault(key, Lesson(learned, earlier.facts, hardware))
+            learned = switched(learned, effects, max(len(effects) - 1, 0))
             if on_this and same_network:
                 same.setdefault(name, []).append(learned)
             elif on_this:

@@ -18,6 +18,7 @@ from tula_service.perfmodel.step_time_form import (
     ResidualScales,
     to_seconds,
 )
+from tula_service.perfmodel.variants import INTERACTION_SD, Effect
 from tula_wire.enums import Basis
 from tula_wire.options import Options
 
@@ -418,16 +419,20 @@ def prior_from_variant(learnt: StepTimePrior) -> StepTimePrior:
     return replace(shape, sd=sd)
 
 
-def switched(prior: StepTimePrior, log_compute: float, compute_sd: float, links_sd: float) -> StepTimePrior:
-    """Return the prior after switches that multiply the compute by exp(`log_compute`); collectives keep their seconds.
+def switched(prior: StepTimePrior, effects: Sequence[Effect], further: int) -> StepTimePrior:
+    """Return the prior after switches with these effects, of which `further` join another that is on already.
 
-    `compute_sd` and `links_sd` are how far the logarithms of compute and of collectives may be off.
+    The effects add to the logarithm of the compute, and collectives keep their seconds.
     """
+    if not effects:
+        return prior
     mean, sd, collectives = prior.mean.copy(), prior.sd.copy(), list(COLLECTIVES)
+    log_compute = sum(effect.compute for effect in effects)
     mean[AT.compute] += log_compute
     mean[collectives] -= log_compute
-    sd[AT.compute] = math.hypot(sd[AT.compute], compute_sd)
-    sd[collectives] = np.hypot(sd[collectives], links_sd)
+    interaction = INTERACTION_SD * math.sqrt(further)
+    sd[AT.compute] = math.hypot(sd[AT.compute], *(effect.compute_sd for effect in effects), interaction)
+    sd[collectives] = np.hypot(sd[collectives], max(effect.links_sd for effect in effects))
     return replace(prior, mean=mean, sd=sd)
 
 

@@ -256,17 +256,8 @@ def _after_switches(
     prior: StepTimePrior, start: Options, variant: Variant, posteriors: Mapping[Variant, Posterior], base: Options
 ) -> StepTimePrior:
     """Return the prior of a variant from that of the variant of its type with the options `start`."""
-    made = switches(start, variant.options)
-    if not made:
-        return prior
-    effects = [_effect(switch, variant, posteriors) for switch in made]
-    interaction = INTERACTION_SD * math.sqrt(further_switches(start, base, variant.options))
-    return switched(
-        prior,
-        sum(effect.compute for effect in effects),
-        math.hypot(*(effect.compute_sd for effect in effects), interaction),
-        max(effect.links_sd for effect in effects),
-    )
+    effects = [_effect(switch, variant, posteriors) for switch in switches(start, variant.options)]
+    return switched(prior, effects, further_switches(start, base, variant.options))
 
 
 def _effect(switch: Switch, variant: Variant, posteriors: Mapping[Variant, Posterior]) -> Effect:

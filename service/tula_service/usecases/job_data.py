@@ -22,6 +22,7 @@ from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Transaction
 from tula_service.store.jobs import JobRecord
 from tula_service.store.telemetry import MOST_CHUNKS
+from tula_wire.options import combinations
 
 M = TypeVar("M", bound=BaseModel)
 MAX_RUNS = 10_000
@@ -110,7 +111,8 @@ def read_stored(model: type[M], stored: Mapping[str, Any]) -> M:
 
 def _earlier_job(spec: Mapping[str, Any], **learned: Any) -> EarlierJob:
     clusters = tuple(read_stored(wire.ClusterSpec, cluster) for cluster in spec["cluster"])
-    return EarlierJob(model=read_stored(wire.ModelSpec, spec["model"]), clusters=clusters, **learned)
+    base = combinations(spec.get("options", {}))[0]
+    return EarlierJob(model=read_stored(wire.ModelSpec, spec["model"]), clusters=clusters, base=base, **learned)
 
 
 def _columns(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int, last_step: int) -> list[FloatArray]:

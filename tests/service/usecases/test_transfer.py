@@ -67,6 +67,21 @@ def test_many_runs_of_one_network_narrow_a_first_guess_no_more_than_one(cluster:
     assert width("V100-16GB") == pytest.approx(width("T4"), rel=0.3)
 
 
+def test_a_job_whose_first_values_differ_teaches_what_these_switches_are_believed_to_leave(cluster: Cluster) -> None:
+    def guess(precision: str, workers: str) -> wire.Estimate:
+        options = {"precision": [precision, "amp"], "num_workers": [workers, "16"]}
+        chosen = cluster.register(asked("net", "V100", options=options)).recommendation.chosen
+        assert chosen is not None
+        return chosen.step_time_s
+
+    remember(cluster, asked("net", "V100", options={"precision": ["bf16", "fp32"], "num_workers": ["4", "8"]}))
+    alike, other_loader, single = guess("bf16", "4"), guess("bf16", "8"), guess("fp32", "4")
+    assert other_loader.value == pytest.approx(alike.value, rel=1e-3)
+    assert other_loader.high == pytest.approx(alike.high, rel=0.01)
+    assert 1.2 < single.value / alike.value < 1.8, "half precision is believed to take 0.6 of single"
+    assert single.high / single.low > 1.1 * alike.high / alike.low
+
+
 def test_a_run_on_a_processor_says_less_of_an_accelerator_than_a_data_sheet(cluster: Cluster) -> None:
     def step_s(network: str) -> float:
         chosen = cluster.register(asked(network, "A100")).recommendation.chosen
