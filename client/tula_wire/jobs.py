@@ -640,7 +640,9 @@ class ProfilingCost(WireModel):
     """What profiling has taken, and what is left of the plan as it is now, launch after launch, start-up included.
 
     What is left rests on predicted step times and on the start-up of earlier launches, before the first on 30 s. An
-    interrupted launch counts as taken until its lease expired, and no longer once its runs are leased again.
+    interrupted launch counts as taken until its lease expired, and no longer once its runs are leased again. `at_most`
+    counts the launches that an adaptive search may add too, up to its cap, each as long and as dear as the longest and
+    the dearest of the plan.
     """
 
     spent_gpu_seconds: float = Field(description="Seconds of all ranks together, so far.")
@@ -650,6 +652,9 @@ class ProfilingCost(WireModel):
     left_s: float = Field(description="Seconds that these launches take one after another.")
     left_gpu_seconds: float = Field(description="Seconds of all their ranks together.")
     left_usd: float | None = Field(description="US dollars of their nodes on demand; null without prices.")
+    launches_at_most: int = Field(description="Launches left, with those that the search may add.")
+    at_most_s: float = Field(description="Seconds that these launches take one after another.")
+    at_most_usd: float | None = Field(description="US dollars of their nodes on demand; null without prices.")
 
 
 class Job(JobSummary):

@@ -12,7 +12,7 @@ from tula_client.launch.reporter import Reporter
 from tula_wire.jobs import ProfilingCost
 
 
-def left(launches, runs, seconds, usd=None):
+def left(launches, runs, seconds, usd=None, *, most=0):
     return ProfilingCost(
         spent_gpu_seconds=0.0,
         spent_usd=None if usd is None else 0.0,
@@ -21,23 +21,27 @@ def left(launches, runs, seconds, usd=None):
         left_s=seconds,
         left_gpu_seconds=seconds,
         left_usd=usd,
+        launches_at_most=launches + most,
+        at_most_s=seconds * (1 + most),
+        at_most_usd=None if usd is None else usd * (1 + most),
     )
 
 
 def printed_of(*costs, terminal=False):
     """What the reporter prints of a job of two runs whose plan costs this, in turn."""
     service, printed = FakeService([configuration(), configuration(2)]), io.StringIO()
-    with Reporter(Console(file=printed, force_terminal=terminal, width=120)) as reporter:
+    with Reporter(Console(file=printed, force_terminal=terminal, width=160)) as reporter:
         for cost in costs:
             reporter.job(service.job("job-1").model_copy(update={"profiling_cost": cost}))
     return printed.getvalue()
 
 
 def test_the_rest_of_the_plan_and_its_cost_are_printed_before_and_after_each_launch():
-    costs = left(3, 8, 540.0, 2.1), left(1, 1, 29.0), left(0, 0, 0.0)
+    costs = left(3, 8, 540.0, 2.1, most=2), left(1, 1, 29.0), left(0, 0, 0.0)
     assert printed_of(*costs).splitlines() == [
-        "plan      3 launches, 8 configurations, about 9 min and $2.10; the search may add some",
-        "plan      1 launch, about 29 s; the search may add some",
+        "plan      3 launches, 8 configurations, about 9 min and $2.10; "
+        "with what the search may add at most 5 launches, 27 min and $6.30",
+        "plan      1 launch, about 29 s",
     ]
 
 

@@ -63,8 +63,7 @@ class Reporter:
         self._job, self._job_known_at = job, time.monotonic()
         self._describe()
         if job.profiling_cost.launches_left:
-            more = "; the search may add some" if job.spec.search == "adaptive" else ""
-            self._console.print(f"plan      {rest_of_plan(job.profiling_cost)}[dim]{more}[/]", highlight=False)
+            self._console.print(f"plan      {rest_of_plan(job.profiling_cost)}", highlight=False)
 
     def started(self, run: Run, log: Path) -> None:
         """Print which run was started."""
@@ -133,9 +132,18 @@ def _cut_short(run: Run) -> str:
 
 
 def rest_of_plan(cost: ProfilingCost) -> str:
-    """Return what is left of a plan: `2 launches, 8 configurations, about 3 min 20 s and $0.21`;
-    without prices no money."""
-    launches = f"{cost.launches_left} launch{'es' if cost.launches_left > 1 else ''}"
+    """Return what is left of a plan: `2 launches, 8 configurations, about 3 min 20 s and $0.21`.
+
+    Without prices it names no money. Where the search may add launches, what all of them take follows.
+    """
+
+    def words(launches: int, seconds: float, usd: float | None, between: str) -> str:
+        priced = "" if usd is None else f" and {money(usd)}"
+        return f"{launches} launch{'es' if launches > 1 else ''}{between}{duration(seconds)}{priced}"
+
     runs = f", {cost.runs_left} configurations" if cost.runs_left > cost.launches_left else ""
-    usd = "" if cost.left_usd is None else f" and {money(cost.left_usd)}"
-    return f"{launches}{runs}, about {duration(cost.left_s)}{usd}"
+    left = words(cost.launches_left, cost.left_s, cost.left_usd, f"{runs}, about ")
+    if cost.launches_at_most <= cost.launches_left:
+        return left
+    most = words(cost.launches_at_most, cost.at_most_s, cost.at_most_usd, ", ")
+    return f"{left}; with what the search may add at most {most}"

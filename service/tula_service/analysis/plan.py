@@ -15,7 +15,7 @@ from tula_service.analysis.explanation import reason_of
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.transfer import posteriors_of
 from tula_service.domain import NewRun, RunRecord
-from tula_service.perfmodel.planner import Plan, PlanBudget, plan
+from tula_service.perfmodel.planner import Plan, PlanBudget, counted_launches, plan
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.variants import launch_of, launches_of
 from tula_wire import Configuration
@@ -162,12 +162,8 @@ def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
 def _budget(data: JobData) -> PlanBudget:
     profiling = data.spec.profiling
     instruction = instruction_of(data.spec)
-    options = sum(len(values) > 1 for values in data.spec.varied_options.values())
-    further_types = len(data.spec.cluster) - 1
-    with_options = _RUNS_WITH_OPTIONS + _RUNS_PER_OPTION * options + _RUNS_PER_FURTHER_TYPE * further_types
-    default = with_options if options else _DEFAULT_MAX_RUNS
     return PlanBudget(
-        max_runs=profiling.max_runs or default,
+        max_runs=most_launches(data.spec),
         by_default=profiling.max_runs is None,
         share_launches=profiling.share_launches,
         max_gpu_seconds=profiling.max_gpu_seconds,
@@ -180,12 +176,22 @@ def _budget(data: JobData) -> PlanBudget:
     )
 
 
+def most_launches(spec: wire.JobSpec) -> int:
+    """Return the most launches of an adaptive search, without `share_launches` its most runs: the user's number, else
+    the default."""
+    options = sum(len(values) > 1 for values in spec.varied_options.values())
+    further_types = len(spec.cluster) - 1
+    with_options = _RUNS_WITH_OPTIONS + _RUNS_PER_OPTION * options + _RUNS_PER_FURTHER_TYPE * further_types
+    return spec.profiling.max_runs or (with_options if options else _DEFAULT_MAX_RUNS)
+
+
 def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) -> ProfilingCost:
     """Return what the plan's runs have taken by `now_s`, in seconds since 1970, and what the unfinished ones will take.
 
     A launch takes its start-up and its steps as predicted. The start-up is the median over the launches that ended
     after measuring something or, before the first such launch, 30 s. A launch whose leases have expired ended with them
-    and has to come again; once its runs are leased again, its first attempt is forgotten.
+    and has to come again; once its runs are leased again, its first attempt is forgotten. While launches are left, an
+    adaptive search may add some up to its cap: each counts as the longest and the dearest of all launches so far.
     """
     launches = _launches(plan, spec, now_s)
     start_ups_s = []
@@ -208,17 +214,34 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) 
             further = place > 0 or launch in under_way
             seconds += _steps(run.instruction, further) * (run.predicted_step_time_s or 0.0)
         left.append((runs[0].configuration, seconds))
-    spent, spent_usd = _totals(spec, [_taken(spans) for spans in launches])
+    taken = [_taken(spans) for spans in launches]
+    spent, spent_usd = _totals(spec, taken)
     left_gpu_seconds, left_usd = _totals(spec, left)
+    left_s = sum(seconds for _, seconds in left)
+    added = _launches_to_add(spec, plan) if left else 0
+    most_s = max((seconds for _, seconds in (*taken, *left)), default=0.0)
+    most_usd = max((_totals(spec, [launch])[1] or 0.0 for launch in (*taken, *left)), default=0.0)
     return ProfilingCost(
         spent_gpu_seconds=spent,
         spent_usd=spent_usd,
         launches_left=len(left),
         runs_left=sum(map(len, waiting.values())),
-        left_s=sum(seconds for _, seconds in left),
+        left_s=left_s,
         left_gpu_seconds=left_gpu_seconds,
         left_usd=left_usd,
+        launches_at_most=len(left) + added,
+        at_most_s=left_s + added * most_s,
+        at_most_usd=None if left_usd is None else left_usd + added * most_usd,
     )
+
+
+def _launches_to_add(spec: wire.JobSpec, plan: Sequence[RunRecord]) -> int:
+    """Return how many launches an adaptive search may still add to a plan."""
+    if spec.search != "adaptive":
+        return 0
+    planned = (run.configuration for run in plan if run.state != "cancelled")
+    counted = counted_launches(planned, share_launches=spec.profiling.share_launches)
+    return max(0, most_launches(spec) - counted)
 
 
 def _launch(run: RunRecord, spec: wire.JobSpec) -> object:

@@ -152,8 +152,7 @@ class _State:
         # The other searches have a fixed number of runs; a cap on runs belongs to the adaptive one.
         limit = budget.max_runs if search == "adaptive" else len(candidates) + 1
         self.batches = _BATCHES_PER_LAUNCH if budget.share_launches else 1
-        launched = Counter(map(self._launch_of, self.used | budget.failed)).values()
-        self.runs_left = limit - sum(math.ceil(count / self.batches) for count in launched)
+        self.runs_left = limit - counted_launches(self.used | budget.failed, share_launches=budget.share_launches)
 
     def exhausted(self) -> str | None:
         """Return why no further run is possible, or None if one is."""
@@ -220,6 +219,14 @@ class _State:
             needed[launch] += step_time_s * steps * c.world_size
             if needed[launch] <= left:
                 yield c
+
+
+def counted_launches(configurations: Iterable[Configuration], *, share_launches: bool) -> int:
+    """Return how many launches of the budget these configurations take: each its own, or up to three a launch."""
+    if not share_launches:
+        return len(frozenset(configurations))
+    counts = Counter(map(launch_of, frozenset(configurations))).values()
+    return sum(math.ceil(count / _BATCHES_PER_LAUNCH) for count in counts)
 
 
 def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> list[Configuration]:

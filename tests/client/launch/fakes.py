@@ -38,6 +38,9 @@ NO_COST = ProfilingCost(
     left_s=0.0,
     left_gpu_seconds=0.0,
     left_usd=None,
+    launches_at_most=0,
+    at_most_s=0.0,
+    at_most_usd=None,
 )
 FINAL = ("succeeded", "failed", "out_of_memory", "cancelled")
 

@@ -117,6 +117,9 @@ def job(*, plan: list[wire.Run] | None = None, **limits: object) -> wire.Job:
             left_s=0.0,
             left_gpu_seconds=0.0,
             left_usd=None,
+            launches_at_most=0,
+            at_most_s=0.0,
+            at_most_usd=None,
         ),
     )
 

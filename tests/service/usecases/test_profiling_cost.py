@@ -78,6 +78,22 @@ def test_a_launch_discards_three_steps_at_most_of_each_batch_but_its_first() -> 
     assert cost([ended, done, *waiting]).left_s == pytest.approx(1 + 10)
 
 
+def test_what_the_search_may_add_counts_as_the_dearest_launch_up_to_the_cap() -> None:
+    waiting = [run(batch, "pending", nodes=2, predicted_step_time_s=batch / 32) for batch in (32, 64)]
+    found = cost([*LAUNCH, *waiting])
+    further = 8 - 2
+    assert found.launches_at_most == 1 + further
+    assert found.at_most_s == pytest.approx(found.left_s + further * 29), "as long as the launch that is left"
+    assert found.left_usd is not None
+    assert found.at_most_usd == pytest.approx((1 + further) * found.left_usd)
+    found = cost([*LAUNCH, *waiting], options={"precision": ["fp32", "bf16"], "compile": ["off", "on"]}, epochs=2)
+    assert found.launches_at_most == 1 + 8 - 2
+    found = cost([*LAUNCH, *waiting], options={"precision": ["fp32", "bf16"]})
+    assert found.launches_at_most == 1 + 6 - 2
+    assert cost([*LAUNCH, *waiting], search="full").launches_at_most == 1
+    assert cost(LAUNCH).launches_at_most == 0, "the plan is done"
+
+
 def test_a_launch_to_come_starts_up_once_as_earlier_ones_did() -> None:
     waiting = [run(batch, "pending", nodes=2, predicted_step_time_s=batch / 32) for batch in (32, 64)]
     found = cost([*LAUNCH, *waiting])
