@@ -150,7 +150,7 @@ class Readings:
     are dropped, since the steps are kept; `device`: steps that the device times, added before they end; `memory`: the
     newest breakdown by local batch; `energy_per_step_j`: the newest joules of a step, by local batch; `timelines`: the
     timeline of buckets from `measure/ddp.py`, by local batch; `all_reduces`: the result of a probe; `host`: what is
-    known of the loader and the host, by the names of `tula_wire.HostFacts`; `epochs_before`: the epochs that earlier
+    known of the script and the host, by the names of `tula_wire.HostFacts`; `epochs_before`: the epochs that earlier
     processes of this training completed (None: unknown); `expects_comm`: every rank reports `CommTiming`s.
     """
 

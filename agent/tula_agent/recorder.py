@@ -25,7 +25,7 @@ from tula_agent.measure.gradients import GradientReader
 from tula_agent.measure.launches import OperationCounter, node_time_s
 from tula_agent.measure.memory import MemoryMonitor, device_use, find_device
 from tula_agent.measure.step_timer import DeviceClock, StepTimer, clock_for
-from tula_agent.measure.switches import SwitchWatch
+from tula_agent.measure.switches import SwitchWatch, contradictions
 from tula_agent.profiling import Profiling, StopAgreement
 from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with_group_place
 from tula_agent.readings import Interval, Readings, StepTiming, beside_captures, to_number
@@ -624,6 +624,8 @@ class Recorder:
         took_long = since == max(2, profiling.warmup_steps) or (step > 0 and step % MEMORY_EVERY_STEPS == 0)
         if took_long:
             self._read_memory()
+        if self.leads and profiling.plan is not None and self.config.options:
+            self._look_at_switches(step)  # before the facts of the host are complete, with which they are sent
         if since == max(2, profiling.warmup_steps):
             self.energy.begin(self._batch_size, self.memory.device)
             self._read_host()
@@ -631,8 +633,6 @@ class Recorder:
             self._check_accumulation(step)
         if self.leads and profiling.plan is not None:
             self._say_what_changes(step, warmup)
-            if self.config.options and step in (SWITCHES_SEEN_AFTER, SWITCHES_SEEN_AFTER + 1):
-                self._compare_switches(step)
         if not warmup:
             took_long = self._profile(step, step_time_s) or took_long
         begins = step < UNWATCHED_KNOWN_STEP or profiling.pending or self._bucket_timer is not None
@@ -773,14 +773,15 @@ class Recorder:
                 facts["launch_time_s"] = node_time_s(find_device(self.objects.models))
             host.update(facts)  # at once: the shipping thread sends them when they are there
 
-    def _compare_switches(self, step: int) -> None:
-        """Look at one step of a profiling run, and warn of options of the run that the script does not follow."""
+    def _look_at_switches(self, step: int) -> None:
+        """Report what one step of a profiling run does, and warn of options of the run that it does not follow."""
         with self.guard("looking at the script's switches"):
             if step == SWITCHES_SEEN_AFTER:
                 self._switch_watch = SwitchWatch(list(self.objects.models))
-            elif (watch := self._switch_watch) is not None:
+            elif step > SWITCHES_SEEN_AFTER and (watch := self._switch_watch) is not None:
                 self._switch_watch = None
-                for sentence in watch.end(dict(self.config.options), self.readings.host.get("loader_workers")):
+                self.readings.host.update(watch.end())
+                for sentence in contradictions(dict(self.config.options), self.readings.host):
                     logger.warning("%s", sentence)
 
     def _read_memory(self) -> None:

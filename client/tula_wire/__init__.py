@@ -6,6 +6,7 @@ from tula_wire.access import Project, ProjectCreate, ProjectList, Scope, Token, 
 from tula_wire.bounds import ScalingPolicy
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_wire.enums import Basis, Objective, RunKind, RunState, Search
+from tula_wire.host_facts import HostFacts
 from tula_wire.jobs import (
     JOBS_COUNTED,
     BatchSpec,
@@ -58,7 +59,6 @@ from tula_wire.samples import (
     Fabric,
     FabricList,
     FabricProbe,
-    HostFacts,
     SampleBatch,
     SamplePage,
     SamplesAccepted,

@@ -24,6 +24,7 @@ from tula_wire._base import (
 from tula_wire.bounds import MAX_DURATION_S, MAX_EPOCHS, MIN_EPOCHS
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 from tula_wire.enums import Basis, EndCause, Objective, RunKind, RunOrigin, RunState, Search, StepTimeForm
+from tula_wire.host_facts import HostFacts
 from tula_wire.options import MAX_OPTIONS, OptionName, OptionValues
 from tula_wire.text import printable_lines
 
@@ -81,6 +82,9 @@ class Run(WireModel):
         'unless the job has `limits.on_breach = "stop"`.'
     )
     drifted: bool = Field(False, description="True: it does not run at the predicted speed.")
+    machine: HostFacts | None = optional(
+        "What its first rank reported of its script and its host; null before that, and in lists of runs."
+    )
 
 
 class RunList(WireModel):

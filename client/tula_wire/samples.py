@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from tula_wire._base import Bytes, Count, Name, Seconds, Timestamp, WireModel, Word, optional
 from tula_wire.bounds import MAX_BYTES_PER_S
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
+from tula_wire.host_facts import HostFacts
 from tula_wire.jobs import Estimate, Gbps
 from tula_wire.memory_breakdown import MemoryBreakdown
 
@@ -134,17 +135,6 @@ class BucketTimeline(WireModel):
         return self
 
 
-class HostFacts(WireModel):
-    """What a rank knows of its loader and its host, which the times of steps do not tell."""
-
-    loader_workers: Annotated[int, Field(ge=0, le=2**16)] | None = optional("`num_workers` of the training's loader.")
-    cores: Annotated[int, Field(ge=1, le=2**16)] | None = optional("CPU cores that the rank may use for itself.")
-    operations: Annotated[int, Field(ge=1, le=2**31)] | None = optional(
-        "Nodes of the autograd graphs of a step: its operations, those of the optimizer left out."
-    )
-    launch_time_s: Seconds | None = optional("Seconds that starting one such operation takes, forward and backward.")
-
-
 class SampleBatch(WireModel):
     """Samples of one rank; row i is the i-th entry of every column. Identity: (run, rank, boot id, sequence)."""
 
@@ -158,7 +148,7 @@ class SampleBatch(WireModel):
     energy_per_step_j: Annotated[float, Field(gt=0, le=1e12)] | None = optional(
         "Joules that its device took for a step, the mean of its measured steps so far."
     )
-    machine: HostFacts | None = optional("What it knows of its loader and its host; for the verdict.")
+    machine: HostFacts | None = optional("What it knows of its script and its host; for the verdict and the run.")
     timeline: BucketTimeline | None = optional("When its gradients were ready to be reduced.")
     all_reduces: AllReduces | None = optional(
         "What a probe within the run measured; stored as a fabric of its cluster."

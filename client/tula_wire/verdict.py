@@ -16,10 +16,11 @@ from pydantic import Field
 
 from tula_wire._base import WireModel, optional
 from tula_wire.format import count, multiple, percent
+from tula_wire.host_facts import HostFacts
 from tula_wire.jobs import Estimate
 from tula_wire.memory_breakdown import MemoryBreakdown
 from tula_wire.precision import FEWEST_STEPS, NORMAL_90, half_width
-from tula_wire.samples import HostFacts, Rank
+from tula_wire.samples import Rank
 
 Diagnosis = Literal[
     "input_bound", "communication_bound", "launch_bound", "memory_bound", "straggler", "compute_bound", "healthy",

@@ -29,6 +29,13 @@ def test_tune_launches_options_and_recommends_a_combination_that_was_launched(se
     tuned, _ = tula("tune", spec(tula, "switches", launches=3, **OPTIONS), *words)
     runs = tula.runs("switches")
     assert {run.state for run in runs} == {"succeeded"}, tula.logs()
+    with tula.client() as client:
+        machines = [(dict(run.configuration.options), client.run(run.id).machine) for run in runs]
+    for options, machine in machines:
+        assert machine is not None
+        assert machine.precision == {"fp32": "float32", "bf16": "bfloat16"}[options["precision"]]
+        assert (machine.compiled, machine.checkpointing, machine.sharded) == (False, False, False)
+        assert machine.loader_workers == int(options["num_workers"])
     launched = {run.configuration.options for run in runs}
     base = tuple(sorted((name, values[0]) for name, values in OPTIONS.items()))
     assert base in launched

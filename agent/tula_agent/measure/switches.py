@@ -1,4 +1,4 @@
-"""Whether a script does what its run's options say: autocast, compilation, checkpointing, workers of the loader."""
+"""What a script does, whatever its run's options say: autocast, compilation, checkpointing, shards, loader workers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from tula_agent.torch_private import autocast_dtype, compiled_frames, in_backward, is_compiled
+from tula_agent.torch_private import autocast_dtype, compiled_frames, in_backward, is_compiled, is_sharded
 
-_ON, _OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
-_HALVES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
+_ON, _OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0", "none")
+_HALVES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
 _SINGLES = ("fp32", "float32", "tf32")
+_SHARDED, _WHOLE = (*_ON, "fsdp", "fsdp2", "full_shard", "zero3"), (*_OFF, "ddp", "no_shard")
 
 
 class SwitchWatch:
-    """Looks at the forward passes of one step by hooks, which `end` removes. Only the script knows what other options
-    mean.
+    """Looks at the forward passes of one step by hooks, which `end` removes.
 
     Modules without children get a hook, and the models themselves: autocast is often on within a model alone, and
     checkpointing repeats the forward passes of some of its parts in the backward pass. Once anything is compiled, only
@@ -41,50 +41,78 @@ class SwitchWatch:
         else:
             self._types.add(autocast_dtype())
 
-    def end(self, options: Mapping[str, str], num_workers: int | None) -> list[str]:
-        """Remove the hooks, and return a sentence for each of `options` that the step did not do."""
+    def end(self) -> dict[str, Any]:
+        """Remove the hooks, and return what the step did, by the names of `tula_wire.HostFacts`; None is unknown."""
         for hook in self._hooks:
             hook.remove()
-        return list(self._contradictions(options, num_workers))
-
-    def _contradictions(self, options: Mapping[str, str], num_workers: int | None) -> Iterator[str]:
-        looks: dict[str, Callable[[str], str | None]] = {
-            "precision": self._precision,
-            "compile": self._compiled,
-            "checkpointing": self._checkpointing,
-            "num_workers": lambda word: _workers(word, num_workers),
-        }
-        for name, look in looks.items():
-            word = options.get(name, "").lower()
-            seen = look(word)
-            if seen is not None:
-                yield f"{name} is {word} in this run, but {seen}: pass {{{name}}} on to where the script sets it"
-
-    def _precision(self, word: str) -> str | None:
-        """Return what was seen instead of a precision; None where it agrees, and where either is unknown."""
-        asked = next((dtype for part, dtype in _HALVES.items() if part in word), None)
-        weights = {p.dtype for model in self._models for p in model.parameters() if p.is_floating_point()}
+        parameters = [p for model in self._models for p in model.parameters()]
+        weights = {p.dtype for p in parameters if p.is_floating_point()}
         used = {dtype for dtype in self._types if dtype is not None} or weights
-        if not self._types or not weights or (asked is None and word not in _SINGLES):
-            return None
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in used))
-        halves = used & {torch.float16, torch.bfloat16}
-        agrees = asked in used if asked is not None else not halves
-        return None if agrees else f"its forward pass computed in {names}"
+        return {
+            "precision": names if self._types and weights else None,
+            "compiled": self._compiled(),
+            "checkpointing": self._repeats if self._looks_inside and self._types else None,
+            "sharded": is_sharded(parameters, self._models) if parameters else None,
+        }
 
-    def _compiled(self, word: str) -> str | None:
-        if word in _ON and not compiled_frames():
-            return "nothing was compiled"
-        compiled = any(is_compiled(module) for model in self._models for module in model.modules())
-        return "a model is compiled" if word in _OFF and compiled else None
+    def _compiled(self) -> bool | None:
+        """Return whether a model is compiled; None where only something else is."""
+        if not compiled_frames():
+            return False
+        return True if any(is_compiled(module) for model in self._models for module in model.modules()) else None
 
-    def _checkpointing(self, word: str) -> str | None:
-        if not self._looks_inside or not self._types:
-            return None
-        if word in _ON and not self._repeats:
-            return "no part of its forward pass was repeated in the backward pass"
-        repeats = word in _OFF and self._repeats
-        return "parts of its forward pass were repeated in the backward pass" if repeats else None
+
+def contradictions(options: Mapping[str, str], seen: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each of `options` that a step did not follow, by what was `seen` of it.
+
+    What other options and other words mean, the script knows.
+    """
+    looks: dict[str, Callable[[str], str | None]] = {
+        "precision": lambda word: _precision(word, seen.get("precision")),
+        "compile": lambda word: _switch(
+            word in _ON, word in _OFF, seen.get("compiled"), "a model is compiled", "nothing was compiled"
+        ),
+        "checkpointing": lambda word: _switch(
+            word in _ON,
+            word in _OFF,
+            seen.get("checkpointing"),
+            "parts of its forward pass were repeated in the backward pass",
+            "no part of its forward pass was repeated in the backward pass",
+        ),
+        "num_workers": lambda word: _workers(word, seen.get("loader_workers")),
+    }
+    looks |= dict.fromkeys(
+        ("fsdp", "sharding"),
+        lambda word: _switch(
+            word in _SHARDED,
+            word in _WHOLE,
+            seen.get("sharded"),
+            "its parameters are sharded",
+            "each rank holds its parameters whole",
+        ),
+    )
+    for name, look in looks.items():
+        word = options.get(name, "").lower()
+        if (what := look(word)) is not None:
+            yield f"{name} is {word} in this run, but {what}: pass {{{name}}} on to where the script sets it"
+
+
+def _precision(word: str, seen: str | None) -> str | None:
+    """Return what was seen instead of a precision; None where it agrees, and where either is unknown."""
+    asked = next((name for part, name in _HALVES.items() if part in word), None)
+    if seen is None or (asked is None and word not in _SINGLES):
+        return None
+    used = set(seen.split(", "))
+    agrees = asked in used if asked is not None else not used & set(_HALVES.values())
+    return None if agrees else f"its forward pass computed in {seen}"
+
+
+def _switch(asked_on: bool, asked_off: bool, seen: bool | None, on: str, off: str) -> str | None:
+    """Return what was seen, in words, where it is the opposite of what was asked for."""
+    if seen is None or not (asked_on or asked_off) or seen is asked_on:
+        return None
+    return on if seen else off
 
 
 def _workers(word: str, num_workers: int | None) -> str | None:

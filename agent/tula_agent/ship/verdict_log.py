@@ -6,8 +6,8 @@ from collections import deque
 from typing import Any, Final, NamedTuple
 
 from tula_agent.guard import logger
+from tula_wire.host_facts import HostFacts
 from tula_wire.memory_breakdown import MemoryBreakdown
-from tula_wire.samples import HostFacts
 from tula_wire.verdict import Steps, diagnose, sentence
 
 SAID_AFTER_STEPS: Final = 100

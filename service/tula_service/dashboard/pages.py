@@ -31,6 +31,7 @@ from tula_wire import (
     JOBS_COUNTED,
     Candidate,
     EventKind,
+    HostFacts,
     JobSpec,
     JobState,
     Objective,
@@ -38,6 +39,7 @@ from tula_wire import (
     Recommendation,
     read,
 )
+from tula_wire.format import option
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
@@ -267,6 +269,7 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
         "run.html",
         run=run,
         job=job,
+        seen=_seen(run.machine),
         names=names,
         settings=newest_values(*user, run_id, filter(is_setting, sent)),
         left_out=max(0, len(logged) - MAX_LOGGED),
@@ -274,6 +277,21 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
         output=runs.output(*user, run_id),
         verdict=runs.verdict(*user, run_id),
     )
+
+
+def _seen(machine: HostFacts | None) -> list[str]:
+    """Return what a script was seen to do, in the words in which its options are named."""
+    if machine is None:
+        return []
+    switches = {"compile": machine.compiled, "checkpointing": machine.checkpointing}
+    words = [option(name, "on" if on else "off") for name, on in switches.items() if on is not None]
+    if machine.precision is not None:
+        words.insert(0, option("precision", machine.precision))
+    if machine.sharded is not None:
+        words.append("sharded" if machine.sharded else "not sharded")
+    if machine.loader_workers is not None:
+        words.append(option("num_workers", str(machine.loader_workers)))
+    return words
 
 
 @router.get("/admin")

@@ -152,7 +152,7 @@ class Samples(Repository):
         return by_rank
 
     def host_facts(self, run_key: int) -> HostFacts | None:
-        """Return what the newest process of the run's first rank said of its loader and host; None where it did not."""
+        """Return what the newest process of the run's first rank said of its script and host; None where it did not."""
         table = sample_sources.c
         statement = sa.select(table.machine).where(
             table.run_key == run_key, table.rank == 0, table.machine.is_not(sa.null())

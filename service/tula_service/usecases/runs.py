@@ -223,8 +223,14 @@ def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> Run
 
 
 def get(store: Store, principal: Principal, run_id: str) -> wire.Run:
-    """Return one run."""
-    return view(with_vanished(store, lambda tx: visible_run(tx, principal, run_id), lambda run: [run.job_id]))
+    """Return one run with what its first rank reported of its script and host."""
+
+    def read(tx: Transaction) -> tuple[RunRecord, wire.HostFacts | None]:
+        run = visible_run(tx, principal, run_id)
+        return run, tx.samples.host_facts(run.key)
+
+    run, machine = with_vanished(store, read, lambda answer: [answer[0].job_id])
+    return view(run).model_copy(update={"machine": machine})
 
 
 def list_runs(

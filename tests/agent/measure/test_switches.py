@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tula_agent.measure.switches import SwitchWatch
+from tula_agent.measure.switches import SwitchWatch, contradictions
 
 OFF = {"precision": "fp32", "compile": "off", "checkpointing": "off", "num_workers": "0"}
 
@@ -38,16 +39,40 @@ def frames() -> Iterator[dict[str, int]]:
     torch._dynamo.utils.counters.clear()
 
 
-def said(network: nn.Module, options: dict[str, str], *, autocast: torch.dtype | None = None) -> list[str]:
-    """Sentences after one watched step."""
+def seen(network: nn.Module, *, autocast: torch.dtype | None = None) -> dict[str, Any]:
+    """What one watched step did."""
     watch = SwitchWatch([network])
     inputs = torch.randn(3, 4, dtype=next(network.parameters()).dtype)
     with torch.autocast("cpu", autocast) if autocast is not None else nullcontext():
         loss = network(inputs).float().sum()
     loss.backward()
-    sentences = watch.end(options, 0)
+    facts = watch.end()
     assert not any(module._forward_pre_hooks for module in network.modules())
-    return sentences
+    return facts
+
+
+def said(network: nn.Module, options: dict[str, str], *, autocast: torch.dtype | None = None) -> list[str]:
+    """Sentences after one watched step."""
+    return list(contradictions(options, seen(network, autocast=autocast) | {"loader_workers": 0}))
+
+
+def sharded(network: Network) -> Network:
+    """The network with the mark of FSDP 1 on a parameter, as if other ranks held the rest of it."""
+    network.first.weight._fsdp_flattened = True  # type: ignore[attr-defined]
+    return network
+
+
+def test_what_a_step_does_is_reported_whatever_the_options_say() -> None:
+    plain = {"precision": "float32", "compiled": False, "checkpointing": False, "sharded": False}
+    assert seen(Network()) == plain
+    assert seen(Network(checkpoints=True), autocast=torch.bfloat16) == plain | {
+        "precision": "bfloat16",
+        "checkpointing": True,
+    }
+    assert seen(sharded(Network().half())) == plain | {"precision": "float16", "sharded": True}
+    nothing = SwitchWatch([]).end()
+    assert nothing == {"precision": None, "compiled": False, "checkpointing": None, "sharded": None}
+    assert list(contradictions(OFF | {"precision": "bf16", "fsdp": "on"}, nothing)) == []
 
 
 def test_a_script_that_follows_its_options_is_left_in_peace() -> None:
@@ -55,7 +80,8 @@ def test_a_script_that_follows_its_options_is_left_in_peace() -> None:
     assert said(Network(checkpoints=True), OFF | {"checkpointing": "on"}) == []
     assert said(Network(), OFF | {"precision": "bf16-mixed"}, autocast=torch.bfloat16) == []
     assert said(Network().bfloat16(), {"precision": "bf16"}) == []
-    assert said(Network(), {"precision": "amp", "compile": "max-autotune", "zero": "2"}) == []  # words of its own
+    assert said(sharded(Network()), {"sharding": "full_shard", "fsdp": "2"}) == []
+    assert said(Network(), {"precision": "amp", "compile": "max-autotune", "sharding": "zero2"}) == []  # its own words
 
 
 @pytest.mark.parametrize(
@@ -68,6 +94,13 @@ def test_a_script_that_follows_its_options_is_left_in_peace() -> None:
         (Network(), None, {"checkpointing": "on"}, "but no part of its forward pass was repeated in the backward"),
         (Network(checkpoints=True), None, {"checkpointing": "off"}, "but parts of its forward pass were repeated"),
         (Network(), None, {"num_workers": "4"}, "num_workers is 4 in this run, but its loader has 0"),
+        (
+            Network(),
+            None,
+            {"fsdp": "on"},
+            "fsdp is on in this run, but each rank holds its parameters whole: pass {fsdp}",
+        ),
+        (sharded(Network()), None, {"sharding": "ddp"}, "sharding is ddp in this run, but its parameters are sharded"),
     ],
 )
 def test_an_option_that_a_script_does_not_follow_is_named_with_what_it_did(

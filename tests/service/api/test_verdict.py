@@ -43,6 +43,15 @@ def test_what_the_agent_knows_of_its_loader_is_in_the_next_step(service: Service
     assert "2 more workers (num_workers=4)" in said.next_step
 
 
+def test_what_a_script_was_seen_to_do_is_a_fact_of_its_run(service: Service, tenant: Tenant) -> None:
+    client, run = service.client(tenant.user), routes.RUN.format(run_id=tenant.run_id)
+    assert client.get(run).json()["machine"] is None
+    seen = {"precision": "bfloat16", "compiled": True, "checkpointing": False, "sharded": True, "loader_workers": 4}
+    send(service, tenant, machine=seen)
+    machine = client.get(run).json()["machine"]
+    assert {name: machine[name] for name in seen} == seen
+
+
 def test_steps_without_a_measured_split_do_not_hide_those_with_one(service: Service, tenant: Tenant) -> None:
     exposed = [0.04 if step % 10 == 0 else None for step in range(STEPS)]
     assert send(service, tenant, exposed_comm_time_s=exposed).diagnosis == "communication_bound"

@@ -212,11 +212,14 @@ def test_a_run_s_page_shows_its_verdict_once_steps_are_measured(browser: Browser
     assert 'class="verdict"' not in browser.page(f"/runs/{run_id}")
     sequence = list(range(20))
     body = {"rank": 0, "boot_id": "b", "sequence": sequence, "step": sequence}
-    body |= {"step_time_s": [0.1] * 20, "input_time_s": [0.05] * 20, "machine": {"loader_workers": 1, "cores": 8}}
+    seen = {"precision": "bfloat16", "compiled": True, "checkpointing": False, "sharded": True}
+    body |= {"machine": seen | {"loader_workers": 1, "cores": 8}}
+    body |= {"step_time_s": [0.1] * 20, "input_time_s": [0.05] * 20}
     assert browser("POST", wire.routes.RUN_SAMPLES.format(run_id=run_id), json=body).status_code == 202
     page = " ".join(browser.page(f"/runs/{run_id}").split())
     assert "Input-bound</h2>" in page
     assert "It waits for data 50 % of a step, with num_workers=1." in page
+    assert "<dt>Seen</dt><dd>bfloat16, compiled, no checkpointing, sharded, 1 worker</dd>" in page
     assert "give the DataLoader 1 more worker (num_workers=2). It saves 50 % [50, 50] of a step." in page
 
 
