@@ -4,8 +4,9 @@
 
 `--tables` is a folder with dlperf_v100.csv, lambda_tf2021.csv and tf_cnn_2017.csv, which are not in the repository:
 step times of one network with precision, XLA, graph fusion, gradient clipping or synthetic data switched, on several
-clusters. The planner launches up to three batches of a cluster and a variant at a time and sees the table's step times
-with `--noise` (standard deviation of their logarithm); what it recommends is judged by the table without noise. Only
+clusters. This project's tables of one H100 have precision and checkpointing switched, over batches, with memory. The
+planner launches up to three batches of a cluster and a variant at a time and sees the table's step times with
+`--noise` (standard deviation of their logarithm); what it recommends is judged by the table without noise. Only
 measured configurations are candidates, so that the planner knows which batches fit. A rank-hour has one price.
 
 Synthetic jobs have five options (precision, compile, checkpointing, num_workers and one of an unknown name): 32
@@ -22,6 +23,10 @@ launched, after launches of the base on the smallest and the largest cluster and
 dlperf; `options.effect.all.*` the same of all tables; `options.effect.end.*` after one more launch, on the largest.
 `options.coverage`: share of the latter two that is within their 90 % intervals. `options.largest_batch.*`:
 |log(predicted / true)| of the largest batch of a launched variant of the synthetic jobs, by its memory model.
+
+`options.h100.*` are of one device: each combination takes one launch there, so that these jobs count in no other key.
+`effect` is of the batches of a variant that its launch did not measure, after a launch of the base and one of it, and
+`largest_batch` is predicted from readings below it, where the device has as much as the largest measured batch took.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ from typing import Final
 
 import numpy as np
 
+from benchmarks.gpu.store import H100
 from benchmarks.support.grids import read_rows
 from benchmarks.support.report import mean, median, parser_of, percentile, print_table, write_json
 from tula_service.perfmodel.choice import Choice, recommend
@@ -135,6 +141,34 @@ def _job(
     kept = {o for o, sizes in clusters.items() if len(sizes) > 1}
     if base in kept and len(kept) > 1:
         yield Job(f"{source}/{name}", source, options, {c: s for c, s in step_time_s.items() if c.options in kept})
+
+
+def h100_jobs() -> Iterator[tuple[Job, dict[Configuration, float]]]:
+    """Yield the jobs of one H100 with the peak bytes of each configuration.
+
+    The precision of a network is switched without checkpointing, and its checkpointing in the precision that has both.
+    """
+    steps = {
+        (row["network"].removesuffix("+checkpointing"), row["precision"], bool(int(row["activation_checkpointing"])),
+         int(row["local_batch_size"])): float(row["step_time_s"])
+        for row in read_rows(H100 / "gpu_steps.csv")
+    }  # fmt: skip
+    peaks = {
+        (row["workload"], int(row["local_batch_size"])): float(row["memory_bytes"])
+        for row in read_rows(H100 / "gpu_memory.csv")
+    }
+    for network in sorted({network for network, *_ in steps}):
+        for option, values in (("precision", ("tf32", "bf16")), ("checkpointing", ("off", "on"))):
+            times: dict[Configuration, float] = {}
+            memory: dict[Configuration, float] = {}
+            for (of, precision, checkpoints, batch), seconds in steps.items():
+                word = precision if option == "precision" else "on" if checkpoints else "off"
+                if of == network and (precision == "bf16" if option == "checkpointing" else not checkpoints):
+                    c = Configuration(num_nodes=1, ranks_per_node=1, local_batch_size=batch, options=((option, word),))
+                    times[c] = seconds
+                    memory[c] = peaks[f"{network}{'+checkpointing' * checkpoints}-{precision}", batch]
+            if len({c.options for c in times}) == 2:
+                yield Job(f"h100/{network} {option}", "h100", {option: list(values)}, times), memory
 
 
 def _of_dlperf(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
@@ -327,6 +361,16 @@ def judge_effects(job: Job, factors: Mapping[Configuration, float], one: Errors,
                 errors.add(fit_step_time(job.measure(ran, factors), prior=priors, candidates=job.candidates), job, left)
 
 
+def judge_batches(job: Job, factors: Mapping[Configuration, float], errors: Errors) -> None:
+    """Predict the other batches of the variant of a job of one device from three batches of the base and of it."""
+    of_base, of_variant = ([c for c in job.candidates if (c.options == job.base) is base] for base in (True, False))
+    shared = [c for c in of_variant if c.local_batch_size == of_base[-1].local_batch_size]
+    own = list(dict.fromkeys([of_variant[0], of_variant[-1], *shared, of_variant[len(of_variant) // 2]]))[:3]
+    ran = [*_batches(job, launch_of(of_base[0])), *own]
+    model = fit_step_time(job.measure(ran, factors), prior=Priors(base=job.base), candidates=job.candidates)
+    errors.add(model, job, [c for c in of_variant if c not in own])
+
+
 def _ends(candidates: Sequence[Configuration]) -> list[Launch]:
     """Return the launches of the smallest and of the largest cluster, the smallest first."""
     return list(reversed(first_launches(candidates)))
@@ -356,6 +400,27 @@ def largest_batches(planned: Planned, memory: Memory, job: Job) -> list[float]:
     return errors
 
 
+def largest_batch_below(job: Job, peaks: Mapping[Configuration, float]) -> float:
+    """Return |log(predicted / measured)| of the variant's largest batch on a device that has its bytes.
+
+    The base was read at three batches, and the variant at its smallest and at the largest batch of the base, or at its
+    middle one where the base's is no smaller than its own largest.
+    """
+    of_base, of_variant = ([c for c in job.candidates if (c.options == job.base) is base] for base in (True, False))
+    base = fit_memory(_read(_batches(job, launch_of(of_base[0])), peaks))
+    *smaller, largest = of_variant
+    second = next(
+        (c for c in smaller if c.local_batch_size == of_base[-1].local_batch_size), smaller[len(smaller) // 2]
+    )
+    observed = replace(_read([smaller[0], second], peaks), static_bytes=max(base.static_bytes, 1.0))
+    fits = fit_memory(observed).max_local_batch_size(peaks[largest] / 0.98, safety_probability=0.5)
+    return abs(math.log(max(fits, 1) / largest.local_batch_size))
+
+
+def _read(at: Sequence[Configuration], peaks: Mapping[Configuration, float]) -> MemoryObservations:
+    return MemoryObservations([float(c.local_batch_size) for c in at], [peaks[c] for c in at])
+
+
 @dataclass
 class Figures:
     """What was judged so far: regrets by source and objective, launches by the number of options, errors."""
@@ -367,6 +432,9 @@ class Figures:
     one: Errors = field(default_factory=Errors)
     one_of_all: Errors = field(default_factory=Errors)
     both: Errors = field(default_factory=Errors)
+    h100: Errors = field(default_factory=Errors)
+    h100_largest_batch: list[float] = field(default_factory=list)
+    h100_regrets: list[float] = field(default_factory=list)
 
     def judge_choice(self, job: Job, memory: Memory | None, noise: float, draws: int) -> None:
         """Follow the planner for each objective and draw."""
@@ -388,6 +456,15 @@ class Figures:
             errors.errors += after_one.errors
             errors.within += after_one.within
 
+    def judge_device(self, job: Job, peaks: Mapping[Configuration, float], noise: float, draws: int) -> None:
+        """Follow the planner on one device, and predict batches and memory that were not measured."""
+        best = min(job.value(c, "time") for c in job.candidates)
+        for draw in range(draws):
+            factors = noise_of(job, noise, draw)
+            self.h100_regrets.append(job.value(replay(job, "time", factors).chosen, "time") / best - 1.0)
+            judge_batches(job, factors, self.h100)
+        self.h100_largest_batch.append(largest_batch_below(job, peaks))
+
     def as_json(self) -> dict[str, float | str]:
         """Return the figures by key."""
         figures: dict[str, float | str] = {}
@@ -408,6 +485,13 @@ class Figures:
         figures["options.coverage"] = mean(within)
         figures["options.largest_batch.median"] = median(self.largest_batch)
         figures["options.largest_batch.p90"] = percentile(self.largest_batch, 0.9)
+        figures["options.h100.regret.mean"] = mean(self.h100_regrets)
+        figures["options.h100.regret.max"] = max(self.h100_regrets)
+        figures["options.h100.effect.median"] = median(self.h100.errors)
+        figures["options.h100.effect.p90"] = percentile(self.h100.errors, 0.9)
+        figures["options.h100.coverage"] = mean([float(hit) for hit in self.h100.within])
+        figures["options.h100.largest_batch.median"] = median(self.h100_largest_batch)
+        figures["options.h100.largest_batch.max"] = max(self.h100_largest_batch)
         return figures
 
 
@@ -423,6 +507,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number in range(1 if options.smoke else options.synthetic):
         job, memory = synthetic_job(number)
         figures.judge_choice(job, memory, options.noise, 1)
+    for job, peaks in h100_jobs():
+        figures.judge_device(job, peaks, options.noise, 1 if options.smoke else options.draws)
     for job in [] if options.tables is None else table_jobs(options.tables):
         figures.judge_choice(job, None, options.noise, 1 if options.smoke else options.draws)
         figures.judge_effects(job, options.noise)
