@@ -22,6 +22,7 @@ from tula_client._errors import (
     UnsupportedMediaError,
 )
 from tula_client._request import NO_RETRY, RetryPolicy
+from tula_client._schedule import write_schedule
 from tula_client._settings import DEFAULT_URL
 
 __all__ = [
@@ -50,4 +51,5 @@ __all__ = [
     "UnexpectedAnswerError",
     "UnsupportedMediaError",
     "recommend",
+    "write_schedule",
 ]

@@ -337,6 +337,15 @@ class Calls(Unsent):
         `option` holds values such as `precision=bf16`; other options are as recommended.
         """
 
+    @_endpoint("GET", routes.JOB_SCHEDULE)
+    def schedule(
+        self, job_id: str, objective: wire.Objective | None = None, *, beta2: float = 0.999
+    ) -> Call[wire.BatchSchedule]:
+        """A batch that grows with the gradient noise that a training measured; `write_schedule` writes it down.
+
+        `beta2` is Adam's at the base batch.
+        """
+
     @_endpoint("GET", routes.JOB_SCALING)
     def scaling(self, job_id: str, *, policy: wire.ScalingPolicy = "gain", etag: str | None = None) -> Call[Scaling]:
         """Return the numbers of gradient scaling of a policy;

@@ -258,6 +258,7 @@ class _JobMethods(Generic[C]):
     status = Method(calls.job, "id")
     recommendation = Method(calls.recommendation, "id")
     predict = Method(calls.predictions, "id")
+    schedule = Method(calls.schedule, "id")
     chart = Method(calls.chart, "id")
     wait = Method(_flows.wait, "id")
     runs = Method(_flows.runs, "id")

@@ -9,7 +9,9 @@ from tula_wire.enums import Basis, Objective, RunKind, RunState, Search
 from tula_wire.host_facts import HostFacts
 from tula_wire.jobs import (
     JOBS_COUNTED,
+    BatchSchedule,
     BatchSpec,
+    BatchStage,
     Candidate,
     ClaimRequest,
     ClusterSpec,
@@ -82,7 +84,9 @@ __all__ = [
     "AllReduces",
     "Backend",
     "Basis",
+    "BatchSchedule",
     "BatchSpec",
+    "BatchStage",
     "Candidate",
     "ClaimRequest",
     "ClusterSpec",

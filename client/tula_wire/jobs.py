@@ -327,6 +327,45 @@ class Predictions(WireModel):
     model: ModelReport = Field(description="The model behind the predictions.")
 
 
+class BatchStage(WireModel):
+    """One stage of a batch schedule, which lasts until the next one begins."""
+
+    first_step: int = Field(description="Optimizer step with which it begins; 0: the first of the training.")
+    first_example: int = Field(description="Examples that the stages before it train on.")
+    first_share: float = Field(description="The same as a share of all examples.")
+    steps: int = Field(description="Its optimizer steps.")
+    configuration: Configuration = Field(description="The best configuration for it, by the objective.")
+    global_batch_size: int = Field(description="Examples per optimizer step.")
+    noise_scale: float = Field(description="Least gradient noise scale from its beginning on, examples.")
+    learning_rate_factor: float | None = optional(
+        "Learning rate over that of the base batch, by the gain at this noise scale; `TulaOptimizer` applies it itself."
+    )
+    beta2: float | None = optional("Beta2 of Adam that keeps its half-life in examples; null for other optimizers.")
+    time_s: Estimate = Field(description="Seconds of this stage, without its relaunch.")
+    cost_usd: Estimate | None = optional("US dollars of this stage, without its relaunch; null without a price.")
+
+
+class BatchSchedule(WireModel):
+    """A batch that grows during a training, in at most four stages, each at the best number of nodes for it."""
+
+    job_id: str = Field(description="The job.")
+    objective: str = Field(description="What was optimized.")
+    stages: list[BatchStage] = Field(description="Two to four stages; empty: keep the constant batch.")
+    steps: int = Field(0, description="Optimizer steps of all stages.")
+    constant: Configuration | None = optional("The recommended configuration, with which the schedule is compared.")
+    spot: bool = Field(False, description="True: cost and time are those of pre-emptible capacity.")
+    base_batch_size: int | None = optional("The batch that the learning rate was tuned for, examples.")
+    tokens_per_example: float | None = optional("Tokens of an example; null: unknown, or no text.")
+    noise_run_id: str | None = optional("The training whose gradient noise decides; null: none measured it throughout.")
+    relaunch_s: float = Field(0.0, description="Seconds that each later stage takes to start again from a checkpoint.")
+    time_s: Estimate | None = optional("Seconds of all stages and relaunches.")
+    cost_usd: Estimate | None = optional("US dollars of all stages and relaunches; null without a price.")
+    saved_s: Estimate | None = optional("Seconds saved against the constant batch; below zero: lost.")
+    saved_usd: Estimate | None = optional("US dollars saved against the constant batch; null without a price.")
+    sentence: str = Field(description="What the schedule saves, or why there is none, with the remedy.")
+    risk: str | None = optional("What it may do to the accuracy; null without stages.")
+
+
 class LedgerEntry(WireModel):
     """A past recommendation with the prices of that time, and the measurement that followed."""
 

@@ -40,6 +40,7 @@ from tula_service.analysis.job_data import JobData, base_batch_size, goal_of
 from tula_service.perfmodel.choice import choose
 from tula_service.perfmodel.guard import AccuracyGuard
 from tula_service.perfmodel.intervals import Interval as Range
+from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.pricing import Estimate, Training
 
 PROFILE_STEPS, PROFILE_RATIO = 128, 4
@@ -82,6 +83,15 @@ def profile(case: Case, mode: Mode, *, learning_rate: float) -> Reports:
 
 def choose_batch(case: Case, mode: Mode, reports: Reports) -> tuple[int, AccuracyGuard]:
     """Return the global batch that `balanced` takes if larger is faster at equal cost, and the guard that it obeyed."""
+    goal, estimates = goal_and_estimates(case, mode, reports)
+    chosen = choose(goal, estimates).chosen
+    assert chosen is not None
+    assert goal.guard is not None
+    return chosen.configuration.global_batch_size, goal.guard
+
+
+def goal_and_estimates(case: Case, mode: Mode, reports: Reports) -> tuple[Goal, list[Estimate]]:
+    """Return what the service would choose by and from, if a larger batch were faster at equal cost."""
     examples, base = len(_data(case, mode).train), case.base_batch_size
     spec = wire.JobSpec.model_validate(
         {
@@ -105,10 +115,7 @@ def choose_batch(case: Case, mode: Mode, reports: Reports) -> tuple[int, Accurac
         directions=reports.directions,
     )
     goal = goal_of(data, spec, "balanced", base_batch_size=base_batch_size(data, candidates))
-    chosen = choose(goal, [_perfectly_scaling(c, goal.training) for c in candidates]).chosen
-    assert chosen is not None
-    assert goal.guard is not None
-    return chosen.configuration.global_batch_size, goal.guard
+    return goal, [_perfectly_scaling(c, goal.training) for c in candidates]
 
 
 def _data(case: Case, mode: Mode) -> ImageSet:

@@ -1,13 +1,16 @@
-"""A batch ramp: start at the base batch and double it, up to the large batch, where the measured noise scale allows it.
+"""Is the product's batch schedule worth it: does it keep the accuracy of the constant recommended batch, and save time?
 
-    python -m experiments.generalization.ramp --json results/ramp.json    # some minutes of one core
+    python -m experiments.generalization.ramp --only stdlib/transformer/256@1024 --epochs 64 --json results/ramp.json
 
-A prototype, to be read with the report of `--quick`: same cases, seeds, base rates and test data. Every step is one of
-the default (`gain`, with the base batch as b_small), so only the batch differs. After each epoch the batch doubles
-while tr(S)/|G|^2, in the median over all steps at this batch, is at least the batch: up to there a larger batch costs
-few extra examples (McCandlish et al. 2018). Cost is a model: a rank computes 64 examples (16 of the transformer) in one
-unit of time, the all-reduce adds COMMUNICATION units where there are several ranks, and a cluster has one rank for
-every such part of the batch.
+For each network and data set of `--quick`:
+
+1. the constant batch is chosen as in `guarded.py`: a profile, and the service's own `balanced`, where time falls as
+   1 / B and every batch costs the same;
+2. the default trains at it, and its noise scale over that training of the first seed goes to the service's own `Ramps`;
+3. if they name stages, the default trains by them, with the same seeds, base rate and examples, and goes from stage to
+   stage as a job that resumes with another batch.
+
+Cases, seeds, base rates and test data are those of `--quick`. The time of a training is its number of steps.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -27,105 +31,128 @@ from benchmarks.support.report import provenance
 from experiments.generalization.campaign import picked_rates
 from experiments.generalization.cases import MODES, Case, Mode
 from experiments.generalization.data import load
-from experiments.generalization.methods import METHODS, prepare
+from experiments.generalization.guarded import DEFAULT, goal_and_estimates, profile
+from experiments.generalization.methods import prepare
 from experiments.generalization.networks import build
 from experiments.generalization.train import accuracy, decay
 from tula_agent.scaling import TulaOptimizer
+from tula_service.analysis.scaling import noise_curve
+from tula_service.analysis.schedule import Ramps
+from tula_service.perfmodel.choice import choose
 
-COMMUNICATION = 0.3
-PARTS = 4
+RANKS = 4
 """Parts of every batch, each with its batch statistics; the noise is measured between them."""
-DEFAULT = next(method for method in METHODS if method.role == "default")
+Stages = Sequence[tuple[float, int]]
+"""Where each stage begins, as a share of all examples, and its global batch."""
 
 
 @dataclass(frozen=True)
-class Ramped:
-    """Of one run: percent on validation and test, optimizer steps, and modelled time and rank-time."""
+class Trained:
+    """Of one training: percent on validation and test, and the noise scale at each optimizer step, in examples."""
 
     validation: float
     test: float
-    steps: int
-    time: float
-    rank_time: float
-    batches: tuple[int, ...]
+    noise: tuple[float, ...]
 
 
-def cost(batches: Sequence[int], base: int) -> tuple[float, float]:
-    """Return the modelled time and rank-time of steps of these batch sizes."""
-    times = [(math.ceil(batch / base), 1.0 + (COMMUNICATION if batch > base else 0.0)) for batch in batches]
-    return sum(time for _, time in times), sum(ranks * time for ranks, time in times)
-
-
-def train(case: Case, mode: Mode, *, seed: int, learning_rate: float, ramp: bool) -> Ramped:
-    """Train the default on `case`, from its base batch on (`ramp`) or at its batch."""
+def train(case: Case, mode: Mode, stages: Stages, *, seed: int, learning_rate: float) -> Trained:
+    """Train the default on `case` by these stages; the learning rate falls with the share of the examples."""
     data = load(case.dataset, num_train=min(case.num_train or mode.num_train, mode.num_train))
     torch.manual_seed(seed)
     network = build(case.network, num_classes=data.num_classes, side=data.side)
-    batch = case.base_batch_size if ramp else case.batch_size
-    optimizer, order = _optimizer(case, network, batch, learning_rate), torch.Generator().manual_seed(seed + 1000)
-    sizes: list[int] = []
-    scales: list[float] = []
-    for epoch in range(mode.epochs):
-        for chosen in torch.randperm(len(data.train), generator=order).split(batch):
-            if len(chosen) < batch:
-                continue
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate * decay(epoch, mode.epochs)
-            optimizer.zero_grad()
-            for shard in chosen.chunk(PARTS):
-                loss = F.cross_entropy(network(data.train.images[shard]), data.train.labels[shard])
-                (loss / PARTS).backward()
-            optimizer.step()
-            sizes.append(batch)
-            scales.append(optimizer.telemetry().get("gradient_noise_scale", math.nan))
-        known = [scale for scale in scales if not math.isnan(scale)]
-        if ramp and batch < case.batch_size and known and statistics.median(known) >= batch:
-            batch, scales, state = 2 * batch, [], optimizer.state_dict()
+    total = len(data.train) * mode.epochs
+    stream = _examples(len(data.train), torch.Generator().manual_seed(seed + 1000))
+    optimizer = _optimizer(case, network, stages[0][1], learning_rate)
+    noise: list[float] = []
+    example, current = 0, 0
+    while example + stages[current][1] <= total:
+        batch = stages[current][1]
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * decay(int(example / total * mode.epochs), mode.epochs)
+        optimizer.zero_grad()
+        for shard in torch.tensor([next(stream) for _ in range(batch)]).chunk(RANKS):
+            loss = F.cross_entropy(network(data.train.images[shard]), data.train.labels[shard])
+            (loss / RANKS).backward()
+        optimizer.step()
+        noise.append(optimizer.telemetry().get("gradient_noise_scale", math.nan))
+        example += batch
+        if current + 1 < len(stages) and example >= stages[current + 1][0] * total:
+            current, state = current + 1, optimizer.state_dict()
             optimizer.close()
-            optimizer = _optimizer(case, network, batch, learning_rate)
-            optimizer.load_state_dict(state)  # as a job that resumes with another batch
-    time, rank_time = cost(sizes, case.base_batch_size)
-    tested = accuracy(network, data.val), accuracy(network, data.test)
-    return Ramped(*tested, len(sizes), time, rank_time, tuple(dict.fromkeys(sizes)))
+            optimizer = _optimizer(case, network, stages[current][1], learning_rate)
+            optimizer.load_state_dict(state)
+    return Trained(accuracy(network, data.val), accuracy(network, data.test), tuple(noise))
+
+
+def _examples(number: int, order: torch.Generator) -> Iterator[int]:
+    """Yield the examples, each once a pass, in a new order every pass."""
+    while True:
+        yield from torch.randperm(number, generator=order).tolist()
 
 
 def _optimizer(case: Case, network: torch.nn.Module, batch: int, learning_rate: float) -> TulaOptimizer:
-    at_batch = replace(case, batch_size=batch, world_size=PARTS)
-    found = prepare(DEFAULT, at_batch, network, learning_rate=learning_rate, steps_per_epoch=1).optimizer
-    assert isinstance(found, TulaOptimizer)
-    return found
+    at_batch = replace(case, batch_size=batch, world_size=RANKS)
+    prepared = prepare(DEFAULT[case.adam], at_batch, network, learning_rate=learning_rate, steps_per_epoch=1)
+    assert isinstance(prepared.optimizer, TulaOptimizer)
+    return prepared.optimizer
+
+
+def compare(case: Case, mode: Mode, *, learning_rate: float, seeds: int) -> dict[str, object]:
+    """Return the figures of a case: the stages, the steps of both, and their test accuracy where there are stages."""
+    goal, estimates = goal_and_estimates(case, mode, profile(case, mode, learning_rate=learning_rate))
+    chosen = choose(goal, estimates).chosen
+    assert chosen is not None
+    batch = chosen.configuration.global_batch_size
+    fixed = [train(case, mode, [(0.0, batch)], seed=s, learning_rate=learning_rate) for s in range(seeds)]
+    noise = fixed[0].noise
+    examples = goal.training.dataset_size * goal.training.epochs
+    curve = noise_curve("run", np.arange(len(noise)), noise, global_batch_size=batch, examples=examples)
+    ramps = Ramps(curve.values, estimates, goal, relaunch_s=0.0)
+    ramp = ramps.best() if curve.values else None
+    found: dict[str, object] = {
+        "constant.batch": batch,
+        "constant.steps": len(noise),
+        "constant.test": statistics.fmean(run.test for run in fixed),
+        "noise": [round(value) for value in ramps.least],
+        "stages": [],
+    }
+    if ramp is None or len(ramp.stages) == 1:
+        return found
+    parts = len(curve.values)
+    stages = [(stage.first / parts, stage.estimate.configuration.global_batch_size) for stage in ramp.stages]
+    ramped = [train(case, mode, stages, seed=s, learning_rate=learning_rate) for s in range(seeds)]
+    gained = [after.test - before.test for after, before in zip(ramped, fixed, strict=True)]
+    return found | {
+        "stages": stages,
+        "ramp.steps": len(ramped[0].noise),
+        "ramp.test": statistics.fmean(run.test for run in ramped),
+        "gained": statistics.fmean(gained),
+        "gained.sd": statistics.stdev(gained) if seeds > 1 else None,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ramp and default on the cases of `--quick` and print both; `argv` is the command line by default."""
+    """Compare both on the cases of `--quick` and print the figures; `argv` is the command line by default."""
     parser = argparse.ArgumentParser(prog="experiments.generalization.ramp", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--only", metavar="CASES", help="names of cases, separated by commas")
     parser.add_argument("--smoke", action="store_true", help="one tiny case, in seconds: only shows that it works")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    mode = MODES["quick"].smoke() if arguments.smoke else MODES["quick"]
+    mode = MODES["quick"].smoke() if arguments.smoke else replace(MODES["quick"], epochs=arguments.epochs)
     rates = picked_rates()
-    found: dict[str, object] = {}
+    rows: dict[str, object] = {}
     for case in mode.cases[: 1 if arguments.smoke else None]:
         if arguments.only and case.name not in arguments.only.split(","):
             continue
-        for name, ramp in (("ramp", True), ("default", False)):
-            rate = rates.get(case.name, 0.05)
-            runs = [train(case, mode, seed=s, learning_rate=rate, ramp=ramp) for s in range(arguments.seeds)]
-            tests = [run.test for run in runs]
-            figures = {
-                "test": statistics.fmean(tests),
-                "test.sd": statistics.stdev(tests) if len(tests) > 1 else 0.0,
-                **{key: statistics.fmean(getattr(run, key) for run in runs) for key in ("steps", "time", "rank_time")},
-            }
-            found |= {f"{case.name}.{name}.{key}": value for key, value in figures.items()}
-            found[f"{case.name}.{name}.batches"] = [list(run.batches) for run in runs]
-            said = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
-            print(f"{case.name:26s} {name:8s} {said} {runs[0].batches}", flush=True)
+        rate = rates.get(case.name, 0.05)
+        rows[case.name] = compare(case, mode, learning_rate=rate, seeds=arguments.seeds)
+        print(case.name, json.dumps(rows[case.name]), flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps({**found, "seeds": arguments.seeds, **provenance()}, indent=1) + "\n")
+        document = {"rows": rows, "epochs": mode.epochs, "seeds": arguments.seeds, **provenance()}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from benchmarks.support.fork_server import AGENT, FRAMEWORKS, ForkServer
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
+from tula_client import write_schedule
+from tula_wire import BatchSchedule, BatchStage, Configuration, Estimate
 
 BATCHES = {"lightning_fit.py": 8, "transformers_train.py": 4, "accelerate_train.py": 8}
 
@@ -126,3 +129,29 @@ def test_two_ranks_of_the_framework_s_own_ddp_end_with_the_same_bits(
     assert {(body["world_size"], body["local_batch_size"]) for body in sink.samples} == {(2, 4)}
     assert sink.column("loss")
     assert sink.rows("step", "skew_s")  # both ranks were heard
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_a_written_batch_schedule_ends_its_stages_and_sets_their_rates(
+    launch: Launch, tmp_path: Path, framework: Literal["lightning", "transformers"]
+) -> None:
+    second = Estimate(value=1.0, low=1.0, high=1.0)
+    stages = [
+        BatchStage(
+            first_step=first,
+            first_example=4 * first,
+            first_share=0.0,
+            steps=steps,
+            configuration=Configuration(num_nodes=1, local_batch_size=batch),
+            global_batch_size=batch,
+            noise_scale=10.0,
+            learning_rate_factor=rate,
+            beta2=beta2,
+            time_s=second,
+        )
+        for first, steps, batch, rate, beta2 in ((0, 6, 4, 1.25, 0.99), (6, 4, 16, 2.5, 0.96))
+    ]
+    schedule = BatchSchedule(job_id="job-1", objective="time", stages=stages, steps=10, base_batch_size=4, sentence="")
+    (tmp_path / "schedule.py").write_text(write_schedule(schedule, framework))
+    done = launch("scheduled.py", framework, str(tmp_path), TULA_URL="")
+    assert done.printed("stage") == ["stage 6 0.00125 0.99", "stage 10 0.0025 0.96"]

@@ -211,18 +211,16 @@ def test_a_smoke_run_of_the_quick_mode_trains_every_method_and_writes_a_report(t
     assert "± half of the 95 % interval" in text
 
 
-def test_a_ramp_begins_at_the_base_batch_and_takes_more_steps_than_the_large_one(tmp_path):
-    mode = replace(TINY, epochs=8)
-    ramped, fixed = (
-        ramp.train(TINY.cases[0], mode, seed=0, learning_rate=0.05, ramp=ramped) for ramped in (True, False)
-    )
-    assert (ramped.batches[0], fixed.batches) == (64, (256,))
-    assert ramped.batches in ((64,), (64, 128), (64, 128, 256))
-    assert ramped.steps > fixed.steps == 8 * 4
-    assert fixed.time == pytest.approx(32 * (1.0 + ramp.COMMUNICATION))
-    assert fixed.rank_time == pytest.approx(4 * fixed.time)
+def test_a_training_by_stages_sees_all_examples_and_is_compared_with_the_recommended_batch(tmp_path):
+    case, mode = TINY.cases[0], replace(TINY, epochs=4)
+    examples = 4 * len(load(case.dataset, num_train=mode.num_train).train)
+    staged = ramp.train(case, mode, [(0.0, 64), (0.5, 256)], seed=0, learning_rate=0.05)
+    assert len(staged.noise) == pytest.approx(examples / 2 / 64 + examples / 2 / 256, abs=2)
+    assert math.isfinite(staged.test)
     ramp.main(["--smoke", "--seeds", "1", "--json", str(tmp_path / "ramp.json")])
-    assert json.loads((tmp_path / "ramp.json").read_text())["glyphs/vgg/128.ramp.steps"] > 0
+    (row,) = json.loads((tmp_path / "ramp.json").read_text())["rows"].values()
+    assert row["constant.steps"] > 0
+    assert row["stages"] == [], "few steps bear no larger batch"
 
 
 def test_static_factors_and_one_run_over_its_steps_are_reported(tmp_path):

@@ -14,8 +14,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tula_client._client import Client
-from tula_client._errors import UsageError
+from tula_client._errors import TulaError, UsageError
 from tula_client._flows import roles
+from tula_client._schedule import Target, write_schedule
 from tula_client._spec import load_spec
 from tula_client.cli.output import (
     BRIEF,
@@ -35,6 +36,7 @@ from tula_client.launch.registration import register
 from tula_client.launch.reporter import rest_of_plan
 from tula_wire import (
     JOBS_COUNTED,
+    BatchSchedule,
     Candidate,
     Estimate,
     Event,
@@ -52,7 +54,20 @@ from tula_wire import (
     ScalingPolicy,
     ScalingThresholds,
 )
-from tula_wire.format import cluster_name, configuration, count, duration, energy, mass, money, option, percent, size
+from tula_wire.format import (
+    NOTHING,
+    cluster_name,
+    configuration,
+    count,
+    duration,
+    energy,
+    mass,
+    money,
+    multiple,
+    option,
+    percent,
+    size,
+)
 from tula_wire.text import printable
 
 BASIS = {
@@ -312,12 +327,33 @@ def recommend(
     job: JobName,
     objective: Annotated[Objective | None, typer.Option(help="Objective, instead of the job's.")] = None,
     candidates: Annotated[bool, typer.Option("--candidates", help="Print all candidates too.")] = False,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Print a batch that grows during the training instead, and its worth.")
+    ] = False,
+    target: Annotated[
+        Target | None, typer.Option("--for", help="With --schedule: print it as this program takes it, and only that.")
+    ] = None,
+    beta2: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="With --schedule: Adam's at the base batch, else 0.999.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print the recommended configuration with its predictions and the reason."""
+    if not schedule:
+        if target is not None or beta2 is not None:
+            raise UsageError("--for and --beta2 belong to a batch schedule: add --schedule")
+        with Client() as client:
+            answer = client.handle(job).recommendation(objective)
+        emit(answer, recommendation_view(answer, candidates=candidates), as_json)
+        return
     with Client() as client:
-        answer = client.handle(job).recommendation(objective)
-    emit(answer, recommendation_view(answer, candidates=candidates), as_json)
+        found = client.handle(job).schedule(objective, **({} if beta2 is None else {"beta2": beta2}))
+    if target is None:
+        emit(found, schedule_view(found), as_json)
+    elif not found.stages:
+        raise TulaError(found.sentence)
+    else:
+        print(write_schedule(found, target).rstrip())
 
 
 def predict(
@@ -384,6 +420,39 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
         checked = f", cross-validated error {percent(error)}" if error is not None else ""
         evidence = f" ({answer.model.num_runs} runs, {answer.model.num_samples} samples{checked})"
     return Group(*lines, *_basis(answer, evidence))
+
+
+def schedule_view(answer: BatchSchedule) -> RenderableType:
+    """Return a batch schedule for the terminal: its stages, what it saves, its risk, and how to train by it."""
+    if not answer.stages:
+        return Text(answer.sentence)
+    with_beta2 = any(stage.beta2 is not None for stage in answer.stages)
+    rows = [
+        [
+            percent(stage.first_share),
+            f"{stage.first_step:,}",
+            brief(stage.configuration),
+            f"x {multiple(stage.learning_rate_factor)}" if stage.learning_rate_factor else NOTHING,
+            *([f"{stage.beta2:.4g}"] if stage.beta2 is not None else []),
+            duration(stage.time_s.value),
+            money(_value(stage.cost_usd)),
+        ]
+        for stage in answer.stages
+    ]
+    columns = [">from", ">step", f"={BRIEF}", ">rate", *([">beta2"] if with_beta2 else []), ">time", ">cost"]
+    relaunch = (
+        f"Each stage is a launch from the checkpoint of the one before, for which {duration(answer.relaunch_s)} are "
+        "counted. --for transformers and --for lightning print a callback that stops there and sets rate and beta2. "
+        f"Rates are over that of a batch of {answer.base_batch_size}; `TulaOptimizer` raises them by itself."
+    )
+    megatron = f"Megatron-LM: {write_schedule(answer, 'megatron')}"
+    return Group(
+        table(columns, rows),
+        Text(answer.sentence),
+        Text(answer.risk or "", style="yellow"),
+        Text(relaunch),
+        Text(megatron, no_wrap=True, overflow="ignore"),
+    )
 
 
 def today_line(answer: Recommendation) -> list[Text]:

@@ -15,7 +15,7 @@ from tula_service.analysis import hardware, job_data
 from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
 from tula_service.analysis.effects import best_with, effects_of
 from tula_service.analysis.evidence import Evidence
-from tula_service.analysis.scaling import LearningRate
+from tula_service.analysis.scaling import LearningRate, StatisticalEfficiency
 from tula_service.perfmodel.choice import Choice, Exclusion
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import OBJECTIVES
@@ -73,7 +73,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
         "options": effects_of(answer),
         "quality": quality_of(answer),
         "why": why(answer),
-        "scaling_rule": None if chosen is None else _learning_rate(answer, chosen.configuration).rule,
+        "scaling_rule": None if chosen is None else learning_rate_of(answer, chosen.configuration).rule,
         "candidates": candidates,
         "frontier": [estimate.configuration for estimate in choice.frontier],
         "menu": _menu(answer),
@@ -162,7 +162,7 @@ def quality_of(answer: Answer) -> wire.Quality | None:
         return None
     batch = choice.chosen.configuration.global_batch_size
     larger = [e for e in choice.estimates if e.configuration.global_batch_size > batch]
-    rate = _learning_rate(answer, choice.chosen.configuration)
+    rate = learning_rate_of(answer, choice.chosen.configuration)
     refused = bool(larger) and not any(guard.allows(e.configuration.global_batch_size) for e in larger)
     return wire.Quality(
         kept=guard.allows(batch),
@@ -216,7 +216,7 @@ def why(answer: Answer) -> str:
             "least time alone."
         )
     if chosen is not None:
-        parts.append(_learning_rate(answer, chosen.configuration).advice)
+        parts.append(learning_rate_of(answer, chosen.configuration).advice)
     return " ".join(filter(None, (*parts, _RESTS_ON[answer.model.basis])))
 
 
@@ -346,7 +346,7 @@ def _candidate(
         dominated=excluded is None and estimate.key not in frontier,
         excluded_by=excluded,
         statistical_efficiency=None if answer.efficiency is None else answer.efficiency.of(c.global_batch_size),
-        learning_rate_factor=_learning_rate(answer, c).factor,
+        learning_rate_factor=learning_rate_of(answer, c).factor,
         measured_step_time_s=evidence.measured.get(c),
     )
 
@@ -546,8 +546,9 @@ def _max_sensible_batch_size(answer: Answer) -> int | None:
     return answer.efficiency.max_sensible_batch_size
 
 
-def _learning_rate(answer: Answer, c: Configuration) -> LearningRate:
-    batch, base, efficiency = c.global_batch_size, answer.base_batch_size, answer.efficiency
+def learning_rate_of(answer: Answer, c: Configuration, efficiency: StatisticalEfficiency | None = None) -> LearningRate:
+    """Return the learning rate of a configuration; `efficiency` replaces that of the whole training."""
+    batch, base, efficiency = c.global_batch_size, answer.base_batch_size, efficiency or answer.efficiency
     by_noise_scale = None if efficiency is None else efficiency.learning_rate_factor(batch)
     return LearningRate(
         answer.spec.model,

@@ -22,6 +22,10 @@ from tula_wire.jobs import ScalingRule
 
 MOST_TIMES = 16.0
 """The largest ratio of batches in the experiments; beyond it a reason says so."""
+PARTS = 20
+"""Equal parts of a training's examples, for each of which a `NoiseCurve` has a value."""
+LEAST_COVERED = 0.9
+"""Share of a training's examples that its telemetry must reach to count as measured throughout."""
 _AS_LOW, _LOST_POINTS = 1.05, 1.0
 _MEASURED_OPTIMIZERS = ("sgd", "momentum", "adam")
 _MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722
@@ -48,6 +52,45 @@ def estimate_noise_scale(values: ArrayLike) -> Interval | None:
     half_width = _Z_90 * float(means.std(ddof=1)) / math.sqrt(num_blocks)
     centre = float(logs.mean())
     return Interval(math.exp(centre), math.exp(centre - half_width), math.exp(centre + half_width))
+
+
+@dataclass(frozen=True)
+class NoiseCurve:
+    """The gradient noise scale over a training: one of `PARTS` values, in examples, for each part of its examples.
+
+    `values` is empty where `covered`, the share of the examples that the telemetry reaches, or the number of parts with
+    a measurement is too small.
+    """
+
+    run_id: str
+    covered: float
+    values: tuple[float, ...] = ()
+
+
+def noise_curve(
+    run_id: str, steps: ArrayLike, values: ArrayLike, *, global_batch_size: int, examples: float
+) -> NoiseCurve:
+    """Return the noise scale over a training of `examples` examples from its telemetry, both columns of shape (n,).
+
+    Each part has the geometric mean of its steps. A part of whose steps most show no signal is above what the run can
+    measure: it takes the value of the part before it, the first parts that of the first one that was measured.
+    """
+    begun = np.asarray(steps, dtype=np.float64).ravel() * global_batch_size / examples
+    column = np.asarray(values, dtype=np.float64).ravel()
+    begun, column = begun[~np.isnan(column)], column[~np.isnan(column)]
+    covered = min(1.0, float(begun.max(initial=0.0)) + global_batch_size / examples) if begun.size else 0.0
+    part = np.minimum((begun * PARTS).astype(np.int64), PARTS - 1)
+    logs = np.full(PARTS, np.nan)
+    for number in np.unique(part):
+        seen = column[part == number]
+        usable = seen[np.isfinite(seen) & (seen > 0.0)]
+        if 2 * usable.size >= seen.size:
+            logs[number] = np.log(usable).mean()
+    known = np.flatnonzero(~np.isnan(logs))
+    if covered < LEAST_COVERED or 2 * known.size < PARTS:
+        return NoiseCurve(run_id, covered)
+    before = np.searchsorted(known, np.arange(PARTS), side="right") - 1
+    return NoiseCurve(run_id, covered, tuple(np.exp(logs[known[np.maximum(before, 0)]]).tolist()))
 
 
 @dataclass(frozen=True)

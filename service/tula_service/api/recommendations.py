@@ -1,4 +1,4 @@
-"""`/v1/jobs/{job_id}/recommendation` and `/predictions`: which configuration to run and why, and what-if of others."""
+"""`/v1/jobs/{job_id}/recommendation`, `/predictions` and `/schedule`: what to run and why, what-if, a growing batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tula_service.api.auth import Caller, CurrentUser
 from tula_service.api.queries import reject_unknown_query
 from tula_service.api.services import AppServices
 from tula_service.usecases import recommendations
-from tula_wire import Objective, Predictions, Recommendation, routes
+from tula_wire import BatchSchedule, Objective, Predictions, Recommendation, routes
 
 router = APIRouter(tags=["recommendation"], dependencies=[Depends(reject_unknown_query)])
 
@@ -40,3 +40,14 @@ def get_recommendation(
 def get_predictions(job_id: str, user: CurrentUser, question: Annotated[WhatIf, Query()]) -> Response:
     """Predict every combination of the given values; a parameter may be repeated, and without it all values count."""
     return Response(recommendations.predict(*user, job_id, question), media_type="application/json")
+
+
+@router.get(routes.JOB_SCHEDULE, response_model=BatchSchedule)
+def get_schedule(
+    job_id: str,
+    user: CurrentUser,
+    objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
+    beta2: Annotated[float, Query(gt=0, lt=1, description="Adam's beta2 at the base batch.")] = 0.999,
+) -> Response:
+    """Return a batch that grows with the gradient noise that a training measured, and what it saves."""
+    return Response(recommendations.schedule(*user, job_id, objective, beta2), media_type="application/json")

@@ -17,6 +17,7 @@ import tula_wire as wire
 from tula_service.analysis.answer import MODEL_VERSION
 from tula_service.analysis.hardware import agree
 from tula_service.analysis.job_data import EarlierJob, JobData
+from tula_service.analysis.scaling import NoiseCurve, noise_curve
 from tula_service.domain import FloatArray, RunRecord
 from tula_service.perfmodel.step_summary import summarise
 from tula_service.store import Transaction
@@ -59,6 +60,24 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
         cross_validated_error=job.cross_validated_error if job.cross_validated_model == MODEL_VERSION else None,
         cross_validated_runs=tuple(job.cross_validated_runs),
     )
+
+
+def load_noise_curves(tx: Transaction, data: JobData) -> list[NoiseCurve]:
+    """Return the noise scale over the newest trainings with samples, the newest first.
+
+    A training whose process saw another batch than the service knows is left out.
+    """
+    trained = [run for run in data.runs if run.kind == "train" and run.configuration_mismatch is None]
+    by_key = {run.key: run for run in trained}
+    examples = data.spec.dataset.size * data.spec.epochs
+    curves = []
+    for key in _with_samples(trained, _TRAININGS_READ_FOR_NOISE):
+        series = tx.telemetry.read(key, "gradient_noise_scale", most_chunks=MOST_CHUNKS)
+        batch = by_key[key].configuration.global_batch_size
+        curves.append(
+            noise_curve(by_key[key].id, series.steps, series.values, global_batch_size=batch, examples=examples)
+        )
+    return curves
 
 
 def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:

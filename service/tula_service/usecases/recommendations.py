@@ -1,14 +1,15 @@
-"""Recommendations and what-if: the answer of a job's data as they stand, cached once per version of them."""
+"""Recommendations, what-if and batch schedules, of a job's data as they stand; only recommendations are cached."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from tula_service.analysis.questions import WhatIf, predictions_of
+from tula_service.analysis.schedule import schedule_of
 from tula_service.store import Store
 from tula_service.usecases import planning
 from tula_service.usecases.access import Principal, visible_job
-from tula_service.usecases.job_data import load_job_data
+from tula_service.usecases.job_data import load_job_data, load_noise_curves
 from tula_wire.enums import Objective
 
 
@@ -57,3 +58,12 @@ def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -
         with store.reading() as tx:
             data = load_job_data(tx, visible_job(tx, principal, job_id))
         return compute(predictions_of, data, job_id, question)
+
+
+def schedule(store: Store, principal: Principal, job_id: str, objective: Objective | None, beta2: float) -> str:
+    """Return the batch schedule as JSON; `beta2` is Adam's at the base batch."""
+    with store.fits.turn() as compute:
+        with store.reading() as tx:
+            data = load_job_data(tx, visible_job(tx, principal, job_id))
+            curves = load_noise_curves(tx, data)
+        return compute(schedule_of, data, job_id, objective, beta2, curves)

@@ -1,0 +1,128 @@
+"""A batch schedule written down for the program that trains: an option of Megatron-LM, or a module with a callback."""
+
+from __future__ import annotations
+
+import math
+from string import Template
+from typing import Final, Literal
+
+from tula_wire import BatchSchedule, BatchStage
+from tula_wire.format import cluster_name
+
+Target = Literal["megatron", "transformers", "lightning"]
+
+_MODULE: Final = Template('''\
+"""A batch schedule by Tula: one launch a stage, each on its nodes and from the checkpoint that the stage before left.
+
+$launches
+
+$usage
+The rest of a pass over the data that a stage began is drawn anew with the next one's batch.
+"""
+
+$imports
+
+STAGES = [  # first step, learning rate over that of a batch of $base, beta2 of Adam
+$stages
+]
+LAST_STEP = $last
+# `TulaOptimizer` raises the learning rate by itself: with it, write 1.0 for each.
+
+
+def begin_stage(step, optimizers, schedulers):
+    """Set learning rate and beta2 where a stage begins; return the step with which the stage ends."""
+    number = max(place for place, (first, _, _) in enumerate(STAGES) if first <= step)
+    first, rate, beta2 = STAGES[number]
+    if step == first:  # a checkpoint from within a stage has them
+        factor = rate / (STAGES[number - 1][1] if number else 1.0)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            for name in {"lr", "initial_lr"} & group.keys():
+                group[name] *= factor
+            if beta2 is not None and "betas" in group:
+                group["betas"] = (group["betas"][0], beta2)
+        for scheduler in schedulers:
+            for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+                if hasattr(part, "base_lrs"):
+                    part.base_lrs = [factor * lr for lr in part.base_lrs]
+    return STAGES[number + 1][0] if number + 1 < len(STAGES) else LAST_STEP
+
+
+$callback''')
+
+_TRANSFORMERS: Final = '''\
+class BatchSchedule(TrainerCallback):
+    """Begins the stage of this launch, and stops with a checkpoint at its end."""
+
+    def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **others):
+        self.end = begin_stage(state.global_step, [optimizer], [lr_scheduler])
+
+    def on_step_end(self, args, state, control, **others):
+        if state.global_step >= self.end:
+            control.should_save = control.should_training_stop = True
+'''
+
+_LIGHTNING: Final = '''\
+class BatchSchedule(pl.Callback):
+    """Begins the stage of this launch, and stops with a checkpoint at its end."""
+
+    def on_train_start(self, trainer, module):
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self.end = begin_stage(trainer.global_step, trainer.optimizers, schedulers)
+
+    def on_train_batch_end(self, trainer, *others):
+        if trainer.global_step >= self.end and not trainer.should_stop:
+            trainer.save_checkpoint(f"stage-{self.end}.ckpt")
+            trainer.should_stop = True
+'''
+
+
+def write_schedule(schedule: BatchSchedule, target: Target) -> str:
+    """Return a schedule that has stages as `target` takes it.
+
+    For `megatron` the option `--step-batch-size-schedule` of Megatron-LM (its pull request 4411): pairs of a threshold
+    and a batch. Megatron counts thresholds in tokens where it knows `--seq-length`, else in examples; so does this,
+    where it knows the tokens of an example. For `transformers` and `lightning` the text of a Python module with the
+    callback `BatchSchedule`. Raises ValueError for a schedule without stages.
+    """
+    if not schedule.stages:
+        raise ValueError(f"there is no schedule to write: {schedule.sentence}")
+    if target == "megatron":
+        tokens = schedule.tokens_per_example or 1.0
+        pairs = (f"{math.ceil(s.first_example * tokens)}:{s.global_batch_size}" for s in schedule.stages)
+        return f'--step-batch-size-schedule "{" ".join(pairs)}"'
+    is_trainer = target == "transformers"
+    words = (
+        ("per_device_train_batch_size", "gradient_accumulation_steps")
+        if is_trainer
+        else ("batch_size", "accumulate_grad_batches")
+    )
+    use = (
+        "TrainingArguments(max_steps=LAST_STEP, ...), Trainer(..., callbacks=[BatchSchedule()]), and from the second\n"
+        "stage on train(resume_from_checkpoint=True), with all launches on one output_dir."
+        if is_trainer
+        else "Trainer(max_steps=LAST_STEP, max_epochs=-1, callbacks=[BatchSchedule()], ...), and from the second\n"
+        'stage on fit(..., ckpt_path="stage-STEP.ckpt") with the first step of the stage.'
+    )
+    ends = [*(stage.first_step for stage in schedule.stages[1:]), schedule.steps]
+    return _MODULE.substitute(
+        launches="\n".join(_launch(stage, end, words) for stage, end in zip(schedule.stages, ends, strict=True)),
+        usage=use,
+        imports="from transformers import TrainerCallback" if is_trainer else "import lightning.pytorch as pl",
+        base=schedule.base_batch_size,
+        stages="\n".join(
+            f"    ({s.first_step}, {s.learning_rate_factor or 1.0:.4g}, {_beta(s.beta2)})," for s in schedule.stages
+        ),
+        last=schedule.steps,
+        callback=_TRANSFORMERS if is_trainer else _LIGHTNING,
+    )
+
+
+def _launch(stage: BatchStage, end: int, words: tuple[str, str]) -> str:
+    """Return the line that says how to launch a stage."""
+    c = stage.configuration
+    batch = f"{words[0]}={c.local_batch_size}, {words[1]}={c.grad_accum_steps}"
+    return f"  steps {stage.first_step} to {end}: {cluster_name(c)} of {c.ranks_per_node} ranks, {batch}"
+
+
+def _beta(beta2: float | None) -> str:
+    return "None" if beta2 is None else f"{beta2:.6g}"

@@ -1,0 +1,366 @@
+"""A batch schedule: a batch that grows with the gradient noise, in a few stages at the best number of nodes each. Pure.
+
+1. The noise scale over a training is known by part of its examples (`scaling.noise_curve`). What a part bears is the
+   least noise scale from there on: a plateau at the start promises nothing, and no batch has to shrink again.
+2. The accuracy guard, with that noise scale and with the steps of a whole training at the batch, bounds every stage,
+   whatever the objective. Among these batches the objective chooses batch and nodes, as in a recommendation.
+3. Of all ways to begin at most four stages, the objective takes the best one; each change of stage costs a relaunch.
+4. A schedule is worth its trouble if it is better than the constant recommendation by `WORTH`.
+
+Increasing the batch as the noise scale grows is due to McCandlish et al. (2018, section 5). Merrill et al. (2025), who
+measured on OLMo which batches a training bears, doubt that the noise scale is a proxy for them, hence the guard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, pairwise
+from typing import Any, Final
+
+import numpy as np
+
+import tula_wire as wire
+from tula_service.analysis.answer import Answer, analyse
+from tula_service.analysis.explanation import estimate_of, learning_rate_of, reason_of
+from tula_service.analysis.job_data import JobData
+from tula_service.analysis.scaling import NoiseCurve, StatisticalEfficiency
+from tula_service.perfmodel.intervals import Interval
+from tula_service.perfmodel.objectives import OBJECTIVES, Goal
+from tula_service.perfmodel.pricing import Estimate
+from tula_service.perfmodel.variants import variant_of
+from tula_wire.enums import Objective
+from tula_wire.format import duration, money, percent
+
+MOST_STAGES: Final = 4
+WORTH: Final = 0.02
+"""Share by which a schedule must be better by the objective: less is within the error of the predictions."""
+RELAUNCH_S: Final = 120.0
+"""Seconds from the end of a stage to the next one's first step, assumed as `SpotPrice.restart_s` is."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Parts `first` to `end` (exclusive) of a training at one configuration.
+
+    `estimate` has time, cost and energy of this stage alone; `noise_scale` is the least from its beginning on.
+    """
+
+    first: int
+    end: int
+    noise_scale: float
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """One to four stages, no batch smaller than the one before it; `total` has their sums, relaunches included."""
+
+    stages: tuple[Stage, ...]
+    total: Estimate
+
+
+@dataclass(frozen=True)
+class Ramps:
+    """The ramps that a training may take.
+
+    `noise_scales`, shape (parts,), are in examples and of equal parts of the training. The `candidates` are estimates
+    of the whole training. `goal` has a guard.
+    """
+
+    noise_scales: Sequence[float]
+    candidates: Sequence[Estimate]
+    goal: Goal
+    relaunch_s: float = RELAUNCH_S
+
+    @cached_property
+    def least(self) -> list[float]:
+        """Return the least noise scale from each part on, which never falls."""
+        backwards = np.asarray(self.noise_scales, dtype=np.float64)[::-1]
+        return [float(value) for value in np.minimum.accumulate(backwards)[::-1]]
+
+    def best(self) -> Ramp | None:
+        """Return the ramp that is the best by the objective; None where the guard allows no candidate at the start."""
+        chosen = [self._choose(noise) for noise in self.least]
+        changes = [part for part in range(1, len(chosen)) if chosen[part] is not chosen[part - 1]]
+        ramps = []
+        for further in range(MOST_STAGES):
+            for begins in combinations(changes, further):
+                spans = [
+                    (estimate, first, end)
+                    for first, end in pairwise((0, *begins, len(chosen)))
+                    if (estimate := chosen[first]) is not None
+                ]
+                if len(spans) > further and all(_follows(a, b) for (a, *_), (b, *_) in pairwise(spans)):
+                    ramps.append(self._ramp(spans))
+        return min(ramps, key=lambda r: (self.goal.value(r.total).expected, len(r.stages)), default=None)
+
+    def constant(self, estimate: Estimate) -> Ramp:
+        """Return the ramp of one stage, which the others are compared with; the guard is not asked."""
+        return self._ramp([(estimate, 0, len(self.least))])
+
+    def saved(self, ramp: Ramp, constant: Estimate) -> tuple[Interval, Interval]:
+        """Return the seconds and the money that a ramp saves against a constant configuration.
+
+        As if predictions of different configurations erred independently: the parts that train at the constant
+        configuration save nothing, whatever its error.
+        """
+        changed = [stage for stage in ramp.stages if stage.estimate.key != constant.key]
+        if not changed:
+            return Interval(0.0, 0.0, 0.0), Interval(0.0, 0.0, 0.0)
+        before = _total([self._stage(constant, stage.first, stage.end) for stage in changed])
+        after = _total(changed, [self._relaunch(stage) for stage in ramp.stages[1:]])
+        return _difference(before.time_s, after.time_s), _difference(before.cost_usd, after.cost_usd)
+
+    def _choose(self, noise_scale: float) -> Estimate | None:
+        """Return what the objective chooses among the batches that the guard allows at a noise scale; None for none."""
+        assert self.goal.guard is not None
+        guard = replace(self.goal.guard, noise_scale=noise_scale)
+        allowed = {
+            e.key: (e, _times(e, self._steps_factor(e, noise_scale)))
+            for e in self.candidates
+            if guard.allows(e.configuration.global_batch_size)
+        }
+        if not allowed:
+            return None
+        ranked = OBJECTIVES[self.goal.objective].rank(
+            replace(self.goal, guard=guard), [at_noise for _, at_noise in allowed.values()]
+        )
+        return allowed[ranked[0].key][0]
+
+    def _ramp(self, spans: Sequence[tuple[Estimate, int, int]]) -> Ramp:
+        stages = tuple(self._stage(*span) for span in spans)
+        return Ramp(stages, _total(stages, [self._relaunch(stage) for stage in stages[1:]]))
+
+    def _stage(self, estimate: Estimate, first: int, end: int) -> Stage:
+        """Return the stage of `estimate`, which is of the whole training, in the parts `first` to `end`."""
+        share = sum(self._steps_factor(estimate, noise) for noise in self.least[first:end]) / len(self.least)
+        return Stage(first, end, self.least[first], _times(estimate, share))
+
+    def _steps_factor(self, estimate: Estimate, noise_scale: float) -> float:
+        """Return the steps for the same quality at a noise scale over those that the estimate counts.
+
+        1 under objectives that count a training's own steps.
+        """
+        counted = self.goal.steps_factor.get(estimate.configuration)
+        if counted is None or self.goal.guard is None:
+            return 1.0
+        efficiency = StatisticalEfficiency(noise_scale, self.goal.guard.base_batch_size)
+        return 1.0 / efficiency.of(estimate.configuration.global_batch_size) / counted
+
+    def _relaunch(self, stage: Stage) -> Estimate:
+        """Return what the relaunch into a stage takes and costs."""
+        seconds = stage.estimate.time_s.mean
+        relaunch = _times(stage.estimate, self.relaunch_s / seconds if seconds > 0.0 else 0.0)
+        return replace(relaunch, time_s=Interval(self.relaunch_s, self.relaunch_s, self.relaunch_s))
+
+
+def _follows(before: Estimate, after: Estimate) -> bool:
+    """Return True where a stage may follow another: it differs, and its batch is no smaller."""
+    return before is not after and before.configuration.global_batch_size <= after.configuration.global_batch_size
+
+
+def _times(estimate: Estimate, factor: float) -> Estimate:
+    energy = estimate.energy_kwh
+    return replace(
+        estimate,
+        time_s=estimate.time_s.scaled(factor),
+        cost_usd=estimate.cost_usd.scaled(factor),
+        energy_kwh=None if energy is None else energy.scaled(factor),
+    )
+
+
+def _total(stages: Sequence[Stage], relaunches: Sequence[Estimate] = ()) -> Estimate:
+    parts = [*(stage.estimate for stage in stages), *relaunches]
+    energies = [part.energy_kwh for part in parts if part.energy_kwh is not None]
+    return replace(
+        parts[0],
+        time_s=_sum(part.time_s for part in parts),
+        cost_usd=_sum(part.cost_usd for part in parts),
+        energy_kwh=_sum(energies) if len(energies) == len(parts) else None,
+    )
+
+
+def _sum(values: Iterable[Interval]) -> Interval:
+    total = Interval(0.0, 0.0, 0.0)
+    for value in values:
+        total = total.plus(value)
+    return total
+
+
+def _difference(before: Interval, after: Interval) -> Interval:
+    mean = before.mean - after.mean
+    down = math.hypot(before.mean - before.low, after.high - after.mean)
+    up = math.hypot(before.high - before.mean, after.mean - after.low)
+    return Interval(mean, mean - down, mean + up)
+
+
+def schedule_of(
+    data: JobData, job_id: str, objective: Objective | None, beta2: float, curves: Sequence[NoiseCurve]
+) -> str:
+    """Return the JSON of a job's `wire.BatchSchedule`.
+
+    `beta2` is Adam's at the base batch, and `curves` are those of the newest trainings, the newest first.
+    """
+    answer = analyse(data, objective)
+    asked = answer.objective
+    if not isinstance(answer, Answer):
+        schedule = wire.BatchSchedule(
+            job_id=job_id, objective=asked, stages=[], sentence=f"Nothing can be recommended: {answer.reason}"
+        )
+    elif answer.choice.chosen is None:
+        schedule = wire.BatchSchedule(job_id=job_id, objective=asked, stages=[], sentence=reason_of(answer.choice))
+    else:
+        schedule = wire.BatchSchedule(
+            job_id=job_id, objective=asked, **_fields(answer, answer.choice.chosen, beta2, curves)
+        )
+    return schedule.model_dump_json()
+
+
+def _fields(answer: Answer, chosen: Estimate, beta2: float, curves: Sequence[NoiseCurve]) -> dict[str, Any]:
+    """Return the fields of `wire.BatchSchedule` for a job for which `chosen` is recommended."""
+    facts: dict[str, Any] = {
+        "constant": chosen.configuration,
+        "spot": chosen.spot,
+        "base_batch_size": answer.base_batch_size,
+        "tokens_per_example": answer.data.tokens_per_example,
+        "stages": [],
+    }
+    curve = next((curve for curve in curves if curve.values), None)
+    if curve is None:
+        return facts | {"sentence": _not_measured(curves)}
+    facts["noise_run_id"] = curve.run_id
+    ramps = Ramps(curve.values, _candidates(answer, chosen), answer.choice.goal)
+    ramp, constant = ramps.best(), ramps.constant(chosen)
+    if ramp is None or not _is_worth_it(ramp, constant, answer.choice.goal):
+        return facts | {"sentence": _keep(ramps, ramp, constant)}
+    stages = _stages(answer, ramp, beta2)
+    saved_s, saved_usd = saved = ramps.saved(ramp, chosen)
+    goal = answer.choice.goal
+    steps = sum(stage.steps for stage in stages)
+    return facts | {
+        "stages": stages,
+        "steps": steps,
+        "relaunch_s": ramps.relaunch_s,
+        "time_s": estimate_of(ramp.total.time_s),
+        "cost_usd": estimate_of(ramp.total.cost_usd) if goal.priced else None,
+        "saved_s": estimate_of(saved_s),
+        "saved_usd": estimate_of(saved_usd) if goal.priced else None,
+        "sentence": _worth(ramp, constant, saved, goal),
+        "risk": f"Accuracy: the guard allows each stage's batch at the least noise scale from there on, and {steps:,} "
+        "steps remain. But few schedules were trained in our experiments, noise that grows because the learning rate "
+        "fell is a weaker signal and no more room, and the noise scale is a doubtful proxy of what a training bears: "
+        "compare the validation loss with a training at the constant batch.",
+    }
+
+
+def _candidates(answer: Answer, chosen: Estimate) -> list[Estimate]:
+    """Return what a stage may take: candidates of the recommended variant and market that keep every limit.
+
+    A mixture of what keeps a deadline and a budget keeps them too, but for the relaunches.
+    """
+    out = {exclusion.estimate.key for exclusion in answer.choice.excluded}
+    return [
+        e
+        for e in answer.estimates
+        if variant_of(e.configuration) == variant_of(chosen.configuration)
+        and e.spot == chosen.spot
+        and e.configuration not in answer.choice.ineligible
+        and e.key not in out
+    ]
+
+
+def _is_worth_it(ramp: Ramp, constant: Ramp, goal: Goal) -> bool:
+    better = goal.value(ramp.total).expected < (1.0 - WORTH) * goal.value(constant.total).expected
+    limits = goal.limits.of_totals(ramp.total)  # which the relaunches may break
+    return better and len(ramp.stages) > 1 and all(value.high <= limit for _, value, limit in limits)
+
+
+def _stages(answer: Answer, ramp: Ramp, beta2: float) -> list[wire.BatchStage]:
+    """Return the stages on the wire, each of whole steps."""
+    data, base = answer.data, answer.base_batch_size
+    examples, parts = data.spec.dataset.size * data.spec.epochs, ramp.stages[-1].end
+    stages: list[wire.BatchStage] = []
+    step = example = 0
+    for stage in ramp.stages:
+        c = stage.estimate.configuration
+        batch, ends = c.global_batch_size, examples * stage.end / parts
+        steps = max(1, round((ends - example) / batch) if stage.end < parts else int((ends - example) / batch))
+        efficiency = StatisticalEfficiency(stage.noise_scale, base)
+        stages.append(
+            wire.BatchStage(
+                first_step=step,
+                first_example=example,
+                first_share=example / examples,
+                steps=steps,
+                configuration=c,
+                global_batch_size=batch,
+                noise_scale=stage.noise_scale,
+                learning_rate_factor=learning_rate_of(answer, c, efficiency).factor,
+                beta2=beta2 ** (batch / base) if data.spec.model.optimizer == "adam" else None,
+                time_s=estimate_of(stage.estimate.time_s),
+                cost_usd=estimate_of(stage.estimate.cost_usd) if answer.choice.goal.priced else None,
+            )
+        )
+        step, example = step + steps, example + steps * batch
+    return stages
+
+
+def _not_measured(curves: Sequence[NoiseCurve]) -> str:
+    """Say what is missing where no training measured its noise scale throughout, and how to get it."""
+    seen = max((curve.covered for curve in curves), default=0.0)
+    has = "No training has measured its gradient noise scale, which says when a batch may grow"
+    if seen > 0.0:
+        has = (
+            f"The gradient noise scale, which says when a batch may grow, is known of {percent(seen, digits=0)} of a "
+            "training's examples only, or at too few of its steps"
+        )
+    return (
+        f'{has}: train once to the end with `TulaOptimizer` and the agent (`policy="measure"` changes no weight; it '
+        "takes two ranks or two micro-steps a step), and ask again."
+    )
+
+
+def _keep(ramps: Ramps, ramp: Ramp | None, constant: Ramp) -> str:
+    """Say why the constant batch is the better schedule."""
+    least, most = ramps.least[0], ramps.least[-1]
+    if ramp is None:
+        return (
+            f"Keep the constant batch: none that keeps the limits is small enough for the beginning, where the noise "
+            f"scale is {least:,.0f} examples."
+        )
+    if len(ramp.stages) == 1:
+        return (
+            f"Keep one batch: while the noise scale goes from {least:,.0f} to {most:,.0f} examples, no other batch "
+            "that the accuracy guard allows is better by the objective."
+        )
+    guard, batch = ramps.goal.guard, constant.total.configuration.global_batch_size
+    at_risk = guard is not None and not guard.allows(batch)
+    return (
+        f"Keep the constant batch: the best schedule that the accuracy guard allows takes "
+        f"{_compared(ramp, constant, ramps.goal)}"
+        + (", which puts the accuracy at risk (see the recommendation's line of quality)." if at_risk else ".")
+    )
+
+
+def _worth(ramp: Ramp, constant: Ramp, saved: tuple[Interval, Interval], goal: Goal) -> str:
+    """Say what a schedule takes, costs and saves."""
+    said = _saves(saved[0], duration) + (f" and {_saves(saved[1], money)}" if goal.priced else "")
+    return f"The schedule takes {_compared(ramp, constant, goal)}: it {said}."
+
+
+def _compared(ramp: Ramp, constant: Ramp, goal: Goal) -> str:
+    """Return time and money of a ramp and of the constant batch: `5 h and $10.00 instead of 7 h and $14.00`."""
+    both = [
+        duration(each.total.time_s.mean) + (f" and {money(each.total.cost_usd.mean)}" if goal.priced else "")
+        for each in (ramp, constant)
+    ]
+    return f"{both[0]} instead of {both[1]} at the constant batch of {constant.total.configuration.global_batch_size}"
+
+
+def _saves(value: Interval, show: Callable[[float], str]) -> str:
+    if value.mean < 0.0:
+        return f"loses {show(-value.mean)} ({show(-value.high)} to {show(-value.low)})"
+    return f"saves {show(value.mean)} ({show(value.low)} to {show(value.high)})"
