@@ -17,7 +17,7 @@ _MODULE: Final = Template('''\
 $launches
 
 $usage
-The rest of a pass over the data that a stage began is drawn anew with the next one's batch.
+Where stages meet, some examples of a pass may come twice or be left out: passes are counted in the new batch.
 """
 
 $imports
@@ -120,8 +120,9 @@ def write_schedule(schedule: BatchSchedule, target: Target) -> str:
 def _launch(stage: BatchStage, end: int, words: tuple[str, str]) -> str:
     """Return the line that says how to launch a stage."""
     c = stage.configuration
+    ranks = f"{c.ranks_per_node} rank{'s' if c.ranks_per_node > 1 else ''} each"
     batch = f"{words[0]}={c.local_batch_size}, {words[1]}={c.grad_accum_steps}"
-    return f"  steps {stage.first_step} to {end}: {cluster_name(c)} of {c.ranks_per_node} ranks, {batch}"
+    return f"  steps {stage.first_step} to {end}: {cluster_name(c)}, {ranks}, {batch}"
 
 
 def _beta(beta2: float | None) -> str:

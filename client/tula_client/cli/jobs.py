@@ -425,7 +425,7 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
 def schedule_view(answer: BatchSchedule) -> RenderableType:
     """Return a batch schedule for the terminal: its stages, what it saves, its risk, and how to train by it."""
     if not answer.stages:
-        return Text(answer.sentence)
+        return answer.sentence
     with_beta2 = any(stage.beta2 is not None for stage in answer.stages)
     rows = [
         [

@@ -214,12 +214,12 @@ def schedule_of(
         schedule = wire.BatchSchedule(job_id=job_id, objective=asked, stages=[], sentence=reason_of(answer.choice))
     else:
         schedule = wire.BatchSchedule(
-            job_id=job_id, objective=asked, **_fields(answer, answer.choice.chosen, beta2, curves)
+            job_id=job_id, objective=asked, **_schedule_fields(answer, answer.choice.chosen, beta2, curves)
         )
     return schedule.model_dump_json()
 
 
-def _fields(answer: Answer, chosen: Estimate, beta2: float, curves: Sequence[NoiseCurve]) -> dict[str, Any]:
+def _schedule_fields(answer: Answer, chosen: Estimate, beta2: float, curves: Sequence[NoiseCurve]) -> dict[str, Any]:
     """Return the fields of `wire.BatchSchedule` for a job for which `chosen` is recommended."""
     facts: dict[str, Any] = {
         "constant": chosen.configuration,

@@ -39,7 +39,7 @@ def with_transformers(batch):
         disable_tqdm=True,
     )
     trainer = Trainer(network, arguments, train_dataset=rows, callbacks=[schedule.BatchSchedule()])
-    trainer.train(resume_from_checkpoint=True if (FOLDER / "out").is_dir() else None)
+    trainer.train(resume_from_checkpoint=any((FOLDER / "out").glob("checkpoint-*")))
     report(trainer.state.global_step, trainer.optimizer)
 
 
