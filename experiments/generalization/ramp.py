@@ -109,7 +109,7 @@ def compare(case: Case, mode: Mode, *, learning_rate: float, seeds: int) -> dict
     curve = noise_curve("run", np.arange(len(noise)), noise, global_batch_size=batch, examples=examples)
     ramps = Ramps(curve.values, estimates, goal, relaunch_s=0.0)
     ramp = ramps.best() if curve.values else None
-    found: dict[str, object] = {
+    figures: dict[str, object] = {
         "constant.batch": batch,
         "constant.steps": len(noise),
         "constant.test": statistics.fmean(run.test for run in fixed),
@@ -117,12 +117,12 @@ def compare(case: Case, mode: Mode, *, learning_rate: float, seeds: int) -> dict
         "stages": [],
     }
     if ramp is None or len(ramp.stages) == 1:
-        return found
+        return figures
     parts = len(curve.values)
     stages = [(stage.first / parts, stage.estimate.configuration.global_batch_size) for stage in ramp.stages]
     ramped = [train(case, mode, stages, seed=s, learning_rate=learning_rate) for s in range(seeds)]
     gained = [after.test - before.test for after, before in zip(ramped, fixed, strict=True)]
-    return found | {
+    return figures | {
         "stages": stages,
         "ramp.steps": len(ramped[0].noise),
         "ramp.test": statistics.fmean(run.test for run in ramped),

@@ -55,20 +55,20 @@ def scheduled(address: str) -> Job:
 
 
 def test_recommend_prints_a_schedule_for_people_programs_and_megatron(tula: Tula, scheduled: Job) -> None:
-    found = BatchSchedule.model_validate(answer(tula("recommend", scheduled.id, "--schedule", "--json")))
-    assert len(found.stages) > 1, found.sentence
+    planned = BatchSchedule.model_validate(answer(tula("recommend", scheduled.id, "--schedule", "--json")))
+    assert len(planned.stages) > 1, planned.sentence
     code, out, err = tula("recommend", scheduled.name, "--schedule")
     assert (code, err) == (0, "")
-    rows = out.splitlines()[1 : 1 + len(found.stages)]
-    assert [row.split()[2] for row in rows] == [f"{stage.first_step:,}" for stage in found.stages]
-    assert found.sentence[:60] in out
-    option = write_schedule(found, "megatron")
+    rows = out.splitlines()[1 : 1 + len(planned.stages)]
+    assert [row.split()[2] for row in rows] == [f"{stage.first_step:,}" for stage in planned.stages]
+    assert planned.sentence[:60] in out
+    option = write_schedule(planned, "megatron")
     assert out.splitlines()[-1] == f"Megatron-LM: {option}"
     assert tula("recommend", scheduled.id, "--schedule", "--for", "megatron") == (0, option + "\n", "")
-    pairs = " ".join(f"{stage.first_example}:{stage.global_batch_size}" for stage in found.stages)
+    pairs = " ".join(f"{stage.first_example}:{stage.global_batch_size}" for stage in planned.stages)
     assert option == f'--step-batch-size-schedule "{pairs}"'
     with Client() as client:
-        assert client.handle(scheduled.id).schedule() == found
+        assert client.handle(scheduled.id).schedule() == planned
 
 
 def test_what_is_missing_is_said_in_one_sentence(tula: Tula, address: str) -> None:

@@ -347,13 +347,13 @@ def recommend(
         emit(answer, recommendation_view(answer, candidates=candidates), as_json)
         return
     with Client() as client:
-        found = client.handle(job).schedule(objective, **({} if beta2 is None else {"beta2": beta2}))
+        planned = client.handle(job).schedule(objective, **({} if beta2 is None else {"beta2": beta2}))
     if target is None:
-        emit(found, schedule_view(found), as_json)
-    elif not found.stages:
-        raise TulaError(found.sentence)
+        emit(planned, schedule_view(planned), as_json)
+    elif not planned.stages:
+        raise TulaError(planned.sentence)
     else:
-        print(write_schedule(found, target).rstrip())
+        print(write_schedule(planned, target).rstrip())
 
 
 def predict(

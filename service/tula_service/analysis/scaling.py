@@ -86,11 +86,11 @@ def noise_curve(
         usable = seen[np.isfinite(seen) & (seen > 0.0)]
         if 2 * usable.size >= seen.size:
             logs[number] = np.log(usable).mean()
-    known = np.flatnonzero(~np.isnan(logs))
-    if covered < LEAST_COVERED or 2 * known.size < PARTS:
+    measured = np.flatnonzero(~np.isnan(logs))
+    if covered < LEAST_COVERED or 2 * measured.size < PARTS:
         return NoiseCurve(run_id, covered)
-    before = np.searchsorted(known, np.arange(PARTS), side="right") - 1
-    return NoiseCurve(run_id, covered, tuple(np.exp(logs[known[np.maximum(before, 0)]]).tolist()))
+    nearest = np.searchsorted(measured, np.arange(PARTS), side="right") - 1
+    return NoiseCurve(run_id, covered, tuple(np.exp(logs[measured[np.maximum(nearest, 0)]]).tolist()))
 
 
 @dataclass(frozen=True)

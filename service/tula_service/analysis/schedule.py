@@ -354,8 +354,8 @@ def _worth(ramp: Ramp, constant: Ramp, saved: tuple[Interval, Interval], goal: G
 def _compared(ramp: Ramp, constant: Ramp, goal: Goal) -> str:
     """Return time and money of a ramp and of the constant batch: `5 h and $10.00 instead of 7 h and $14.00`."""
     both = [
-        duration(each.total.time_s.mean) + (f" and {money(each.total.cost_usd.mean)}" if goal.priced else "")
-        for each in (ramp, constant)
+        duration(total.time_s.mean) + (f" and {money(total.cost_usd.mean)}" if goal.priced else "")
+        for total in (ramp.total, constant.total)
     ]
     return f"{both[0]} instead of {both[1]} at the constant batch of {constant.total.configuration.global_batch_size}"
 

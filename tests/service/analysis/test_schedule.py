@@ -35,20 +35,20 @@ def goal_for(objective: Objective = "balanced") -> Goal:
 
 def candidates() -> list[Estimate]:
     """One to eight nodes; a step takes seconds, of which the network has some from two nodes on."""
-    found = []
+    planned = []
     for nodes in (1, 2, 4, 8):
         for batch in (64, 128, 256):
             step_s = 1.0 + 0.05 * batch + (2.0 if nodes > 1 else 0.0)
             interval = Interval(step_s, 0.95 * step_s, 1.05 * step_s)
             c = Configuration(num_nodes=nodes, local_batch_size=batch)
-            found.append(price(c, interval, TRAINING, Offer(3.0)))
-    return found
+            planned.append(price(c, interval, TRAINING, Offer(3.0)))
+    return planned
 
 
 def best(noise: list[float], goal: Goal | None = None, **more: Any) -> Ramp:
-    found = Ramps(noise, candidates(), goal or goal_for(), **more).best()
-    assert found is not None
-    return found
+    planned = Ramps(noise, candidates(), goal or goal_for(), **more).best()
+    assert planned is not None
+    return planned
 
 
 @pytest.mark.parametrize("objective", ["balanced", "time", "cost", "knee"])
@@ -176,25 +176,25 @@ def schedule(data: JobData, *curves: NoiseCurve, objective: Objective | None = N
 
 def test_a_schedule_has_whole_steps_the_gain_as_rate_and_a_beta2_of_constant_half_life() -> None:
     data = profiled_job()
-    found = schedule(data, NoiseCurve("run-1", 1.0, tuple(GROWING)))
-    assert found.noise_run_id == "run-1"
-    assert 2 <= len(found.stages) <= MOST_STAGES, found.sentence
+    planned = schedule(data, NoiseCurve("run-1", 1.0, tuple(GROWING)))
+    assert planned.noise_run_id == "run-1"
+    assert 2 <= len(planned.stages) <= MOST_STAGES, planned.sentence
     examples = 0
-    for stage, after in pairwise(found.stages):
+    for stage, after in pairwise(planned.stages):
         examples += stage.steps * stage.global_batch_size
         assert (after.first_step, after.first_example) == (stage.first_step + stage.steps, examples)
         assert after.learning_rate_factor > stage.learning_rate_factor
-    assert 0 <= 640_000 - examples - found.stages[-1].steps * found.stages[-1].global_batch_size < 1024
-    assert found.steps == sum(stage.steps for stage in found.stages)
-    for stage in found.stages:
+    assert 0 <= 640_000 - examples - planned.stages[-1].steps * planned.stages[-1].global_batch_size < 1024
+    assert planned.steps == sum(stage.steps for stage in planned.stages)
+    for stage in planned.stages:
         gain = StatisticalEfficiency(stage.noise_scale, 64).learning_rate_factor(stage.global_batch_size)
         assert stage.learning_rate_factor == pytest.approx(gain**0.5), "Adam takes the root"
         assert np.log(stage.beta2) / stage.global_batch_size == pytest.approx(np.log(0.999) / 64)
-    assert found.saved_s is not None
-    assert found.saved_usd is not None
-    assert found.saved_s.low < found.saved_s.value < found.saved_s.high
-    assert found.sentence.startswith("The schedule takes ")
-    assert found.risk is not None
+    assert planned.saved_s is not None
+    assert planned.saved_usd is not None
+    assert planned.saved_s.low < planned.saved_s.value < planned.saved_s.high
+    assert planned.sentence.startswith("The schedule takes ")
+    assert planned.risk is not None
 
 
 def test_without_a_noise_scale_over_a_training_the_schedule_says_how_to_get_it() -> None:
@@ -203,10 +203,10 @@ def test_without_a_noise_scale_over_a_training_the_schedule_says_how_to_get_it()
         ([], "No training has measured"),
         ([NoiseCurve("run-1", 0.4)], "known of 40 % of a training's"),
     ):
-        found = schedule(data, *curves)
-        assert found.stages == []
-        assert found.sentence.startswith(said) or said in found.sentence
-        assert "train once to the end with `TulaOptimizer`" in found.sentence
+        planned = schedule(data, *curves)
+        assert planned.stages == []
+        assert planned.sentence.startswith(said) or said in planned.sentence
+        assert "train once to the end with `TulaOptimizer`" in planned.sentence
 
 
 def test_where_no_schedule_is_better_the_constant_batch_is_kept() -> None:
@@ -226,6 +226,6 @@ def test_where_no_schedule_is_better_the_constant_batch_is_kept() -> None:
 
 
 def test_a_job_for_which_nothing_can_be_recommended_says_so() -> None:
-    found = schedule(job(limits={"deadline_s": 1e-3}), NoiseCurve("run-1", 1.0, tuple(GROWING)))
-    assert (found.stages, found.constant) == ([], None)
-    assert found.sentence.startswith("No candidate keeps the limits (deadline_s)")
+    planned = schedule(job(limits={"deadline_s": 1e-3}), NoiseCurve("run-1", 1.0, tuple(GROWING)))
+    assert (planned.stages, planned.constant) == ([], None)
+    assert planned.sentence.startswith("No candidate keeps the limits (deadline_s)")
