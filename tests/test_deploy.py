@@ -6,6 +6,9 @@ import asyncio
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,8 @@ from tula_service.settings import PREFIX, Settings
 from tula_wire import routes
 
 ROOT = Path(__file__).resolve().parents[1]
-MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").rglob("*.yaml"))
+CHART = ROOT / "deploy" / "kubernetes"
+MANIFESTS = sorted([*CHART.glob("base/*.yaml"), *CHART.glob("example-job/*.yaml")])
 SETTINGS = {PREFIX + name.upper() for name in Settings.model_fields}
 AGENT_VARIABLES = {"TULA_URL", "TULA_JOB", "TULA_TOKEN"}
 
@@ -59,6 +63,8 @@ def test_every_file_deploys_the_version_of_the_package() -> None:
     ]
     assert tags == [version] * len(tags)
     assert tags
+    chart = documents(CHART / "Chart.yaml")[0]
+    assert (chart["version"], chart["appVersion"]) == (version, version)
     build = compose()["x-tula"]["build"]
     arguments = build.get("args", {}) if isinstance(build, dict) else {}
     assert set(arguments) <= {rest.partition("=")[0] for word, rest in dockerfile() if word == "ARG"}
@@ -139,6 +145,72 @@ def test_pods_are_restricted_probe_real_routes_and_take_settings_that_exist() ->
     assert serving["livenessProbe"]["httpGet"]["path"] == routes.HEALTH
 
 
+HELM = """
+import json, sys
+import helm_python as helm
+
+path, given = sys.argv[1], json.loads(sys.argv[2])
+with helm.Chart.load(path) as chart:
+    rendered = [chart.render(values, name="mine", namespace="tula") for values in given]
+    try:
+        refused = chart.validate_schema({"replica": 3})
+    except helm.HelmValuesError as error:
+        refused = str(error)
+json.dump({"rendered": rendered, "refused": refused, "lint": helm.lint(path, strict=True)}, sys.stdout)
+"""
+"""Runs in a process, which Go's runtime then shares with nothing else."""
+
+CHANGED = {
+    "image": "registry.example/tula:1",
+    "replicas": 3,
+    "databaseSecret": "other",
+    "env": {"TULA_WORKERS": "2"},
+}
+
+
+@pytest.fixture(scope="module")
+def helm() -> dict[str, Any]:
+    """What Helm makes of the chart, without values and with CHANGED, and what it says about it."""
+    arguments = [sys.executable, "-c", HELM, str(CHART), json.dumps([{}, CHANGED])]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def by_kind(text: str) -> dict[str, dict[str, Any]]:
+    """The objects of a stream of YAML documents, by kind."""
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def test_the_chart_is_linted_and_refuses_a_value_that_does_not_exist(helm: dict[str, Any]) -> None:
+    above_information = [message for message in helm["lint"]["messages"] if message["severity"] > 1]
+    assert (helm["lint"]["total_charts_linted"], above_information, helm["lint"]["errors"]) == (1, [], [])
+    assert "replica" in helm["refused"]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed, which has kustomize built in")
+def test_the_chart_renders_what_kustomize_does(helm: dict[str, Any]) -> None:
+    """All but the namespace, in which Helm installs."""
+    kustomize = ["kubectl", "kustomize", str(CHART / "base")]
+    built = by_kind(subprocess.run(kustomize, capture_output=True, text=True, check=True, timeout=60).stdout)
+    del built["Namespace"]
+    (text,) = helm["rendered"][0].values()
+    assert by_kind(text) == built
+
+
+def test_values_of_the_chart_change_what_they_name_and_nothing_else(helm: dict[str, Any]) -> None:
+    expected, changed = (by_kind(next(iter(files.values()))) for files in helm["rendered"])
+    spec = expected["Deployment"]["spec"]
+    spec["replicas"] = 3
+    pod = spec["template"]["spec"]
+    for container in (*pod["initContainers"], *pod["containers"]):
+        container["image"] = "registry.example/tula:1"
+        container["env"][0]["valueFrom"]["secretKeyRef"]["name"] = "other"
+    pod["containers"][0]["env"].append({"name": "TULA_WORKERS", "value": "2"})
+    assert changed == expected
+
+
 def test_the_example_job_gives_the_agent_what_it_reads() -> None:
     job = documents(ROOT / "deploy/kubernetes/example-job/pytorchjob.yaml")[0]["spec"]["pytorchReplicaSpecs"]
     for replica in job.values():
@@ -161,6 +233,8 @@ def test_the_commands_that_the_documents_say_fit_the_files() -> None:
         assert any(word == "ARG" and rest.startswith(f"{argument}=") for word, rest in dockerfile())
     for variable in re.findall(r"export (\w+)=", text):
         assert f"${{{variable}:" in (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    for path in re.findall(r"helm install tula (\S+)", text):
+        assert (ROOT / path) == CHART
     for path in re.findall(r"apply -k (\S+)", text):
         assert (ROOT / path / "kustomization.yaml").is_file()
     for secret, key in re.findall(r"secret generic (\S+) --from-literal=(\w+)=", text):
