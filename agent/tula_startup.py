@@ -5,12 +5,16 @@ its environment; without them, a start costs two look-ups. The hook does nothing
 until an optimizer has stepped, and takes no step of a script that imports `tula_agent`: hence a module outside that
 package. Where the script imports accelerate, it also notes that this lowers the batch after an out-of-memory, which no
 step shows. It never raises.
+
+Lightning's Trainers take their callback from an entry point, `lightning_callbacks`, in every process; the agent that it
+imports keeps the hook aside.
 """
 
 import contextlib
 import functools
 import importlib
 import importlib.machinery
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -90,5 +94,25 @@ class Stepped:
             print(f"tula: nothing more is measured, training continues: {error!r}", file=sys.stderr)
 
 
+@functools.cache
+def _lightning_callback() -> Any:
+    """Return the class of the callback, None where the script imports the agent: it then measures itself."""
+    if "tula_agent" in sys.modules:
+        return None
+    return importlib.import_module("tula_agent.callbacks.lightning").UneditedCallback
+
+
+def lightning_callbacks() -> list[Any]:
+    """Return the callback that measures a `fit`: Lightning asks for each Trainer. Empty where nobody launched a run."""
+    try:
+        callback = _lightning_callback() if _LAUNCHED else None
+        return [callback()] if callback else []
+    except Exception as error:
+        print(f"tula: Lightning's Trainer is not measured, training continues: {error!r}", file=sys.stderr)
+        return []
+
+
 _FUNCTIONS = {"torch.optim.optimizer": see_steps, "accelerate.utils.memory": see_out_of_memory}
-sys.meta_path.insert(0, WhenImported(_FUNCTIONS))
+_LAUNCHED = bool(os.environ.get("TULA_RUN_ID") or os.environ.get("TULA_JOB"))
+if _LAUNCHED:
+    sys.meta_path.insert(0, WhenImported(_FUNCTIONS))

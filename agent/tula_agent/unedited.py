@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from tula_agent.recorder import Recorder
 
-_AHEAD = ("accelerate", "lightning", "pytorch_lightning")
-"""Frameworks whose loaders fetch a batch ahead of the one that is trained on; the Trainer uses accelerate's."""
+_AHEAD = "accelerate"
+"""The framework whose loader fetches a batch ahead of the one that is trained on; transformers' Trainer uses it too."""
 _SAY_AFTER = 3
 """Steps after which the loop knows what it can't see, and says so."""
 _MOST_STEPS_A_BATCH = 8
@@ -226,7 +226,7 @@ class UneditedLoop:
             return batch
         if not self._ahead:
             caller = sys._getframe(2)  # of this method, of the iterator's `__next__`, of who called that
-            self._ahead = str(caller.f_globals.get("__name__")).partition(".")[0] in _AHEAD
+            self._ahead = str(caller.f_globals.get("__name__")).partition(".")[0] == _AHEAD
             if self._ahead:
                 because = "the framework fetches a batch ahead of the one that is trained on"
                 self._recorder.measure_whole_batches(because)

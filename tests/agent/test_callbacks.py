@@ -155,3 +155,15 @@ def test_a_written_batch_schedule_ends_its_stages_and_sets_their_rates(
     (tmp_path / "schedule.py").write_text(write_schedule(schedule, framework))
     done = launch("scheduled.py", framework, str(tmp_path), TULA_URL="")
     assert done.printed("stage") == ["stage 6 0.00125 0.99", "stage 10 0.0025 0.96"]
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_every_trainer_of_a_launched_script_gets_the_callback_without_an_edit(launch: Launch, package: str) -> None:
+    """From the entry point that the installed package declares."""
+    assert launch("lightning_callbacks.py", package).printed("callbacks") == ["callbacks UneditedCallback True"] * 2
+
+
+def test_a_script_that_measures_itself_or_that_nobody_launched_gets_no_callback(launch: Launch) -> None:
+    script, package = "lightning_callbacks.py", "lightning.pytorch"
+    assert launch(script, package, "--measures-itself").printed("callbacks") == ["callbacks"] * 2
+    assert launch(script, package, TULA_RUN_ID="").printed("callbacks") == ["callbacks"] * 2

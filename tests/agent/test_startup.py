@@ -27,9 +27,8 @@ def test_an_out_of_memory_for_which_accelerate_lowers_the_batch_is_noted(tmp_pat
     for package in (folder, folder.parent):
         (package / "__init__.py").touch()
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-    )
+    launched = os.environ | {"PYTHONPATH": path, "TULA_RUN_ID": "run1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=launched, capture_output=True, text=True)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "False []",

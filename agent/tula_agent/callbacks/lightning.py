@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from tula_agent.callbacks import columns
-from tula_agent.run import Run, init
+from tula_agent.run import GLOO_RELEASE_S, Run, init
 
 if TYPE_CHECKING:
 
     class Callback:
         """Stands in for Lightning's class, whose hooks are untyped."""
 
+elif "pytorch_lightning" in sys.modules:  # the older package, where the script uses that one
+    from pytorch_lightning import Callback
 else:
     try:
         from lightning.pytorch import Callback
     except ImportError:
         from pytorch_lightning import Callback
 
-__all__ = ["TulaCallback"]
+__all__ = ["TulaCallback", "UneditedCallback"]
 
 
 class TulaCallback(Callback):
@@ -109,6 +113,22 @@ class TulaCallback(Callback):
 
         strategy.batch_to_device = cut
         self._fit.callback(setattr, strategy, "batch_to_device", to_device)
+
+
+class UneditedCallback(TulaCallback):
+    """The callback that Lightning takes from an entry point, for a script without a line of Tula (`tula_startup`).
+
+    A profiling run that has enough leaves the script, all ranks after the same step: no validation, checkpoint or
+    further fit follows.
+    """
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """A micro-step ends."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self.run.stopping:
+            self.on_fit_end(trainer, pl_module)
+            time.sleep(GLOO_RELEASE_S)  # the script's frames destroy the model
+            raise SystemExit(0)
 
 
 def _epochs_before(trainer: Any) -> float:
