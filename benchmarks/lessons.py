@@ -23,7 +23,6 @@ from benchmarks.support.grids import STEP_TIME_TABLE, Placement, Workload, grids
 from benchmarks.support.report import mean, median, percentile, print_table, write_json
 from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior, prior_from_jobs
 from tula_service.perfmodel.step_time_model import fit_step_time
-from tula_service.perfmodel.variants import variant_of
 
 FEWEST_NETWORKS = 3
 LARGE = 8  # ranks, from which a prediction is scored
@@ -52,7 +51,7 @@ class Job:
         """Return what this job teaches later ones."""
         candidates = self.workload.candidates
         model = fit_step_time(self.workload.measure(candidates), candidates=candidates)
-        return model.posterior_for(variant_of(candidates[0])).without_prior()
+        return model.posterior_for(candidates[0].variant).without_prior()
 
 
 @dataclass(frozen=True)

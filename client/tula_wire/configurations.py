@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, NamedTuple
 
 from pydantic import ConfigDict, Field
 
 from tula_wire._base import Count, Word
-from tula_wire.options import ChosenOptions
+from tula_wire.options import ChosenOptions, Options
 
 DEFAULT_INSTANCE_TYPE: Final = "default"
+
+
+class Variant(NamedTuple):
+    """An instance type and the value of each option: what a posterior, a memory model and waits for data belong to."""
+
+    instance_type: str = DEFAULT_INSTANCE_TYPE
+    options: Options = ()
+
+    def options_include(self, values: Options) -> bool:
+        """Return True where these options have these values, whatever the others have."""
+        return set(values) <= set(self.options)
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -44,6 +55,11 @@ class Configuration:
     def global_batch_size(self) -> int:
         """Examples per optimizer step."""
         return self.local_batch_size * self.grad_accum_steps * self.world_size
+
+    @property
+    def variant(self) -> Variant:
+        """Its instance type and options, without nodes and batch."""
+        return Variant(self.instance_type, self.options)
 
     def as_json(self) -> dict[str, Any]:
         """Return its fields as JSON has them, with the options as an object."""

@@ -29,10 +29,11 @@ class Device:
     capacities_gib: tuple[int, ...]
     source: str
 
-    def tflops(self, precision: str) -> float | None:
-        """Return the peak at `precision`; None where the device lacks it."""
+    @property
+    def tflops(self) -> dict[str, float | None]:
+        """The peak at each precision; None where the device lacks it."""
         half = self.fp16 if self.tf32 is not None else None
-        return {"fp32": self.fp32, "tf32": self.tf32, "fp16": self.fp16, "bf16": half}[precision]
+        return {"fp32": self.fp32, "tf32": self.tf32, "bf16": half, "fp16": self.fp16}
 
 
 DEVICES: Final = {

@@ -23,9 +23,10 @@ from tula_wire._base import (
 )
 from tula_wire.bounds import MAX_DURATION_S, MAX_EPOCHS, MIN_EPOCHS
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
+from tula_wire.devices import known_device
 from tula_wire.enums import Basis, EndCause, Objective, RunKind, RunOrigin, RunState, Search, StepTimeForm
 from tula_wire.host_facts import HostFacts
-from tula_wire.options import MAX_OPTIONS, OptionName, OptionValues
+from tula_wire.options import MAX_OPTIONS, OptionName, Options, OptionValues, combinations, complete
 from tula_wire.text import printable_lines
 
 WarmupSteps = Annotated[int, Field(ge=0, le=10_000)]
@@ -494,6 +495,11 @@ class ClusterSpec(WireModel):
     network_gbps: Gbps | None = optional("Gigabits per second between nodes; used only before the first measurement.")
     price: Price = Field(Price(), description="Price of one node; without any, costs are null.")
 
+    @property
+    def device(self) -> str | None:
+        """The name in `DEVICES` of its accelerator; None where the table does not have it."""
+        return known_device(self.accelerator)
+
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.min_nodes > self.max_nodes:
@@ -610,6 +616,21 @@ class JobSpec(WireModel):
         """The values that are tried of each option: the first alone where `profiling.only` does not name the option."""
         only = self.profiling.only
         return {name: values if only is None or name in only else values[:1] for name, values in self.options.items()}
+
+    @property
+    def base_options(self) -> Options:
+        """The options with which the script runs today: the first value of each."""
+        return complete(self.options, ())
+
+    @property
+    def option_combinations(self) -> list[Options]:
+        """Every combination of the values of the options, the base first."""
+        return combinations(self.options)
+
+    @property
+    def varied_combinations(self) -> list[Options]:
+        """The combinations that are tried, the base first."""
+        return combinations(self.varied_options)
 
     @model_validator(mode="after")
     def _known_options(self) -> Self:

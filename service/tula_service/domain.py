@@ -37,7 +37,7 @@ no report: a claim moves pending to claimed, and the expired lease of a profilin
 """
 
 
-def configuration_mismatch(
+def _mismatch_sentence(
     run_id: str,
     planned: Configuration,
     world_size: int | None,
@@ -129,7 +129,7 @@ class RunRecord(NewRun):
     def configuration_mismatch(self) -> str | None:
         """A sentence for the user if the run's process saw another configuration than planned."""
         seen = self.observed_world_size, self.observed_local_batch_size, self.observed_grad_accum_steps
-        return configuration_mismatch(self.id, self.configuration, *seen)
+        return _mismatch_sentence(self.id, self.configuration, *seen)
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,12 @@ class RunSummary:
     optimizer_time_s: float | None = None
     energy_per_step_j: float | None = None
     timeline: BucketTimeline | None = None
+
+    @property
+    def configuration_mismatch(self) -> str | None:
+        """A sentence for the user if the run's process saw another configuration than planned."""
+        seen = self.world_size, self.local_batch_size, self.grad_accum_steps
+        return _mismatch_sentence(self.run_id, self.configuration, *seen)
 
 
 @dataclass(frozen=True)

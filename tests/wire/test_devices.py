@@ -30,7 +30,7 @@ def test_a_name_means_the_device_that_is_called_so(name, capacities, memory_gb_p
     device = DEVICES[found]
     assert capacities_gib(name, device) == capacities
     assert device.memory_gb_per_s == memory_gb_per_s
-    assert (device.tflops("bf16") is not None) == has_bf16
+    assert (device.tflops["bf16"] is not None) == has_bf16
 
 
 @pytest.mark.parametrize("name", [None, "RTX A4000", "A1000", "TPU v4"])

@@ -140,7 +140,7 @@ def to_explain(job: Job, chosen: Configuration | None) -> tuple[Configuration, .
     differs for that value alone. If there are several, it has the cluster of `chosen`, if possible, and the largest
     batch.
     """
-    options, base = job.spec.varied_options, complete(job.spec.options, ())
+    options, base = job.spec.varied_options, job.spec.base_options
     at_base = [run.configuration for run in job.plan if run.state == "succeeded" and run.configuration.options == base]
     if not at_base:
         return ()
@@ -176,7 +176,7 @@ def cost_of_explaining(job: Job, configurations: Sequence[Configuration]) -> str
 
 def _difference(configuration: Configuration, job: Job) -> tuple[str, str]:
     """Return the one option of `configuration` that has another value than its first."""
-    base = dict(complete(job.spec.options, ()))
+    base = dict(job.spec.base_options)
     return next((name, word) for name, word in configuration.options if base[name] != word)
 
 

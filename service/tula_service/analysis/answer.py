@@ -24,7 +24,6 @@ from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
 from tula_wire import Configuration
 from tula_wire.enums import Objective
-from tula_wire.options import Options, combinations
 
 MODEL_VERSION = "step-time-15"
 """Names the equations and priors. It is part of every cache key and ledger entry, so it changes whenever they do."""
@@ -61,11 +60,6 @@ class Answer:
     def estimates(self) -> tuple[Estimate, ...]:
         """Every candidate on demand, then on spot capacity."""
         return self.choice.estimates
-
-    @property
-    def base(self) -> Options:
-        """Return the options with which the script runs today: the first value of each."""
-        return combinations(self.data.spec.options)[0]
 
     @cached_property
     def base_batch_size(self) -> int:

@@ -9,7 +9,7 @@ from tula_service.analysis.answer import Answer
 from tula_service.perfmodel.choice import choose
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.pricing import Estimate
-from tula_service.perfmodel.variants import Variant, switches
+from tula_service.perfmodel.variants import switches
 from tula_wire.format import percent
 from tula_wire.options import Options
 
@@ -102,9 +102,7 @@ def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | Non
     """Return the ratio of the peaks of two variants at the local batch of the former; None where one is unknown."""
     batch, models = before.configuration.local_batch_size, answer.evidence.memory.models
     peaks = [
-        None
-        if (model := models.get(Variant(each.configuration.instance_type, each.configuration.options))) is None
-        else model.predict(batch)
+        None if (model := models.get(each.configuration.variant)) is None else model.predict(batch)
         for each in (before, after)
     ]
     return None if peaks[0] is None or peaks[1] is None else peaks[1].over(peaks[0])

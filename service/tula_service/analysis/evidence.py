@@ -12,7 +12,7 @@ import numpy as np
 import tula_wire as wire
 from tula_service.analysis import job_data
 from tula_service.analysis.job_data import JobData
-from tula_service.domain import MemoryReading, RunRecord, RunSummary, configuration_mismatch
+from tula_service.domain import MemoryReading, RunRecord, RunSummary
 from tula_service.perfmodel.memory_model import (
     Beside,
     MemoryModel,
@@ -23,12 +23,13 @@ from tula_service.perfmodel.memory_model import (
 )
 from tula_service.perfmodel.points import FloatArray, ObservationError, StepTimeObservations
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
-from tula_service.perfmodel.variants import Variant, believed_effect, nearest, switches, variant_of
+from tula_service.perfmodel.variants import nearest, switches
 from tula_wire import Configuration
+from tula_wire.configurations import Variant
 from tula_wire.enums import FINAL_STATES
 from tula_wire.format import cluster_name, duration, size
 from tula_wire.memory import RESERVED_RATIO, assumed_context_bytes
-from tula_wire.options import Options, combinations
+from tula_wire.options import Options
 
 _FEWEST_RUNS_TO_VALIDATE, _MOST_RUNS_TO_VALIDATE = 4, 12
 _PARTS = ("optimizer_bytes", "gradient_bytes", "parameter_bytes")  # in the order in which the stages of ZeRO share them
@@ -107,19 +108,18 @@ def evidence_of(data: JobData) -> Evidence:
                 "any training step; check the clock of its agent."
             )
             continue
-        actual, mismatch = _as_run(summary)
-        if mismatch is not None:
-            warnings.append(mismatch)
+        if summary.configuration_mismatch is not None:
+            warnings.append(summary.configuration_mismatch)
             misconfigured.add(summary.run_id)
-        if actual is not None:
+        if (actual := _as_run(summary)) is not None:
             rows.append((actual, summary))
     standing, contradicted, notes = _out_of_memory_runs(rows, data.summaries)
     memory = _memory_evidence(data.spec, rows, standing)
     failed, retried = _failed(data, misconfigured | contradicted)
     candidates, ruled_out = _feasible(data, memory)
-    ran = {variant_of(c) for c in (*(c for c, _ in rows), *(each.configuration for each in standing))}
+    ran = {c.variant for c in (*(c for c, _ in rows), *(each.configuration for each in standing))}
     crashes = _crashes(data, ran)
-    failed |= {c for c in candidates if any(crash.bars(variant_of(c)) for crash in crashes)}
+    failed |= {c for c in candidates if any(crash.bars(c.variant) for crash in crashes)}
     timed = [(c, s) for c, s in rows if s.run_id not in data.ignored_step_times]
     fitted, least = frozenset(configuration for configuration, _ in rows), required_fit_probability(data.spec)
     chances = {c: memory.fit_probability(c) for c in candidates if c not in fitted}
@@ -170,7 +170,7 @@ def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuratio
     except ObservationError:
         raise ObservationError(memory.why_nothing_fits(data.spec)) from None
     feasible = set(candidates)
-    return candidates, {c: memory.why_not(c) for c in everything if c not in feasible and variant_of(c) in bound}
+    return candidates, {c: memory.why_not(c) for c in everything if c not in feasible and c.variant in bound}
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def _crashes(data: JobData, ran: set[Variant]) -> list[_Crash]:
     each launch measures one configuration, a second one with them must fail as well. Failures before the job was
     registered again count no longer.
     """
-    base = combinations(data.spec.options)[0]
+    base = data.spec.base_options
     failed = {
         run.configuration: run
         for run in data.profile_runs
@@ -236,19 +236,14 @@ def _crashes(data: JobData, ran: set[Variant]) -> list[_Crash]:
     ]
 
 
-def _as_run(summary: RunSummary) -> tuple[Configuration | None, str | None]:
-    """Return the configuration that ran, as its process reported it, and a sentence where it is not the planned one.
-
-    The configuration is None where the nodes do not have equally many ranks.
-    """
+def _as_run(summary: RunSummary) -> Configuration | None:
+    """Return the configuration that ran, as its process reported it; None where the nodes do not have equally many
+    ranks."""
     planned = summary.configuration
     world, batch, steps = summary.world_size, summary.local_batch_size, summary.grad_accum_steps
-    sentence = configuration_mismatch(summary.run_id, planned, world, batch, steps)
     batch, steps = batch or planned.local_batch_size, steps or planned.grad_accum_steps
     ranks, rest = divmod(world or planned.world_size, planned.num_nodes)
-    if rest:
-        return None, sentence
-    return replace(planned, ranks_per_node=ranks, local_batch_size=batch, grad_accum_steps=steps), sentence
+    return None if rest else replace(planned, ranks_per_node=ranks, local_batch_size=batch, grad_accum_steps=steps)
 
 
 def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list[RunRecord]]:
@@ -284,7 +279,7 @@ def _as_usual(rows: Sequence[tuple[Configuration, RunSummary]], relative_sd: Flo
     spread = relative_sd * np.sqrt(steps)
     rows_of: defaultdict[tuple[int, Variant], list[int]] = defaultdict(list)
     for row, (where, _) in enumerate(rows):
-        rows_of[where.num_nodes, variant_of(where)].append(row)
+        rows_of[where.num_nodes, where.variant].append(row)
     least = np.full(len(rows), np.nan)
     for of_cluster in rows_of.values():
         reported = spread[of_cluster][np.isfinite(spread[of_cluster])]
@@ -327,7 +322,7 @@ class MemoryEvidence:
         Where ranks share state (`sharded`), only a run on no more ranks than here counts.
         """
         return any(
-            variant_of(ran) == variant_of(c)
+            ran.variant == c.variant
             and ran.local_batch_size >= c.local_batch_size
             and (ran.world_size <= c.world_size or not self.sharded)
             for ran, _ in self.held
@@ -335,12 +330,12 @@ class MemoryEvidence:
 
     def retries(self, c: Configuration) -> int:
         """Return how often the device was full when this local batch ran in this variant."""
-        alike = (variant_of(c), c.local_batch_size)
-        return max((n for ran, n in self.held if (variant_of(ran), ran.local_batch_size) == alike), default=0)
+        alike = (c.variant, c.local_batch_size)
+        return max((n for ran, n in self.held if (ran.variant, ran.local_batch_size) == alike), default=0)
 
     def fit_probability(self, c: Configuration) -> float | None:
         """Return the probability that a rank's peak fits into its memory; None without a model or a capacity."""
-        model, capacity = self.models.get(variant_of(c)), self.capacity_bytes.get(c.instance_type)
+        model, capacity = self.models.get(c.variant), self.capacity_bytes.get(c.instance_type)
         if model is None or capacity is None:
             return None
         return model.fits(float(c.local_batch_size), _room(model, capacity, c.world_size))
@@ -348,16 +343,15 @@ class MemoryEvidence:
     def why_not(self, c: Configuration) -> str:
         """Return a sentence that says why this configuration is above the largest batch that fits."""
         for failed in self.out_of_memory:
-            if variant_of(failed.configuration) == variant_of(c) and c.local_batch_size >= failed_batch(failed):
+            if failed.configuration.variant == c.variant and c.local_batch_size >= failed_batch(failed):
                 batch = failed_batch(failed)
                 return f"its local batch {c.local_batch_size} is not below {batch}, which ran out of memory."
-        bound = self.max_local_batch_size[variant_of(c)]
+        bound = self.max_local_batch_size[c.variant]
         return f"its local batch {c.local_batch_size} is above {bound}, the largest that safely fits."
 
     def why_nothing_fits(self, spec: wire.JobSpec) -> str:
         """Return a sentence that says that memory leaves no candidate, why on each instance type, and what to do."""
-        smallest = spec.batch.min_local_batch_size
-        base = combinations(spec.options)[0]
+        smallest, base = spec.batch.min_local_batch_size, spec.base_options
         remedy = f"use a larger instance type, or {'raise cluster.min_nodes' if _shares(spec) else _SHARD_ALL}"
         reasons = []
         needed = {each.instance_type: _counted_bytes(spec.model, _fewest_ranks(each)) for each in spec.cluster}
@@ -394,11 +388,11 @@ def _out_of_memory_runs(
     bound: dict[Variant, float] = {}
     failed = [summary for summary in summaries if summary.state == "out_of_memory"]
     for summary in sorted(failed, key=failed_batch, reverse=True):
-        variant, batch = variant_of(summary.configuration), failed_batch(summary)
+        variant, batch = summary.configuration.variant, failed_batch(summary)
         larger = [
             (c, s.run_id)
             for c, s in measured
-            if variant_of(c) == variant and batch < c.local_batch_size < bound.get(variant, math.inf)
+            if c.variant == variant and batch < c.local_batch_size < bound.get(variant, math.inf)
         ]
         if larger:
             c, run_id = max(larger, key=lambda each: each[0].local_batch_size)
@@ -420,7 +414,7 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
     bounds: dict[Variant, int] = {}
     capacities: dict[str, float] = {}
     warnings: list[str] = []
-    base = combinations(spec.options)[0]
+    base = spec.base_options
     for cluster in spec.cluster:
         name = cluster.instance_type
         rows = [(c, s.memory) for c, s in measured if c.instance_type == name]
@@ -435,7 +429,7 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
             if not rows and needed > capacity:  # a script that shards was measured, and fits
                 remedy = _SHARD if spec.model.sharding == "none" else _MORE_SHARDS
                 warnings.append(f"Memory of {name}: {_state_too_large(needed, capacity)}: {remedy}.")
-        for options in combinations(spec.options):
+        for options in spec.option_combinations:
             variant = Variant(name, options)
             ran = [(c, memory) for c, memory in rows if c.options == options]
             usable = [(c, memory) for c, memory in ran if memory is not None and memory.peak_bytes > 0]
@@ -463,7 +457,7 @@ def _memory_models(
     """
     models: dict[Variant, MemoryModel] = {}
     warnings: list[str] = []
-    base, *further = combinations(spec.options)
+    base, *further = spec.option_combinations
     read = {c.options for c, memory in rows if memory is not None and memory.peak_bytes > 0}
     for options in (base, *sorted(further, key=lambda each: each not in read)):
         variant = Variant(cluster.instance_type, options)
@@ -478,9 +472,7 @@ def _memory_models(
                 if options in read:
                     warnings.append(f"Memory of {cluster.instance_type}: {error}")
         elif start is not None:
-            effects = [believed_effect(switch) for switch in switches(start.options, options)]
-            spread = math.hypot(*(effect.memory_sd for effect in effects))
-            models[variant] = switched(models[start], sum(effect.memory for effect in effects), spread)
+            models[variant] = switched(models[start], start.options, options)
     return models, warnings
 
 

@@ -22,10 +22,9 @@ from tula_service.perfmodel.objectives import OBJECTIVES
 from tula_service.perfmodel.points import PointKey
 from tula_service.perfmodel.pricing import JOULES_PER_KWH, Estimate, Limits, usd_per_hour_saved
 from tula_service.perfmodel.step_time_model import StepTimeModel
-from tula_service.perfmodel.variants import Variant, variant_of
 from tula_wire import Configuration
+from tula_wire.configurations import Variant
 from tula_wire.format import cluster_name, duration, money, multiple, option, percent
-from tula_wire.options import combinations
 
 _EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
 _NOTABLE_INPUT = 0.1  # of the step
@@ -48,9 +47,9 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
     worth.
     `cross_validated_error` belongs to exactly the runs and the model of this answer; None without one.
     """
-    choice, evidence = answer.choice, answer.evidence
+    choice, evidence, base = answer.choice, answer.evidence, answer.spec.base_options
     knee, chosen = choice.knee.estimate, choice.chosen
-    shown = {answer.base, *(c.options for c, _ in evidence.rows)}
+    shown = {base, *(c.options for c, _ in evidence.rows)}
     ruled_out = tuple(c for c in evidence.ruled_out if c.options in shown)
     estimates = [each for each in answer.estimates if each.configuration.options in shown]
     candidates = candidates_of(answer, (*estimates, *answer.estimate(ruled_out)))
@@ -69,7 +68,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
             global_batch_size=None if knee is None else knee.configuration.global_batch_size,
             reason=choice.knee.reason,
         ),
-        "with_base_options": found(best_with(answer, answer.base)) if answer.base else None,
+        "with_base_options": found(best_with(answer, base)) if base else None,
         "options": effects_of(answer),
         "quality": quality_of(answer),
         "why": why(answer),
@@ -80,7 +79,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
         "max_local_batch_size": {
             variant.instance_type: batch
             for variant, batch in evidence.memory.max_local_batch_size.items()
-            if variant.options == (answer.base if chosen is None else chosen.configuration.options)
+            if variant.options == (base if chosen is None else chosen.configuration.options)
         },
         "max_sensible_batch_size": _max_sensible_batch_size(answer),
         "model": model_report(answer, cross_validated_error),
@@ -291,8 +290,7 @@ def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate])
     peers = [
         c
         for c in candidates
-        if (c.configuration.num_nodes, variant_of(c.configuration), c.spot)
-        == (mine.num_nodes, variant_of(mine), chosen.spot)
+        if (c.configuration.num_nodes, c.configuration.variant, c.spot) == (mine.num_nodes, mine.variant, chosen.spot)
     ]
     smallest, *_, largest = sorted((*peers, chosen), key=lambda c: c.global_batch_size)
     return 1.0 - time_s / smallest.total_time_s.value, 1.0 - time_s / largest.total_time_s.value
@@ -398,12 +396,11 @@ def _ratio(amount: float, per: Interval) -> wire.Estimate:
 def _warnings(answer: Answer) -> list[str]:
     """Return warnings of what neither the specification nor the measurements show, each with the remedy."""
     spec, bounds = answer.data.spec, answer.evidence.memory.max_local_batch_size
-    base = combinations(spec.options)[0]
     sentences = [
         f"Nothing bounds the local batch of {name}, so five doublings were tried: give "
         "cluster.memory_bytes_per_rank or batch.max_local_batch_size."
         for name in (cluster.instance_type for cluster in spec.cluster)
-        if spec.batch.max_local_batch_size is None and Variant(name, base) not in bounds
+        if spec.batch.max_local_batch_size is None and Variant(name, spec.base_options) not in bounds
     ]
     if (total := spec.batch.global_batch_size) is not None:
         for cluster in spec.cluster:

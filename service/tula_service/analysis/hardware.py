@@ -16,7 +16,7 @@ from tula_service.domain import RunSummary
 from tula_service.perfmodel.fabric import BUCKET_BYTES, AllReduceCost, Fabric, fit_all_reduce
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.priors import ROOFLINE_SD, UNKNOWN_PRECISION_SD, Hardware, ModelFacts
-from tula_wire.devices import DEVICES, PROCESSOR, capacities_gib, known_device
+from tula_wire.devices import DEVICES, PROCESSOR, capacities_gib
 from tula_wire.format import size
 from tula_wire.jobs import Precision
 
@@ -56,14 +56,16 @@ class EarlierFigures:
 class Figures:
     """What specifications, data sheets and probes say of a job and of earlier ones, as the performance model takes it.
 
-    Three fields are by instance type: `hardware`; `fabrics`, the probed links of nodes like the job's; and `power_w`,
-    the power of a rank's device, for every type or for none. `earlier` lists earlier jobs, newest first.
+    Four fields are by instance type: `hardware`; `fabrics`, the probed links of nodes like the job's; `power_w`, the
+    power of a rank's device, for every type or for none; and `slow_from`, the local batch of the function of that name.
+    `earlier` lists earlier jobs, newest first.
     """
 
     facts: ModelFacts
     hardware: Mapping[str, Hardware]
     fabrics: Mapping[str, Fabric]
     power_w: Mapping[str, Interval]
+    slow_from: Mapping[str, float]
     earlier: tuple[EarlierFigures, ...]
 
 
@@ -79,6 +81,7 @@ def figures_of(data: JobData) -> Figures:
         hardware=hardware,
         fabrics=fabrics,
         power_w=power_of(spec, data.summaries),
+        slow_from=slow_from(spec.model, spec.cluster),
         earlier=tuple(
             EarlierFigures(
                 job,
@@ -103,7 +106,7 @@ def hardware_of(cluster: wire.ClusterSpec, precision: Precision | None = None) -
     A figure is None where specification and data sheets leave it open. V100-16GB and Tesla V100 are one device; the
     processors of two instance types are two.
     """
-    name = known_device(cluster.accelerator)
+    name = cluster.device
     if cluster.accelerator is None or name == PROCESSOR:
         key = f"{name or 'device'} of {cluster.instance_type}"
     else:
@@ -114,7 +117,7 @@ def hardware_of(cluster: wire.ClusterSpec, precision: Precision | None = None) -
     # A rank's share of a processor may be one core or forty; the specification does not say.
     uncertain = _PROCESSOR_SD if name == PROCESSOR else 0.0
     # Jobs that were registered before it was checked may name a precision that the device lacks.
-    peak = device.peak if precision is None else device.tflops(precision) or device.fp32
+    peak = device.peak if precision is None else device.tflops[precision] or device.fp32
     return Hardware(peak, cluster.network_gbps, device.memory_gb_per_s, uncertain, key)
 
 
@@ -180,8 +183,8 @@ def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> di
     elements = model.convolution_elements_per_sample
     if elements is None:
         return {}
-    devices = {cluster.instance_type: known_device(cluster.accelerator) for cluster in clusters}
-    return {name: MANY_ELEMENTS / elements for name, device in devices.items() if device not in (None, PROCESSOR)}
+    gpus = [cluster.instance_type for cluster in clusters if cluster.device not in (None, PROCESSOR)]
+    return dict.fromkeys(gpus, MANY_ELEMENTS / elements)
 
 
 def guesses_of(spec: wire.JobSpec) -> list[str]:
@@ -214,12 +217,11 @@ def guesses_of(spec: wire.JobSpec) -> list[str]:
 def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str, str] | None:
     """Return (field of the specification, sentence) for a precision or capacity that the accelerator lacks, else
     None."""
-    name = known_device(cluster.accelerator)
-    if name is None:
+    if cluster.device is None:
         return None
-    device = DEVICES[name]
-    if model.precision is not None and device.tflops(model.precision) is None:
-        has = ", ".join(each for each in ("fp32", "tf32", "bf16", "fp16") if device.tflops(each) is not None)
+    device = DEVICES[cluster.device]
+    if model.precision is not None and device.tflops[model.precision] is None:
+        has = ", ".join(name for name, peak in device.tflops.items() if peak is not None)
         return "model.precision", (
             f"{cluster.accelerator} does not compute in {model.precision}: give one of {has}, or correct "
             "cluster.accelerator."

@@ -16,9 +16,9 @@ from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Limits, Offer, Spot, Training
-from tula_service.perfmodel.variants import Variant
+from tula_wire.configurations import Variant
 from tula_wire.enums import Objective
-from tula_wire.options import Options, combinations
+from tula_wire.options import Options
 
 _UNKNOWN_BOUND_DOUBLINGS = 5
 _SETTLED_STEPS = 100  # the noise of the first 30 was 6 times too high or 10 times too low in our experiments
@@ -136,7 +136,7 @@ def payable(spec: wire.JobSpec, memory: Collection[Variant]) -> wire.JobSpec:
     `memory` names the variants whose memory is known.
     """
     by_memory = [c.instance_type for c in spec.cluster if c.price.usd_per_gb_hour]
-    if all(Variant(name, options) in memory for name in by_memory for options in combinations(spec.varied_options)):
+    if all(Variant(name, options) in memory for name in by_memory for options in spec.varied_combinations):
         return spec
     return spec.model_copy(update={"cluster": [c.model_copy(update={"price": wire.Price()}) for c in spec.cluster]})
 
@@ -225,7 +225,7 @@ def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> tu
     doublings are candidates. A global batch never exceeds the data set. Raises ObservationError when no candidate is
     left.
     """
-    variants = [(cluster, options) for cluster in spec.cluster for options in combinations(spec.varied_options)]
+    variants = [(cluster, options) for cluster in spec.cluster for options in spec.varied_combinations]
     possible = {
         replace(c, options=options)
         for cluster, options in variants

@@ -16,7 +16,6 @@ from tula_service.analysis.plan import PlanDecision, plan_of
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Estimate
-from tula_service.perfmodel.variants import variant_of
 from tula_wire import Configuration
 from tula_wire.bounds import MAX_DURATION_S, MAX_USD_PER_HOUR
 from tula_wire.enums import Basis, Objective
@@ -147,13 +146,13 @@ def _configurations_of(answer: Answer, question: WhatIf) -> tuple[Configuration,
     spec, size = answer.data.spec, answer.data.spec.dataset.size
     _check(spec, question)
     chosen = answer.choice.chosen
-    recommended = answer.base if chosen is None else chosen.configuration.options
+    recommended = spec.base_options if chosen is None else chosen.configuration.options
     options = _options_of(spec, question, recommended)
     configurations: set[Configuration] = set()
     for cluster in spec.cluster:
         if question.instance_type and cluster.instance_type not in question.instance_type:
             continue
-        candidates = [c for c in answer.evidence.candidates if variant_of(c) == (cluster.instance_type, options)]
+        candidates = [c for c in answer.evidence.candidates if c.variant == (cluster.instance_type, options)]
         for nodes in question.num_nodes or sorted({c.num_nodes for c in candidates}):
             configurations |= _on_cluster(cluster, nodes, spec.batch.grad_accum_steps, candidates, question, options)
             if len(configurations) > MOST_CONFIGURATIONS:

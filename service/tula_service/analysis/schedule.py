@@ -30,7 +30,6 @@ from tula_service.analysis.scaling import NoiseCurve, StatisticalEfficiency
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import OBJECTIVES, Goal
 from tula_service.perfmodel.pricing import Estimate
-from tula_service.perfmodel.variants import variant_of
 from tula_wire.enums import Objective
 from tula_wire.format import duration, money, percent
 
@@ -265,7 +264,7 @@ def _candidates(answer: Answer, chosen: Estimate) -> list[Estimate]:
     return [
         e
         for e in answer.estimates
-        if variant_of(e.configuration) == variant_of(chosen.configuration)
+        if e.configuration.variant == chosen.configuration.variant
         and e.spot == chosen.spot
         and e.configuration not in answer.choice.ineligible
         and e.key not in out

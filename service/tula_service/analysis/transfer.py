@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import tula_wire as wire
-from tula_service.analysis.hardware import Figures, slow_from
+from tula_service.analysis.hardware import Figures
 from tula_service.analysis.job_data import JobData
 from tula_service.perfmodel.fabric import Buckets, with_fabric
 from tula_service.perfmodel.intervals import LEVEL
@@ -22,13 +22,12 @@ from tula_service.perfmodel.priors import (
     StepTimePrior,
     generic_prior,
     prior_of_type,
-    switched,
 )
 from tula_service.perfmodel.step_time_form import COLLECTIVES
 from tula_service.perfmodel.step_time_model import StepTimeModel
-from tula_service.perfmodel.variants import Variant, believed_effect, switches
+from tula_service.perfmodel.variants import believed_effect, switched, switches
 from tula_wire import Configuration
-from tula_wire.options import combinations
+from tula_wire.configurations import Variant
 
 _STEP_DEFINING_FIELDS = (
     "name", "activation_checkpointing", "sharding", "pipeline_stages", "tensor_parallel_size", "micro_batch_size",
@@ -84,7 +83,7 @@ def earlier_evidence(data: JobData, figures: Figures) -> EarlierEvidence:
     elsewhere: list[tuple[StepTimePrior, Hardware]] = []
     scales: dict[tuple[str, int | None, str], Lesson] = {}
     pairs = [*data.prediction_pairs]
-    base = combinations(data.spec.options)[0]
+    base = data.spec.base_options
     for earlier in figures.earlier:
         model, posteriors = earlier.job.model, earlier.job.posteriors
         same_network = _same_network(model, data.spec.model)
@@ -132,7 +131,7 @@ def prior_of(
     or `model.parameters`.
     """
     believed: dict[str, StepTimePrior] = {}
-    base = combinations(spec.options)[0]
+    base = spec.base_options
     probed = set()
     # The size of an all-reduce that passes as many bytes over a link as a step does.
     reduced_bytes = figures.facts.parameter_bytes * figures.facts.volumes / 2.0
@@ -163,7 +162,7 @@ def prior_of(
                 probed.add(name)
         if prior is not None:
             believed[name] = prior
-    return Priors(believed, figures.hardware, frozenset(probed), slow_from(spec.model, spec.cluster), base)
+    return Priors(believed, figures.hardware, frozenset(probed), figures.slow_from, base)
 
 
 def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:
@@ -191,8 +190,7 @@ def _buckets_of(data: JobData) -> dict[str, Buckets]:
 
     Such a run waits least for others. Among several, the one with the largest batch counts.
     """
-    base = combinations(data.spec.options)[0]
-    of_base = [each for each in data.summaries if each.configuration.options == base]
+    of_base = [each for each in data.summaries if each.configuration.options == data.spec.base_options]
     timed = [(each.configuration, each.timeline) for each in of_base if each.timeline is not None]
     usable = [(c, timeline) for c, timeline in timed if min(*timeline.bucket_bytes, *timeline.ready_s) > 0.0]
     best_first = sorted(usable, key=lambda each: (each[0].world_size, -each[0].local_batch_size))

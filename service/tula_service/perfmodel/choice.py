@@ -13,8 +13,7 @@ from tula_service.perfmodel.objectives import OBJECTIVES, Goal, KneeFinding, fin
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Estimate, Limits, build_menu, pareto_frontier, price, tie_break
 from tula_service.perfmodel.step_time_model import StepTimeModel
-from tula_service.perfmodel.variants import Variant, variant_of
-from tula_wire.configurations import Configuration
+from tula_wire.configurations import Configuration, Variant
 from tula_wire.options import Options
 
 _NO_KNEE = KneeFinding(None, "no knee: there is no candidate within the limits.")
@@ -107,8 +106,7 @@ def unlaunched_options(candidates: Sequence[Configuration], model: StepTimeModel
     return frozenset(
         c
         for c in candidates
-        if c.options != model.priors.base
-        and (variant_of(c), c.num_nodes, c.world_size, c.grad_accum_steps) not in launched
+        if c.options != model.priors.base and (c.variant, c.num_nodes, c.world_size, c.grad_accum_steps) not in launched
     )
 
 

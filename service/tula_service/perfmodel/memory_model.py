@@ -20,10 +20,11 @@ from scipy import special
 
 from tula_service.perfmodel.intervals import LEVEL, WIDEST_LOG, Interval
 from tula_service.perfmodel.points import FloatArray, ObservationError, column
-from tula_service.perfmodel.variants import Variant, variant_of
-from tula_wire.configurations import Configuration
+from tula_service.perfmodel.variants import believed_effect, switches
+from tula_wire.configurations import Configuration, Variant
 from tula_wire.format import size
 from tula_wire.memory import usable_bytes
+from tula_wire.options import Options
 
 _READING_SD = 0.04
 _WORK_SPACE_SD = 0.07  # of the smallest reading: a small batch runs other kernels, with another work space
@@ -152,16 +153,20 @@ def predict_peaks(
     """Return the peak bytes of a rank of each configuration; None where its variant has no memory model."""
     peaks = {}
     for c in configurations:
-        if (model := models.get(variant_of(c))) is not None:
+        if (model := models.get(c.variant)) is not None:
             peak, more = model.predict(c.local_batch_size), model.shards.extra_bytes(c.world_size)
             peaks[c] = Interval(peak.mean + more, peak.low + more, peak.high + more)
     return [peaks.get(c) for c in configurations]
 
 
-def switched(model: MemoryModel, log_factor: float, sd: float) -> MemoryModel:
-    """Return the model of an unmeasured variant: the same static bytes, and exp(`log_factor`) times as many for each
-    example, of which the logarithm may be off by `sd`."""
-    factor = math.exp(log_factor)
+def switched(model: MemoryModel, start: Options, options: Options) -> MemoryModel:
+    """Return the model of an unmeasured variant with `options` from the model of a variant with the options `start`.
+
+    The static bytes are the same, and the bytes of an example change as is believed of the switches between the two.
+    """
+    effects = [believed_effect(switch) for switch in switches(start, options)]
+    factor = math.exp(sum(effect.memory for effect in effects))
+    sd = math.hypot(*(effect.memory_sd for effect in effects))
     per_example = factor * model.bytes_per_sample
     scale = np.array([1.0, factor])
     covariance = model.covariance * np.outer(scale, scale)

@@ -19,7 +19,7 @@ from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.step_time_form import log_terms, residual_covariance, same_points
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
-from tula_service.perfmodel.variants import Launch, launch_of, launches_of, switches, variant_of
+from tula_service.perfmodel.variants import Launch, launch_of, launches_of, switches
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Search
 
@@ -236,8 +236,8 @@ def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> 
     smallest.
     """
     corners: list[Configuration] = []
-    for variant in sorted({variant_of(c) for c in candidates}):
-        alike = [c for c in candidates if variant_of(c) == variant]
+    for variant in sorted({c.variant for c in candidates}):
+        alike = [c for c in candidates if c.variant == variant]
         sizes = [c.world_size for c in alike]
         for size in (max(sizes), min(sizes)):
             cluster = [c for c in alike if c.world_size == size]

@@ -1,20 +1,22 @@
-"""What was measured, as columns: points of the configuration space and step times."""
+"""What was measured, as columns: points of the configuration space and step times, with and without repeats."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from tula_service.perfmodel.variants import Variant, variant_of
-from tula_wire.configurations import Configuration
+from tula_wire.configurations import Configuration, Variant
 
 FloatArray = npt.NDArray[np.float64]
+_LEAST_REST = 0.02  # of a step
+_SD_PER_DEVIATION = 1.48  # standard deviation over the median absolute deviation, of normal values
 PointKey: TypeAlias = tuple[Variant, float, float, float, float]
 """Variant, nodes, world size, local batch and accumulation: equal for equal points."""
 
@@ -83,7 +85,7 @@ class Points:
         if isinstance(configurations, Points):
             return configurations
         columns = {name: [float(getattr(c, name)) for c in configurations] for name in cls.COLUMNS}
-        return cls(**columns, variant=[variant_of(c) for c in configurations])
+        return cls(**columns, variant=[c.variant for c in configurations])
 
     def __len__(self) -> int:
         """Return the number of points."""
@@ -170,6 +172,41 @@ class StepTimeObservations:
         """Return the observations at these row numbers, or where this mask is true."""
         columns = {name: getattr(self, name)[rows] for name in ("step_time_s", *self.OPTIONAL)}
         return StepTimeObservations(points=self.points.take(rows), **columns)
+
+    def without_waits(self) -> StepTimeObservations:
+        """Return the observations without their waits for data, as the forms count a step.
+
+        The absolute error stays the same, so that the relative error of the shorter step grows.
+        """
+        rest_s = self.step_time_s - np.nan_to_num(self.input_time_s)
+        step_s = np.maximum(rest_s, _LEAST_REST * self.step_time_s)
+        return replace(self, step_time_s=step_s, relative_sd=self.relative_sd * self.step_time_s / step_s)
+
+    def merge_repeats(self) -> tuple[StepTimeObservations, FloatArray, FloatArray]:
+        """Merge the rows of each configuration into one: the median of three or more, the geometric mean of two.
+
+        Return the merged rows, the number of rows that each one merges, shape (n,), and the least and the largest step
+        time of these in seconds, shape (n, 2).
+        """
+        groups = defaultdict[PointKey, list[int]](list)
+        for row, key in enumerate(self.points.rows()):
+            groups[key].append(row)
+        extremes, columns = [], defaultdict[str, list[float]](list)
+        for group in groups.values():
+            times = self.step_time_s[group]
+            extremes.append((times.min(), times.max()))
+            for name in self.OPTIONAL:
+                values = getattr(self, name)[group]
+                values = values[np.isfinite(values)]
+                columns[name].append(float(np.median(values)) if values.size else math.nan)
+            # The error of the middle combines the errors within the runs and the spread between them.
+            middle = float(np.median(np.log(times)))
+            between = _SD_PER_DEVIATION * float(np.median(np.abs(np.log(times) - middle)))
+            within = float(np.nan_to_num(columns["relative_sd"].pop()))
+            columns["relative_sd"].append(math.hypot(within, between) / math.sqrt(len(group)))
+            columns["step_time_s"].append(math.exp(middle))
+        merged = StepTimeObservations.at(self.points.take([group[0] for group in groups.values()]), **columns)
+        return merged, np.array([float(len(group)) for group in groups.values()]), np.array(extremes)
 
     def by_variant(self) -> dict[Variant, StepTimeObservations]:
         """Return the observations of each variant, sorted by its names."""

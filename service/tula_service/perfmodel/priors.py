@@ -18,7 +18,6 @@ from tula_service.perfmodel.step_time_form import (
     ResidualScales,
     to_seconds,
 )
-from tula_service.perfmodel.variants import INTERACTION_SD, Effect
 from tula_wire.enums import Basis
 from tula_wire.options import Options
 
@@ -406,34 +405,6 @@ def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, other: Hard
     mean[AT.inter] -= times("inter_node_gbps") or 0.0
     sd[collectives] = np.hypot(sd[collectives], _BETWEEN_TYPES_SD)
     return replace(shape, mean=mean, sd=sd)
-
-
-def prior_from_variant(learnt: StepTimePrior) -> StepTimePrior:
-    """Return the prior of another variant of the same job on the same instance type, before the effect of its switches.
-
-    The compute scale is the measured one; the shape may differ as between jobs.
-    """
-    shape = prior_from_jobs([learnt])
-    sd = shape.sd.copy()
-    sd[AT.compute] = learnt.sd[AT.compute]
-    return replace(shape, sd=sd)
-
-
-def switched(prior: StepTimePrior, effects: Sequence[Effect], further: int) -> StepTimePrior:
-    """Return the prior after switches with these effects, of which `further` join another that is on already.
-
-    The effects add to the logarithm of the compute, and collectives keep their seconds.
-    """
-    if not effects:
-        return prior
-    mean, sd, collectives = prior.mean.copy(), prior.sd.copy(), list(COLLECTIVES)
-    log_compute = sum(effect.compute for effect in effects)
-    mean[AT.compute] += log_compute
-    mean[collectives] -= log_compute
-    interaction = INTERACTION_SD * math.sqrt(further)
-    sd[AT.compute] = math.hypot(sd[AT.compute], *(effect.compute_sd for effect in effects), interaction)
-    sd[collectives] = np.hypot(sd[collectives], max(effect.links_sd for effect in effects))
-    return replace(prior, mean=mean, sd=sd)
 
 
 def prior_from_jobs(

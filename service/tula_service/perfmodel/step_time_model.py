@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -12,34 +13,66 @@ import numpy.typing as npt
 from tula_service.perfmodel.intervals import Interval, log_interval
 from tula_service.perfmodel.map_fit import Posterior, build_targets, fit_posterior, prior_posterior
 from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
-from tula_service.perfmodel.points import FloatArray, ObservationError, Points, StepTimeObservations
-from tula_service.perfmodel.priors import (
-    Hardware,
-    Priors,
-    StepTimePrior,
-    generic_prior,
-    prior_from_other_type,
-    prior_from_variant,
-    switched,
-)
-from tula_service.perfmodel.reduction import NO_WAIT, InputWait, reduce_observations
-from tula_service.perfmodel.step_time_form import AT, log_terms
-from tula_service.perfmodel.variants import (
-    INTERACTION_SD,
-    Effect,
-    Switch,
-    Variant,
-    believed_effect,
-    further_switches,
-    nearest,
-    nearest_for_waits,
-    switches,
-)
-from tula_wire.configurations import Configuration
+from tula_service.perfmodel.points import FloatArray, ObservationError, PointKey, Points, StepTimeObservations
+from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior
+from tula_service.perfmodel.variants import believed_effect, nearest_for_waits, prior_of_variant, switches
+from tula_wire.configurations import Configuration, Variant
 from tula_wire.enums import Basis, StepTimeForm
-from tula_wire.options import Options
 
 _RANGE_TOLERANCE = 1.05
+_LEAST_SHARE = 0.01  # of a step: a shorter wait is the time that taking a batch from a full queue needs
+_HIDES_NOTHING = 0.02  # the weight of h = 0 where the runs do not tell loading from hiding
+_PRIOR_DOF, _PRIOR_SD = 3.0, 0.1
+_MOST_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class InputWait:
+    """How long a step of one variant waits for data.
+
+    A loader takes `s_per_example` seconds (L) for each example, and the share `hidden` (h) of the rest of the step
+    hides that time:
+
+        t_input = max(0, L m b - h (t - t_input))        m b examples of a rank a step; 0 <= h <= 1
+
+    A loader in the training process hides nothing (h = 0); workers that fill a queue hide up to all of it (h = 1).
+    `relative_sd` is the relative error of a wait, and `measured_s` holds the measured waits in seconds. Where L was
+    not measured but believed, `unsure_s_per_example` is how far it may be off, in seconds for each example.
+    """
+
+    s_per_example: float
+    hidden: float
+    relative_sd: float
+    measured_s: Mapping[PointKey, float]
+    unsure_s_per_example: float = 0.0
+
+    def predict(self, points: Points, rest_s: FloatArray) -> FloatArray:
+        """Return the seconds of waiting, shape (n,), in steps that take `rest_s` without a wait.
+
+        A point whose wait was measured keeps the measured wait.
+        """
+        loading = self.s_per_example * points.local_batch_size * points.grad_accum_steps
+        waits = np.maximum(loading - self.hidden * rest_s, 0.0)
+        measured = [self.measured_s.get(row) for row in points.rows()]
+        return np.array([wait if seen is None else seen for wait, seen in zip(waits, measured, strict=True)])
+
+    def sd_s(self, points: Points, rest_s: FloatArray) -> FloatArray:
+        """Return the standard deviation of `predict`, shape (n,), in seconds."""
+        slower = replace(self, s_per_example=self.s_per_example + self.unsure_s_per_example)
+        wait_s = self.predict(points, rest_s)
+        return np.hypot(self.relative_sd * wait_s, slower.predict(points, rest_s) - wait_s)
+
+    def with_loader(self, factor: float) -> InputWait:
+        """Return the waits of a loader that is believed to take `factor` times as long for an example.
+
+        Half of the change is its standard deviation: whether workers help depends on what they wait for.
+        """
+        s_per_example = self.s_per_example * factor
+        unsure = 0.5 * abs(self.s_per_example - s_per_example)
+        return replace(self, s_per_example=s_per_example, measured_s={}, unsure_s_per_example=unsure)
+
+
+NO_WAIT = InputWait(0.0, 0.0, 0.0, {})
 
 
 @dataclass(frozen=True)
@@ -131,7 +164,7 @@ class StepTimeModel:
         if (earlier := self._unmeasured.get(variant)) is not None:
             return earlier
         name = variant.instance_type
-        if (prior := _believed(variant, self.posteriors, self.priors)) is None:
+        if (prior := prior_of_variant(variant, self.posteriors, self.priors)) is None:
             raise ObservationError(f"instance type {name!r} has no measurement and no prior; profile it.")
         of_steps = _of_steps(prior, self.accumulates, self.priors.slow_from.get(name, math.inf))
         posterior = prior_posterior(of_steps, prior.reference_batch_size or self.reference_batch_size)
@@ -185,13 +218,18 @@ def fit_step_time(
     accumulates = _accumulates(candidates) or _accumulates(observations.points)
     if not accumulates:
         observations = replace(observations, optimizer_time_s=np.full(len(observations), np.nan))
-    reduced = reduce_observations(observations, prior.base)
+    measured = observations.by_variant()
+    merged, repeats, extremes = observations.without_waits().merge_repeats()
+    rows_of = {variant: merged.points.rows_of(variant) for variant in measured}
+    # The variant with the fewest switches from the base comes first, and of these the variant with most rows.
+    ordered = sorted(measured, key=lambda each: (len(switches(prior.base, each.options)), -rows_of[each].size))
     posteriors: dict[Variant, Posterior] = {}
     paper_fits: dict[Variant, PaperFit | None] = {}
-    for variant, (rows, repeats) in reduced.by_variant.items():
-        believed = _believed(variant, posteriors, prior) or generic_prior()
+    for variant in ordered:
+        believed = prior_of_variant(variant, posteriors, prior) or generic_prior()
         start = _of_steps(believed, accumulates, prior.slow_from.get(variant.instance_type, math.inf))
-        targets = build_targets(rows, repeats, start.scales)
+        rows = merged.take(rows_of[variant])
+        targets = build_targets(rows, repeats[rows_of[variant]], start.scales)
         posteriors[variant] = fit_posterior(targets, start, start.reference_batch_size or largest)
         if form != "overlap":
             paper_fits[variant] = fit_paper_form(rows, form)
@@ -201,16 +239,49 @@ def fit_step_time(
     return StepTimeModel(
         form=form,
         basis="probed" if probed else "profiled",
-        observations=reduced.merged,
+        observations=merged,
         priors=prior,
         posteriors=posteriors,
         reference_batch_size=largest,
-        extremes=reduced.extremes,
+        extremes=extremes,
         paper_fits=paper_fits,
         interval_scale=interval_scale,
-        input_waits=reduced.input_waits,
+        input_waits={variant: fit_input_wait(measured[variant]) for variant in ordered},
         accumulates=accumulates,
     )
+
+
+def fit_input_wait(observations: StepTimeObservations) -> InputWait:
+    """Fit the wait of one variant to its rows by least squares, relative to the step.
+
+    Only rows that wait, or that the fit expects to wait, count. Return `NO_WAIT` where no row waits.
+    """
+    from scipy.optimize import lsq_linear  # imported on use: few jobs wait for data
+
+    reported, points = np.isfinite(observations.input_time_s), observations.points
+    step_s, input_s = observations.step_time_s[reported], observations.input_time_s[reported]
+    share = input_s / step_s
+    examples = (points.local_batch_size * points.grad_accum_steps)[reported]
+    columns = np.column_stack([examples / step_s, share - 1.0])
+    waiting = share > _LEAST_SHARE
+    if not waiting.any():
+        return NO_WAIT
+    scale = float(columns[:, 0].max())
+    for _ in range(_MOST_ROUNDS):
+        design = np.vstack([columns[waiting] / [scale, 1.0], [0.0, _HIDES_NOTHING]])
+        solution = lsq_linear(design, np.append(share[waiting], 0.0), bounds=([0.0, 0.0], [np.inf, 1.0])).x / [
+            scale,
+            1.0,
+        ]
+        predicted = np.maximum(columns @ solution, 0.0)
+        before, waiting = waiting, waiting | (predicted > _LEAST_SHARE)
+        if (before == waiting).all():
+            break
+    missed = (predicted - share)[waiting] / np.maximum(share[waiting], _LEAST_SHARE)
+    dof = _PRIOR_DOF + max(int(waiting.sum()) - 2, 0)
+    variance = (_PRIOR_DOF * _PRIOR_SD**2 + float(missed @ missed)) / dof
+    measured = dict(zip(compress(points.rows(), reported), input_s.tolist(), strict=True))
+    return InputWait(float(solution[0]), float(solution[1]), float(np.sqrt(variance)), measured)
 
 
 def unmeasured_model(
@@ -232,58 +303,6 @@ def unmeasured_model(
         interval_scale=interval_scale,
         accumulates=_accumulates(candidates),
     )
-
-
-def _believed(variant: Variant, posteriors: Mapping[Variant, Posterior], priors: Priors) -> StepTimePrior | None:
-    """Return the prior of a variant: the runs of the nearest measured one and the effects of the switches to it.
-
-    On a type without runs, earlier jobs may know the scale better than the runs on another type do.
-    """
-    own, start = priors.believed.get(variant.instance_type), nearest(variant, posteriors)
-    if start is None:
-        return own if own is None else _after_switches(own, priors.base, variant, posteriors, priors.base)
-    measured = posteriors[start].as_prior()
-    if start.instance_type == variant.instance_type:
-        return _after_switches(prior_from_variant(measured), start.options, variant, posteriors, priors.base)
-    hardware = (priors.hardware.get(point.instance_type, Hardware()) for point in (start, variant))
-    carried = prior_from_other_type(measured, *hardware)
-    if own is not None and own.absolute and own.sd[AT.compute] < carried.sd[AT.compute]:
-        return _after_switches(own, priors.base, variant, posteriors, priors.base)
-    return _after_switches(carried, start.options, variant, posteriors, priors.base)
-
-
-def _after_switches(
-    prior: StepTimePrior, start: Options, variant: Variant, posteriors: Mapping[Variant, Posterior], base: Options
-) -> StepTimePrior:
-    """Return the prior of a variant from that of the variant of its type with the options `start`."""
-    effects = [_effect(switch, variant, posteriors) for switch in switches(start, variant.options)]
-    return switched(prior, effects, further_switches(start, base, variant.options))
-
-
-def _effect(switch: Switch, variant: Variant, posteriors: Mapping[Variant, Posterior]) -> Effect:
-    """Return the effect of a switch: as two measured variants show that differ in it alone, else as it is believed.
-
-    Among such pairs, the one with the most in common with `variant` counts.
-    """
-    pairs: dict[Variant, Variant] = {}
-    for variant_after in posteriors:
-        if (switch.option, switch.after) in variant_after.options:
-            swapped = dict(variant_after.options) | {switch.option: switch.before}
-            before = variant_after._replace(options=tuple(sorted(swapped.items())))
-            if before in posteriors:
-                pairs[variant_after] = before
-    like = nearest(variant, pairs)
-    if like is None:
-        return believed_effect(switch)
-    ends = [posteriors[like], posteriors[pairs[like]]]
-    at = Points([1.0], [1.0], [ends[0].reference_batch_size])
-    log_after, log_before = (
-        float(log_terms(end.leading.theta, at, end.reference_batch_size, end.prior.slow_from).compute[0])
-        for end in ends
-    )
-    elsewhere = INTERACTION_SD if like.instance_type != variant.instance_type else 0.0
-    spread = math.hypot(*(end.as_prior().sd[AT.compute] for end in ends), elsewhere)
-    return Effect(log_after - log_before, spread, links_sd=INTERACTION_SD)
 
 
 def _of_steps(prior: StepTimePrior, accumulates: bool, slow_from: float) -> StepTimePrior:

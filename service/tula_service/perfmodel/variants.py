@@ -10,10 +10,17 @@ loader workers act on these waits alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
-from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
+import numpy as np
+
+from tula_service.perfmodel.map_fit import Posterior
+from tula_service.perfmodel.points import Points
+from tula_service.perfmodel.priors import Hardware, Priors, StepTimePrior, prior_from_jobs, prior_from_other_type
+from tula_service.perfmodel.step_time_form import AT, COLLECTIVES, log_terms
+from tula_wire.configurations import Configuration, Variant
 from tula_wire.options import Options
 
 INTERACTION_SD: Final = 0.25
@@ -27,22 +34,6 @@ _HALF: Final = frozenset(
 )
 _OFF: Final = frozenset({"off", "no", "none", "false", "0"})
 _WORKERS: Final = frozenset({"num_workers", "workers", "loader_workers", "dataloader_workers"})
-
-
-class Variant(NamedTuple):
-    """An instance type and the value of each option: what a posterior, a memory model and waits for data belong to."""
-
-    instance_type: str = DEFAULT_INSTANCE_TYPE
-    options: Options = ()
-
-    def options_include(self, values: Options) -> bool:
-        """Return True where these options have these values, whatever the others have."""
-        return set(values) <= set(self.options)
-
-
-def variant_of(configuration: Configuration) -> Variant:
-    """Return the variant of a configuration."""
-    return Variant(configuration.instance_type, configuration.options)
 
 
 class Launch(NamedTuple):
@@ -141,3 +132,83 @@ def nearest(variant: Variant, measured: Iterable[Variant], *, by: frozenset[str]
 def nearest_for_waits(variant: Variant, measured: Iterable[Variant]) -> Variant | None:
     """Return the measured variant whose waits for data are most like this one's: workers decide more than the rest."""
     return nearest(variant, measured, by=_WORKERS)
+
+
+def prior_of_variant(variant: Variant, posteriors: Mapping[Variant, Posterior], priors: Priors) -> StepTimePrior | None:
+    """Return the prior of a variant: the runs of the nearest measured one and the effects of the switches to it.
+
+    On a type without runs, earlier jobs may know the scale better than the runs on another type do.
+    """
+    own, start = priors.believed.get(variant.instance_type), nearest(variant, posteriors)
+    if start is None:
+        return own if own is None else _after_switches(own, priors.base, variant, posteriors, priors.base)
+    measured = posteriors[start].as_prior()
+    if start.instance_type == variant.instance_type:
+        return _after_switches(_measured_elsewhere(measured), start.options, variant, posteriors, priors.base)
+    hardware = (priors.hardware.get(end.instance_type, Hardware()) for end in (start, variant))
+    carried = prior_from_other_type(measured, *hardware)
+    if own is not None and own.absolute and own.sd[AT.compute] < carried.sd[AT.compute]:
+        return _after_switches(own, priors.base, variant, posteriors, priors.base)
+    return _after_switches(carried, start.options, variant, posteriors, priors.base)
+
+
+def _after_switches(
+    prior: StepTimePrior, start: Options, variant: Variant, posteriors: Mapping[Variant, Posterior], base: Options
+) -> StepTimePrior:
+    """Return the prior of a variant from that of the variant of its type with the options `start`."""
+    effects = [_effect(switch, variant, posteriors) for switch in switches(start, variant.options)]
+    return switched(prior, effects, further_switches(start, base, variant.options))
+
+
+def _effect(switch: Switch, variant: Variant, posteriors: Mapping[Variant, Posterior]) -> Effect:
+    """Return the effect of a switch: as two measured variants show that differ in it alone, else as it is believed.
+
+    Among such pairs, the one with the most in common with `variant` counts.
+    """
+    pairs: dict[Variant, Variant] = {}
+    for variant_after in posteriors:
+        if (switch.option, switch.after) in variant_after.options:
+            swapped = dict(variant_after.options) | {switch.option: switch.before}
+            before = variant_after._replace(options=tuple(sorted(swapped.items())))
+            if before in posteriors:
+                pairs[variant_after] = before
+    like = nearest(variant, pairs)
+    if like is None:
+        return believed_effect(switch)
+    ends = [posteriors[like], posteriors[pairs[like]]]
+    at = Points([1.0], [1.0], [ends[0].reference_batch_size])
+    log_after, log_before = (
+        float(log_terms(end.leading.theta, at, end.reference_batch_size, end.prior.slow_from).compute[0])
+        for end in ends
+    )
+    elsewhere = INTERACTION_SD if like.instance_type != variant.instance_type else 0.0
+    spread = math.hypot(*(end.as_prior().sd[AT.compute] for end in ends), elsewhere)
+    return Effect(log_after - log_before, spread, links_sd=INTERACTION_SD)
+
+
+def _measured_elsewhere(learnt: StepTimePrior) -> StepTimePrior:
+    """Return the prior of another variant of the same job on the same instance type, before the effect of its switches.
+
+    The compute scale is the measured one; the shape may differ as between jobs.
+    """
+    shape = prior_from_jobs([learnt])
+    sd = shape.sd.copy()
+    sd[AT.compute] = learnt.sd[AT.compute]
+    return replace(shape, sd=sd)
+
+
+def switched(prior: StepTimePrior, effects: Sequence[Effect], further: int) -> StepTimePrior:
+    """Return the prior after switches with these effects, of which `further` join another that is on already.
+
+    The effects add to the logarithm of the compute, and collectives keep their seconds.
+    """
+    if not effects:
+        return prior
+    mean, sd, collectives = prior.mean.copy(), prior.sd.copy(), list(COLLECTIVES)
+    log_compute = sum(effect.compute for effect in effects)
+    mean[AT.compute] += log_compute
+    mean[collectives] -= log_compute
+    interaction = INTERACTION_SD * math.sqrt(further)
+    sd[AT.compute] = math.hypot(sd[AT.compute], *(effect.compute_sd for effect in effects), interaction)
+    sd[collectives] = np.hypot(sd[collectives], max(effect.links_sd for effect in effects))
+    return replace(prior, mean=mean, sd=sd)

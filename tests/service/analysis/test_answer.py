@@ -16,7 +16,8 @@ from tula_service.analysis.answer import Answer, Infeasible, analyse
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.plan import PlanDecision, plan_of
 from tula_service.domain import MemoryReading, RunRecord, RunSummary
-from tula_service.perfmodel.variants import Variant, launch_of
+from tula_service.perfmodel.variants import launch_of
+from tula_wire.configurations import Variant
 from tula_wire.enums import RunState
 from tula_wire.format import multiple
 

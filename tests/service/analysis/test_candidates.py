@@ -13,7 +13,7 @@ import tula_wire as wire
 from tests.support.configurations import make_configuration
 from tula_service.analysis.job_data import candidates_of, powers_of_two
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.variants import Variant
+from tula_wire.configurations import Variant
 
 
 def a_job(batch: dict[str, Any], **cluster: int) -> wire.JobSpec:

@@ -7,8 +7,7 @@ import pytest
 
 from tests.support.configurations import make_configuration
 from tula_service.perfmodel.points import StepTimeObservations
-from tula_service.perfmodel.reduction import fit_input_wait
-from tula_service.perfmodel.step_time_model import fit_step_time
+from tula_service.perfmodel.step_time_model import fit_input_wait, fit_step_time
 from tula_wire import Configuration
 
 GRID = [make_configuration(nodes, 1, batch) for nodes in (1, 2, 4) for batch in (16, 32, 64, 128, 256)]

@@ -18,8 +18,8 @@ from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.step_time_form import log_terms, residual_covariance
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
-from tula_service.perfmodel.variants import Variant
 from tula_wire import Configuration
+from tula_wire.configurations import Variant
 
 NOISE = generic_prior().scales.noise ** 2
 

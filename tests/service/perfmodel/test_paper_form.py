@@ -9,8 +9,8 @@ from tests.support.configurations import make_configuration
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.priors import Hardware, ModelFacts, Priors, prior_from_hardware
 from tula_service.perfmodel.step_time_model import fit_step_time
-from tula_service.perfmodel.variants import Variant
 from tula_wire import Configuration
+from tula_wire.configurations import Variant
 from tula_wire.enums import StepTimeForm
 
 GRID = [make_configuration(nodes, 4, batch) for nodes in (1, 2, 4, 8) for batch in (32, 64, 128, 256, 512)]

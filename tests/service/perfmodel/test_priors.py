@@ -31,7 +31,7 @@ from tula_service.perfmodel.priors import (
 )
 from tula_service.perfmodel.step_time_form import log_terms
 from tula_service.perfmodel.step_time_model import fit_step_time
-from tula_service.perfmodel.variants import Variant
+from tula_wire.configurations import Variant
 
 TABLE = Path(__file__).parents[2] / "data" / "single_device.csv"
 

@@ -12,8 +12,7 @@ from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.points import ObservationError, StepTimeObservations
 from tula_service.perfmodel.pricing import Offer, Spot, Training
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
-from tula_service.perfmodel.variants import Variant
-from tula_wire.configurations import Configuration
+from tula_wire.configurations import Configuration, Variant
 
 GRID = [
     Configuration(num_nodes=nodes, ranks_per_node=2, local_batch_size=batch)

@@ -17,8 +17,9 @@ from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
-from tula_service.perfmodel.variants import Switch, Variant, believed_effect, further_switches, launch_of, nearest
+from tula_service.perfmodel.variants import Switch, believed_effect, further_switches, launch_of, nearest
 from tula_wire import Configuration
+from tula_wire.configurations import Variant
 from tula_wire.options import Options, combinations
 
 SWITCHES = {"compile": ["off", "on"], "precision": ["fp32", "bf16"]}
@@ -153,7 +154,7 @@ def test_a_plan_launches_the_base_twice_and_then_what_promises_most() -> None:
 
 def test_an_unread_variant_keeps_the_static_bytes_and_scales_what_an_example_needs() -> None:
     base = fit_memory(MemoryObservations([16.0, 64.0], [1e9 + 16e7, 1e9 + 64e7], static_bytes=1e9))
-    less = switched(base, math.log(0.4), 0.4)
+    less = switched(base, (("checkpointing", "off"),), (("checkpointing", "on"),))
     assert less.predict(100.0).mean == pytest.approx(1e9 + 0.4 * 1e9, rel=0.05)
     assert less.predict(100.0).log_sd > base.predict(100.0).log_sd
     assert less.max_local_batch_size(8e9, safety_probability=0.5) > base.max_local_batch_size(8e9)

@@ -18,8 +18,8 @@ from tula_service.analysis.job_data import JobData
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.priors import Lesson, Lessons, StepTimePrior
 from tula_service.perfmodel.step_time_model import fit_step_time
-from tula_service.perfmodel.variants import Variant
 from tula_service.usecases.job_data import load_job_data
+from tula_wire.configurations import Variant
 from tula_wire.devices import DEVICES
 
 MODEL = fit_step_time(
@@ -219,7 +219,7 @@ def test_every_device_has_a_source_and_precisions_in_order_of_speed() -> None:
         assert device.source, name
         assert device.fp32 <= (device.tf32 or device.fp32) <= (device.fp16 or device.tf32 or device.fp32), name
         assert device.peak in (device.fp32, device.tf32) or name in ("A10G", "GH200", "H100", "H200", "MI300X"), name
-    assert [DEVICES["V100"].tflops(each) for each in ("fp32", "tf32", "bf16", "fp16")] == [15.7, None, None, 125]
+    assert [DEVICES["V100"].tflops[each] for each in ("fp32", "tf32", "bf16", "fp16")] == [15.7, None, None, 125]
     assert DEVICES["V100"].capacities_gib == (16, 32)
 
 

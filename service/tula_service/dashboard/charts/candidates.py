@@ -10,7 +10,6 @@ from tula_service.dashboard.charts.vega import ALARM, DASHES, FAINT, HEIGHT, PAL
 from tula_service.dashboard.format import duration_interval, money_interval
 from tula_wire import DEFAULT_INSTANCE_TYPE, Candidate, Configuration, Estimate, Job, Recommendation
 from tula_wire.format import cluster_name, configuration, duration, money, option, percent, size
-from tula_wire.options import combinations
 
 Quantity = Literal["time", "cost"]
 _SHAPES: Final = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
@@ -254,7 +253,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
     Where nothing is recommended, the options have their first values.
     """
     chosen = recommendation.chosen
-    options = combinations(job.spec.options)[0] if chosen is None else chosen.configuration.options
+    options = job.spec.base_options if chosen is None else chosen.configuration.options
     title = ", ".join([f"{job.name}: memory of a rank", *(option(name, word) for name, word in options)])
     alike = [c for c in recommendation.candidates if c.configuration.options == options]
     predicted = {
