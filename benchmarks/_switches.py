@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.support import clean_environment
+from benchmarks.support import clean_environment, tune_words
 from benchmarks.support.forked import Server
 from tula_client import Client
 from tula_wire import Configuration, Run
@@ -89,15 +89,16 @@ def tune(server: Server, folder: Path, search: str, options: dict[str, tuple[str
     spec.write_text(JOB.format(search=search, size=SIZE, ranks=ranks, options=values))
     flags = [word for name, (flag, _) in options.items() for word in (flag, f"{{{name}}}")]
     script = [str(ROOT / "examples" / "switches_ddp.py"), "--epochs", "10000", "--width", "256", "--depth", "4"]
-    words = [
-        str(Path(sys.executable).with_name("tula")),
-        "tune",
-        str(spec),
-        "--json",
-        "--work-dir",
-        str(folder / search),
+    command = [
+        *tune_words(spec, folder / search),
+        "--launcher",
+        "torchrun",
+        "--",
+        *script,
+        "--batch-size",
+        "{local_batch_size}",
+        *flags,
     ]
-    command = [*words, "--launcher", "torchrun", "--", *script, "--batch-size", "{local_batch_size}", *flags]
     path = f"{Path(sys.executable).parent}:{clean_environment()['PATH']}"
     done = subprocess.run(
         command, env=clean_environment(TULA_URL=server.url, PATH=path), stdout=subprocess.PIPE, text=True, check=False

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from benchmarks.support import PYTHON, clean_environment
+from benchmarks.support import PYTHON, clean_environment, tune_words
 from benchmarks.support.cluster import Cluster, why_no_delay, why_not
 from benchmarks.support.report import median, parser_of, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
@@ -327,14 +327,7 @@ class Bench:
         client, environment = self.project(project or search)
         folder = self.folder / (project or search)
         spec = self.spec(folder, search, self.waits)
-        words = [
-            str(Path(sys.executable).with_name("tula")),
-            "tune",
-            str(spec),
-            "--json",
-            "--work-dir",
-            str(folder),
-        ]
+        words = tune_words(spec, folder)
         began, clock = time.monotonic(), processor_clock()
         with (folder / "out").open("w+") as out, (folder / "err").open("w+") as error:
             tuning = subprocess.Popen(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 PYTHON = os.environ.get("BENCHMARK_PYTHON", sys.executable)
 """The interpreter that serves and trains; in smoke runs of the tests one that forks a process with all imports."""
@@ -14,3 +15,8 @@ def clean_environment(**more: str) -> dict[str, str]:
     with one thread for numerical libraries, and `more`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     return kept | {"OMP_NUM_THREADS": "1"} | more
+
+
+def tune_words(spec: Path, work_dir: Path) -> list[str]:
+    """The words of `tula tune` on a job.toml, before its launcher and the command; it prints JSON."""
+    return [str(Path(sys.executable).with_name("tula")), "tune", str(spec), "--json", "--work-dir", str(work_dir)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from tula_client._errors import TulaError, UsageError
+from tula_client._spec import read_toml
 
 DEFAULT_URL: Final = "http://127.0.0.1:8321"
 
@@ -94,16 +95,10 @@ def _dotenv() -> Access:
 def _config_file() -> Access:
     """Return `url` and `token` of the config file."""
     path = config_path()
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (FileNotFoundError, NotADirectoryError):
-        return _NOTHING
-    except OSError as error:
-        raise TulaError(f"{path} cannot be read ({error.strerror}): make it readable for you, or remove it") from None
-    except UnicodeDecodeError:
-        raise TulaError(f"{path} is not UTF-8 text: save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        raise TulaError(f'{path} is not valid TOML ({error}): write url = "..." and token = "..."') from None
+    with suppress(PermissionError):  # `read_toml` says so
+        if not path.exists():
+            return _NOTHING
+    values = read_toml(path, "make it readable for you, or remove it")
     for name, value in values.items():
         if name not in ("url", "token") or not isinstance(value, str):
             raise TulaError(f"{path}: {name} cannot be used: give url and token, each as text in quotes")

@@ -22,7 +22,9 @@ def load_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:
     """
     if isinstance(spec, JobSpec):
         return spec
-    document, name = (_document(spec), spec) if isinstance(spec, Path) else (spec, "spec")
+    document, name = (
+        (read_toml(spec, "give the path of a job's TOML file"), spec) if isinstance(spec, Path) else (spec, "spec")
+    )
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
@@ -34,11 +36,12 @@ def load_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:
     raise UsageError("\n  ".join([f"{name}: {len(wrong)} fields are wrong:", *wrong]))
 
 
-def _document(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, if_unreadable: str) -> dict[str, Any]:
+    """Return what a TOML file holds. Raises `UsageError`, which for a file that cannot be read says `if_unreadable`."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}): give the path of a job's TOML file") from None
+        raise UsageError(f"{path} cannot be read ({error.strerror}): {if_unreadable}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not UTF-8 text: save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:

@@ -10,6 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
+ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables that configure PyTorch's caching allocator: the second one from torch 2.9 on, the third one on ROCm."""
+GROWING_SEGMENTS: Final = "expandable_segments:True"
+"""The setting with which the allocator's segments grow, so that they do not fragment."""
 ALLOCATOR_SLACK: Final = 0.02
 """Share of the capacity that stays free for the allocator's rounding."""
 

@@ -17,7 +17,13 @@ import torch
 from tula_agent.batches import batch_bytes
 from tula_agent.guard import logger
 from tula_agent.torch_private import ddp_models, local_part
-from tula_wire.memory import RESERVED_RATIO, largest_local_batch_size, static_bytes
+from tula_wire.memory import (
+    ALLOCATOR_VARIABLES,
+    GROWING_SEGMENTS,
+    RESERVED_RATIO,
+    largest_local_batch_size,
+    static_bytes,
+)
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -213,11 +219,13 @@ class MemoryMonitor:
         retries = memory.get("alloc_retries") or 0
         if retries and not self._retries_reported:
             self._retries_reported = True
+            growing = any(GROWING_SEGMENTS in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
             logger.warning(
                 "the device was full %d times at a local batch of %d, and the step had to wait until cached memory was "
-                "given back: take a smaller batch, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                "given back: take a smaller batch%s",
                 retries,
                 self.largest_seen,
+                "" if growing else f", or set {ALLOCATOR_VARIABLES[0]}={GROWING_SEGMENTS}",
             )
 
     def reset_peak(self) -> None:

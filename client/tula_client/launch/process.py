@@ -18,6 +18,7 @@ from typing import Final
 from tula_client._errors import UsageError
 from tula_client.launch import supervisor
 from tula_wire import Run
+from tula_wire.memory import ALLOCATOR_VARIABLES, GROWING_SEGMENTS
 
 _MARGIN_S = 45.0
 """Seconds that the supervisor may need beyond the grace period: stop command, stacks, SIGKILL."""
@@ -27,8 +28,6 @@ _MAX_LINE_BYTES = 65_536
 _OF_ANOTHER_RANK = re.compile(r"\[(?:default|rank)0*[1-9]\d*\]:")
 """How torchrun and torch begin a line of a rank other than the first."""
 _TORCHRUN: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
-_ALLOCATOR: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Variables that configure PyTorch's caching allocator: the second one from torch 2.9 on, the third one on ROCm."""
 
 
 def of_first_rank(lines: Iterable[str]) -> list[str]:
@@ -188,9 +187,9 @@ def command_environment(
         # torchrun sets this itself, but only if it starts more than one rank on a node. A run of one rank would use
         # every core, and its measurement could not be compared with that of other runs.
         defaults["OMP_NUM_THREADS"] = "1"
-    if not any(name in inherited for name in _ALLOCATOR):
+    if not any(name in inherited for name in ALLOCATOR_VARIABLES):
         # Segments that grow do not fragment, so only what is allocated bounds the largest batch.
-        defaults[_ALLOCATOR[0]] = "expandable_segments:True"
+        defaults[ALLOCATOR_VARIABLES[0]] = GROWING_SEGMENTS
     if "TULA_DISABLED" in inherited:
         defaults["TULA_DISABLED"] = inherited["TULA_DISABLED"]
     return {**defaults, **kept, **variables}

@@ -521,7 +521,7 @@ def _memory_of_chosen(answer: Answer) -> list[str]:
     if retries := memory.retries(c):
         return [
             f"The device was full {retries} times when {_named(chosen)} ran, and its steps waited for memory: take a "
-            "smaller local batch (batch.max_local_batch_size), or run with expandable segments."
+            "smaller local batch (batch.max_local_batch_size)."
         ]
     return []
 

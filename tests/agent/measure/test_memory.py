@@ -181,9 +181,13 @@ def test_a_depthwise_network_costs_what_its_groups_do_and_recomputes_nothing() -
     assert not estimate.activation_checkpointing
 
 
+@pytest.mark.parametrize(
+    ("settings", "advised"), [("", True), ("max_split_size_mb:64", True), ("expandable_segments:True", False)]
+)
 def test_peaks_and_retries_of_the_allocator_are_read_and_a_full_device_is_said_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, settings: str, advised: bool
 ) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
     statistics = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 3}
     assert allocator_reading(statistics, 1) == {"peak_bytes": 5, "reserved_bytes": 7, "alloc_retries": 2}
     assert allocator_reading({}) == {"peak_bytes": 0, "reserved_bytes": 0, "alloc_retries": 0}
@@ -192,6 +196,7 @@ def test_peaks_and_retries_of_the_allocator_are_read_and_a_full_device_is_said_o
         monitor.report_retries(memory)
     (record,) = caplog.records
     assert "the device was full 3 times" in record.getMessage()
+    assert ("expandable_segments:True" in record.getMessage()) is advised
 
 
 def test_operations_that_start_a_kernel_are_counted_whatever_the_batch_and_views_are_not() -> None:
