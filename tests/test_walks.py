@@ -129,6 +129,19 @@ def test_usecases_and_analysis_have_at_most_26_files() -> None:
     assert len(files) <= 26
 
 
+def test_every_function_that_the_table_of_changes_names_exists() -> None:
+    table = DOCUMENT.read_text(encoding="utf-8").split("## Where to change what")[1].split("\n## ")[0]
+    places = re.findall(r"`([\w/]+)\.py:([\w.]+)`", table)
+    assert len(places) > 10
+    for path, name in places:
+        found = [
+            Step(".".join(file.relative_to(ROOT / folder).with_suffix("").parts), name)
+            for package, folder in ROOTS.items()
+            for file in (ROOT / folder / package).rglob(f"{path.removeprefix(package + '/')}.py")
+        ]
+        assert any(definition(step) is not None for step in found), f"{path}.py has no {name}"
+
+
 EXAMPLE = """
 # Title
 ## Walk: a retry

@@ -21,14 +21,27 @@ MAX_COMBINATIONS: Final = 64
 """Most combinations of a job's options: the planner and the model look at every one."""
 MAX_OPTIONS: Final = 6
 """Two values of each make `MAX_COMBINATIONS`."""
-RESERVED: Final = frozenset(
-    (
-        *("num_nodes", "ranks_per_node", "world_size", "instance_type"),
-        *("local_batch_size", "global_batch_size", "grad_accum_steps", "max_steps", "learning_rate_factor"),
-        *("checkpoint_dir", "resume", "run_id", "launch_id", "env_file"),
-    )
-)
-"""Placeholders that Tula fills already: the names of `PLACEHOLDERS` in `tula_client/launch/template.py`."""
+PLACEHOLDERS: Final = {
+    "num_nodes": "nodes of this run",
+    "ranks_per_node": "processes per node",
+    "world_size": "processes in all",
+    "local_batch_size": "examples per process and micro-step",
+    "global_batch_size": "examples per optimizer step",
+    "grad_accum_steps": "micro-steps per optimizer step",
+    "max_steps": "optimizer steps of the whole training at this batch: dataset.size x epochs / {global_batch_size}",
+    "instance_type": "name of the instance type, as in the job's cluster",
+    "checkpoint_dir": "folder for the run's checkpoints; the same at a restart",
+    "learning_rate_factor": "learning rate of this batch over that of the job's smallest, by the job's scaling rule; 1 "
+    "in profiling runs and where the rule has no answer",
+    "resume": "checkpoint directory on a restart; an argument that holds it is left out at the first start",
+    "run_id": "id of this run; stays the same when an interrupted run is started again",
+    "launch_id": "unique id of this start, for example as the name of a cluster job",
+    "env_file": 'a JSON file {"env_vars": {...}} with the TULA_* variables, for launchers that pass no environment',
+}
+"""The words that Tula fills into a launch command, with their meanings; no option takes such a name.
+
+What `Template.fill` in `tula_client/launch/template.py` is not given is a field of the configuration.
+"""
 
 _NAME: Final = r"[a-z][a-z0-9_]{0,63}"
 _WORD: Final = r"[A-Za-z0-9._:/@+-]{1,200}"
@@ -77,7 +90,7 @@ def _checked(options: dict[str, list[str]]) -> dict[str, list[str]]:
             raise ValueError(
                 f"{name!r} cannot name an option: begin with a small letter, then use small letters, digits and _"
             )
-        if name in RESERVED:
+        if name in PLACEHOLDERS:
             raise ValueError(f"Tula fills the placeholder {{{name}}} itself: give the option {name!r} another name")
         for word in values:
             if not re.fullmatch(_WORD, word):

@@ -8,9 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from tula_client._spec import faults
-from tula_client.launch.template import PLACEHOLDERS
 from tula_wire import Configuration, JobSpec, RunCreate, read
-from tula_wire.options import RESERVED, combinations, complete
+from tula_wire.options import combinations, complete
 
 OPTIONS = {"precision": ["fp32", "bf16"], "compile": ["off", "on"]}
 
@@ -94,7 +93,3 @@ def test_words_that_no_job_can_have_are_refused_in_a_configuration(options: obje
     sent = {"num_nodes": 2, "local_batch_size": 8, "options": options}
     with pytest.raises(ValidationError):
         RunCreate.model_validate({"kind": "train", "configuration": sent})
-
-
-def test_no_option_takes_the_name_of_a_placeholder() -> None:
-    assert set(PLACEHOLDERS) == RESERVED

@@ -27,7 +27,7 @@ from tula_client.launch.judge import Outcome
 from tula_client.launch.registration import register
 from tula_client.launch.reporter import Reporter
 from tula_client.launch.run_loop import Runner
-from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
+from tula_client.launch.template import LAUNCHERS, Template, with_launcher
 from tula_client.launch.train import train
 from tula_client.launch.tune import (
     Tuned,
@@ -40,6 +40,7 @@ from tula_client.launch.tune import (
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Configuration, Job, JobPatch, JobSpec, Recommendation, Run, Verdict
 from tula_wire.format import configuration as in_words
+from tula_wire.options import PLACEHOLDERS
 from tula_wire.text import printable
 from tula_wire.verdict import sentence
 

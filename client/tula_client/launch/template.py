@@ -10,26 +10,7 @@ from typing import Final
 
 from tula_client._errors import UsageError
 from tula_wire import Configuration, JobSpec
-
-PLACEHOLDERS: Final = {
-    "num_nodes": "nodes of this run",
-    "ranks_per_node": "processes per node",
-    "world_size": "processes in all",
-    "local_batch_size": "examples per process and micro-step",
-    "global_batch_size": "examples per optimizer step",
-    "grad_accum_steps": "micro-steps per optimizer step",
-    "max_steps": "optimizer steps of the whole training at this batch: dataset.size x epochs / {global_batch_size}",
-    "instance_type": "name of the instance type, as in the job's cluster",
-    "checkpoint_dir": "folder for the run's checkpoints; the same at a restart",
-    "learning_rate_factor": "learning rate of this batch over that of the job's smallest, by the job's scaling rule; 1 "
-    "in profiling runs and where the rule has no answer",
-    "resume": "checkpoint directory on a restart; an argument that holds it is left out at the first start",
-    "run_id": "id of this run; stays the same when an interrupted run is started again",
-    "launch_id": "unique id of this start, for example as the name of a cluster job",
-    "env_file": 'a JSON file {"env_vars": {...}} with the TULA_* variables, for launchers that pass no environment',
-}
-"""Names and meanings, the same names as in `tula_wire.options.RESERVED`; what `Template.fill` is not given is a field
-of the configuration."""
+from tula_wire.options import PLACEHOLDERS
 
 _SMALL_FLOAT: Final = 1e-9  # rounding may put dataset.size x epochs a little above its true value
 _WORD = re.compile(r"[A-Za-z0-9._:/@+-]{1,200}")

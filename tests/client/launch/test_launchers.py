@@ -11,9 +11,10 @@ from tula_client._calls import calls
 from tula_client._errors import UnexpectedAnswerError, UsageError
 from tula_client._request import Answer
 from tula_client.cli.launch import launchers
-from tula_client.launch.template import LAUNCHERS, PLACEHOLDERS, Template, with_launcher
+from tula_client.launch.template import LAUNCHERS, Template, with_launcher
 from tula_client.launch.workdir import WorkDir
 from tula_wire import Configuration
+from tula_wire.options import PLACEHOLDERS
 
 CONFIGURATION = Configuration(num_nodes=2, ranks_per_node=4, local_batch_size=32)
 SCRIPT = ["train.py", "--batch-size={local_batch_size}"]
