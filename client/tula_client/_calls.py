@@ -341,7 +341,7 @@ class Calls(Unsent):
     def schedule(
         self, job_id: str, objective: wire.Objective | None = None, *, beta2: float = 0.999
     ) -> Call[wire.BatchSchedule]:
-        """A batch that grows with the gradient noise that a training measured; `write_schedule` writes it down.
+        """Return a batch that grows with the gradient noise that a training measured; `write_schedule` writes it.
 
         `beta2` is Adam's at the base batch.
         """
