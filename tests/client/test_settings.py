@@ -93,7 +93,7 @@ def test_a_token_that_others_can_read_is_refused(mode: int) -> None:
         ('adress = "http://x"', "adress"),
         ("url = 5", "url cannot be used"),
         ('token = "t"', "token needs a url"),
-        ('url = "ftp://x"', "no HTTP address"),
+        ('url = "ftp://x"', "not an HTTP address"),
         ('url = "http://x"\ntoken = "a b"', "copy the token again"),
     ],
 )

@@ -184,7 +184,7 @@ def test_an_hour_of_waiting_is_an_amount_or_nothing(typed: str, usd: float | Non
 
 @pytest.mark.parametrize("typed", ["much", "-3", "0", "inf", "nan"])
 def test_what_is_no_amount_is_asked_again(typed: str) -> None:
-    with pytest.raises(typer.BadParameter, match="no amount above 0"):
+    with pytest.raises(typer.BadParameter, match="not an amount above 0"):
         launch.usd_typed(typed)
 
 
