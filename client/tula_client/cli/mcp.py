@@ -253,6 +253,10 @@ class Tools:
         page = self._client.runs(self._client.handle(job).id, limit=MOST)
         return {"runs": [_plain(run, "instruction", "lease", "lease_expires_at") for run in page.runs]}
 
+    def verdict(self, run: Annotated[str, Field(description="A run's id, see runs.")]) -> Facts:
+        """Say what bounds the speed of a run: one diagnosis, its evidence, and one next step with what it saves."""
+        return _plain(self._client.verdict(run))
+
     def fabrics(self) -> Facts:
         """List the networks that were probed: latency and bandwidth of an all-reduce."""
         return _plain(self._client.fabrics())
