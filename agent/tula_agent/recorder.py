@@ -31,6 +31,7 @@ from tula_agent.rank_channel import Channel, RankRendezvous, current_group, with
 from tula_agent.readings import Interval, Readings, StepTiming, beside_captures, to_number
 from tula_agent.ship.exporter import Exporter
 from tula_agent.ship.joining import Joining
+from tula_agent.ship.kubeflow import TrainJobStatus
 from tula_agent.ship.request_builder import Identity, RequestBuilder
 from tula_agent.ship.spool import SpooledRequest, encode
 from tula_agent.ship.transport import Reply, Transport
@@ -186,6 +187,7 @@ class Recorder:
         self._switch_watch: SwitchWatch | None = None
         self._quiet_until = 0  # before this step, a step is recorded and nothing else
         self._served_numbers: ServedNumbers | None = None
+        self._trainjob = TrainJobStatus.from_environment(os.environ, lambda: self.requests.newest)
         self.joining = None
         if config.job is not None:
             self.joining = Joining(self, config.job, self._number, guard)
@@ -851,9 +853,16 @@ class Recorder:
 
         self._served_numbers = ServedNumbers(job_id, optimizer)
 
-    def _poll(self, transport: Transport) -> None:
-        if (numbers := self._served_numbers) is not None:  # `finish` clears it on another thread
+    def _poll(self, transport: Transport, last: bool) -> None:
+        if (numbers := self._served_numbers) is not None and not last:  # `finish` clears it on another thread
             numbers.poll(transport)
+        trainjob, part = self._trainjob, "the TrainJob's status"
+        known = self.joining is None or self.joining.run_id is not None
+        if trainjob is not None and known and self.plan is None and self.guard.works(part):
+            with self.guard(part):
+                trainjob.report(transport, self.launch.own_run_id, last=last)
+            if last:
+                trainjob.close()
 
     def _on_reply(self, request: SpooledRequest, reply: Reply) -> None:
         if request.method == "POST" and reply.body and reply.body.get("run_ended") is True:

@@ -264,6 +264,10 @@ class Calls(Unsent):
     def run(self, run_id: str) -> Call[wire.Run]:
         """Return one run."""
 
+    @_endpoint("GET", routes.RUN_PROGRESS)
+    def progress(self, run_id: str) -> Call[wire.Progress]:
+        """Where a training stands: what is read, left and spent."""
+
     @_endpoint("GET", routes.RUN_VERDICT)
     def verdict(self, run_id: str) -> Call[wire.Verdict]:
         """Return what bounds the speed of a run: one diagnosis, its evidence, and one next step with its worth."""

@@ -95,6 +95,15 @@ class RunList(WireModel):
     next_cursor: str | None = optional("Send it as `cursor` to get the next page; null on the last.")
 
 
+class Progress(WireModel):
+    """Where a training stands. Earlier starts of it count toward what is read and spent."""
+
+    done: float | None = optional("Share of the examples that were read, 0 to 1; null before the first step.")
+    left_s: float | None = optional("Seconds that the rest takes at the speed of the newest steps.")
+    spent_usd: float | None = optional("US dollars of the nodes so far; null without prices.")
+    step_time_s: float | None = optional("Seconds per optimizer step: robust mean over the newest steps.")
+
+
 class ClaimRequest(WireModel):
     """A request to lease the next run of the plan for `lease_s`."""
 

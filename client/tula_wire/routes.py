@@ -20,6 +20,7 @@ JOB_EVENTS: Final = "/v1/jobs/{job_id}/events"
 RUN: Final = "/v1/runs/{run_id}"
 RUN_SAMPLES: Final = "/v1/runs/{run_id}/samples"
 RUN_TELEMETRY: Final = "/v1/runs/{run_id}/telemetry"
+RUN_PROGRESS: Final = "/v1/runs/{run_id}/progress"
 RUN_VERDICT: Final = "/v1/runs/{run_id}/verdict"
 RUN_CHART: Final = "/v1/runs/{run_id}/charts/{name}"
 

@@ -35,9 +35,9 @@ class Exporter:
     """A bounded queue, one daemon thread that is started when first needed, and a spool on disk.
 
     `collect` is called on the thread before each delivery and answers the requests that are due; `on_reply` gets each
-    reply; `poll` is called after each delivery. While the service fails the circuit is open: requests go to the spool,
-    and one at a time probes whether the service is back. The training thread never waits for this, except in `close`,
-    which has a deadline.
+    reply; `poll` is called after each delivery, with True after the last. While the service fails the circuit is open:
+    requests go to the spool, and one at a time probes whether the service is back. The training thread never waits for
+    this, except in `close`, which has a deadline.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Exporter:
         guard: Guard,
         lease: int | None = None,
         on_reply: Callable[[SpooledRequest, Reply], None] | None = None,
-        poll: Callable[[Transport], None] | None = None,
+        poll: Callable[[Transport, bool], None] | None = None,
         queue_limit: int = QUEUE_LIMIT,
         spool_limit_bytes: int = 64 * 2**20,
         clock: Callable[[], float] = time.monotonic,
@@ -180,8 +180,8 @@ class Exporter:
                 self._sending = None  # after that, so that `_save` misses it at no moment
             if not taken:
                 return
-        if self._poll is not None and not last:
-            self._poll(self._transport)
+        if self._poll is not None:
+            self._poll(self._transport, last)
 
     def _replay(self, last: bool) -> bool:
         size = self._spool.size

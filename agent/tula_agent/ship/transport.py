@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import ssl
 import sys
 import threading
 import time
@@ -71,7 +72,13 @@ class Transport:
     """
 
     def __init__(
-        self, url: str, token: str | None, timeout_s: float, *, over: httpx.BaseTransport | None = None
+        self,
+        url: str,
+        token: str | None,
+        timeout_s: float,
+        *,
+        over: httpx.BaseTransport | None = None,
+        verify: ssl.SSLContext | bool = True,
     ) -> None:
         self._timeout_s, self._ends = timeout_s, 0.0
         headers = {"user-agent": "tula-agent", "content-type": "application/json", "accept-encoding": "identity"}
@@ -79,7 +86,9 @@ class Transport:
             headers["authorization"] = f"Bearer {token}"
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
         timeout = httpx.Timeout(timeout_s, connect=min(2.0, timeout_s))
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits, transport=over)
+        self._client = httpx.Client(
+            base_url=url, headers=headers, timeout=timeout, limits=limits, transport=over, verify=verify
+        )
         self._exchanging_thread: int | None = None
         logging.getLogger("httpx").addFilter(self._is_of_the_script)  # which logs each request at level INFO
 

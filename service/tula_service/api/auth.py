@@ -22,7 +22,9 @@ UNAUTHENTICATED_ROUTES: Final = PROBES | {
 }  # fmt: skip
 """Probes, which reveal only yes or no, and what a browser needs to show the form that takes a token."""
 INGEST_ROUTES: Final = frozenset({("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TELEMETRY)})
-AGENT_ROUTES: Final = INGEST_ROUTES | {("GET", routes.RUN), ("PATCH", routes.RUN), ("GET", routes.JOB_SCALING)}
+AGENT_ROUTES: Final = INGEST_ROUTES | {
+    ("GET", routes.RUN), ("PATCH", routes.RUN), ("GET", routes.RUN_PROGRESS), ("GET", routes.JOB_SCALING)
+}  # fmt: skip
 PUBLIC_ROUTES: Final = frozenset({("GET", "/accuracy"), ("GET", "/accuracy/charts/{name}")})
 """What anyone may see of a service that only reads."""
 _ABOUT_TOKENS: Final = frozenset({routes.TOKENS, "/admin"})

@@ -12,7 +12,7 @@ from tula_service.api.bodies import JsonRoute
 from tula_service.api.queries import Cursor, Lease, reject_unknown_query
 from tula_service.api.services import AppServices
 from tula_service.usecases import runs
-from tula_wire import ClaimRequest, Run, RunClaimed, RunCreate, RunKind, RunList, RunPatch, Verdict, routes
+from tula_wire import ClaimRequest, Progress, Run, RunClaimed, RunCreate, RunKind, RunList, RunPatch, Verdict, routes
 
 router = APIRouter(route_class=JsonRoute, tags=["runs"], dependencies=[Depends(reject_unknown_query)])
 
@@ -45,6 +45,12 @@ def list_runs(
 async def get_run(run_id: str, caller: Caller, services: AppServices) -> Run:
     """Return one run."""
     return await to_thread.run_sync(runs.get, services.store, caller, run_id, limiter=services.ingest_threads)
+
+
+@router.get(routes.RUN_PROGRESS)
+async def get_progress(run_id: str, caller: Caller, services: AppServices) -> Progress:
+    """Where a training stands: what is read, left and spent."""
+    return await to_thread.run_sync(runs.progress, services.store, caller, run_id, limiter=services.ingest_threads)
 
 
 @router.get(routes.RUN_VERDICT)

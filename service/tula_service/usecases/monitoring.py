@@ -115,13 +115,14 @@ def _check_limits(tx: Transaction, run: RunRecord, monitor: Monitor, step: int) 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a running training stands; None where it is not known. Earlier starts count toward what is spent."""
+    """Where a training stands; None where it is not known. Earlier starts count toward what is done and spent."""
 
     job_id: str
     job_name: str
     run_id: str
     step_time_s: float | None
     predicted_step_time_s: float | None
+    done: float | None
     left_s: float | None
     spent_usd: float | None
     tokens_per_s: float | None
@@ -131,10 +132,11 @@ def running_trainings(store: Store, principal: Principal) -> list[Progress]:
     """Return where the newest trainings stand that run now in the projects of `principal`, at most MOST_TRAININGS."""
     with store.reading() as tx:
         running = tx.runs.running_trainings(principal.project_id, limit=MOST_TRAININGS)
-        return [_progress(tx, run) for run in running]
+        return [progress(tx, run) for run in running]
 
 
-def _progress(tx: Transaction, run: RunRecord) -> Progress:
+def progress(tx: Transaction, run: RunRecord) -> Progress:
+    """Return where a training stands by its newest samples, or stood at its end."""
     job = tx.jobs.get(run.job_id)
     spec, configuration = read_spec(job), run.configuration
     monitor = Monitor() if run.monitor is None else Monitor.read(run.monitor)
@@ -149,7 +151,8 @@ def _progress(tx: Transaction, run: RunRecord) -> Progress:
         run_id=run.id,
         step_time_s=step_s,
         predicted_step_time_s=run.predicted_step_time_s,
+        done=None if left is None else 1.0 - left / (spec.epochs * spec.dataset.size),
         left_s=None if left is None or examples_per_s is None else left / examples_per_s,
-        spent_usd=_spent(spec, run, tx.now())[1] if priced else None,
+        spent_usd=_spent(spec, run, run.finished_at or tx.now())[1] if priced else None,
         tokens_per_s=None if tokens is None or examples_per_s is None else tokens * examples_per_s,
     )

@@ -294,6 +294,13 @@ def output(store: Store, principal: Principal, run_id: str) -> str | None:
         return tx.runs.output(visible_run(tx, principal, run_id).key)
 
 
+def progress(store: Store, principal: Principal, run_id: str) -> wire.Progress:
+    """Return where a training stands. Raises NotFound."""
+    with store.reading() as tx:
+        stands = monitoring.progress(tx, visible_run(tx, principal, run_id))
+    return wire.Progress.model_validate(stands, from_attributes=True, extra="ignore")
+
+
 def verdict(store: Store, principal: Principal, run_id: str) -> wire.Verdict:
     """Return the diagnosis of a run by its newest measured steps, its evidence and a next step. Raises NotFound."""
     with store.reading() as tx:

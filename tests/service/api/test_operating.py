@@ -19,7 +19,7 @@ from tula_service.__main__ import app
 from tula_service.api.auth import COOKIE
 from tula_service.domain import NewRun
 from tula_service.usecases.monitoring import MOST_TRAININGS
-from tula_wire import routes
+from tula_wire import Progress, routes
 
 
 @pytest.fixture
@@ -243,9 +243,19 @@ def test_a_running_training_is_scraped_with_speed_rest_money_and_tokens(service:
         assert shown["tula_job_eta_seconds"] == [(labels, pytest.approx(left))]
         assert shown["tula_job_spent_usd"][0][1] > 0.0
         assert shown["tula_job_predicted_step_seconds"][0][1] > 0.0
+        stands = Progress.model_validate(boss.get(routes.RUN_PROGRESS.format(run_id=run)).json())
+        assert (stands.done, stands.left_s) == (pytest.approx(20 * 32 / 1797 / 10), pytest.approx(left))
+        assert stands.step_time_s == 0.5
         assert [labels["version"] for labels, _ in shown["tula_build_info"]] == [__version__]
         assert boss.patch(routes.RUN.format(run_id=run), json={"state": "succeeded"}).status_code == 200
         assert not [name for name in scraped(boss) if name.startswith("tula_job_")], "an ended training has no series"
+
+
+def test_an_agent_learns_how_far_its_own_training_is_and_of_no_other(service: Service, red: Tenant) -> None:
+    path = routes.RUN_PROGRESS.format(run_id=red.run_id)
+    with service.client(red.agent) as agent, service.client(service.tenant("progress").agent) as other:
+        assert Progress.model_validate(agent.get(path).json()).done is None  # before its first step
+        assert other.get(path).status_code == 404
 
 
 def test_a_resumed_training_of_unknown_epoch_has_no_eta(service: Service) -> None:
