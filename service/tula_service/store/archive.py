@@ -45,8 +45,11 @@ class Archive:
             self._files, self._folder = (fs.LocalFileSystem(), place) if local else fs.FileSystem.from_uri(place)
             self._files.create_dir(self._folder)
         except (OSError, ValueError) as error:
-            said = _without_secrets(str(error))
-            raise InvalidInput(f"TULA_ARCHIVE cannot be written ({said}): give a folder or an s3:// URL.") from error
+            said = _without_secrets(" ".join(str(error).split()))
+            raise InvalidInput(
+                f"TULA_ARCHIVE cannot be written ({said}): give a folder, or the s3:// URL of a bucket that exists and "
+                "that the credentials in the AWS_ variables may write to."
+            ) from error
 
     def write(self, engine: sa.Engine, table: str) -> None:
         """Write a detached partition to `TABLE-00001.parquet` and further files, in the order of its primary key.
@@ -56,10 +59,10 @@ class Archive:
         written.
         """
         try:
-            if sum(self._stored(table).values()) == _num_values(engine, table):
-                return
             for path in self._files_of(table, ".tmp"):  # left by an attempt that was killed
                 self._files.delete_file(path)
+            if sum(self._stored(table).values()) == _num_values(engine, table):
+                return
             parts, sizes = _parts(engine, table, min(VALUES_AT_ONCE, self._values_per_file)), {}
             for number, first in enumerate(parts, 1):
                 path = f"{self._folder}/{table}-{number:05}.parquet"
