@@ -3,7 +3,7 @@
     python -m benchmarks.step_time [--grids FILE] [--sync FILE]... [--json OUT] [--jobs N] [--only SOURCE]
                                    [--without SOURCE] [--by-source] [--noise SD] [--draws N] [--smoke]
 
-`--by-source` also gives the figures of each source beside those of all others. It is not a held-out test: constants of
+`--by-source` also gives the figures of each source and those of all others. It is not a held-out test: constants of
 the search and of the residual were chosen on these grids (docs/model.md lists which).
 Runs report the split of a step into compute and exposed communication where the source has it (`--sync`). `random4`
 and `random6` are runs drawn at random, one of them on the largest cluster, in five draws. For each plan, `median`,

@@ -273,7 +273,7 @@ def _as_usual(rows: Sequence[tuple[Configuration, RunSummary]], relative_sd: Flo
     """Return the relative standard errors, shape (n,), none below what its steps would have at the usual spread.
 
     Usual is the median spread of a step among the batches on one cluster. A few steps that are alike by chance, where
-    slow ones come at random, would otherwise be believed more than all the longer measurements beside them.
+    slow ones come at random, would otherwise be believed more than all the longer measurements next to them.
     """
     steps = np.array([max(1.0, summary.num_samples / where.world_size) for where, summary in rows])
     spread = relative_sd * np.sqrt(steps)
