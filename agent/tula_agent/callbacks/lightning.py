@@ -123,7 +123,7 @@ class UneditedCallback(TulaCallback):
     """
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A micro-step ends."""
+        """End a micro-step."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self.run.stopping:
             self.on_fit_end(trainer, pl_module)
