@@ -249,7 +249,7 @@ def _schedule_fields(answer: Answer, chosen: Estimate, beta2: float, curves: Seq
         "saved_usd": estimate_of(saved_usd) if goal.priced else None,
         "sentence": _worth(ramp, constant, saved, goal),
         "risk": f"Accuracy: the guard allows each stage's batch at the least noise scale from there on, and {steps:,} "
-        "steps remain. But few schedules were trained in our experiments, noise that grows because the learning rate "
+        "steps remain. But our experiments have hardly tried schedules, noise that grows because the learning rate "
         "fell is a weaker signal and no more room, and the noise scale is a doubtful proxy of what a training bears: "
         "compare the validation loss with a training at the constant batch.",
     }
