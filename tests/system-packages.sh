@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# What the tests need beyond Python: SLURM, munge and OpenSSH (launchers), iproute2 (cluster), Chromium (pages), strace (service), binutils (image).
+# What the tests need beyond Python: SLURM, munge and OpenSSH (launchers), iproute2 (cluster), Chromium (pages), strace and
+# Prometheus (service), binutils (image).
 # Quick when nothing is missing; installs with apt as root on Debian-like systems; elsewhere lists what is missing.
 set -euo pipefail
 declare -A package_of=(
   [slurmctld]=slurmctld [slurmd]=slurmd [srun]=slurm-client [munged]=munge
   [ssh]=openssh-client [ssh-keygen]=openssh-client [sshd]=openssh-server
   [ip]=iproute2 [tc]=iproute2 [chromium]=chromium [strace]=strace [strip]=binutils
+  [prometheus]=prometheus
 )
 PATH="$PATH:/usr/sbin:/sbin"
 missing=()
