@@ -1,5 +1,5 @@
-"""Pictures of the documents: `make pictures` serves, tunes and trains the digits, photographs pages of that run, and
-draws the workflow with its numbers.
+"""Pictures of the documents: `make pictures` serves, tunes and trains the digits, films the tuning, photographs pages
+of that run, and draws the workflow with its numbers.
 
     python -m docs.pictures [--epochs 20] [--output docs/pictures]
 
@@ -9,27 +9,43 @@ Takes about two minutes, and Chromium (tests/system-packages.sh).
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
+import dataclasses
 import html
 import io
 import os
+import pty
+import subprocess
 import sys
 import tempfile
+import termios
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
+from ptyreel import TapeSettings, render_svg
+from ptyreel.layout import Layout
+from ptyreel.screen import TerminalScreen
 
 from benchmarks.support.chromium import FLAGS, chromium_path
 from examples import demo
-from tula_client import Client, JobHandle
+from tula_client import Client, JobHandle, TulaError
 from tula_wire import LedgerEntry, Recommendation
 from tula_wire.format import duration, percent
 
 WIDTH, HEIGHT, COLOURS = 1280, 860, 256
-PICTURES = ("workflow.svg", "job.png", "frontier.png", "run.png")
-"""The workflow with a run's numbers, a job's recommendation, its chart of time against cost, a training run's page."""
+PICTURES = ("tune.svg", "workflow.svg", "job.png", "frontier.png", "run.png")
+"""`tula tune` on a terminal, the workflow with a run's numbers, a job's recommendation, its chart of time against cost,
+a training run's page."""
+Piece = tuple[float, str]
+"""What a command wrote to its terminal at once, after the second at which it did."""
+TUNE = "tune job.toml --launcher torchrun -- examples/digits_ddp.py --batch-size {local_batch_size}"
+SCREEN = TapeSettings(width=940, height=720, font_size=12, padding=14, loop_delay_ms=8_000)
+FILM_MS, TYPING_MS, FRAME_MS = 20_000, 2_000, 400
+"""Length of the film, of its command being typed, and of a frame."""
 BOX, GAP, LINE = 220, 27, 22
 """Width of a step of the workflow, and space between two steps and between two lines, in pixels."""
 
@@ -46,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     with tempfile.TemporaryDirectory(prefix="tula-pictures-") as folder, demo.service(Path(folder)) as url:
         os.environ["TULA_URL"] = url
+        (options.output / "tune.svg").write_text(film(tuned_on_a_terminal(Path(folder))), encoding="utf-8")
         with tempfile.TemporaryDirectory() as output:
             demo.demonstrate(Path(folder), Path(output), options.epochs, most=4)
         with Client() as client, sync_playwright() as playwright, contextlib.ExitStack() as stack:
@@ -64,6 +81,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
             keep(page.screenshot(), options.output / "run.png")
             (options.output / "workflow.svg").write_text(workflow(measured_steps(job)), encoding="utf-8")
     return 0
+
+
+def tuned_on_a_terminal(folder: Path) -> list[Piece]:
+    """Run `tula tune` on the job of the demonstration, and return what it wrote to a terminal of the film's size."""
+    (folder / "job.toml").write_text(demo.SPEC.replace("MOST", "4"))
+    (folder / "examples").symlink_to(demo.EXAMPLES)
+    layout = Layout.from_settings(SCREEN)
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (layout.rows, layout.cols))
+    environment = os.environ | {"TERM": "xterm-16color"}  # the colours that the film's palette has
+    command = [sys.executable, "-m", "tula_client.cli", *TUNE.split()]
+    pieces: list[Piece] = []
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    with contextlib.suppress(OSError):  # what a terminal reports once nothing writes to it any more
+        while data := os.read(ours, 2**16):
+            pieces.append((time.monotonic() - began, decoder.decode(data)))
+    os.close(ours)
+    if process.wait():
+        raise TulaError(f"tula tune ended with exit code {process.returncode}: {''.join(text for _, text in pieces)}")
+    return pieces
+
+
+def film(pieces: Sequence[Piece]) -> str:
+    """An animated SVG: the command is typed, then what it wrote appears within FILM_MS.
+
+    A page that asks for no motion shows the last frame. The window is dark on any page.
+    """
+    layout = Layout.from_settings(SCREEN)
+    screen = TerminalScreen(cols=layout.cols, rows=layout.rows)
+    words = ["$", "tula", *TUNE.split()]
+    for number, word in enumerate(words):
+        screen.feed(f"{word} ", time_ms=number * TYPING_MS // len(words))
+    screen.feed("\r\n", time_ms=TYPING_MS)
+    speed = pieces[-1][0] * 1000 / FILM_MS
+    for second, text in pieces:
+        frame = int(second * 1000 / speed) // FRAME_MS
+        screen.feed(text, time_ms=TYPING_MS + frame * FRAME_MS)
+    faster = f", {speed:.0f} times as fast" if speed >= 1.5 else ""
+    return render_svg(screen.snapshot(), settings=dataclasses.replace(SCREEN, title=f"tula tune{faster}"))
 
 
 def measured_steps(job: JobHandle) -> list[list[str]]:

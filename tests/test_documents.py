@@ -23,6 +23,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -198,6 +199,19 @@ def test_every_picture_is_used_and_described_and_made_by_the_script() -> None:
     }
     assert {path.name for path in used} == made == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
     assert all(path.is_file() and len(text) > 30 for path, text in used.items())
+
+
+def test_the_film_of_a_terminal_is_small_loads_nothing_and_stands_still_for_who_wants_no_motion() -> None:
+    """The one in the documents, and one made of what a command wrote within a minute."""
+    film = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["film"]
+    pieces = [(second / 10, f"\r\x1b[2K\x1b[32mstep\x1b[0m {second} <&>") for second in range(600)]
+    for text in (film(pieces), (ROOT / "docs" / "pictures" / "tune.svg").read_text(encoding="utf-8")):
+        assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+        assert len(text.encode()) < 150_000
+        assert "@media(prefers-reduced-motion:reduce){*{animation:none!important}}" in text
+        assert not re.search(r"<script|href=|url\((?!#)", text)
+    assert "step</tspan>" in film(pieces)
+    assert "599 &lt;&amp;&gt;" in film(pieces)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
