@@ -149,13 +149,17 @@ HELM = """
 import json, sys
 import helm_python as helm
 
-path, given = sys.argv[1], json.loads(sys.argv[2])
+path, given, options = sys.argv[1], *map(json.loads, sys.argv[2:])
+parsers = {"--set": helm.parse_set_string, "--set-string": helm.parse_set_string_values}
+asked = [{"replica": 3}, {"env": {"TULA_DATABASE": "a password"}}]
+refused = []
 with helm.Chart.load(path) as chart:
     rendered = [chart.render(values, name="mine", namespace="tula") for values in given]
-    try:
-        refused = chart.validate_schema({"replica": 3})
-    except helm.HelmValuesError as error:
-        refused = str(error)
+    for values in asked + [parsers[option](expression) for option, expression in options]:
+        try:
+            chart.validate_schema(values)
+        except helm.HelmValuesError as error:
+            refused.append(str(error))
 json.dump({"rendered": rendered, "refused": refused, "lint": helm.lint(path, strict=True)}, sys.stdout)
 """
 """Runs in a process, which Go's runtime then shares with nothing else."""
@@ -170,8 +174,13 @@ CHANGED = {
 
 @pytest.fixture(scope="module")
 def helm() -> dict[str, Any]:
-    """What Helm makes of the chart, without values and with CHANGED, and what it says about it."""
-    arguments = [sys.executable, "-c", HELM, str(CHART), json.dumps([{}, CHANGED])]
+    """What Helm makes of the chart, without values and with CHANGED, and what it says about it.
+
+    `refused`: what it says of two values that it is to refuse, and of those in the command of docs/deploy.md.
+    """
+    options = re.findall(r"(--set\S*) (\S+)", (ROOT / "docs/deploy.md").read_text(encoding="utf-8"))
+    assert options
+    arguments = [sys.executable, "-c", HELM, str(CHART), json.dumps([{}, CHANGED]), json.dumps(options)]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
@@ -183,10 +192,13 @@ def by_kind(text: str) -> dict[str, dict[str, Any]]:
     return {document["kind"]: document for document in yaml.safe_load_all(text)}
 
 
-def test_the_chart_is_linted_and_refuses_a_value_that_does_not_exist(helm: dict[str, Any]) -> None:
+def test_the_chart_is_linted_takes_the_documented_values_and_refuses_others(helm: dict[str, Any]) -> None:
+    """Among the others is the database's address in plain sight, which the Secret holds."""
     above_information = [message for message in helm["lint"]["messages"] if message["severity"] > 1]
     assert (helm["lint"]["total_charts_linted"], above_information, helm["lint"]["errors"]) == (1, [], [])
-    assert "replica" in helm["refused"]
+    unknown, plain = helm["refused"]
+    assert "replica" in unknown
+    assert "TULA_DATABASE" in plain
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed, which has kustomize built in")
