@@ -35,10 +35,11 @@ _KILLED_OR_ABORTED = re.compile(
 _TORCHRUN_STATUS = re.compile(r"^\s+exitcode\s*:\s*(-?\d+)")
 _TRACEBACK = "Traceback (most recent call last)"
 _CAUSE = "The above exception was the direct cause of the following exception:"
-_RANK = re.compile(r"^\[(?:rank|default)?(\d+)\]:\s?")
+_RANK = re.compile(r"^(\[(?:rank|default)?(\d+)\]:)\s?(?:\[rank\d+\]:\s?)?")
+"""How torchrun begins a line of a rank, and after that torch a line of its traceback."""
 _ELASTIC = re.compile(
     r"torch/distributed/(?:elastic|run|launcher)|multiprocessing/api|torch\.distributed\.elastic|ChildFailedError"
-    r"|^=+$|^-+$|^Failures:|^\s*<NO_OTHER_FAILURES>|error_file|traceback : |Root Cause|^\[\d\]:"
+    r"|^=+$|^-+$|^Failures:|^\s*<NO_OTHER_FAILURES>|error_file|traceback : |Root Cause"
     r"|^\s+(?:time|host|rank|exitcode)\s+:|^[WEI]\d{4} |^Traceback \(most recent call last\):$|^\s{2,}"
     r"|^srun: error: \S+: tasks? |^slurmstepd: |^\s*\^+\s*$"
 )
@@ -153,7 +154,7 @@ def ran_out_of_memory(lines: list[str]) -> bool:
             return True
         if match := _TORCHRUN_STATUS.match(text):
             status = int(match[1])  # torchrun prints the status of the root cause last
-        ranks.setdefault(rank[1] if rank else "", _LastException()).read(text)
+        ranks.setdefault(rank[2] if rank else "", _LastException()).read(text)
     return status in (-signal.SIGKILL, _KILLED) or any(last.of_memory for last in ranks.values())
 
 
@@ -180,7 +181,11 @@ class _LastException:
 def relevant_lines(lines: list[str], count: int = 4) -> list[str]:
     """Return the last lines with an error, without the launcher's own frames and tables;
     without an error, the last lines."""
-    own = [line.rstrip() for line in lines if line.strip() and not _ELASTIC.search(line)]
+    own = [
+        f"{rank[1]} {text}" if (rank := _RANK.match(line)) else text
+        for line in lines
+        if (text := _RANK.sub("", line).rstrip()) and not _ELASTIC.search(text)
+    ]
     errors = [line for line in own if _ERROR.search(line)]
     return list(dict.fromkeys(errors or own or [line.rstrip() for line in lines if line.strip()]))[-count:]
 

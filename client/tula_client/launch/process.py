@@ -28,6 +28,16 @@ _MAX_LINE_BYTES = 65_536
 _OF_ANOTHER_RANK = re.compile(r"\[(?:default|rank)0*[1-9]\d*\]:")
 """How torchrun and torch begin a line of a rank other than the first."""
 _TORCHRUN: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
+_RANK_OPTIONS: Final = frozenset(
+    {"-t", "--tee", "-r", "--redirects", "--log-dir", "--log_dir", "--logs-specs", "--logs_specs"}
+    | {"--local-ranks-filter", "--local_ranks_filter"}
+)
+_RANK_VARIABLES: Final = frozenset(
+    {"PET_TEE", "PET_REDIRECTS", "PET_LOG_DIR", "PET_LOCAL_RANKS_FILTER", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"}
+)
+"""How a user says where torchrun writes what ranks print."""
+_TEE: Final = ",".join(f"{local_rank}:3" for local_rank in range(1, 10))
+"""Both streams of local ranks 1 to 9, of those that there are: torchrun takes one digit."""
 
 
 def of_first_rank(lines: Iterable[str]) -> list[str]:
@@ -177,19 +187,43 @@ def run_variables(
 
 
 def command_environment(
-    inherited: Mapping[str, str], variables: Mapping[str, str], command: Sequence[str] = ()
+    inherited: Mapping[str, str],
+    variables: Mapping[str, str],
+    command: Sequence[str] = (),
+    *,
+    rank_logs: Path | None = None,
 ) -> dict[str, str]:
-    """Return the environment of `command`: inherited, without `TULA_*` variables of an outer run, output unbuffered."""
+    """Return the environment of `command`: inherited, without `TULA_*` variables of an outer run, output unbuffered.
+
+    rank_logs: the folder in which torchrun keeps what each rank but the first prints.
+    """
     kept = {name: value for name, value in inherited.items() if not name.startswith("TULA_")}
     defaults = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-    words = (part for word in command for part in word.split())  # also of `bash -c "torchrun ..."`
+    words = [part for word in command for part in word.split()]  # also of `bash -c "torchrun ..."`
     if any(word.rpartition("/")[2] in _TORCHRUN for word in words):
         # torchrun sets this itself, but only if it starts more than one rank on a node. A run of one rank would use
         # every core, and its measurement could not be compared with that of other runs.
         defaults["OMP_NUM_THREADS"] = "1"
+        if rank_logs is not None and _starts_here(words) and not _says_where_ranks_write(words, inherited):
+            # The first rank writes into the log itself, so that nothing delays what it prints. Of each other rank
+            # torchrun copies line after line there, marked with its rank.
+            defaults["PET_TEE"], defaults["PET_LOG_DIR"] = _TEE, str(rank_logs)
+            defaults["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank${rank}]: "
     if not any(name in inherited for name in ALLOCATOR_VARIABLES):
         # Segments that grow do not fragment, so only what is allocated bounds the largest batch.
         defaults[ALLOCATOR_VARIABLES[0]] = GROWING_SEGMENTS
     if "TULA_DISABLED" in inherited:
         defaults["TULA_DISABLED"] = inherited["TULA_DISABLED"]
     return {**defaults, **kept, **variables}
+
+
+def _starts_here(words: Sequence[str]) -> bool:
+    """Return True if a command that names torchrun starts it on this machine: another may lack the folder for logs."""
+    program = words[0].rpartition("/")[2]
+    return program in ("torchrun", "bash", "sh", "env", "uv") or program.startswith("python")
+
+
+def _says_where_ranks_write(words: Iterable[str], inherited: Mapping[str, str]) -> bool:
+    """Return True if the user gives torchrun an option, or a variable, for the output of ranks."""
+    options = (word.partition("=")[0] for word in words)
+    return not _RANK_OPTIONS.isdisjoint(options) or not _RANK_VARIABLES.isdisjoint(inherited)

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from tula_client.launch.judge import Outcome
+from tula_client.launch.workdir import rank_logs
 from tula_wire import Configuration, Job, Run
 from tula_wire.format import configuration, duration, money
 from tula_wire.jobs import ProfilingCost
@@ -71,7 +72,7 @@ class Reporter:
         purpose = escape(f" ({run.purpose.rstrip('.')})") if run.purpose else ""
         self._console.print(f"[dim]start[/]     {configuration(run.configuration)}[dim]{purpose}[/]", highlight=False)
         if run.kind == "train" or self._console.is_terminal:
-            self._console.print(f"[dim]          log: {escape(str(log))}[/]", highlight=False, soft_wrap=True)
+            self._console.print(f"[dim]          log: {escape(_place(log))}[/]", highlight=False, soft_wrap=True)
         self._describe()
 
     def output(self, lines: Sequence[str]) -> None:
@@ -96,7 +97,7 @@ class Reporter:
             self._console.print(f"          {outcome.message}", highlight=False, markup=False)
             for line in outcome.lines:
                 self._console.print(f"          | {line}", highlight=False, markup=False)
-            self._console.print(f"          log: {log}", highlight=False, markup=False, soft_wrap=True)
+            self._console.print(f"          log: {_place(log)}", highlight=False, markup=False, soft_wrap=True)
         self._describe()
 
     def waiting(self, reason: str) -> None:
@@ -129,6 +130,12 @@ def _cut_short(run: Run) -> str:
     if run.instruction is None or not 0 < (run.num_steps or 0) < planned:
         return ""
     return f", {run.num_steps} of {run.instruction.measuring_steps} steps"
+
+
+def _place(log: Path) -> str:
+    """Return the path of a log, and the folder in which other ranks have theirs, if there is one."""
+    ranks = rank_logs(log)
+    return f"{log} (each other rank's: {ranks})" if ranks.is_dir() else str(log)
 
 
 def rest_of_plan(cost: ProfilingCost) -> str:

@@ -33,7 +33,7 @@ from tula_client.launch.judge import EMBED, Outcome, agent_warnings, judge, tail
 from tula_client.launch.process import LogLines, Process, command_environment, of_first_rank, run_variables, start
 from tula_client.launch.reporter import Reporter
 from tula_client.launch.template import Template
-from tula_client.launch.workdir import WorkDir
+from tula_client.launch.workdir import WorkDir, rank_logs
 from tula_wire import (
     ClaimRequest,
     Configuration,
@@ -238,10 +238,15 @@ class Runner:
         stop_command = next(iter(stop_commands), None)
         if stop_command is not None:
             self.work.save(_SUBMITTED + launch_id, {"stop_command": stop_command})
+        ranks = rank_logs(log) if run.configuration.world_size > 1 else None
+        environment = command_environment(self.inherited, variables, command, rank_logs=ranks)
+        if ranks is not None and environment.get("PET_LOG_DIR") == str(ranks):
+            with suppress(OSError):  # torchrun says what is wrong
+                ranks.mkdir()  # so that its path can be named from the start
         try:
             process = self.start_command(
                 command,
-                environment=command_environment(self.inherited, variables, command),
+                environment=environment,
                 log=log,
                 grace_s=self.grace_s,
                 stop_command=stop_command,

@@ -30,6 +30,11 @@ def may_hold_files(folder: Path) -> bool:
     return holds or not all(isinstance(error, FileNotFoundError) for error in errors)
 
 
+def rank_logs(log: Path) -> Path:
+    """Return the folder for what each rank but the first prints in the start that has this log, see `WorkDir.log`."""
+    return log.with_suffix("")
+
+
 def _private(path: str, flags: int) -> int:
     """Return an opener of files that only the user can read."""
     return os.open(path, flags, 0o600)

@@ -113,6 +113,15 @@ def test_the_scripts_error_comes_before_the_launchers_tables():
     assert not any("elastic" in line or "====" in line for line in relevant_lines(TORCHRUN.splitlines()))
 
 
+def test_the_error_of_another_rank_is_shown_with_its_rank_and_without_frames():
+    """torchrun marks its lines, and torch those of a traceback once more."""
+    lines = [f"[rank1]: [rank1]: {line}" for line in TORCHRUN.splitlines()[:4]] + TORCHRUN.splitlines()[4:]
+    assert (
+        relevant_lines(lines)[0] == "[rank1]: FileNotFoundError: [Errno 2] No such file or directory: '/data/imagenet'"
+    )
+    assert ran_out_of_memory([*(f"[rank1]: [rank1]: {line}" for line in (*FRAMES, CUDA)), *TORCHRUN.splitlines()[4:]])
+
+
 def test_too_few_nodes_are_named_by_srun():
     lines = ["srun: error: Unable to allocate resources: Requested node configuration is not available"]
     assert relevant_lines(lines) == lines

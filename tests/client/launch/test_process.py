@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tula_client._errors import UsageError
+from tula_client.launch.judge import ran_out_of_memory, relevant_lines, tail
 from tula_client.launch.process import LogLines, command_environment, start
 
 # A command whose grandchild moves to another session, as torchrun's ranks do, and may ignore SIGTERM.
@@ -198,6 +199,53 @@ def test_a_log_is_followed_line_by_line_without_those_of_other_ranks(tmp_path: P
     with log.open("ab") as file:
         file.write(b"ee\n\xff end")
     assert lines.new(last=True) == ["three", "\ufffd end"]
+
+
+RANK = """
+import os, sys, time
+rank = os.environ["RANK"]
+print("out of", rank)
+print("err of", rank, file=sys.stderr)
+if rank == "1":
+    raise RuntimeError("CUDA out of memory")
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_marks_the_lines_of_other_ranks_and_keeps_them_by_rank(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    log, folder = tmp_path / "log", tmp_path / "ranks"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, str(tmp_path / "rank.py")]
+    process = start(command, environment=command_environment(os.environ, {}, command, rank_logs=folder), log=log)
+    wait_until(lambda: process.poll() is not None, within_s=100)
+    lines = tail(log)
+    assert {"out of 0", "err of 0", "[rank1]: out of 1", "[rank1]: err of 1"} <= {*lines}
+    shown = LogLines(log).new(last=True)
+    assert {"out of 0", "err of 0"} <= {*shown}
+    assert not any("of 1" in line for line in shown)
+    assert ran_out_of_memory(lines)
+    assert "[rank1]: RuntimeError: CUDA out of memory" in relevant_lines(lines)
+    kept = {path.parent.name: path.read_text() for path in folder.rglob("stdout.log")}
+    assert kept == {"1": "out of 1\n"}
+
+
+@pytest.mark.parametrize(
+    ("command", "inherited"),
+    [
+        (["torchrun", "--tee=3", "train.py"], {}),
+        (["bash", "-c", "torchrun --log-dir /logs train.py"], {}),
+        (["torchrun", "train.py"], {"PET_REDIRECTS": "3"}),
+        (["srun", "torchrun", "train.py"], {}),  # on other machines
+        (["python", "train.py"], {}),
+    ],
+)
+def test_where_ranks_write_is_left_alone(command: list[str], inherited: dict[str, str]) -> None:
+    """Where the user says it, or torchrun does not start here."""
+    plain = command_environment(inherited, {}, command)
+    assert command_environment(inherited, {}, command, rank_logs=Path("/ranks")) == plain
+    assert command_environment({}, {}, ["torchrun"], rank_logs=Path("/ranks"))["PET_LOG_DIR"] == "/ranks"
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
