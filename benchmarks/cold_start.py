@@ -30,7 +30,6 @@ from benchmarks.support.report import mean, median, parser_of, percentile, print
 from tula_service.analysis.hardware import BYTES_PER_NUMBER, RECOMPUTED, facts_of, hardware_of, slow_from
 from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.priors import (
-    KEPT_PER_OUTPUT,
     ScaleError,
     StepTimePrior,
     prior_from_hardware,
@@ -49,6 +48,8 @@ SEED = 7
 HISTORIES = ((0, 0), (0, 1), (0, 5), (1, 0), (2, 0), (3, 0), (3, 5))  # jobs on the same GPU, on others
 _NORMAL_90 = 1.645
 _SMALL_BATCH = 32.0
+KEPT_PER_OUTPUT = 2.0
+"""Numbers that autograd keeps for each output of a layer: a convolution's and its activation's."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Replays measured workloads through the product's own planner and model: errors, coverage, regret, fit time.
 
     python -m benchmarks.step_time [--grids FILE] [--sync FILE]... [--json OUT] [--jobs N] [--only SOURCE]
-                                   [--without SOURCE] [--by-source] [--noise SD] [--draws N] [--smoke]
+                                   [--without SOURCE] [--noise SD] [--draws N] [--smoke]
 
-`--by-source` also gives the figures of each source and those of all others. It is not a held-out test: constants of
-the search and of the residual were chosen on these grids (docs/model.md lists which).
+`--only` and `--without` a source are not a held-out test: constants of the search and of the residual were chosen on
+these grids (docs/model.md lists which).
 Runs report the split of a step into compute and exposed communication where the source has it (`--sync`). `random4`
 and `random6` are runs drawn at random, one of them on the largest cluster, in five draws. For each plan, `median`,
 `p90` and `geometric` (the geometric mean) summarise the median errors of the workloads, and `coverage` is the mean over
@@ -58,17 +58,6 @@ from tula_wire.enums import Objective, StepTimeForm
 RANDOM = {"random4": 4, "random6": 6}
 PLANS = ("ring", "partial", *RANDOM, "adaptive4", "adaptive6", "full")
 PLANNED = ("adaptive4", "adaptive6")
-BY_SOURCE = (
-    "regular.adaptive4.median",
-    "regular.adaptive6.median",
-    "regular.adaptive6.p90",
-    "hard.adaptive6.median",
-    "coverage.regular",
-    "regret.time.mean",
-    "regret.cost.mean",
-    "regret.best_num_nodes.mean",
-    "regret.deadline.violations_with_warned",
-)
 LAUNCHES = ("columns1", "columns2", "columns3")  # names in the stored results
 NOISY = ("time", "cost", "best_num_nodes")
 CHOICES = ("time", "cost", "deadline", "best_num_nodes", "best_num_nodes_planned")
@@ -105,7 +94,6 @@ class Figures:
     """What one workload gave: per plan the errors and coverage of held-out predictions, per choice the regret."""
 
     workload: str
-    source: str
     grid: str
     error: dict[str, float] = field(default_factory=dict)
     coverage: dict[str, float] = field(default_factory=dict)
@@ -188,7 +176,7 @@ def held_out(workload: Workload, profiled: Sequence[Placement], form: StepTimeFo
 
 def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
     """Measure everything on one workload; `noise` is the log standard deviation of a run in each draw."""
-    found = Figures(workload.name, workload.source, workload.grid)
+    found = Figures(workload.name, workload.grid)
     profiled = {
         "ring": corners(workload),
         "partial": corners(workload),
@@ -219,7 +207,7 @@ def noisy_choices(workload: Workload, found: Figures, noise: float, draws: int) 
     each, inside = [], []
     for draw in range(draws):
         table = workload.noisy(noise, np.random.default_rng([draw, zlib.crc32(workload.name.encode())]))
-        drawn = Figures(workload.name, workload.source, workload.grid)
+        drawn = Figures(workload.name, workload.grid)
         value = training_values(workload)
         for name in ("time", "cost"):
             _, choice = recommended(table, goal_of(name))
@@ -426,34 +414,6 @@ def summarise(results: Sequence[Figures]) -> dict[str, float]:
     return out
 
 
-def by_source(results: Sequence[Figures]) -> dict[str, float]:
-    """Return the figures of each source (`source.NAME.KEY`) and of all others together (`without.NAME.KEY`)."""
-    out: dict[str, float] = {}
-    for source in sorted({r.source for r in results}):
-        parts = {
-            "source": [r for r in results if r.source == source],
-            "without": [r for r in results if r.source != source],
-        }
-        for part, chosen in parts.items():
-            figures = summarise(chosen)
-            out |= {f"{part}.{source}.{key}": figures[key] for key in BY_SOURCE}
-            out[f"{part}.{source}.workloads"] = float(len(chosen))
-    return out
-
-
-def show_sources(figures: dict[str, float]) -> None:
-    """Print the figures by source for people, one row a source and one for all the others."""
-    rows = []
-    for key, count in figures.items():
-        part, source, *rest = key.split(".")
-        if rest == ["workloads"]:
-            cells = [figures[f"{part}.{source}.{name}"] for name in BY_SOURCE]
-            label = source if part == "source" else f"all but {source}"
-            rows.append([f"{label} ({count:.0f})", *(f"{100 * x:.1f} %" if x == x else "-" for x in cells)])
-    heads = [name.replace("regret.", "").replace("regular.", "").replace(".mean", "") for name in BY_SOURCE]
-    print_table("by source", ["source (workloads)", *heads], rows)
-
-
 def show(figures: dict[str, float]) -> None:
     """Print the figures for people."""
 
@@ -488,8 +448,6 @@ def show(figures: dict[str, float]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
     parser = workloads_parser("step_time", __doc__)
-    parser.add_argument("--by-source", action="store_true", help="each source beside all others together")
-    parser.add_argument("--details", action="store_true", help="one line for each workload")
     parser.add_argument("--noise", type=float, default=_NOISE, help=f"log standard deviation of a run ({_NOISE})")
     parser.add_argument("--draws", type=int, default=_DRAWS, help=f"draws of that noise ({_DRAWS})")
     options = parser.parse_args(arguments)
@@ -499,16 +457,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     smoke = functools.partial(replay, noise=options.noise, draws=1)
     _, pairs = over_workloads(parser, measured, arguments, smoke=smoke)
     results = [found for _, found in pairs]
-    if options.details:
-        for r in results:
-            cells = " ".join(f"{name} {100 * r.error[name]:.1f}" for name in PLANS)
-            print(f"{r.workload} {r.grid} {cells} | " + " ".join(f"{k} {100 * v:.1f}" for k, v in r.regret.items()))
     figures = summarise(results) | time_plan()
     show(figures)
-    if options.by_source:
-        sources = by_source(results)
-        show_sources(sources)
-        figures |= sources
     write_json(options.json, figures)
     return 0
 

@@ -42,8 +42,8 @@ SLOW = (
 )  # fmt: skip
 STARTING = {"launch", "forks", "alone", "plain"}
 """Fixtures that start training scripts as processes."""
-REPEATED = {"postgres", "socket"}
-"""Parameters under which a test runs once more: on the other engine, over a real socket."""
+REPEATED = {"postgres"}
+"""Parameters under which a test runs once more: on the other engine."""
 
 WHY_NO_CLUSTER = {
     "namespaces": cluster.why_not,

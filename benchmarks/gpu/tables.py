@@ -27,7 +27,7 @@ PRECISIONS = {"bf16": "bf16", "tf32": "tf32", "fp32": "single", "fp16": "mixed"}
 """Value in the column `precision` of tests/data/single_device.csv, by name."""
 SMOKE_PRECISIONS = ("fp16",)
 KEPT_BYTES = {"bf16": 4, "fp16": 4, "tf32": 8, "fp32": 8}
-"""Bytes that autograd keeps of each output of a layer: two numbers, as `KEPT_PER_OUTPUT` of the service says."""
+"""Bytes that autograd keeps of each output of a layer: two numbers (`benchmarks.cold_start.KEPT_PER_OUTPUT`)."""
 FITS_STEPS = 3
 """Steps that a batch must take to fit: the optimizer's state and the next batch are there from the second step on."""
 FIRST_BATCH, SMOKE_BATCHES, BISECTIONS, MEASURED_S = 8, 2, 4, 0.3

@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 
 _CLONE_NEWNET = 0x40000000
@@ -122,10 +121,6 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._remove()
-
-    def sent_bytes(self, node: int) -> int:
-        """Return what a node has sent over its link so far."""
-        return int(Path(f"/sys/class/net/{self._outer(node)}/statistics/rx_bytes").read_text())
 
     def _outer(self, node: int) -> str:
         return f"tv{self._tag}n{node}"

@@ -9,7 +9,6 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from benchmarks.support.forked import Server
 from benchmarks.support.seed import Seeded
-from tests.browser.test_dashboard import draw_all
 from tula_wire import routes
 
 Visit = Callable[..., Page]
@@ -28,7 +27,7 @@ def test_nothing_moves_for_those_who_asked_for_less_motion(chromium: Browser, se
     context = chromium.new_context(reduced_motion="reduce", viewport={"width": 1280, "height": 900})
     page = context.new_page()
     page.goto(f"{server.url}/jobs/{seeded.job_id}")
-    draw_all(page)
+    page.locator("[data-chart*='tradeoff']").first.scroll_into_view_if_needed()
     page.locator("[data-chart*='tradeoff'] svg.marks").first.hover()
     assert page.evaluate(MOVING) == []
     context.close()

@@ -1,38 +1,19 @@
-"""The service under the client tests: in this process, and over a socket; the same tests use both."""
+"""The service under the client tests, in a thread of this process behind a socket."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 
-import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
 
 from benchmarks.support.server import migrate
-from tula_client import AsyncClient, Client
+from tula_client import Client
 from tula_service.app import create_app
 from tula_service.settings import Settings
 from tula_wire import JobSpec
-
-ADDRESS = "http://127.0.0.1:8321"
-
-
-class InProcess(httpx.BaseTransport):
-    """A synchronous road to an ASGI application; the body is read in whole."""
-
-    def __init__(self, app: FastAPI) -> None:
-        self.inner = httpx.ASGITransport(app, client=("127.0.0.1", 50_000))
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        async def answer() -> httpx.Response:
-            response = await self.inner.handle_async_request(request)
-            body = b"".join([part async for part in response.stream])
-            return httpx.Response(response.status_code, headers=response.headers, content=body, request=request)
-
-        return asyncio.run(answer())
 
 
 @pytest.fixture(scope="session")
@@ -61,24 +42,11 @@ def address(app: FastAPI) -> Iterator[str]:
     thread.join(20)
 
 
-@pytest.fixture(params=["in process", "socket"])
-def client(request: pytest.FixtureRequest) -> Iterator[Client]:
-    """A client, over each road in turn."""
-    if request.param == "socket":
-        made = Client(request.getfixturevalue("address"), token="")
-    else:
-        made = Client(ADDRESS, token="", transport=InProcess(request.getfixturevalue("app")))
-    with made:
+@pytest.fixture
+def client(address: str) -> Iterator[Client]:
+    """A client of that service."""
+    with Client(address, token="") as made:
         yield made
-
-
-@pytest.fixture(params=["in process", "socket"])
-def async_client(request: pytest.FixtureRequest) -> AsyncClient:
-    """An asynchronous client, over each road in turn; the test closes it."""
-    if request.param == "socket":
-        return AsyncClient(request.getfixturevalue("address"), token="")
-    app = request.getfixturevalue("app")
-    return AsyncClient(ADDRESS, token="", transport=httpx.ASGITransport(app, client=("127.0.0.1", 50_000)))
 
 
 def job_spec(name: str) -> JobSpec:

@@ -1,4 +1,4 @@
-"""The clients against the real service: every test runs in this process and over a socket."""
+"""The clients against the real service, over a socket."""
 
 from __future__ import annotations
 
@@ -215,7 +215,9 @@ def test_every_table_has_the_columns_of_the_wire_and_every_row(client: Client, s
         )
     tables = {table: handle.rows(table) for table in TABLES}
     for table, model in (("candidates", Candidate), ("runs", Run), ("ledger", LedgerEntry), ("events", Event)):
-        plain = {name for name in model.model_fields if name not in ("configuration", "instruction", "terms")}
+        plain = {
+            name for name in model.model_fields if name not in ("configuration", "instruction", "machine", "terms")
+        }
         assert plain <= set(tables[table][0])  # type: ignore[index]
         assert len({tuple(row) for row in tables[table]}) == 1  # type: ignore[index]
     assert {"num_nodes", "world_size", "profiling_warmup_steps"} <= set(tables["runs"][0])
@@ -250,9 +252,9 @@ def test_an_unknown_job_is_not_found(client: Client) -> None:
         client.job("no/such job?")
 
 
-def test_the_async_client_does_the_same(async_client: AsyncClient, spec: JobSpec) -> None:
+def test_the_async_client_does_the_same(address: str, spec: JobSpec) -> None:
     async def work() -> None:
-        async with async_client as client:
+        async with AsyncClient(address, token="") as client:
             created = await client.register(spec)
             claimed = await client.claim(created.job.id, ClaimRequest(holder="test"))
             assert claimed.run is not None
@@ -374,23 +376,24 @@ def test_address_and_token_come_from_the_environment(monkeypatch: pytest.MonkeyP
 
 def test_a_token_is_created_and_revoked(tmp_path_factory: pytest.TempPathFactory, spec: JobSpec) -> None:
     from benchmarks.support.server import migrate
-    from tests.client.conftest import ADDRESS, InProcess
+    from tests.support.inprocess import InProcess
     from tula_service.app import create_app
     from tula_service.settings import Settings
 
     database = str(tmp_path_factory.mktemp("tokens") / "tula.db")
     migrate(database)
     app = create_app(Settings(database=database), token_cache_s=0.0)
-    with Client(ADDRESS, token="", transport=InProcess(app)) as open_client:
+    road = InProcess(app)
+    with Client("http://localhost", token="", transport=road) as open_client:
         created = open_client.create_token(TokenCreate(name="admin", scope="admin"))
-    with Client(ADDRESS, token=created.secret, transport=InProcess(app)) as admin:
+    with Client("http://localhost", token=created.secret, transport=road) as admin:
         other = admin.create_token(TokenCreate(name="other", scope="admin"))
         assert {token.name for token in admin.tokens().tokens} == {"admin", "other"}
         admin.revoke_token(other.token.id)
         admin.register(spec)
     with (
-        Client(ADDRESS, token=other.secret, transport=InProcess(app)) as revoked,
+        Client("http://localhost", token=other.secret, transport=road) as revoked,
         pytest.raises(TulaError, match="oken"),
     ):
         revoked.jobs()
-    app.state.services.store.close()
+    road.shut_down()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 
-from tests.client.conftest import ADDRESS, InProcess
 from tests.client.test_bad_input import spec_file
 from tests.client.test_cli import Tula, answer, tula
 from tests.client.test_client import profile
@@ -25,13 +22,6 @@ TWO_TYPES = [
     {"instance_type": "small", "max_nodes": 4, "price": {"usd_per_node_hour": 1.0}},
     {"instance_type": "large", "max_nodes": 2, "price": {"usd_per_node_hour": 3.0}},
 ]
-
-
-@pytest.fixture
-def client(app: FastAPI) -> Iterator[Client]:
-    """In this process alone: `test_client` shows that requests are the same over a socket."""
-    with Client(ADDRESS, token="", transport=InProcess(app)) as made:
-        yield made
 
 
 def changed(spec: JobSpec, **values: Any) -> JobSpec:

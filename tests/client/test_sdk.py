@@ -86,7 +86,7 @@ def test_a_prediction_takes_everything_that_the_route_takes(client: Client, spec
     assert half.excluded_by is not None
 
 
-def test_the_async_handle_answers_as_the_other(async_client: AsyncClient, address: str, spec: JobSpec) -> None:
+def test_the_async_handle_answers_as_the_other(address: str, spec: JobSpec) -> None:
     with Client(address, token="") as client:
         handle = client.handle(spec)
         profile(client, handle.id)
@@ -94,7 +94,7 @@ def test_the_async_handle_answers_as_the_other(async_client: AsyncClient, addres
         best = handle.wait()
 
     async def ask() -> None:
-        async with async_client as client:
+        async with AsyncClient(address, token="") as client:
             other = await client.handle(spec.name)
             assert other.id == (await client.handle(spec)).id == handle.id
             found = [await other.status(), await other.predict(2), await other.runs(), await other.rows("samples")]
@@ -148,7 +148,7 @@ def test_methods_of_a_handle_are_those_of_its_class(client: Client, spec: JobSpe
 
 
 def test_an_async_plot_is_drawn_outside_the_event_loop(
-    async_client: AsyncClient, client: Client, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    address: str, client: Client, spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = client.handle(spec)
     profile(client, handle.id)
@@ -161,7 +161,7 @@ def test_an_async_plot_is_drawn_outside_the_event_loop(
     monkeypatch.setattr("tula_client._flows.save", save_noting_the_thread)
 
     async def plot() -> None:
-        async with async_client:
+        async with AsyncClient(address, token="") as async_client:
             other = await async_client.handle(handle.id)
             await other.plot(output=tmp_path / "awaited.svg")
             with pytest.raises(TulaError, match="must end in"):

@@ -62,14 +62,12 @@ def test_nothing_that_happens_to_its_terminal_ends_a_training(server: Server, tm
     assert [run.state for run in tula.runs("lasts") if run.kind == "train"] == ["succeeded"]
 
 
-@pytest.mark.parametrize("memory", ["host", "device"])
-def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(
-    server: Server, tmp_path: Path, memory: str
-) -> None:
-    tula, name = Tula(server, tmp_path, forked=True), f"shrinks-{memory}"
-    script = [*ALONE, *BATCH, "--accumulate={grad_accum_steps}", f"--memory-of={memory}"]
-    tula.register(name, nodes=1)
-    trained, _ = tula("run", name, *script, "--fits=4")
+def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(server: Server, tmp_path: Path) -> None:
+    """Of torch's on the host; `tests/client/launch/test_judge.py` has the lines of other devices."""
+    tula = Tula(server, tmp_path, forked=True)
+    script = [*ALONE, *BATCH, "--accumulate={grad_accum_steps}"]
+    tula.register("shrinks", nodes=1)
+    trained, _ = tula("run", "shrinks", *script, "--fits=4")
     assert [one["state"] for one in trained["attempts"]] == ["out_of_memory", "succeeded"]
     before, after = (one["configuration"] for one in trained["attempts"])
     assert after["local_batch_size"] < before["local_batch_size"]
@@ -77,10 +75,9 @@ def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(
         after["local_batch_size"] * after["grad_accum_steps"] == before["local_batch_size"] * before["grad_accum_steps"]
     )
     assert "starts at step 4" in tula.logs()
-    failed = next(run for run in tula.runs(name) if run.state == "out_of_memory")
+    failed = next(run for run in tula.runs("shrinks") if run.state == "out_of_memory")
     assert failed.configuration.local_batch_size == before["local_batch_size"]
-    raised = {"host": "DefaultCPUAllocator", "device": "OutOfMemoryError: CUDA out of memory"}[memory]
-    assert raised in (failed.message or "")
+    assert "DefaultCPUAllocator" in (failed.message or "")
 
 
 @pytest.mark.cluster("memory")

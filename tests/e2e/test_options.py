@@ -45,11 +45,3 @@ def test_tune_launches_options_and_recommends_a_combination_that_was_launched(se
     assert answer["with_base_options"]["configuration"]["options"] == dict(base)
     assert {(one["option"], one["value"]) for one in answer["options"]} == {("precision", "bf16"), ("num_workers", "1")}
     assert "in this run, but" not in tula.logs()  # each launch did what its options say
-
-
-def test_a_script_that_does_not_get_the_word_of_an_option_is_noted(server: Server, tmp_path: Path) -> None:
-    tula = Tula(server, tmp_path, forked=True)
-    words = [*COMMAND, "--precision={precision}", "--precision=fp32"]
-    tula("tune", spec(tula, "deaf", launches=2, precision=["fp32", "bf16"]), *words)
-    assert any("bf16" in dict(run.configuration.options).values() for run in tula.runs("deaf"))
-    assert "precision is bf16 in this run, but its forward pass computed in float32" in tula.logs()

@@ -54,8 +54,6 @@ LAUNCH_S: Final = 30e-6
 compilation: steps of 8 examples, divided by their counted operations, took 23 to 50 us on an H100."""
 _LOG_BEND_OF_A_QUEUE: Final = math.log(3.0)
 """h = 4: the host queues operations while the device computes, so the longer of the two times counts."""
-KEPT_PER_OUTPUT: Final = 2.0
-"""Numbers that autograd keeps for each output of a layer: a convolution's and its activation's."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from pydantic import ValidationError
 
-from tests.client.conftest import ADDRESS, InProcess
+from tests.support.inprocess import InProcess
 from tula_client._errors import LaunchError, UsageError
 from tula_client._spec import faults, load_spec
 from tula_client.launch.workdir import WorkDir
@@ -134,8 +134,10 @@ def test_the_client_says_what_is_wrong_as_the_service_does(wrong):
     def refuse() -> None:
         raise error.value
 
-    with httpx.Client(transport=InProcess(service), base_url=ADDRESS) as client:
+    road = InProcess(service)
+    with httpx.Client(transport=road, base_url="http://localhost") as client:
         answer = client.get("/").json()
+    road.shut_down()
     there = [f"{one['field']}: {one['message']}".removeprefix("body: ") for one in answer["errors"]]
     assert faults(error.value) == there
 
