@@ -23,7 +23,7 @@ from tula_service.perfmodel.memory_model import (
 )
 from tula_service.perfmodel.points import FloatArray, ObservationError, StepTimeObservations
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
-from tula_service.perfmodel.variants import nearest, switches
+from tula_service.perfmodel.variants import nearest
 from tula_wire import Configuration
 from tula_wire.configurations import Variant
 from tula_wire.enums import FINAL_STATES
@@ -218,8 +218,9 @@ def _crashes(data: JobData, ran: set[Variant]) -> list[_Crash]:
     }
     enough = 1 if data.spec.profiling.share_launches else 2
     at_fault: dict[Options, dict[str, RunRecord]] = {}
-    for c, run in sorted(failed.items(), key=lambda each: len(switches(base, each[0].options))):
-        values, name = tuple(pair for pair in c.options if pair not in base), c.instance_type
+    changed = {c: tuple(pair for pair in c.options if pair not in base) for c in failed}
+    for c, run in sorted(failed.items(), key=lambda each: len(changed[each[0]])):
+        values, name = changed[c], c.instance_type
         explained = any(name in types and set(fewer) <= set(values) for fewer, types in at_fault.items())
         proved = any(each.instance_type == name and each.options_include(values) for each in ran)
         alike = [each for each in failed if each.instance_type == name and set(values) <= set(each.options)]
