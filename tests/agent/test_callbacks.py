@@ -158,9 +158,12 @@ def test_a_written_batch_schedule_ends_its_stages_and_sets_their_rates(
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_every_trainer_of_a_launched_script_gets_the_callback_without_an_edit(launch: Launch, package: str) -> None:
-    """From the entry point that the installed package declares."""
-    assert launch("lightning_callbacks.py", package).printed("callbacks") == ["callbacks UneditedCallback True"] * 2
+def test_fits_of_a_launched_script_without_an_edit_are_one_run(sink: Sink, launch: Launch, package: str) -> None:
+    """By the callback of the entry point that the installed package declares, which every Trainer takes."""
+    done = launch("lightning_callbacks.py", package, TULA_KIND="train")
+    assert done.printed("callbacks") == ["callbacks UneditedCallback True"] * 2
+    assert sink.states == ["running", "succeeded"]
+    assert sink.steps() == list(range(20))
 
 
 def test_a_script_that_measures_itself_or_that_nobody_launched_gets_no_callback(launch: Launch) -> None:

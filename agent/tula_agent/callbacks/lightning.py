@@ -6,7 +6,7 @@ import inspect
 import sys
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tula_agent.callbacks import columns
 from tula_agent.run import GLOO_RELEASE_S, Run, init
@@ -118,17 +118,31 @@ class TulaCallback(Callback):
 class UneditedCallback(TulaCallback):
     """The callback that Lightning takes from an entry point, for a script without a line of Tula (`tula_startup`).
 
-    A profiling run that has enough leaves the script, all ranks after the same step: no validation, checkpoint or
-    further fit follows.
+    All fits of the script are one run, which ends with the process. A profiling run that has enough leaves the script,
+    all ranks after the same step: no validation, checkpoint or further fit follows.
     """
+
+    _of_script: ClassVar[Run] = Run(None)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start the agent's run, or go on with that of the fit before."""
+        self.run = UneditedCallback._of_script
+        if not self.run.active:
+            super().on_fit_start(trainer, pl_module)
+            UneditedCallback._of_script = self.run
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a micro-step."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self.run.stopping:
-            self.on_fit_end(trainer, pl_module)
+            self._fit.close()
+            self.run.finish()
             time.sleep(GLOO_RELEASE_S)  # the script's frames destroy the model
             raise SystemExit(0)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Let a run go on for a further fit."""
+        self._fit.close()
 
 
 def _epochs_before(trainer: Any) -> float:
