@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import tula_wire as wire
 from tula_service.analysis.answer import Answer
@@ -52,9 +52,9 @@ def _effect(
     ratios: dict[str, Interval] = {}
     most_gain = None
     if before is not None and after is not None:
-        known = {"time": after.time_s.over(before.time_s), "memory": _memory(answer, before, after)}
+        known = {"time": _ratio(after, before, lambda each: each.time_s), "memory": _memory(answer, before, after)}
         if answer.choice.goal.priced:
-            known["cost"] = after.cost_usd.over(before.cost_usd)
+            known["cost"] = _ratio(after, before, lambda each: each.cost_usd)
         ratios = {of: ratio for of in ("time", "cost", "memory") if (ratio := known.get(of)) is not None}
         if not launched:
             goal = answer.choice.goal
@@ -106,6 +106,12 @@ def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | Non
         for each in (before, after)
     ]
     return None if peaks[0] is None or peaks[1] is None else peaks[1].over(peaks[0])
+
+
+def _ratio(after: Estimate, before: Estimate, value: Callable[[Estimate], Interval]) -> Interval | None:
+    """Return the ratio of a value of both, without the noise of a run: what may be told of the effect itself."""
+    known = (each.narrowed(value(each), each.known_sd) for each in (after, before))
+    return next(known).over(next(known))
 
 
 def _sentences(

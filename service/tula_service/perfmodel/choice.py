@@ -12,6 +12,7 @@ from tula_service.perfmodel.memory_model import MemoryModel, predict_peaks
 from tula_service.perfmodel.objectives import OBJECTIVES, Goal, KneeFinding, find_knee
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Estimate, Limits, build_menu, pareto_frontier, price, tie_break
+from tula_service.perfmodel.step_time_form import RUN_NOISE
 from tula_service.perfmodel.step_time_model import StepTimeModel
 from tula_wire.configurations import Configuration, Variant
 from tula_wire.options import Options
@@ -139,6 +140,7 @@ def price_candidates(
             ),
             extrapolated=bool(predicted.extrapolated[row]),
             measured=bool(predicted.measured[row]),
+            known_sd=float(predicted.known_sd[row]),
             terms={part: float(getattr(predicted, part)[row]) for part in parts},
         )
         for offers in (goal.offers, goal.spot_offers)
@@ -151,7 +153,8 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
     """Return the best candidate for the goal's objective inside its limits.
 
     A candidate with other options than today's must be clearly better than those with fewer changes: of the options
-    whose best value may equal the least one, by 90 % intervals, those nearest to today's are chosen.
+    whose best value may equal the least one, by the 90 % interval of their ratio without the noise of a run, those
+    nearest to today's are chosen.
 
     A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
     broken limit is rare. If no candidate does, the choice takes the one whose mean keeps them by the widest margin, and
@@ -202,14 +205,14 @@ def _least_changed(goal: Goal, allowed: Sequence[Estimate], best: Estimate) -> E
     if len(alike) < 2:
         return best
     ranked = {options: OBJECTIVES[goal.objective].rank(goal, estimates) for options, estimates in alike.items()}
-    values = {
-        options: min((goal.value(e) for e in estimates), key=lambda value: value.expected)
-        for options, estimates in ranked.items()
-    }
-    least = values[best.configuration.options]
+    values: dict[Options, Interval] = {}
+    for options, estimates in ranked.items():
+        least = min(estimates, key=lambda e: goal.value(e).expected)
+        # What is less known than by a run was not measured, and is no tie: its verification tells.
+        values[options] = least.narrowed(goal.value(least), min(least.known_sd, RUN_NOISE))
 
     def is_clearly_worse(options: Options) -> bool:
-        ratio = least.over(values[options])
+        ratio = values[best.configuration.options].over(values[options])
         return ratio is not None and ratio.high < 1.0
 
     as_good = [options for options in ranked if not is_clearly_worse(options)]

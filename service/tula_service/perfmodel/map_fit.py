@@ -118,6 +118,7 @@ class Posterior:
         return LogStepTimes(
             mean=mean,
             sd=np.sqrt(variance + noise_variance),
+            known_sd=np.sqrt(variance),
             dof=self.dof,
             compute=terms.compute + correction,
             communication=terms.communication + correction,

@@ -44,6 +44,7 @@ class PaperFit:
         return LogStepTimes(
             mean=np.log(mean),
             sd=self.log_sd * np.sqrt(1.0 + np.minimum(leverage, _LARGEST_LEVERAGE)),
+            known_sd=self.log_sd * np.sqrt(np.minimum(leverage, _LARGEST_LEVERAGE)),
             dof=self.dof,
             compute=np.log(np.maximum(parts[:, 0] + parts[:, 1], _LEAST)),
             communication=np.log(np.maximum(parts[:, 2], _LEAST)),

@@ -55,6 +55,7 @@ class Training:
 class Estimate:
     """One candidate with everything that a choice looks at; `terms` splits the mean step time, in seconds.
 
+    `known_sd` is the standard deviation of the logarithm of its mean time, to which intervals add the noise of a run.
     `energy_kwh` is the energy of the accelerators, None where no run reported power. A candidate has one estimate on
     demand and one on interruptible capacity (`spot`), where both have a price.
     """
@@ -67,9 +68,19 @@ class Estimate:
     peak_bytes: Interval | None
     extrapolated: bool = False
     measured: bool = False
+    known_sd: float = math.inf
     terms: Mapping[str, float] = field(default_factory=dict)
     spot: bool = False
     energy_kwh: Interval | None = None
+
+    def narrowed(self, value: Interval, log_sd: float) -> Interval:
+        """Return one of its values as if the logarithm of its time had this standard deviation, if it has a larger
+        one."""
+        if log_sd >= self.time_s.log_sd or value.low <= 0.0:
+            return value
+        share = log_sd / self.time_s.log_sd
+        low, high = ((end / value.mean) ** share for end in (value.low, value.high))
+        return Interval(value.mean, value.mean * low, value.mean * high)
 
     @property
     def key(self) -> tuple[Configuration, bool]:

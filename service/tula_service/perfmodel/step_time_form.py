@@ -94,11 +94,13 @@ class Terms:
 class LogStepTimes:
     """Natural logarithms of predicted seconds, shape (n,): mean of a whole step, its compute, and its communication.
 
-    `sd` is the standard deviation of the log step time around `mean`, Student's t with `dof` degrees of freedom.
+    `sd` is the standard deviation of the log step time around `mean`, Student's t with `dof` degrees of freedom, and
+    `known_sd` the same without the noise of a run.
     """
 
     mean: FloatArray
     sd: FloatArray
+    known_sd: FloatArray
     dof: float
     compute: FloatArray
     communication: FloatArray
@@ -168,6 +170,8 @@ class ResidualScales:
     cluster_doublings: float = 1.2
 
 
+RUN_NOISE: Final = ResidualScales().noise
+"""Of the logarithm of one run's step time; what was measured is known that well, however far other points stray."""
 _STRAYING, _STRAYING_SHARE = 3.5, 0.25
 """A quarter of the jobs stray 3.5 times as far: on one half of the public grids, intervals of irregular ones then hold
 87 % of what was not run, as wanted."""

@@ -15,6 +15,7 @@ from tula_service.perfmodel.map_fit import Posterior, build_targets, fit_posteri
 from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
 from tula_service.perfmodel.points import FloatArray, ObservationError, PointKey, Points, StepTimeObservations
 from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior
+from tula_service.perfmodel.step_time_form import RUN_NOISE
 from tula_service.perfmodel.variants import believed_effect, nearest_for_waits, prior_of_variant, switches
 from tula_wire.configurations import Configuration, Variant
 from tula_wire.enums import Basis, StepTimeForm
@@ -79,13 +80,15 @@ NO_WAIT = InputWait(0.0, 0.0, 0.0, {})
 class StepTimePredictions:
     """Predictions as columns of shape (n,), seconds; compute + exposed communication + waiting for data = mean.
 
-    `low_s` and `high_s` hold 90 % of measured step times, noise included. `extrapolated` points lie outside what was
+    `low_s` and `high_s` hold 90 % of measured step times, noise included; `known_sd` is the standard deviation of the
+    logarithm without the noise of a run. `extrapolated` points lie outside what was
     measured; `measured` points were profiled themselves.
     """
 
     mean_s: FloatArray
     low_s: FloatArray
     high_s: FloatArray
+    known_sd: FloatArray
     extrapolated: npt.NDArray[np.bool_]
     measured: npt.NDArray[np.bool_]
     compute_s: FloatArray
@@ -129,7 +132,7 @@ class StepTimeModel:
         """Predict step times of n configurations with their 90 % intervals."""
         points = Points.of(configurations)
         extrapolated = self._extrapolated(points)
-        mean_s, low_s, high_s, compute_s, comm_s, input_s = (np.zeros(len(points)) for _ in range(6))
+        mean_s, low_s, high_s, known_sd, compute_s, comm_s, input_s = (np.zeros(len(points)) for _ in range(7))
         for variant in set(points.variant):
             at = points.rows_of(variant)
             rows = points.take(at)
@@ -137,17 +140,21 @@ class StepTimeModel:
             whole_s, wait = np.exp(step.mean), self._input_wait(variant)
             input_s[at] = wait.predict(rows, whole_s)
             mean_s[at] = whole_s + input_s[at]
-            sd_s = np.hypot(step.sd * self.interval_scale * whole_s, wait.sd_s(rows, whole_s))
+            wait_sd_s = wait.sd_s(rows, whole_s)
+            sd_s = np.hypot(step.sd * self.interval_scale * whole_s, wait_sd_s)
+            known_sd[at] = np.hypot(step.known_sd * self.interval_scale * whole_s, wait_sd_s) / mean_s[at]
             low_s[at], high_s[at] = log_interval(mean_s[at], sd_s / mean_s[at], step.dof)
             compute_s[at], comm_s[at] = np.exp(step.compute), np.exp(step.communication)
         compute_s = np.minimum(compute_s, mean_s - input_s)
         seen = set() if self.observations is None else set(self.observations.points.rows())
+        measured = np.array([row in seen for row in points.rows()], dtype=np.bool_)
         return StepTimePredictions(
             mean_s=mean_s,
             low_s=low_s,
             high_s=high_s,
+            known_sd=np.where(measured, np.minimum(known_sd, RUN_NOISE), known_sd),
             extrapolated=extrapolated,
-            measured=np.array([row in seen for row in points.rows()], dtype=np.bool_),
+            measured=measured,
             compute_s=compute_s,
             comm_s=comm_s,
             exposed_comm_s=mean_s - input_s - compute_s,
