@@ -145,8 +145,9 @@ class RunSummary:
     """What a fit reads of one run: robust figures over its last measuring steps, and its memory.
 
     `step_time_s` to `exposed_comm_time_s`, `input_time_s` and `optimizer_time_s` are those of `perfmodel.step_summary`.
-    `num_samples` counts measuring samples. `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw
-    them, None where it did not say. `memory` is the reading of the rank with the highest peak.
+    `num_samples` counts measuring samples of all ranks, and `num_steps` the steps that the figures rest on.
+    `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw them, None where it did not say.
+    `memory` is the reading of the rank with the highest peak.
     """
 
     run_id: str
@@ -165,6 +166,7 @@ class RunSummary:
     input_time_s: float | None = None
     optimizer_time_s: float | None = None
     energy_per_step_j: float | None = None
+    num_steps: int | None = None
     timeline: BucketTimeline | None = None
 
     @property

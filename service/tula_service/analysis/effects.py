@@ -47,7 +47,9 @@ def _effect(
 ) -> wire.OptionEffect:
     held, first = chosen.configuration.options, answer.data.spec.options[name][0]
     recommended, launched = (name, value) in held, any((name, value) in options for options in launched_options)
-    pair = _compared(held, name, (first, value), launched_options, {e.configuration.options for e in answer.estimates})
+    failed = answer.evidence.failed
+    possible = {e.configuration.options for e in answer.estimates if e.configuration not in failed}
+    pair = _compared(held, name, (first, value), launched_options, possible)
     before, after = (best_with(answer, options) for options in pair)
     ratios: dict[str, Interval] = {}
     most_gain = None
@@ -62,7 +64,7 @@ def _effect(
             most_gain = 0.0 if gain is None else max(0.0, 1.0 - gain.low)
     left_out = answer.evidence.left_out.get((name, value))
     if left_out is None and after is None:
-        left_out = f"{name} {value} is left out, since none of its batches fits into memory."
+        left_out = _why_nothing(answer, name, value, pair[1] if pair[1] in possible else None)
     return wire.OptionEffect(
         option=name,
         value=value,
@@ -74,6 +76,19 @@ def _effect(
         left_out=left_out,
         sentence=left_out or " ".join(_sentences(name, value, ratios, most_gain, recommended)),
     )
+
+
+def _why_nothing(answer: Answer, name: str, value: str, limited: Options | None) -> str:
+    """Say why no candidate with a value is left; `limited` are options with it that only the limits exclude."""
+    beside = ""
+    if limited is not None:
+        others = [" ".join(pair) for pair in limited if pair[0] in answer.data.spec.varied_options and pair[0] != name]
+        beside, reason = (f" with {' and '.join(others)}" if others else ""), "none of its candidates keeps the limits"
+    elif any((name, value) in e.configuration.options for e in answer.estimates):
+        reason = "each combination of other values with it failed"
+    else:
+        reason = "none of its batches fits into memory"
+    return f"{name} {value}{beside} is left out, since {reason}."
 
 
 def _compared(

@@ -276,7 +276,7 @@ def _as_usual(rows: Sequence[tuple[Configuration, RunSummary]], relative_sd: Flo
     Usual is the median spread of a step among the batches on one cluster. A few steps that are alike by chance, where
     slow ones come at random, would otherwise be believed more than all the longer measurements next to them.
     """
-    steps = np.array([max(1.0, summary.num_samples / where.world_size) for where, summary in rows])
+    steps = np.array([float(summary.num_steps or 1) for _, summary in rows])
     spread = relative_sd * np.sqrt(steps)
     rows_of: defaultdict[tuple[int, Variant], list[int]] = defaultdict(list)
     for row, (where, _) in enumerate(rows):
