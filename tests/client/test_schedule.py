@@ -23,6 +23,7 @@ from tula_wire import (
     SampleBatch,
     TelemetryChunk,
 )
+from tula_wire.format import money
 
 __all__ = ["tula"]
 TRAINED = Configuration(num_nodes=4, local_batch_size=32)
@@ -62,6 +63,9 @@ def test_recommend_prints_a_schedule_for_people_programs_and_megatron(tula: Tula
     rows = out.splitlines()[1 : 1 + len(planned.stages)]
     assert [row.split()[2] for row in rows] == [f"{stage.first_step:,}" for stage in planned.stages]
     assert planned.sentence[:60] in out
+    assert planned.saved_usd is not None
+    assert planned.saved_usd.value < 0.0
+    assert planned.sentence.split(" and ")[-1].startswith(f"costs {money(-planned.saved_usd.value)} more (")
     option = write_schedule(planned, "megatron")
     assert out.splitlines()[-1] == f"Megatron-LM: {option}"
     assert tula("recommend", scheduled.id, "--schedule", "--for", "megatron") == (0, option + "\n", "")
@@ -69,6 +73,19 @@ def test_recommend_prints_a_schedule_for_people_programs_and_megatron(tula: Tula
     assert option == f'--step-batch-size-schedule "{pairs}"'
     with Client() as client:
         assert client.handle(scheduled.id).schedule() == planned
+
+
+def test_launches_of_stages_do_not_hide_the_training_that_measured_the_noise(address: str, scheduled: Job) -> None:
+    with Client(address, token="") as client:
+        before = client.handle(scheduled.id).schedule().noise_run_id
+        for _ in range(3):
+            run = client.create_run(scheduled.id, RunCreate(kind="train", configuration=TRAINED, holder="test"))
+            client.send_samples(run.id, slow_steps(run))
+            columns = {"gradient_noise_scale": [64.0] * 20}
+            chunk = TelemetryChunk(rank=0, boot_id="a", sequence=0, steps=list(range(20)), columns=columns)
+            client.send_telemetry(run.id, chunk)
+            client.patch_run(run.id, RunPatch(state="succeeded", holder="test"))
+        assert client.handle(scheduled.id).schedule().noise_run_id == before is not None
 
 
 def test_what_is_missing_is_said_in_one_sentence(tula: Tula, address: str) -> None:
@@ -82,6 +99,10 @@ def test_what_is_missing_is_said_in_one_sentence(tula: Tula, address: str) -> No
     assert re.match(r"tula: No training has measured .*\n$", err)
     code, _, err = tula("recommend", job, "--for", "lightning")
     assert (code, err) == (2, "tula: --for and --beta2 belong to a batch schedule: add --schedule\n")
+    for unheard, said in (("--candidates", "leave out --schedule"), ("--for=megatron", "leave out one of them")):
+        code, out, err = tula("recommend", job, "--schedule", "--json", unheard)
+        assert (code, out) == (2, "")
+        assert said in err
 
 
 def test_megatron_counts_thresholds_in_tokens_where_tokens_are_known() -> None:

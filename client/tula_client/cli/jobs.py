@@ -346,6 +346,10 @@ def recommend(
             answer = client.handle(job).recommendation(objective)
         emit(answer, recommendation_view(answer, candidates=candidates), as_json)
         return
+    if candidates:
+        raise UsageError("--candidates belongs to the constant recommendation: leave out --schedule")
+    if target is not None and as_json:
+        raise UsageError("--for and --json print the schedule in two forms: leave out one of them")
     with Client() as client:
         planned = client.handle(job).schedule(objective, **({} if beta2 is None else {"beta2": beta2}))
     if target is None:

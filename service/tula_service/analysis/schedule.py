@@ -26,7 +26,7 @@ import tula_wire as wire
 from tula_service.analysis.answer import Answer, analyse
 from tula_service.analysis.explanation import estimate_of, learning_rate_of, reason_of
 from tula_service.analysis.job_data import JobData
-from tula_service.analysis.scaling import NoiseCurve, StatisticalEfficiency
+from tula_service.analysis.scaling import LEAST_COVERED, NoiseCurve, StatisticalEfficiency
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import OBJECTIVES, Goal
 from tula_service.perfmodel.pricing import Estimate
@@ -311,10 +311,12 @@ def _not_measured(curves: Sequence[NoiseCurve]) -> str:
     """Say what is missing where no training measured its noise scale throughout, and how to get it."""
     seen = max((curve.covered for curve in curves), default=0.0)
     has = "No training has measured its gradient noise scale, which says when a batch may grow"
-    if seen > 0.0:
+    if seen >= LEAST_COVERED:
+        has = "The gradient noise scale, which says when a batch may grow, was measured in too few parts of a training"
+    elif seen > 0.0:
         has = (
             f"The gradient noise scale, which says when a batch may grow, is known of {percent(seen, digits=0)} of a "
-            "training's examples only, or at too few of its steps"
+            "training's examples only"
         )
     return (
         f'{has}: train once to the end with `TulaOptimizer` and the agent (`policy="measure"` changes no weight; it '
@@ -330,12 +332,13 @@ def _keep(ramps: Ramps, ramp: Ramp | None, constant: Ramp) -> str:
             f"Keep the constant batch: none that keeps the limits is small enough for the beginning, where the noise "
             f"scale is {least:,.0f} examples."
         )
-    if len(ramp.stages) == 1:
-        return (
-            f"Keep one batch: while the noise scale goes from {least:,.0f} to {most:,.0f} examples, no other batch "
-            "that the accuracy guard allows is better by the objective."
-        )
     guard, batch = ramps.goal.guard, constant.total.configuration.global_batch_size
+    if len(ramp.stages) == 1 and ramp.total.key == constant.total.key:
+        noise = f"is {least:,.0f}" if round(least) == round(most) else f"goes from {least:,.0f} to {most:,.0f}"
+        return (
+            f"Keep the constant batch of {batch}: while the noise scale {noise} examples, no other batch that the "
+            "accuracy guard allows is better by the objective."
+        )
     at_risk = guard is not None and not guard.allows(batch)
     return (
         f"Keep the constant batch: the best schedule that the accuracy guard allows takes "
@@ -346,7 +349,10 @@ def _keep(ramps: Ramps, ramp: Ramp | None, constant: Ramp) -> str:
 
 def _worth(ramp: Ramp, constant: Ramp, saved: tuple[Interval, Interval], goal: Goal) -> str:
     """Say what a schedule takes, costs and saves."""
-    said = _saves(saved[0], duration) + (f" and {_saves(saved[1], money)}" if goal.priced else "")
+    time_s, usd = saved
+    said = _saves(time_s, duration, "takes {} longer") + (
+        f" and {_saves(usd, money, 'costs {} more')}" if goal.priced else ""
+    )
     return f"The schedule takes {_compared(ramp, constant, goal)}: it {said}."
 
 
@@ -359,7 +365,8 @@ def _compared(ramp: Ramp, constant: Ramp, goal: Goal) -> str:
     return f"{both[0]} instead of {both[1]} at the constant batch of {constant.total.configuration.global_batch_size}"
 
 
-def _saves(value: Interval, show: Callable[[float], str]) -> str:
+def _saves(value: Interval, show: Callable[[float], str], loss: str) -> str:
+    """Say what is saved, with its interval; `loss` is what to say of an amount below zero."""
     if value.mean < 0.0:
-        return f"loses {show(-value.mean)} ({show(-value.high)} to {show(-value.low)})"
+        return f"{loss.format(show(-value.mean))} ({show(-value.high)} to {show(-value.low)})"
     return f"saves {show(value.mean)} ({show(value.low)} to {show(value.high)})"

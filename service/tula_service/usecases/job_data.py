@@ -31,6 +31,7 @@ _BOUNDS = {"less_than_equal": "le", "greater_than_equal": "ge"}  # of an error, 
 _MAX_EARLIER_JOBS = 200
 _MAX_PROBES = 200
 _RUNS_READ_FOR_NOISE, _TRAININGS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE = 6, 2, 1000
+_TRAININGS_READ_FOR_SCHEDULE = 12
 _RUNS_READ_FOR_TOKENS, _STEPS_READ_FOR_TOKENS = 4, 100
 _RUNS_READ_FOR_SCALING = 2
 
@@ -63,20 +64,23 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
 
 
 def load_noise_curves(tx: Transaction, data: JobData) -> list[NoiseCurve]:
-    """Return the noise scale over the newest trainings with samples, the newest first.
+    """Return the noise scale over the newest trainings with samples, the newest first, up to the first complete one.
 
-    A training whose process saw another batch than the service knows is left out.
+    A training whose process saw another batch than the service knows is left out. The launches of a schedule are
+    trainings too, each of a part: what came before them must still be reached.
     """
     trained = [run for run in data.runs if run.kind == "train" and run.configuration_mismatch is None]
     by_key = {run.key: run for run in trained}
     examples = data.spec.dataset.size * data.spec.epochs
     curves = []
-    for key in _with_samples(trained, _TRAININGS_READ_FOR_NOISE):
+    for key in _with_samples(trained, _TRAININGS_READ_FOR_SCHEDULE):
         series = tx.telemetry.read(key, "gradient_noise_scale", most_chunks=MOST_CHUNKS)
         batch = by_key[key].configuration.global_batch_size
         curves.append(
             noise_curve(by_key[key].id, series.steps, series.values, global_batch_size=batch, examples=examples)
         )
+        if curves[-1].values:
+            break
     return curves
 
 

@@ -201,7 +201,8 @@ def test_without_a_noise_scale_over_a_training_the_schedule_says_how_to_get_it()
     data = profiled_job()
     for curves, said in (
         ([], "No training has measured"),
-        ([NoiseCurve("run-1", 0.4)], "known of 40 % of a training's"),
+        ([NoiseCurve("run-1", 0.4)], "known of 40 % of a training's examples only: train once"),
+        ([NoiseCurve("run-1", 1.0)], "was measured in too few parts of a training: train once"),
     ):
         planned = schedule(data, *curves)
         assert planned.stages == []
@@ -213,7 +214,12 @@ def test_where_no_schedule_is_better_the_constant_batch_is_kept() -> None:
     data = profiled_job()
     flat = schedule(data, NoiseCurve("run-1", 1.0, (100.0,) * PARTS))
     assert flat.stages == []
-    assert flat.sentence.startswith("Keep one batch: while the noise scale goes from 100 to 100 examples")
+    assert flat.constant is not None
+    kept = f"Keep the constant batch of {flat.constant.global_batch_size}: while the noise scale is 100 examples"
+    assert flat.sentence.startswith(kept)
+    elsewhere = schedule(data, NoiseCurve("run-1", 1.0, (100.0,) * PARTS), objective="time")
+    assert elsewhere.constant != flat.constant
+    assert elsewhere.sentence.startswith("Keep the constant batch: the best schedule that the accuracy guard allows")
     at_risk = schedule(data, NoiseCurve("run-1", 1.0, tuple(GROWING)), objective="time")
     assert at_risk.stages == []
     assert at_risk.sentence.startswith(
