@@ -36,6 +36,12 @@ _RANK_VARIABLES: Final = frozenset(
     {"PET_TEE", "PET_REDIRECTS", "PET_LOG_DIR", "PET_LOCAL_RANKS_FILTER", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"}
 )
 """How a user says where torchrun writes what ranks print."""
+_WITH_A_VALUE = re.compile(r"-[tr]\d")
+"""The short ones of these options as in `-t3`."""
+_ELSEWHERE: Final = frozenset(
+    {"srun", "ssh", "pdsh", "mpirun", "mpiexec", "kubectl", "docker", "podman", "apptainer", "singularity", "enroot"}
+)
+"""Programs that start another one on other machines or in a container."""
 _TEE: Final = ",".join(f"{local_rank}:3" for local_rank in range(1, 10))
 """Both streams of local ranks 1 to 9, of those that there are: torchrun takes one digit."""
 
@@ -219,11 +225,12 @@ def command_environment(
 
 def _starts_here(words: Sequence[str]) -> bool:
     """Return True if a command that names torchrun starts it on this machine: another may lack the folder for logs."""
-    program = words[0].rpartition("/")[2]
-    return program in ("torchrun", "bash", "sh", "env", "uv") or program.startswith("python")
+    names = [word.rpartition("/")[2] for word in words]
+    here = names[0] in ("torchrun", "bash", "sh", "env", "uv") or names[0].startswith("python")
+    return here and _ELSEWHERE.isdisjoint(names)
 
 
 def _says_where_ranks_write(words: Iterable[str], inherited: Mapping[str, str]) -> bool:
     """Return True if the user gives torchrun an option, or a variable, for the output of ranks."""
-    options = (word.partition("=")[0] for word in words)
+    options = {word[:2] if _WITH_A_VALUE.match(word) else word.partition("=")[0] for word in words}
     return not _RANK_OPTIONS.isdisjoint(options) or not _RANK_VARIABLES.isdisjoint(inherited)

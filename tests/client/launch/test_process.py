@@ -237,7 +237,10 @@ def test_torchrun_marks_the_lines_of_other_ranks_and_keeps_them_by_rank(tmp_path
         (["torchrun", "--tee=3", "train.py"], {}),
         (["bash", "-c", "torchrun --log-dir /logs train.py"], {}),
         (["torchrun", "train.py"], {"PET_REDIRECTS": "3"}),
+        (["torchrun", "-r3", "train.py"], {}),
         (["srun", "torchrun", "train.py"], {}),  # on other machines
+        (["bash", "-c", "cd /code && /usr/bin/srun torchrun train.py"], {}),
+        (["bash", "-c", "docker run --rm image torchrun train.py"], {}),
         (["python", "train.py"], {}),
     ],
 )
