@@ -266,7 +266,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.RUN_PROGRESS)
     def progress(self, run_id: str) -> Call[wire.Progress]:
-        """Where a training stands: what is read, left and spent."""
+        """Return where a training stands: what is read, left and spent."""
 
     @_endpoint("GET", routes.RUN_VERDICT)
     def verdict(self, run_id: str) -> Call[wire.Verdict]:

@@ -123,6 +123,8 @@ class Transport:
                     content += part
                     if len(content) > MAX_ANSWER_BYTES:
                         return Reply("retry", detail=f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+        except httpx.LocalProtocolError:  # its text repeats the header, and so the token
+            return Reply("retry", detail="a header cannot be sent: is there a line break or nothing in the token?")
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             return Reply("retry", detail=printable(f"{type(error).__name__}: {error}"[:500]))
         finally:

@@ -42,6 +42,17 @@ def test_a_connection_is_kept_and_its_deadline_begins_again_with_each_request() 
     assert verdicts == ["delivered"] * 4
 
 
+@pytest.mark.parametrize("token", ["of-the\npod", "of-the\0pod"])
+def test_a_token_that_no_header_can_hold_is_not_repeated_in_what_is_logged(token: str) -> None:
+    with lying(Liar({})) as liar:
+        transport = Transport(liar.url, None, TIMEOUT_S)
+        reply = transport.exchange("POST", "/status", b"{}", {"authorization": f"Bearer {token}"})
+        transport.close()
+    assert reply.verdict == "retry"
+    assert "the token" in reply.detail
+    assert "of-the" not in reply.detail
+
+
 def test_a_script_that_logs_at_info_does_not_see_the_requests_of_the_agent(caplog: pytest.LogCaptureFixture) -> None:
     """Ray's workers and `logging.basicConfig(level=INFO)` printed a line of httpx for each request."""
     caplog.set_level(logging.INFO)
