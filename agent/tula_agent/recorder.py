@@ -187,7 +187,7 @@ class Recorder:
         self._switch_watch: SwitchWatch | None = None
         self._quiet_until = 0  # before this step, a step is recorded and nothing else
         self._served_numbers: ServedNumbers | None = None
-        self._trainjob = TrainJobStatus.from_environment(os.environ, lambda: self.requests.newest)
+        self._trainjob = TrainJobStatus.from_environment(os.environ, lambda: self.requests.newest_values)
         self.joining = None
         if config.job is not None:
             self.joining = Joining(self, config.job, self._number, guard)

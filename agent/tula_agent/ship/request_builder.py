@@ -130,7 +130,7 @@ class RequestBuilder:
         self._sequence = 0
         self._chunk = 0
         self._names = MetricNames()
-        self.newest: dict[str, float] = {}
+        self.newest_values: dict[str, float] = {}
         """The newest value of each metric, by its name on the wire."""
         self._summary: deque[StepTiming] = deque(maxlen=1000)
 
@@ -330,7 +330,7 @@ class RequestBuilder:
             for step, name, value in self._readings.take_values()
             if (wire_name := self._names.wire_name(name)) is not None
         ]
-        self.newest.update({name: value for _, name, value in values})
+        self.newest_values.update({name: value for _, name, value in values})
         chunks = telemetry_bodies(values, self._identity(), self._chunk)
         self._chunk += len(chunks)
         path = routes.RUN_TELEMETRY.format(run_id=self._launch.run_of(None))
