@@ -26,7 +26,8 @@ STAGES = [  # first step, learning rate over that of a batch of $base, beta2 of 
 $stages
 ]
 LAST_STEP = $last
-# `TulaOptimizer` raises the learning rate by itself: with it, write 1.0 for each.
+# `TulaOptimizer` raises the learning rate step by step: with it, write 1.0 for each. Without it, a rate that rises
+# several times at once may diverge: add a warm-up from the first step of its stage.
 
 
 def begin_stage(step, optimizers, schedulers):

@@ -447,7 +447,8 @@ def schedule_view(answer: BatchSchedule) -> RenderableType:
     relaunch = (
         f"Each stage is a launch from the checkpoint of the one before, for which {duration(answer.relaunch_s)} are "
         "counted. --for transformers and --for lightning print a callback that stops there and sets rate and beta2. "
-        f"Rates are over that of a batch of {answer.base_batch_size}; `TulaOptimizer` raises them by itself."
+        f"Rates are over that of a batch of {answer.base_batch_size}; `TulaOptimizer` raises them step by step; by "
+        "hand, warm up to each."
     )
     megatron = f"Megatron-LM: {write_schedule(answer, 'megatron')}"
     return Group(

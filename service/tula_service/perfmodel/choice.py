@@ -208,7 +208,7 @@ def _least_changed(goal: Goal, allowed: Sequence[Estimate], best: Estimate) -> E
     values: dict[Options, Interval] = {}
     for options, estimates in ranked.items():
         least = min(estimates, key=lambda e: goal.value(e).expected)
-        # What is less known than by a run was not measured, and is no tie: its verification tells.
+        # A value that a run would tell more of was not measured: it is no tie, and its verification decides.
         values[options] = least.narrowed(goal.value(least), min(least.known_sd, RUN_NOISE))
 
     def is_clearly_worse(options: Options) -> bool:
