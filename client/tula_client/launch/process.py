@@ -47,8 +47,12 @@ _TEE: Final = ",".join(f"{local_rank}:3" for local_rank in range(1, 10))
 
 
 def of_first_rank(lines: Iterable[str]) -> list[str]:
-    """Return the lines that are not marked as those of a rank other than the first."""
-    return [line for line in lines if not _OF_ANOTHER_RANK.match(line)]
+    """Return the lines that are not marked as those of a rank other than the first.
+
+    Of a line in whose middle such a mark stands, its beginning: torchrun wrote behind a progress bar.
+    """
+    beginnings = (_OF_ANOTHER_RANK.split(line, maxsplit=1) for line in lines)
+    return [beginning for beginning, *other in beginnings if beginning or not other]
 
 
 class LogLines:

@@ -193,8 +193,8 @@ def test_a_log_is_followed_line_by_line_without_those_of_other_ranks(tmp_path: P
     log = tmp_path / "log"
     lines = LogLines(log)
     assert lines.new() == []
-    log.write_bytes(b"one\r\n 5%\r10%\n[default0]: two\n[default12]: no\n[rank1]: Traceback\nthr")
-    assert lines.new() == ["one", "10%", "[default0]: two"]
+    log.write_bytes(b"one\r\n\n 5%\r10%\n 5%\r20%[rank1]: no\n[default0]: two\n[default12]: no\n[rank1]: no\nthr")
+    assert lines.new() == ["one", "", "10%", "20%", "[default0]: two"]
     assert lines.new() == []
     with log.open("ab") as file:
         file.write(b"ee\n\xff end")
