@@ -79,7 +79,7 @@ def test_the_gate_stays_open_for_a_change_that_alters_no_step(tula: Tula) -> Non
     ("words", "said"),
     [
         (["--against=nowhere"], "--against: git rev-parse failed"),
-        (["--against=main"], "--against main is what is checked out, without a change"),
+        (["--against=main"], "--against main is what is checked out, unchanged"),
         (["--against=before", "--markdown=no/folder/c.md"], "--markdown no/folder/c.md: there is no folder"),
         (["--against=before", "--pairs=2"], "--pairs"),
         (["--against=before", "--configuration=7x7"], "--configuration 7x7: the job has no such configuration"),
