@@ -62,6 +62,8 @@ def _effect(
             goal = answer.choice.goal
             gain = goal.value(after).over(goal.value(chosen))
             most_gain = 0.0 if gain is None else max(0.0, 1.0 - gain.low)
+    runs = (run for run in answer.data.profile_runs if run.key > answer.data.retried_up_to_key)
+    has_failed = any(run.state == "failed" and (name, value) in run.configuration.options for run in runs)
     left_out = answer.evidence.left_out.get((name, value))
     if left_out is None and after is None:
         left_out = _why_nothing(answer, name, value, pair[1] if pair[1] in possible else None)
@@ -74,7 +76,8 @@ def _effect(
         **{of: wire.Estimate(value=ratio.mean, low=ratio.low, high=ratio.high) for of, ratio in ratios.items()},
         most_gain=most_gain,
         left_out=left_out,
-        sentence=left_out or " ".join(_sentences(name, value, ratios, most_gain, recommended)),
+        sentence=left_out
+        or " ".join(_sentences(name, value, ratios, most_gain, recommended=recommended, has_failed=has_failed)),
     )
 
 
@@ -130,11 +133,18 @@ def _ratio(after: Estimate, before: Estimate, value: Callable[[Estimate], Interv
 
 
 def _sentences(
-    name: str, value: str, ratios: dict[str, Interval], most_gain: float | None, recommended: bool
+    name: str,
+    value: str,
+    ratios: dict[str, Interval],
+    most_gain: float | None,
+    *,
+    recommended: bool,
+    has_failed: bool,
 ) -> Iterator[str]:
     if most_gain is not None:
         could = f"could win at most {percent(most_gain, digits=0)}" if most_gain >= 0.005 else "cannot win"
-        yield f"{name} {value} was not launched: it {could}."
+        was = "failed in each launch so far: in other combinations it" if has_failed else "was not launched: it"
+        yield f"{name} {value} {was} {could}."
         return
     said = [_changed(ratio, what) for what, ratio in ratios.items() if what in ("time", "cost")]
     if not said:

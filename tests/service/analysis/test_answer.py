@@ -448,7 +448,9 @@ def test_a_combination_that_crashes_condemns_a_value_only_once_that_value_fails_
     assert {c.options for c in answer.evidence.failed} == {both.options}
     said = "compile on with precision bf16 is left out, since each launch with it failed; register the job again to"
     assert f"{said} retry it: Exit code 1. " in explanation.why(answer)
-    assert effect_of(answer, "on").sentence.startswith("compile on was not launched: it "), "it may still be, alone"
+    assert effect_of(answer, "on").sentence.startswith(
+        "compile on failed in each launch so far: in other combinations "
+    )
     answer = answer_of(measured(data, at(compiled="on"), state="failed"))
     assert set(answer.evidence.left_out) == {("compile", "on")}
     assert {c.options for c in answer.evidence.failed} == {both.options, at(compiled="on").options}
@@ -458,6 +460,11 @@ def test_a_combination_that_crashes_condemns_a_value_only_once_that_value_fails_
 def effect_of(answer: Answer, value: str) -> wire.OptionEffect:
     (effect,) = (effect for effect in effects_of(answer) if effect.value == value)
     return effect
+
+
+def test_a_value_that_was_not_launched_is_not_said_to_have_failed_where_another_option_did() -> None:
+    data = measured(measured(job(options=OPTIONS), at()), at(precision="bf16"), state="failed")
+    assert effect_of(answer_of(data), "on").sentence.startswith("compile on was not launched: it ")
 
 
 def test_a_value_that_keeps_no_limit_is_not_said_to_exceed_the_memory() -> None:
