@@ -21,6 +21,7 @@ _NO_KNEE = KneeFinding(None, "no knee: there is no candidate within the limits."
 _LEAST_CHANGED = (
     "no candidate within the limits is clearly better, and of those that may be as good it changes the fewest options."
 )
+_WORTH_A_SWITCH = 0.02  # a larger expected gain is taken even where it may be noise, so that ties never cost more
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,8 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
     """Return the best candidate for the goal's objective inside its limits.
 
     A candidate with other options than today's must be clearly better than those with fewer changes: of the options
-    whose best value may equal the least one, by the 90 % interval of their ratio without the noise of a run, those
-    nearest to today's are chosen.
+    whose best value is within 2 % of the least one and may equal it, by the 90 % interval of their ratio without the
+    noise of a run, those nearest to today's are chosen.
 
     A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
     broken limit is rare. If no candidate does, the choice takes the one whose mean keeps them by the widest margin, and
@@ -213,7 +214,7 @@ def _least_changed(goal: Goal, allowed: Sequence[Estimate], best: Estimate) -> E
 
     def is_clearly_worse(options: Options) -> bool:
         ratio = values[best.configuration.options].over(values[options])
-        return ratio is not None and ratio.high < 1.0
+        return ratio is not None and (ratio.high < 1.0 or ratio.mean < 1.0 - _WORTH_A_SWITCH)
 
     as_good = [options for options in ranked if not is_clearly_worse(options)]
     nearest = min(as_good, key=goal.changes)

@@ -51,7 +51,7 @@ def of_options(step_s: float, **options: str) -> Estimate:
 
 @pytest.mark.parametrize("objective", ["time", "cost", "balanced", "knee", "energy", "time_to_quality"])
 def test_a_value_that_may_be_no_better_is_not_chosen_over_todays(objective: Objective) -> None:
-    today, better, clearly_better = (of_options(s, kernel=word) for s, word in ((1.0, "z"), (0.96, "a"), (0.9, "b")))
+    today, better, clearly_better = (of_options(s, kernel=word) for s, word in ((1.0, "z"), (0.992, "a"), (0.96, "b")))
     values = {"kernel": ["z", "a", "b"]}
     choice = choose(objective, [better, today], options=values)
     assert choice.chosen is today
@@ -59,7 +59,7 @@ def test_a_value_that_may_be_no_better_is_not_chosen_over_todays(objective: Obje
     assert choice.runner_up is (None if objective == "cost" else better)
     assert "clearly better" in choice.merit
     assert choose(objective, [better, today]).chosen is better, "without options there is no today"
-    exact = [replace(each, known_sd=0.01) for each in (better, today)]
+    exact = [replace(each, known_sd=0.001) for each in (better, today)]
     assert choose(objective, exact, options=values).chosen is exact[0]
     choice = choose(objective, [better, today, clearly_better], options=values)
     assert choice.chosen is choice.expected_best is clearly_better
@@ -69,7 +69,7 @@ def test_a_value_that_may_be_no_better_is_not_chosen_over_todays(objective: Obje
 def test_of_values_that_may_be_as_good_the_fewest_changes_are_chosen_then_the_first_in_the_job() -> None:
     values = {"compile": ["off", "on"], "kernel": ["z", "b", "a"]}
     today, both = of_options(1.0, compile="off", kernel="z"), of_options(0.4, compile="on", kernel="a")
-    last, first = (of_options(s, compile="off", kernel=word) for s, word in ((0.41, "a"), (0.415, "b")))
+    last, first = (of_options(s, compile="off", kernel=word) for s, word in ((0.404, "a"), (0.406, "b")))
     assert choose("time", [both, today], options=values).chosen is both
     assert choose("time", [both, today, last], options=values).chosen is last
     assert choose("time", [both, last, first, today], options=values).chosen is first
