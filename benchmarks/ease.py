@@ -147,17 +147,18 @@ class Bench:
                     print(f"{script.name} failed:\n{log.read_text()[-2000:]}", file=sys.stderr)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)  # it is in a separate session
-        return self._measured(name, hook=hook)
+        return self._measured(name, hook=hook, callback="pl.Trainer(" in script.read_text())
 
-    def _measured(self, run_id: str, *, hook: bool) -> Measured:
-        """Compare the agent's steps with the clock's, which begins where the first step ends.
+    def _measured(self, run_id: str, *, hook: bool, callback: bool) -> Measured:
+        """Compare the agent's steps with the clock's, whose first step begins where the script's first step ends.
 
-        A step that a scaler skips is one of its own for the agent's lines; without them it is part of the next step.
+        Loops that the hook watches begin there too; those with the agent's lines or callback begin before. A step that
+        a scaler skips is one of its own for the agent's lines; without them it is part of the next step.
         """
         clock = json.loads((self._folder / f"{run_id}.clock").read_text())
         skipped = set(clock["skipped"]) if hook else set()
         ended = [at_s for place, at_s in enumerate(clock["ended_at_s"]) if place not in skipped]
-        clock_s, first = [after - before for before, after in pairwise(ended)], 0 if hook else -1
+        clock_s, first = [after - before for before, after in pairwise(ended)], 0 if hook and not callback else -1
         step_time_s, seen, ratios = [], set(), []
         for line in self._samples.read_text().splitlines():
             route, _, text = line.partition(" ")
