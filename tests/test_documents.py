@@ -45,7 +45,7 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>[\w-]*)[^\n]*\n(?P<body>.*?)^(?P
 MARK = re.compile(r"<!-- (covered by|save as|needs .+?, checked by): (.+?) -->\s*$")
 NEEDS = {
     "a container engine": ["docs/deploy.md"] * 3,
-    "a Kubernetes cluster": ["docs/deploy.md"],
+    "a Kubernetes cluster": ["docs/deploy.md", "docs/deploy.md"],
     "a package index": [
         "README.md",
         *(f"docs/{page}.md" for page in ("large-batches", "pay-the-bill", "run-a-cluster", "start")),
