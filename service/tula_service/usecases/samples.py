@@ -93,7 +93,10 @@ def _parsed(cursor: str) -> SampleCursor:
 
 
 def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
-    """Return whether the sender should end the run, and why; refresh the summary of a profiling run."""
+    """Return whether a sender that is not the agent should end the run, and why; refresh a profiling run's summary.
+
+    The agent decides by itself (`Profiling.ends`) and reads of the answer only whether the run has ended.
+    """
     if run.state == "cancelled":
         return True, "The run was cancelled."
     if run.state in FINAL_STATES:
