@@ -27,7 +27,7 @@ from tula_wire import options
 from tula_wire.bounds import LAUNCH_TOKEN_S
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE
 from tula_wire.enums import FINAL_STATES, EndCause, RunKind, RunState
-from tula_wire.precision import relative_error
+from tula_wire.precision import is_known
 from tula_wire.verdict import Steps, diagnose
 
 T = TypeVar("T")
@@ -416,7 +416,7 @@ def _too_few(tx: Transaction, run: RunRecord) -> str | None:
         return None
     times, precision = tx.samples.recent(run.key, rank=0).step_time_s.tolist(), float(run.instruction["precision"])
     measuring_steps = int(run.instruction["measuring_steps"])
-    if len(times) >= measuring_steps or (precision > 0 and relative_error(times) <= precision):
+    if len(times) >= measuring_steps or is_known(times, precision):
         return None
     return (
         f"{len(times)} of {measuring_steps} steps were measured before the script ended: let it train for more epochs."
