@@ -74,8 +74,7 @@ class Estimate:
     energy_kwh: Interval | None = None
 
     def narrowed(self, value: Interval, log_sd: float) -> Interval:
-        """Return one of its values as if the logarithm of its time had this standard deviation, if it has a larger
-        one."""
+        """Return one of its values as if the logarithm of its time had at most this standard deviation."""
         if log_sd >= self.time_s.log_sd or value.low <= 0.0:
             return value
         share = log_sd / self.time_s.log_sd
@@ -105,8 +104,7 @@ class Limits:
         return [(name, value, limit) for name, value, limit in both if limit is not None]
 
     def margin(self, estimate: Estimate) -> float:
-        """Return the standard deviations of the logarithm from the mean to the tighter limit,
-        negative where it is broken."""
+        """Return the standard deviations of the log from the mean to the tighter limit; negative where it is broken."""
         both = [(value, limit) for _, value, limit in self.of_totals(estimate) if value.mean > 0]
         return min((math.log(limit / value.mean) / max(value.log_sd, 1e-9) for value, limit in both), default=math.inf)
 
