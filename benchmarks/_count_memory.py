@@ -30,8 +30,7 @@ SEED = 3
 
 
 def count(timm: ModuleType, network: str) -> MemoryEstimate | None:
-    """Return what training `network` needs; None when timm does not know it,
-    or it is too large to be counted quickly."""
+    """Return what training `network` needs; None if timm does not know it, or it is too large to count quickly."""
     if not timm.is_model(network):
         return None
     model = timm.create_model(network)
@@ -42,8 +41,7 @@ def count(timm: ModuleType, network: str) -> MemoryEstimate | None:
 
 
 def counted(timm: ModuleType, rows: Sequence[dict[str, str]], models: int) -> Iterable[dict[str, str]]:
-    """Return the rows of up to `models` networks, drawn at random but the same every time,
-    each with its `analytic_bytes`."""
+    """Return the rows of up to `models` networks, always the same random ones, each with its `analytic_bytes`."""
     networks = sorted({row["model"] for row in rows})
     random.Random(SEED).shuffle(networks)
     left = models

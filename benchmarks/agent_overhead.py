@@ -118,8 +118,7 @@ class Agent:
         self._sent_bytes = 0
 
     def _noting_interval(self, read: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `read` of the gradients; note how many steps lie between two pairs,
-        which the second of a pair decides."""
+        """Wrap `read` of the gradients; note how many steps lie between two pairs, as a pair's second step decides."""
 
         def noting(step: int, *rest: Any) -> Any:
             found = read(step, *rest)

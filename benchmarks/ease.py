@@ -79,8 +79,7 @@ class Measured:
 
 
 def embedded(source: str) -> str:
-    """Return the script with the agent's lines: those of its framework's callback, of a loop,
-    or of one without a loader."""
+    """Return the script with the agent's lines: a callback's, a loop's, or those of a loop without a loader."""
     if "pl.Trainer(" in source:
         call = "pl.Trainer(callbacks=[__import__('tula_agent.callbacks.lightning').callbacks.lightning.TulaCallback()],"
         return source.replace("pl.Trainer(", call)

@@ -77,8 +77,7 @@ def analytic_slope(workload: MemoryWorkload) -> float | None:
 
 
 def static_bytes(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
-    """Return the bytes at a batch of 0 by workload, from the networks of other families on the device,
-    where it has enough.
+    """Return the bytes at a batch of 0 by workload, from other families of networks on the device, if enough.
 
     The least sum of relative errors, since lines through readings that jump are far off.
     """
@@ -111,8 +110,7 @@ def _family(name: str) -> str:
 
 
 def first_readings(batches: Sequence[int], known: int, *, apart: bool) -> list[int]:
-    """Return the rows that are read: the `known` smallest or, if `apart`,
-    the smallest batch whose fourfold was read too."""
+    """Return the rows that are read: the `known` smallest or, if `apart`, a batch and its fourfold."""
     if not apart:
         return list(range(known)) if len(batches) > known else []
     for row, batch in enumerate(batches):
@@ -131,8 +129,7 @@ def score(
     known: int = 2,
     apart: bool = False,
 ) -> dict[str, float]:
-    """Return the error at the largest batch and over all batches beyond those that are read,
-    and the coverage of 90 % intervals."""
+    """Return the errors at the largest batch and at all that are not read, and the coverage of 90 % intervals."""
     largest, beyond, inside, linear = [], [], [], []
     for workload in workloads:
         valid = valid_readings(workload, near_capacity=near_capacity)

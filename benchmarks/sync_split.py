@@ -139,8 +139,7 @@ def rank(scenarios: list[Scenario], steps: int, folder: Path, url: str) -> None:
 
 
 def train(scenario: Scenario, steps: int) -> dict[str, Any]:
-    """Train; return for each step when it began, when the last gradient was there, when backward returned,
-    when it ended."""
+    """Train; return each step's begin, last gradient, return of backward, and end."""
     late_s = [0.0]
     bare = model_of(scenario, late_s)
     marks: dict[str, float] = {}

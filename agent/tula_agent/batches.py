@@ -96,8 +96,10 @@ def _lengths(batch: Any) -> dict[tuple[str, int], int]:
 
 
 def infer_sequence_length(batch: Any) -> int | None:
-    """Return the tokens of an example, padding included: the length of `input_ids` or, in a sequence,
-    of inputs and targets of one shape, as next-token prediction has them. None where the batch is not of tokens."""
+    """Return the tokens of an example, padding included; None where the batch is not of tokens.
+
+    This is the length of `input_ids` or, in a sequence, of inputs and targets of one shape (next-token prediction).
+    """
     if isinstance(batch, Mapping):
         inputs: list[Any] = [batch.get("input_ids")]
     else:

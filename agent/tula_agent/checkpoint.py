@@ -240,8 +240,7 @@ def _restore_position(
     loader: Any,
     extra: dict[str, Any],
 ) -> Resumed:
-    """Continue where this rank's file (`own`) ends; `shape`: batch and world size now; `facts` has those of the
-    checkpoint."""
+    """Continue where this rank's file (`own`) ends; `shape` and `facts` have batch and world size now and then."""
     exact = all(facts[name] == size or size is None for name, size in shape.items())
     consumed = own["consumed"]
     if not exact:  # as many examples

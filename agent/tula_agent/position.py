@@ -61,8 +61,10 @@ class Position:
 
 
 def _captured(loader: Any) -> dict[str, Any]:
-    """Return the captured state, empty where a generator cannot be read: only writing a checkpoint may fail for
-    that."""
+    """Return the captured state, or nothing where a generator cannot be read.
+
+    Only writing a checkpoint may fail for that.
+    """
     try:
         return capture_randomness(loader)
     except Exception as error:

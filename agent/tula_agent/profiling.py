@@ -171,8 +171,7 @@ class Profiling:
         return self.measuring and self._agreement.agreed
 
     def ends(self, step: int, step_time_s: float | None, run_id: str = "") -> bool:
-        """Return True when `run_id` ends with `step`, which took `step_time_s`,
-        or None where its time is not comparable.
+        """Return True when `run_id` ends with `step`, of `step_time_s` (None where its time is not comparable).
 
         The service may say in its reply that the run was cancelled, and the first rank knows when it has measured what
         was asked for or is precise enough; the run ends at the next step at which all ranks read the decision.

@@ -93,8 +93,7 @@ class TrackedObjects:
         return new
 
     def changed_values(self) -> Iterator[tuple[str, float]]:
-        """Return name and value of each reported number that differs from the last time; from the second optimizer,
-        `name_2`.
+        """Return the reported numbers that differ from the last time, by name; from the second optimizer, `name_2`.
 
         One column would hold the last writer's numbers: scripts have an optimizer for matrices, or for each network.
         """
@@ -105,8 +104,7 @@ class TrackedObjects:
                     yield name if number == 1 else f"{name}_{number}", value
 
     def observe_batch(self, batch: Any, size: float | None, share: float, times: int) -> None:
-        """Hand the batch of a micro-step, a `share` of the loader's, to those that scale; it stands for `times`
-        micro-steps.
+        """Hand a micro-step's batch, a `share` of the loader's, to those that scale, to stand for `times` micro-steps.
 
         size: its examples, where the batch itself shows another number.
         """
@@ -294,8 +292,10 @@ class Recorder:
         self.profiling.measure_alone(ends=self.leads)
 
     def watch(self, models: list[Any], optimizers: list[Any]) -> None:
-        """Hook the optimizers and remember all by weak references; models get no hook
-        that stays, DDP's own hook is free."""
+        """Hook the optimizers and remember them and the models by weak references.
+
+        Models get no hook that stays; DDP's own hook is free.
+        """
         self._check_group()
         for optimizer in self.objects.add(models, optimizers):
             self._pull_numbers(optimizer)
@@ -643,8 +643,7 @@ class Recorder:
         return took_long
 
     def _profile(self, step: int, step_time_s: float | None) -> bool:
-        """Let ranks agree on what is pending, and a profiling plan see a step after warm-up; return True if that took
-        time."""
+        """Let ranks agree on what is pending, and the plan see a step after warm-up; return True if that took time."""
         pending = self.profiling.pending
         if pending:
             self.profiling.agree()
@@ -677,8 +676,7 @@ class Recorder:
         return self.plan is not None and self.stopping
 
     def _end_measuring(self) -> None:
-        """Send everything once all batches are measured and before the script is asked to end,
-        since it may end in any way."""
+        """Send everything before the script is asked to end, since it may end in any way."""
         self.launch.measured.append((self._batch_size or 0, self.launch.run_id))
         self.exporter.flush(self.config.exit_deadline_s)
 

@@ -11,8 +11,7 @@ PYTHON = os.environ.get("BENCHMARK_PYTHON", sys.executable)
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without Tula's variables,
-    with one thread for numerical libraries, and `more`."""
+    """Return this process's environment without Tula's variables, with one thread for numerics, and `more`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     return kept | {"OMP_NUM_THREADS": "1"} | more
 

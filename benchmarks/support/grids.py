@@ -74,8 +74,7 @@ class Workload:
         ]
 
     def noisy(self, sd: float, generator: np.random.Generator) -> Workload:
-        """Return the workload with a run of each configuration that differs from the truth by this log
-        standard deviation."""
+        """Return the workload with a run of each configuration, off the truth by this log standard deviation."""
         observed = {c: t * float(generator.lognormal(0.0, sd)) for c, t in self.step_time_s.items()}
         return replace(self, observed_s=observed)
 

@@ -75,8 +75,7 @@ def write_json(path: Path | None, figures: Mapping[str, float | str]) -> None:
 
 
 def provenance() -> dict[str, str]:
-    """Return `commit` of this checkout (`-dirty` with uncommitted changes,
-    empty without git) and `command` as typed."""
+    """Return this checkout's `commit` (`-dirty` with changes, empty without git) and the `command` as typed."""
     describe, commit = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], ""
     with contextlib.suppress(OSError):  # git is not installed
         done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

@@ -80,8 +80,11 @@ class EventReader:
 def _endpoint(
     method: Literal["GET", "POST", "PATCH", "DELETE"], route: str, *, idempotent: bool = False
 ) -> Callable[[Callable[Concatenate[Any, P], Call[T]]], Method[P, T]]:
-    """Return a decorator for the declaration of a call: arguments that `route` names go there, a model is the body,
-    the others are the query; the answer is parsed as the declared type."""
+    """Return a decorator for the declaration of a call.
+
+    Arguments that `route` names go there, a model is the body, and the others are the query; the answer is parsed as
+    the declared type.
+    """
 
     def declared(declaration: Callable[Concatenate[Any, P], Call[T]]) -> Method[P, T]:
         signature = inspect.signature(declaration)
@@ -297,8 +300,7 @@ class Calls(Unsent):
         cursor: str | None = None,
         limit: int | None = None,
     ) -> Call[wire.SamplePage]:
-        """Return one page of a job's stored steps; `warmup` selects those that the fit discards (True) or
-        uses (False)."""
+        """Return one page of a job's stored steps; `warmup` selects those that the fit discards, or uses (False)."""
 
     @_endpoint("GET", routes.RUN_TELEMETRY)
     def series(

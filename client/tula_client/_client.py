@@ -326,8 +326,7 @@ class ProfileRun:
         peak_bytes: int | None = None,
         warmup: bool = False,
     ) -> bool:
-        """Store the next steps, one number each in seconds; return True when the service knows the run precisely
-        enough.
+        """Store the next steps' times in seconds; return True when the service knows the run precisely enough.
 
         `warmup` marks steps that the fit discards; `peak_bytes` is the largest memory of a rank. Raises `TulaError`,
         and `pydantic.ValidationError` for a number out of range or columns of different lengths.

@@ -60,8 +60,7 @@ def job_id(name_or_id: str) -> Flow[str]:
 
 
 def resolve_job(job: str | Path | Mapping[str, Any] | JobSpec) -> Flow[str]:
-    """Return the id of a job given by id or name, or of the one with the specification in a model,
-    mapping or TOML file."""
+    """Return the id of a job given by id or name, or by its specification as a model, mapping or TOML file."""
     if isinstance(job, str):
         return (yield from job_id(job))
     return (yield from calls.register(load_spec(job))).job.id

@@ -105,8 +105,10 @@ class Unsent:
 
 
 class Method(Generic[P, T]):
-    """A method for both kinds of client, written once: sends the call or flow that `build` makes by the `send` of its
-    object's client. `build` gets the object first, or its attribute of that name."""
+    """A method for both kinds of client, written once: it sends the call or flow that `build` makes.
+
+    The client is its object's; `build` gets the object first, or the object's attribute of that name.
+    """
 
     def __init__(self, build: Callable[Concatenate[Any, P], Question[T]], attribute: str = "") -> None:
         self.build = build

@@ -15,8 +15,10 @@ PROCESSOR: Final = "CPU"
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator: `peak` (for a job that gives no precision), fp32, tf32 and fp16 in teraflop per second, memory
-    in gigabytes per second, the capacities in GiB that it is made with, and the document that has these figures.
+    """One accelerator: its speeds, memory and the document with these figures.
+
+    `peak` (for a job that gives no precision), fp32, tf32 and fp16 are in teraflop per second, memory in gigabytes per
+    second; the capacities are in GiB, as it is made.
 
     None: the device does not have that precision. bf16 is as fast as fp16 where there is tf32, and absent elsewhere.
     """

@@ -126,8 +126,7 @@ _OPTIONS: Final = {
 
 
 def option(name: str, word: str) -> str:
-    """Describe a value of an option: `bf16`, `compiled`, `8 workers`,
-    and with the option's name where it says too little."""
+    """Describe a value of an option, `bf16` or `8 workers`, with the option's name where it says too little."""
     if name == "precision":
         return word
     if name == "num_workers":
@@ -136,8 +135,10 @@ def option(name: str, word: str) -> str:
 
 
 def configuration(value: Configuration | None) -> str:
-    """Describe nodes, batch and options: `4 nodes of p3, global batch 256 (local 32 x 2 micro-steps),
-    bf16, compiled`."""
+    """Describe nodes, batch and options.
+
+    For example: `4 nodes of p3, global batch 256 (local 32 x 2 micro-steps), bf16, compiled`.
+    """
     if value is None:
         return NOTHING
     accumulation = f" x {value.grad_accum_steps} micro-steps" if value.grad_accum_steps != 1 else ""

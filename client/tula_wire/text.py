@@ -14,8 +14,7 @@ _REST = re.compile(f"[{UNPRINTABLE}\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Return `text` on one line: a space for tabs and line breaks,
-    U+FFFD for every other character that is not printable."""
+    """Return `text` on one line: U+FFFD for what is not printable, a space for tabs and line breaks."""
     return _REST.sub("\ufffd", _SPACES.sub(" ", text))
 
 

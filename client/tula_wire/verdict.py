@@ -189,8 +189,7 @@ def _enough_workers(waits: float, workers: int) -> int:
 
 
 def _saved_by_workers(waits: float, workers: int, now: int) -> float:
-    """Return the share of a step saved by `now` workers: a step takes the time of loading or of the rest, whichever is
-    longer."""
+    """Return the share of a step saved by `now` workers, where a step takes the longer of loading and the rest."""
     loading = (workers or waits) / now
     return 1.0 - max(1.0 - waits, loading)
 

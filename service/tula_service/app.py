@@ -72,8 +72,9 @@ TOKEN_CACHE_S: Final = 1.0
 
 
 def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits: Fits | None = None) -> FastAPI:
-    """Build the service on a migrated database; without started `fits` it fits in its threads,
-    which delays other requests.
+    """Build the service on a migrated database.
+
+    Without started `fits` it fits in its own threads, which delays other requests.
 
     Raises SchemaMismatch when the schema is not that of this version.
     """

@@ -1,5 +1,7 @@
-"""The nouns that store, perfmodel and usecases share: frozen values, also those that the store takes where the
-wire has no model of them. Times are aware and in UTC."""
+"""The nouns that store, perfmodel and usecases share, as frozen values; times are aware and in UTC.
+
+Among them are values that the store takes where the wire has no model.
+"""
 
 from __future__ import annotations
 

@@ -47,8 +47,10 @@ class Settings(BaseSettings):
 
     @classmethod
     def read(cls, **flags: Any) -> Settings:
-        """Read settings from flags that are not None,
-        and the environment. Raises SettingsError for an invalid value."""
+        """Read settings from flags that are not None, and from the environment.
+
+        Raises SettingsError for an invalid value.
+        """
         try:
             return cls(**{name: value for name, value in flags.items() if value is not None})
         except ValidationError as error:

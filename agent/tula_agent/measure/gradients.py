@@ -34,8 +34,7 @@ class GradientReader:
     def read(
         self, step: int, step_time_s: float, models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer
     ) -> list[tuple[str, float | HostCopy]]:
-        """Return `grad_norm` over dense gradients and, at the second step of a pair,
-        `gradient_variability` (equation 5).
+        """Return `grad_norm` over dense gradients and, at a pair's second step, `gradient_variability` (equation 5).
 
         step_time_s: of the step before, seconds.
         """

@@ -65,8 +65,7 @@ def resident_bytes(peak: bool = False) -> int:
 
 
 def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
-    """Return the bytes that this rank may use: the device's memory,
-    or its share of the host's under the control group's limit."""
+    """Return the bytes that this rank may use: the device's memory, or its share of the control group's limit."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -134,8 +133,10 @@ def total_energy_j(device: torch.device | None) -> float | None:
 
 @cache
 def _open(device: torch.device) -> tuple[Any, Any]:
-    """Return the library and its handle of `device`: by UUID, since NVML numbers all devices of the machine and torch
-    those in CUDA_VISIBLE_DEVICES. Raises ImportError or NVML's own errors."""
+    """Return the library and its handle of `device`. Raises ImportError or NVML's own errors.
+
+    The device is found by UUID: NVML numbers all devices of the machine, torch those in CUDA_VISIBLE_DEVICES.
+    """
     import pynvml
 
     pynvml.nvmlInit()
@@ -197,9 +198,7 @@ class MemoryMonitor:
         self._counted["batch_bytes"] = batch_bytes(batch) * (1 + int(ahead))
 
     def read(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
-        """Return what is known of the memory now and of its peak, as a `tula_wire.MemoryBreakdown` has it; some tens of
-        microseconds.
-        """
+        """Return the memory in use and its peak, for `tula_wire.MemoryBreakdown`; takes some tens of microseconds."""
         if models or self.device is None:
             self.device = find_device(models)
             # Where they copy the gradients, which are counted nowhere else. On a host, buckets are resident before

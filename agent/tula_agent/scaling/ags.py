@@ -285,8 +285,7 @@ def _probe(
 def probe_gradients(
     model: nn.Module, loss: LossFunction, batch: Any, parameters: Sequence[torch.Tensor], *, ranks: Ranks
 ) -> Gradients:
-    """Return the gradient of `loss` on `batch`, averaged over ranks,
-    one tensor per parameter (None where it has no part).
+    """Return the gradient of `loss` on `batch`, averaged over ranks: a tensor or None for each parameter.
 
     Leaves training unchanged: it does not write `.grad` (so DDP's reducer does not start), and restores random streams
     and all buffers (batch normalization's running statistics). The module stays in training mode, because evaluation

@@ -263,8 +263,7 @@ def _mark(number: int) -> Path | None:
 
 
 def _host(channel: Channel, rank: int) -> str:
-    """Return the key of a host's name; an elastic round of another size, with the same count of restarts,
-    has another."""
+    """Return the key of a host's name; an elastic round of another size, after as many restarts, has another."""
     return f"host/{channel.world_size}/{rank}"
 
 

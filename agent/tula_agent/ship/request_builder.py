@@ -316,8 +316,7 @@ class RequestBuilder:
                 self._otel.record(self._launch.run_of(None), timing.step_time_s, comm[0], timing.input_time_s)
 
     def _take_host(self, size: int | None) -> dict[str, Any] | None:
-        """Return what is known of loader and host, once for each batch size,
-        since each size may have a run of its own."""
+        """Return facts of loader and host, once for each batch size, which may have a run of its own."""
         host = self._readings.host
         if "cores" not in host or size in self._told_host or self._identity().rank:
             return None

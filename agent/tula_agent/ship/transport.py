@@ -107,8 +107,10 @@ class Transport:
         self._client.close()
 
     def _is_of_the_script(self, record: logging.LogRecord) -> bool:  # noqa: ARG002
-        """Return True on a thread of the script: httpx logs another spelling of the URL,
-        and the script's URL may begin with ours."""
+        """Return True for a record of the script's own requests, which are made on other threads.
+
+        URLs do not tell: httpx logs another spelling, and the script's URL may begin with ours.
+        """
         return threading.get_ident() != self._exchanging_thread
 
     def exchange(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None = None) -> Reply:

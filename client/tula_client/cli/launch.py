@@ -338,8 +338,7 @@ def orderly_end() -> Iterator[None]:
 
 
 def _go_on(_number: int, _frame: FrameType | None) -> None:
-    """Ignore a signal through a handler: a command does not inherit a handler,
-    but it would inherit an ignored signal."""
+    """Ignore a signal through a handler, since a command would inherit an ignored signal."""
 
 
 def run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:

@@ -57,8 +57,7 @@ class _Terminal(Console):
 
 
 def console(file: TextIO | None = None) -> Console:
-    """Return a console on standard output; 160 columns wide if it is no terminal,
-    so that tables in a file are not cut."""
+    """Return a console on standard output, 160 columns wide if it is no terminal, so that files hold whole tables."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
     return _Terminal(file=file, width=wide, highlight=False, soft_wrap=False)
 

@@ -139,8 +139,7 @@ def tail(log: Path) -> list[str]:
 
 
 def ran_out_of_memory(lines: list[str]) -> bool:
-    """Return True if the exception that ended a rank was of memory,
-    or a launcher reports that the kernel killed it for that.
+    """Return True if memory ended a rank: its exception says so, or a launcher reports that the kernel killed it.
 
     The words alone, in an option, a warning or an exception that the script caught, say nothing of how it ended. The
     exception of a rank is that of its last traceback, or one from which that followed (`raise ... from`).

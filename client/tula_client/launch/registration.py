@@ -35,8 +35,7 @@ class Registered:
 
 
 def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Registered:
-    """Return the job of `spec`: the newest of its name that is equal, else the newest that a change makes equal,
-    else a new job.
+    """Return the job of `spec`: the newest of its name that is equal or that a change makes equal, else a new one.
 
     With `retry_failed`, the failed runs of an older job are planned again. Raises the client's errors.
     """

@@ -176,8 +176,7 @@ LAUNCHERS: Final = {
 
 
 def with_launcher(name: str, command: list[str]) -> tuple[list[str], list[str]]:
-    """Return (whole template, template of the command that cancels it) for script and arguments under a
-    named launcher."""
+    """Return the templates that start, and cancel, script and arguments under a named launcher."""
     launcher = LAUNCHERS.get(name)
     if launcher is None:
         raise UsageError(f"the launcher {name!r} is unknown: use one of {', '.join(LAUNCHERS)}")

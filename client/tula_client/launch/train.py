@@ -110,8 +110,7 @@ def _save(runner: Runner, state: _State) -> None:
 
 
 def _preempted(active: ActiveRun, status: int) -> bool:
-    """Return True if the host ended the command, rather than its own time limit,
-    which another start would reach again."""
+    """Return True if the host ended the command, rather than its own time limit, which each start would reach."""
     return status in _PREEMPTED and active.stacks_dumped_at is None
 
 

@@ -196,8 +196,7 @@ class _PlanLoop:
     finished: list[tuple[Run, Outcome]] = field(default_factory=list)
 
     def step(self) -> float | None:
-        """Finish runs that ended and start the next; return the seconds until the next step, None once the plan is
-        done."""
+        """Finish runs that ended and start the next; return the seconds until the next step, None after the last."""
         runner = self.runner
         for active in list(runner.active):
             status = runner.poll(active)

@@ -86,8 +86,7 @@ class WorkDir:
             yield holder
 
     def log(self, launch_id: str) -> Path:
-        """Return the log file of one start; each has its own,
-        so that it is not judged by the output of an earlier one."""
+        """Return the log file of one start; it has its own, so that no earlier output is judged."""
         return self.path / "logs" / f"{launch_id}.log"
 
     def spool(self, run_id: str) -> Path:

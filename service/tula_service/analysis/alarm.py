@@ -275,8 +275,7 @@ def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> floa
 def broken_limits(
     spec: wire.JobSpec, c: Configuration, monitor: Monitor, step: int, left: float, step_time_s: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield an `advice` event for each limit that will be exceeded at the present speed and was not
-    announced before."""
+    """Yield an `advice` event for each limit that the present speed will exceed and that was not announced before."""
     steps_left = left / c.global_batch_size
     run_s = monitor.elapsed_s + steps_left * step_time_s
     rate = None if spec.limits.budget_usd is None else usd_per_s(spec, c, monitor.peak_bytes)

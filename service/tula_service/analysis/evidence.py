@@ -238,8 +238,7 @@ def _crashes(data: JobData, ran: set[Variant]) -> list[_Crash]:
 
 
 def _as_run(summary: RunSummary) -> Configuration | None:
-    """Return the configuration that ran, as its process reported it; None where the nodes do not have equally many
-    ranks."""
+    """Return the configuration that a run's process reported; None where nodes have unequal numbers of ranks."""
     planned = summary.configuration
     world, batch, steps = summary.world_size, summary.local_batch_size, summary.grad_accum_steps
     batch, steps = batch or planned.local_batch_size, steps or planned.grad_accum_steps
@@ -512,8 +511,7 @@ def _counts_static(memory: MemoryReading) -> bool:
 def _unsure(
     name: str, usable: Sequence[tuple[Configuration, MemoryReading]], capacity: float | None, bound: int | None
 ) -> list[str]:
-    """Return a warning if every reading lies too far below the largest batch to show how memory grows there, else
-    nothing."""
+    """Return a warning if all readings are too far below the largest batch to show how memory grows, else nothing."""
     if capacity is None or bound is None or not usable:
         return []
     c, reading = max(usable, key=lambda each: each[0].local_batch_size)
@@ -527,8 +525,7 @@ def _unsure(
 
 
 def state_beyond_memory(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> str | None:
-    """Return a sentence where the model's state alone exceeds the specified memory even on the most ranks, else
-    None."""
+    """Return a sentence if the model's state alone exceeds the specified memory even on the most ranks, else None."""
     capacity = cluster.memory_bytes_per_rank
     needed = _counted_bytes(model, cluster.max_nodes * cluster.ranks_per_node)
     if capacity is None or needed <= capacity:
@@ -563,8 +560,7 @@ def _room(model: MemoryModel, capacity: float, world_size: int) -> float:
 
 
 def _shared_bytes(model: wire.ModelSpec, readings: Sequence[tuple[Configuration, MemoryReading]]) -> float:
-    """Return the bytes that the ranks share, all shards together: as read or, before a reading, as the specification
-    counts."""
+    """Return the bytes of all shards together: as read or, before a reading, as the specification counts."""
     parts = _PARTS[: _NUM_SHARED[model.sharding]]
     read = [c.world_size * sum(getattr(m, part) or 0 for part in parts) for c, m in readings]
     return float(max(read, default=0)) or _counted_bytes(model, 1) - _counted_bytes(model, math.inf)

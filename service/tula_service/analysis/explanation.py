@@ -179,8 +179,7 @@ def quality_of(answer: Answer) -> wire.Quality | None:
 
 
 def why(answer: Answer) -> str:
-    """Say why the candidate is chosen, how the runner-up differs, what limits and crashes exclude, what the answer
-    rests on."""
+    """Say why the candidate wins, how the runner-up differs, what was excluded, and what the answer rests on."""
     choice, objective = answer.choice, OBJECTIVES[answer.objective]
     parts = []
     chosen = choice.chosen
@@ -242,8 +241,7 @@ def reason_of(choice: Choice) -> str:
 
 
 def _least(choice: Choice) -> str:
-    """Return what deadline and budget would have to be for one candidate: the least upper end, and the expected value
-    to it.
+    """Name the lowest deadline and budget that would admit a candidate: upper end and expected value.
 
     Candidates that the largest batch or interruptions rule out do not count; where no other is left, the text is empty.
     """
@@ -461,8 +459,7 @@ def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
 
 
 def _has_less_to_do(one: PointKey, other: PointKey) -> bool:
-    """Return True where `one` has fewer nodes at the same local batch, or a smaller batch on as many, with all else the
-    same."""
+    """Return True where `one` has fewer nodes or a smaller batch, and all else is the same."""
     (variant, nodes, world, batch, steps), (other_variant, other_nodes, other_world, other_batch, other_steps) = (
         one,
         other,
@@ -536,8 +533,7 @@ def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
 
 
 def _max_sensible_batch_size(answer: Answer) -> int | None:
-    """Return the batch that the gradient noise supports; None while only the start of runs, which is far off, has shown
-    it."""
+    """Return the batch that the gradient noise supports; None while only the start of runs has shown it."""
     if answer.efficiency is None or answer.data.settled_noise_scale is None:
         return None
     return answer.efficiency.max_sensible_batch_size

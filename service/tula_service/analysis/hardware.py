@@ -167,8 +167,7 @@ def facts_of(model: wire.ModelSpec) -> ModelFacts:
 
 
 def _guessed_activation_bytes(flops_per_sample: float, parameter_count: float, bytes_per_number: float) -> float:
-    """Return a guess of the bytes that one sample leaves for the backward pass, which is off by a factor of about
-    two."""
+    """Guess the bytes that one sample leaves for the backward pass, to a factor of about two."""
     of_flops, of_parameters = math.log(max(flops_per_sample, 1e-300)), math.log(parameter_count)
     guess = _GUESS[0] + _GUESS[1] * of_flops + _GUESS[2] * of_parameters + math.log(bytes_per_number)
     return math.exp(min(max(guess, _LOG_BYTES[0]), _LOG_BYTES[1]))
@@ -215,8 +214,7 @@ def guesses_of(spec: wire.JobSpec) -> list[str]:
 
 
 def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str, str] | None:
-    """Return (field of the specification, sentence) for a precision or capacity that the accelerator lacks, else
-    None."""
+    """Return (field, sentence) for a specified precision or capacity that the accelerator lacks, else None."""
     if cluster.device is None:
         return None
     device = DEVICES[cluster.device]
@@ -263,8 +261,7 @@ def probes_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> 
 
 
 def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
-    """Return True if two probes of as many ranks on as many nodes give a bucket of gradients times within a factor of
-    two."""
+    """Return True if two probes of equal shape time a bucket of gradients within a factor of two of each other."""
     shapes = {(probe.instance_type, probe.num_nodes, probe.ranks_per_node) for probe in (one, other)}
     costs = (cost_of(probe.all_ranks) for probe in (one, other))
     times = sorted(cost.latency_s.mean + cost.seconds_per_byte.mean * BUCKET_BYTES for cost in costs)

@@ -87,8 +87,7 @@ class JobData:
 
     @property
     def settled_noise_scale(self) -> float | None:
-        """Return the noise scale from runs of at least 100 measured steps, whose start no longer decides it; None
-        without one."""
+        """Return the noise scale from runs of at least 100 measured steps, whose start no longer decides, or None."""
         return self._noise_scale(least_steps=_SETTLED_STEPS)
 
     def _noise_scale(self, least_steps: int) -> float | None:
@@ -104,8 +103,7 @@ class JobData:
 
     @property
     def tokens_per_example(self) -> float | None:
-        """Return the specification's tokens per example, else the mean that the agents saw; None where batches hold no
-        tokens."""
+        """Return the specified tokens per example, else the mean that the agents saw, or None."""
         return self.spec.model.tokens_per_example or (statistics.fmean(seen) if (seen := self.seen_tokens) else None)
 
     @property
@@ -291,8 +289,7 @@ def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
 
 
 def _at_global_batch(batch: wire.BatchSpec, largest: int, per_rank: int, rest: int) -> list[tuple[int, int]]:
-    """Return up to three local batches with their accumulation that make exactly `per_rank` examples,
-    the largest first."""
+    """Return up to three (local batch, accumulation) that make exactly `per_rank` examples, largest batch first."""
     if rest or not per_rank:
         return []
     if (held := batch.grad_accum_steps) is not None:

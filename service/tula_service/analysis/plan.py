@@ -1,5 +1,7 @@
-"""What to profile next, decided from an `Answer`: which waiting runs stay, which are cancelled, which are new; and what
-the launches cost, with their start-up: what they have taken, and what is left of the plan."""
+"""What to profile next: the waiting runs that stay, those to cancel, and new ones.
+
+Also what the launches have cost, start-up included, and what is left of the plan.
+"""
 
 from __future__ import annotations
 
@@ -136,8 +138,7 @@ def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunReco
 
 
 def _to_repeat(answer: Answer, in_use: Collection[Configuration]) -> list[RunRecord]:
-    """Return the failed runs to repeat whose configuration is feasible and not `in_use`; none once the GPU-seconds are
-    spent."""
+    """Return the failed runs to repeat, feasible and not `in_use`; none once the GPU-seconds are spent."""
     budget = _budget(answer.data)
     if budget.max_gpu_seconds is not None and budget.spent_gpu_seconds >= budget.max_gpu_seconds:
         return []
@@ -177,8 +178,7 @@ def _budget(data: JobData) -> PlanBudget:
 
 
 def most_launches(spec: wire.JobSpec) -> int:
-    """Return the most launches of an adaptive search, without `share_launches` its most runs: the user's number, else
-    the default."""
+    """Return the most launches of an adaptive search, or its most runs if it does not share launches."""
     options = sum(len(values) > 1 for values in spec.varied_options.values())
     further_types = len(spec.cluster) - 1
     with_options = _RUNS_WITH_OPTIONS + _RUNS_PER_OPTION * options + _RUNS_PER_FURTHER_TYPE * further_types

@@ -76,8 +76,7 @@ class WhatIf(BaseModel):
 
 
 def findings_of(data: JobData, objective: Objective | None = None, plan: bool = False) -> Findings:
-    """Fit once, choose for this objective or the job's own, decide what to profile next if `plan` is set, and
-    render."""
+    """Fit once, choose for this objective or the job's own, render and, if `plan`, decide what to profile next."""
     analysis = analyse(data, objective)
     decision = plan_of(analysis) if plan else None
     fields = _WITHOUT_IDENTITY | _rendered(analysis, decision)

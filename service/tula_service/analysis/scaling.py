@@ -32,8 +32,7 @@ _MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722
 
 
 def estimate_noise_scale(values: ArrayLike) -> Interval | None:
-    """Return B_noise = tr(Sigma) / |G|^2 in examples,
-    from a run's telemetry column `gradient_noise_scale` in step order.
+    """Return B_noise = tr(Sigma) / |G|^2 in examples, from a run's `gradient_noise_scale` in step order.
 
     The geometric mean over the later half: a ratio errs by factors, and it grows during training (McCandlish et al.
     2018, figure 4). The ends are those of a 90 % interval from means of blocks of about sqrt(n) steps, because

@@ -30,8 +30,7 @@ def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tu
 
 
 def downsample(steps: IntArray, values: FloatArray, max_points: int) -> tuple[IntArray, FloatArray]:
-    """Return at most `max_points` of the points: minimum and maximum of every interval,
-    and the first and the last point.
+    """Return at most `max_points` of the points: minimum and maximum of every interval, and both ends.
 
     Steps without a value are dropped first, so that a column with few values (validation accuracy) keeps them.
     """

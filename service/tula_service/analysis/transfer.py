@@ -55,8 +55,9 @@ class EarlierEvidence:
 
     @property
     def interval_scale(self) -> float:
-        """Return the factor on the log width of intervals that makes them hold what trainings measured; 1 with few
-        pairs.
+        """Return the factor on the log width of intervals that lets them hold what trainings measured.
+
+        It is 1 with few pairs.
 
         Each pair's score is |log(measured / predicted)| over the half-width of its interval; the factor is the 90 %
         quantile of the scores (split-conformal, Vovk 2005), shrunk towards 1 by ten imagined pairs that the model got

@@ -160,8 +160,7 @@ class RequestMiddleware:
         return whole
 
     async def _read(self, receive: Receive, sender: str, limit: int) -> bytes:
-        """Read the body; an incomplete one counts at least as a share of `ARRIVING_BYTES`,
-        which bounds their number too."""
+        """Read the body; each counts as a least share of `ARRIVING_BYTES`, which bounds how many arrive at once."""
         body = bytearray()
         counted, least = 0, ARRIVING_BYTES // self._services.settings.max_in_flight
         try:

@@ -40,8 +40,7 @@ class Status(BaseModel):
 
 @open_router.get(routes.HEALTH)
 async def get_health() -> Status:
-    """Answer while the process is alive, whatever the database does,
-    so that its outage does not restart the process."""
+    """Answer while the process is alive, so that an outage of the database does not restart it."""
     return Status(status="ok")
 
 
@@ -63,8 +62,10 @@ async def get_ready(services: AppServices) -> Status:
 
 @router.get(routes.METRICS, response_class=Response)
 def get_metrics(user: CurrentUser, services: AppServices) -> Response:
-    """Return counters of this replica's workers; over all replicas queue, agents, prediction error,
-    and the trainings that run in the token's projects."""
+    """Return counters of this replica's workers and, over all replicas, queue, agents, errors and trainings.
+
+    The trainings are those of the token's projects; the errors are of predictions.
+    """
     registry = CollectorRegistry()
     registry.register(_Stored(services.store, user.principal))
     return Response(services.metrics.render() + generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

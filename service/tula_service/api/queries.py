@@ -1,5 +1,4 @@
-"""What endpoints share of their parameters: unknown ones are refused, pages of lists begin at a cursor, and agents name
-the lease under which they measure."""
+"""What endpoints share: they refuse unknown parameters, lists begin at a cursor, agents name their run's lease."""
 
 from __future__ import annotations
 

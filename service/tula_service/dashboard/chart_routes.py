@@ -80,8 +80,7 @@ def get_run_chart(
     trend: Annotated[int, Query(ge=0, le=1000, description="Medians in the line over a long series; 0: none.")] = 150,
     logarithmic: Annotated[bool, Query(description="Logarithmic axis of values.")] = False,
 ) -> JSONResponse:
-    """Return a chart of a run: step_time, memory, gradient, scale, loss, accuracy,
-    or any column that the run has reported.
+    """Return a chart of a run: step_time, memory, gradient, scale, loss, accuracy, or any column it reported.
 
     `first_step` and `last_step` zoom in.
     """

@@ -127,8 +127,10 @@ def new_job_page(user: CurrentUser) -> HTMLResponse:
 
 @router.post("/jobs/new")
 async def new_job(request: Request, user: CurrentUser) -> JSONResponse:
-    """Register the job that the body, a job.toml, describes, and answer its id: the page's script sends the text and
-    lists what is wrong with it. Raises InvalidInput, pydantic.ValidationError."""
+    """Register the job that the body, a job.toml, describes, and answer its id.
+
+    The page's script sends the text and lists what is wrong with it. Raises InvalidInput, pydantic.ValidationError.
+    """
     sent = await request.body()
     made = await run_in_threadpool(lambda: jobs.register(*user, _specification(sent)))
     return JSONResponse({"id": made.job.id}, 201)
@@ -185,8 +187,7 @@ def what_if(
     micro_steps: Counts = [],  # noqa: B006
     spot: bool | None = None,
 ) -> HTMLResponse:
-    """Return a fragment for the job's page: what is allowed first, then the quickest,
-    each compared with the recommendation."""
+    """Return candidates, allowed ones first, then the quickest, each compared with the recommendation."""
     question = WhatIf(
         num_nodes=nodes,
         global_batch_size=global_batch,

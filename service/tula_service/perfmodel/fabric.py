@@ -152,8 +152,10 @@ class Buckets:
 
     @classmethod
     def of(cls, gradient_bytes: float) -> Buckets:
-        """Return `gradient_bytes` in buckets of 25 MiB; of more than 2.6 TB in larger ones, where latency counts for
-        nothing."""
+        """Return `gradient_bytes` in buckets of 25 MiB, or in a limited number of larger ones.
+
+        The limit counts above 2.6 TB, where latency is negligible.
+        """
         number = min(max(math.ceil(gradient_bytes / BUCKET_BYTES), 1), _MOST_BUCKETS)
         return cls(np.full(number, gradient_bytes / number))
 

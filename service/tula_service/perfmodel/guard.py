@@ -70,8 +70,7 @@ class AccuracyGuard:
         return self.constants.noise_factor * (self.noise_scale + 2.0 * self.base_batch_size)
 
     def allows(self, global_batch_size: int) -> bool:
-        """Return True where a training of so many examples a step is expected to keep the accuracy of
-        the base batch."""
+        """Return True where a training of so many examples a step should keep the accuracy of the base batch."""
         if global_batch_size <= self.base_batch_size:
             return True
         steps = self.steps(global_batch_size)
@@ -80,8 +79,7 @@ class AccuracyGuard:
         return steps >= LONG_STEPS or self.within_noise(global_batch_size)
 
     def within_noise(self, global_batch_size: int) -> bool:
-        """Return True where the noise supports a batch or, without a noise scale,
-        where the steps are many for its size."""
+        """Return True where the noise supports a batch or, without a noise scale, where the steps are many for it."""
         if self.supported is not None:
             return global_batch_size <= self.supported
         ratio = global_batch_size / self.base_batch_size

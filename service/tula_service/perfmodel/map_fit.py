@@ -165,8 +165,7 @@ class Posterior:
 
 
 def build_targets(observations: StepTimeObservations, repeats: FloatArray, scales: ResidualScales) -> Targets:
-    """Return what the fit has to meet on rows of `repeats` runs each, shape (n,): a mean of k runs has 1/k of their
-    variance."""
+    """Return what the fit has to meet, shape (n,); a mean of k = `repeats` runs has 1/k of their variance."""
     compute = np.where(
         np.isfinite(observations.compute_time_s),
         observations.compute_time_s,

@@ -69,8 +69,10 @@ class MemoryObservations:
 
 @dataclass(frozen=True)
 class Shards:
-    """Static memory that the ranks share (ZeRO, FSDP), bytes of all shards together; lines hold for `most_ranks`
-    ranks."""
+    """Static memory that the ranks share (ZeRO, FSDP), in bytes of all shards.
+
+    The lines hold for `most_ranks` ranks.
+    """
 
     total_bytes: float = 0.0
     most_ranks: int = 1
@@ -113,8 +115,7 @@ class MemoryModel:
     upper: tuple[float, float] = (0.0, 0.0)
 
     def predict(self, local_batch_size: float) -> Interval:
-        """Return the peak bytes on the device at a local batch, including what the device holds outside the
-        allocator."""
+        """Return the device's peak bytes at a local batch, including what it holds outside the allocator."""
         allocated, sd = self._allocated(local_batch_size)
         mean = allocated + self.beside.context_bytes
         width = math.exp(min(_NORMAL_END * sd / mean, WIDEST_LOG))
@@ -138,8 +139,7 @@ class MemoryModel:
         return bisect_left(batches, True, key=lambda b: self.fits(b, capacity_bytes) < safety_probability)
 
     def _allocated(self, local_batch_size: float) -> tuple[float, float]:
-        """Return the bytes by the higher line, and the standard deviation of the peak, including that of the
-        context."""
+        """Return the bytes by the higher line, and the standard deviation of the peak, the context's included."""
         row = np.array([1.0, local_batch_size])
         lines = (self.static_bytes, self.bytes_per_sample), self.upper
         allocated = max(1.0, *(static + slope * local_batch_size for static, slope in lines))

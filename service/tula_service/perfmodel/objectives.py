@@ -68,8 +68,7 @@ class Goal:
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def normalized_too_widely(self, local_batch_size: int) -> int:
-        """Return how many examples of a rank and micro-step exceed what batch normalization bears: twice the base
-        batch."""
+        """Return how many examples of a rank's micro-step exceed twice the base batch, batch normalization's limit."""
         if not self.batch_normalization or self.guard is None:
             return 0
         return max(0, local_batch_size - 2 * self.guard.base_batch_size)
@@ -79,8 +78,7 @@ class Goal:
         return OBJECTIVES[self.objective].value(self, estimate)
 
     def changes(self, chosen: Options) -> tuple[int, list[int]]:
-        """Return how many options differ from today's values, and the place of each value in the job: least is nearest
-        to today."""
+        """Return how many options differ from today's values, and the place of each value, least nearest to today."""
         places = [list(self.options[name]).index(word) for name, word in chosen]
         return sum(place > 0 for place in places), places
 
@@ -173,8 +171,7 @@ class _Compromise(Objective):
 
 
 class _Balanced(_Compromise):
-    """A compromise among the batches that keep the accuracy; the least sum of cost and waiting where waiting has a
-    price."""
+    """A compromise among the batches that keep the accuracy; with a price of waiting, the least cost of both."""
 
     def value(self, goal: Goal, estimate: Estimate) -> Interval:
         if goal.priced and goal.usd_per_hour_of_waiting is not None:

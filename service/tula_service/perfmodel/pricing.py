@@ -110,8 +110,7 @@ class Limits:
 
 
 def spot_slowdown(spot: Spot | None, num_nodes: int) -> float:
-    """Return the expected wall time divided by the uninterrupted time of a synchronous job on `num_nodes`
-    interruptible nodes.
+    """Return expected over uninterrupted wall time of a synchronous job on `num_nodes` interruptible nodes.
 
     With rate L = num_nodes * rate, a stretch of length tau between checkpoints takes (1/L + R) * (exp(L tau) - 1) in
     expectation (Daly 2006, without checkpoint cost); infinite when the job would practically never get through.

@@ -70,8 +70,7 @@ _LOG_2 = math.log(2.0)
 
 
 def to_seconds(entries: Sequence[int]) -> FloatArray:
-    """Return the matrix, shape (11, 11), that turns these entries of theta, which are relative to c, into logs of
-    seconds."""
+    """Return the (11, 11) matrix that turns these entries of theta, relative to c, into logs of seconds."""
     matrix = np.eye(NUM_PARAMETERS)
     matrix[list(entries), AT.compute] = 1.0
     return matrix
@@ -79,8 +78,10 @@ def to_seconds(entries: Sequence[int]) -> FloatArray:
 
 @dataclass(frozen=True)
 class Terms:
-    """Natural logarithms of the parts, in seconds, shape (n,): whole step, its compute, collective, and what comes once
-    a step; and the slopes of the first two in theta, shape (n, 11)."""
+    """Logs of the parts of a step in seconds, shape (n,), and slopes in theta, shape (n, 11).
+
+    The parts are whole step, its compute, its collective, and what comes once a step; the first two have slopes.
+    """
 
     step: FloatArray
     compute: FloatArray

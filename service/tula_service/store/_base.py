@@ -62,8 +62,7 @@ class Repository:
     def _put(
         self, table: sa.Table, key: Mapping[str, Any], values: Mapping[str, Any], *, where: Any = None, **new: Any
     ) -> None:
-        """Insert a row with `values` and the values of `new`; where the key exists, set `values` if that row
-        meets `where`."""
+        """Insert `values` and `new`; where the key exists, set `values` if that row meets `where`."""
         insert = self._insert(table).values(**key, **values, **new)
         self._connection.execute(insert.on_conflict_do_update(index_elements=list(key), set_=values, where=where))
 

@@ -91,8 +91,7 @@ class Transaction:
 
 
 class AnswersInMemory:
-    """The last answers that the database does not store, by a key that names the question; threads share an
-    instance."""
+    """The last answers that the database does not store, by their question; threads share an instance."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -83,8 +83,10 @@ class Ledger(Repository):
     def outcomes(
         self, *, project_id: str | None = None, limit: int = 1000
     ) -> Sequence[tuple[LedgerRecord, str, str, JsonObject]]:
-        """Return entries whose outcome is known, over all jobs (of a project), newest first, each with its job's name,
-        network and specification."""
+        """Return entries with an outcome, of all jobs (of a project), newest first.
+
+        Each has its job's name, network and specification.
+        """
         query = (
             sa.select(ledger, *_OUTCOME, jobs.c.name.label("job_name"), jobs.c.model_name, jobs.c.spec)
             .join(ledger_outcomes, ledger_outcomes.c.ledger_id == ledger.c.id)

@@ -142,8 +142,7 @@ def _alter(
     locks: Sequence[str],
     allowed: Callable[[sa.Connection], bool] = lambda _: True,
 ) -> bool:
-    """Change tables that are in use, after locking them in this order; return False if it is not `allowed` under the
-    locks.
+    """Lock tables that are in use, in this order, and change them; return False if it is not `allowed` by then.
 
     The wait for `locks` is longer than the second after which Postgres stops its own vacuum for them. The wait for the
     parent table, which all requests use, ends before Postgres would end a request for a deadlock. A wait that ends

@@ -14,8 +14,7 @@ class AnswerCache(Repository):
     def get(
         self, job_id: str, name: str, *, data_version: int, model_version: str, or_newer: bool = False
     ) -> str | None:
-        """Return the cached answer called `name`, if it rests on exactly these versions,
-        or on newer data if that will do."""
+        """Return the cached answer called `name` if it rests on these versions or, if that will do, on newer data."""
         version = answers.c.data_version
         conditions = (
             answers.c.job_id == job_id,

@@ -207,8 +207,7 @@ class Leases(Repository):
         return self._lease([key], holder, lease_s, self._now() + timedelta(seconds=lease_s), int(last) + 1)[0]
 
     def claim_launch(self, run: RunRecord) -> list[RunRecord]:
-        """Lease the pending runs that differ from `run` in the local batch alone to its holder, for as long, and return
-        them."""
+        """Lease the pending runs that differ from `run` only in the local batch to its holder, and return them."""
         pending = sa.select(runs.c.key).where(*_same_launch(run), runs.c.state == "pending")
         keys = list(self._connection.execute(pending.with_for_update(skip_locked=True)).scalars())
         return self._lease(keys, run.holder, run.lease_s, run.lease_expires_at, run.lease)

@@ -360,8 +360,7 @@ class Samples(Repository):
         return values
 
     def _reach(self, source: int, after: int, most: int) -> tuple[int, int]:
-        """Return how many rows of a process come after `after`, up to `most`, and the sequence number of the last of
-        them."""
+        """Return the number of rows of a process after `after`, up to `most`, and the sequence number of the last."""
         table = step_samples.c
         some = (
             sa.select(table.sequence)
@@ -374,8 +373,7 @@ class Samples(Repository):
         return int(count), after if last is None else int(last)
 
     def _processes(self, job_id: str, only: SampleFilter, cursor: SampleCursor | None) -> list[SampleCursor]:
-        """Return the next processes of the job, one more than a page reads,
-        each with the sequence number to read after."""
+        """Return the job's next processes, one more than a page reads, each with the sequence number to read after."""
         key = sample_sources.c.key
         statement = (
             sa.select(key)

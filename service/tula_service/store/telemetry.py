@@ -230,8 +230,7 @@ class Telemetry(Repository):
         return counts
 
     def read_runs(self, run_ids: Collection[str], column: str) -> Iterator[tuple[str, IntArray, FloatArray]]:
-        """Yield run id, steps and values of each of these runs that sent the column, as `read` returns them, by one
-        query."""
+        """Yield run id, steps and values of each of these runs that sent the column, by one query."""
         statement = (
             _chunks(column, 0)
             .add_columns(runs.c.id)
@@ -250,8 +249,7 @@ class Telemetry(Repository):
         return self._purge(telemetry_chunks, job_id, limit)
 
     def _note_columns(self, run_key: object, chunk: NewChunk) -> None:
-        """Note the columns of a chunk that was just stored; count its steps and keep its newest values if the first
-        rank sent it."""
+        """Note a stored chunk's columns; if the first rank sent it, count its steps and keep its newest values."""
         rows = sorted(_noted(chunk))  # by name, so that two chunks of a run lock rows in one order
         on_conflict = _OF_OTHER_RANKS if chunk.rank else _ADDED
         if self._postgres:

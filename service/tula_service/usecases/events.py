@@ -46,8 +46,7 @@ def recent(
     run_id: str | None = None,
     limit: int = 20,
 ) -> list[wire.Event]:
-    """Return the newest events of these kinds, of one run if wanted,
-    newest first. Raises NotFound for an unknown job."""
+    """Return the newest events of these kinds, newest first, of a job or one of its runs. Raises NotFound."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         return tx.events.recent(job_id, kinds=kinds, run_id=run_id, limit=limit)
@@ -65,8 +64,10 @@ def overview(store: Store) -> tuple[Mapping[RunState, int], int, Mapping[float, 
 
 
 def check_ready(store: Store) -> None:
-    """Raise SchemaMismatch for another schema, StoreUnavailable when the database does not answer, has no room, or has
-    no partition for this month."""
+    """Raise SchemaMismatch for another schema, and StoreUnavailable when the database cannot store.
+
+    It cannot while it does not answer, has no room, or has no partition for this month.
+    """
     store.check_disk()
     try:
         check_schema(store.engine)

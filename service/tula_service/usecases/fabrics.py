@@ -40,8 +40,7 @@ def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
 
 
 def to_launch(tx: Transaction, job: JobRecord, run: wire.Run) -> wire.Run:
-    """Return the run for its launcher: it asks the ranks to measure their links unless a probe of as many ranks is
-    stored."""
+    """Return the run for its launcher; the ranks measure their links unless a probe of as many ranks is stored."""
     if run.instruction is None or run.configuration.world_size < 2 or is_probed(tx, job, run.configuration):
         return run
     return run.model_copy(update={"instruction": run.instruction.model_copy(update={"probe_s": _PROBE_S})})

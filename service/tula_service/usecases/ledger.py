@@ -22,8 +22,7 @@ _MAX_PAIRS = 100
 def entries(
     store: Store, principal: Principal, job_id: str, *, followed: bool = False, limit: int = 200
 ) -> wire.Ledger:
-    """Return predicted and measured step times of a job, newest recommendation first; with `followed`, only measured
-    ones."""
+    """Return predicted and measured step times of a job, newest first; with `followed`, only measured ones."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         records = tx.ledger.list(job_id, followed=followed, limit=limit)

@@ -410,8 +410,7 @@ def _move(tx: Transaction, run: RunRecord, state: RunState, request: wire.RunPat
 
 
 def _too_few(tx: Transaction, run: RunRecord) -> str | None:
-    """Return a sentence where a profiling run measured fewer steps than planned without reaching its precision, else
-    None."""
+    """Return a sentence if a profiling run ended before its planned steps and its precision, else None."""
     if run.instruction is None:
         return None
     times, precision = tx.samples.recent(run.key, rank=0).step_time_s.tolist(), float(run.instruction["precision"])

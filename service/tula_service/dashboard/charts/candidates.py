@@ -345,8 +345,7 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
 
 
 def options(job: Job, recommendation: Recommendation) -> Spec:
-    """Draw what each further value of an option does to time, money and memory,
-    in per cent of those with its first value.
+    """Draw how each further value of an option changes time, money and memory, in per cent of its first value's.
 
     Values that were launched are filled points, those that are believed hollow ones; lines are 90 % intervals.
     """

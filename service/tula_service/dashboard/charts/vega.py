@@ -135,8 +135,7 @@ def predicted(data: str, base: Spec, look: Spec, *, where: str = "") -> list[Spe
 
 
 def legend(names: Sequence[str], *, lines: bool = True) -> Spec:
-    """Return a legend above the chart whose samples are lines or points,
-    in as many columns as such names leave room for."""
+    """Return a legend above the chart, of lines or points, in as many columns as such names leave room for."""
     longest = max((len(name) for name in names), default=0)
     return {
         "title": None,
@@ -171,8 +170,7 @@ def ruled(
 
 
 def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> Spec:
-    """Return length, colour and order for rows of `part`, `order` and `value`,
-    with parts that none of the rows has left out.
+    """Return length, colour and order for rows of `part`, `order` and `value`; parts that no row has are left out.
 
     A part has the same colour in every chart, whichever other parts are present.
     """
