@@ -69,7 +69,7 @@ class Training:
             self._multiply(self._matrix, self._matrix)
         self.optimizer.step()
 
-    def rounds_of(self, step_s: float) -> int:
+    def count_rounds(self, step_s: float) -> int:
         """Return how many rounds take `step_s` seconds in all."""
 
         def least(rounds: int) -> float:
@@ -164,7 +164,7 @@ def child(turns: Connection, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     training = Training()
-    rounds = turns.recv() or training.rounds_of(STEP_S)
+    rounds = turns.recv() or training.count_rounds(STEP_S)
     turns.send(rounds)
     spent: dict[str, list[float]] = {}
     agent = Agent(training, spent) if "TULA_URL" in environment else None

@@ -27,7 +27,7 @@ from pathlib import Path
 import tula_wire as wire
 from benchmarks.support.grids import DATA, read_rows
 from benchmarks.support.report import mean, median, parser_of, percentile, print_table, write_json
-from tula_service.analysis.hardware import BYTES_PER_NUMBER, RECOMPUTED, facts_of, hardware_of, slow_from
+from tula_service.analysis.hardware import BYTES_PER_NUMBER, RECOMPUTED, look_up_hardware, read_facts, slow_from
 from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.priors import (
     ScaleError,
@@ -65,7 +65,7 @@ class Timing:
     log_ratio: float
 
 
-def precision_of(row: Mapping[str, str]) -> Precision:
+def parse_precision(row: Mapping[str, str]) -> Precision:
     """Return the precision as a specification names it; raises ValueError for a name that none has."""
     if row["precision"] not in PRECISIONS:
         raise ValueError(f"precision {row['precision']!r} is not known: give one of {', '.join(PRECISIONS)}.")
@@ -76,9 +76,9 @@ def read(path: Path) -> list[Timing]:
     """Read every row with its guess from hardware figures; leave out devices of which no data sheet is kept."""
     found = []
     for row in read_rows(path):
-        precision = precision_of(row)
+        precision = parse_precision(row)
         cluster = wire.ClusterSpec(instance_type="one", max_nodes=1, accelerator=row["gpu"])
-        hardware = hardware_of(cluster, precision)
+        hardware = look_up_hardware(cluster, precision)
         if hardware.peak_tflops is None:
             continue
         outputs = float(row.get("activation_elements_per_sample") or 0.0)
@@ -98,7 +98,7 @@ def read(path: Path) -> list[Timing]:
             activation_checkpointing=checkpointing,
         )
         batch = float(row["local_batch_size"])
-        guess = prior_from_hardware(facts_of(model), hardware, reference_batch_size=batch)
+        guess = prior_from_hardware(read_facts(model), hardware, reference_batch_size=batch)
         guess = replace(guess, slow_from=slow_from(model, [cluster]).get(cluster.instance_type, math.inf))
         log_ratio = math.log(float(row["step_time_s"])) - log_step_s(guess)
         found.append(Timing(row["source"], row["gpu"], row["network"], row["precision"], batch, guess, log_ratio))

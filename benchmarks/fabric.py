@@ -29,7 +29,7 @@ from benchmarks.support import PYTHON
 from benchmarks.support.cluster import Cluster, why_not
 from benchmarks.support.report import median, parser_of, print_table, write_json
 from tula_client import Client
-from tula_service.analysis.hardware import cost_of
+from tula_service.analysis.hardware import fit_cost
 from tula_wire import Configuration, Estimate, ProjectCreate, RunCreate, TokenCreate
 from tula_wire.jobs import JobSpec
 from tula_wire.samples import FabricProbe
@@ -129,7 +129,7 @@ class Bench:
         job = self.client.handle(JobSpec.model_validate(spec))
         alone_s = self.step_time_s(job.id, 1, parameter_bytes)
         probe = self.probe(2, rate)
-        added_s = alone_s + cost_of(probe.all_ranks).ring(2, nodes, 4, float(parameter_bytes))[0]
+        added_s = alone_s + fit_cost(probe.all_ranks).ring(2, nodes, 4, float(parameter_bytes))[0]
         from_two = self.predicted(job.id)
         self.probe(nodes, rate)
         from_all = self.predicted(job.id)

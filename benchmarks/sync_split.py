@@ -77,7 +77,7 @@ def spin(seconds: float) -> None:
         pass
 
 
-def model_of(scenario: Scenario, late_s: list[float]) -> Any:
+def build_model(scenario: Scenario, late_s: list[float]) -> Any:
     """Return two layers that spin as the scenario says; backward takes `late_s[0]` longer."""
 
     class Spin(torch.autograd.Function):
@@ -141,7 +141,7 @@ def rank(scenarios: list[Scenario], steps: int, folder: Path, url: str) -> None:
 def train(scenario: Scenario, steps: int) -> dict[str, Any]:
     """Train; return each step's begin, last gradient, return of backward, and end."""
     late_s = [0.0]
-    bare = model_of(scenario, late_s)
+    bare = build_model(scenario, late_s)
     marks: dict[str, float] = {}
 
     def mark(name: str) -> Any:

@@ -30,7 +30,7 @@ _TELLING = re.compile(r"^(?:measured|failed|out of memory|note|tula:|== rc|\w*Er
 _MOST_LINES, _MOST_CHARACTERS = 4, 160
 
 
-def command_of(script: Path) -> str | None:
+def find_command(script: Path) -> str | None:
     """Return the command in the first two lines of `script`; None without one."""
     head = "\n".join(script.read_text(errors="replace").splitlines()[:2])
     found = _COMMAND.search(head)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         environment = clean_environment(TULA_URL=server.url, PATH=path)
         for script in sorted(options.folder.iterdir()):
             chosen = not options.only or script.name.startswith(tuple(options.only))
-            if not (chosen and script.is_file() and (command := command_of(script))):
+            if not (chosen and script.is_file() and (command := find_command(script))):
                 continue
             log = logs / f"{script.name}.log"
             status, seconds = run(command, options.folder, environment, log, options.limit)

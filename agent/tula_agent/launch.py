@@ -66,11 +66,11 @@ class Launch:
         self.use(self._due[1:])
         self.first_step = step + 1
 
-    def run_of(self, local_batch_size: int | None) -> str:
+    def find_run(self, local_batch_size: int | None) -> str:
         """Return the run that samples of this batch belong to."""
         return self._runs.get(local_batch_size or 0, self.own_run_id)
 
-    def share_of(self, local_batch_size: int | None) -> float:
+    def batch_share(self, local_batch_size: int | None) -> float:
         """Return which share of the whole batch this is; 1 for any that is not cut."""
         if self.whole is None or local_batch_size not in self._runs:
             return 1.0

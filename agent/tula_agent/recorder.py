@@ -371,7 +371,7 @@ class Recorder:
             self.memory.saw_batch(size, batch, loader)
         if self.objects.scales and counted is not None:  # a size that is not known sets no learning rate
             own = None if counted == infer_batch_size(batch) else float(counted)
-            self.objects.observe_batch(batch, own, self.launch.share_of(self.launch.cut_to), micro_steps)
+            self.objects.observe_batch(batch, own, self.launch.batch_share(self.launch.cut_to), micro_steps)
         early = self.leads and self.timer.step < EVERY_STEP_UNTIL
         if early and (length := infer_sequence_length(batch)) is not None:
             self.readings.add_value(self.timer.step, "tokens_per_example", float(length))

@@ -141,7 +141,7 @@ def run_mode(
                 continue
             found = jobs.setdefault(case.name, [])
             found.append(Job(case.at_base(), small, seed, base.upper if upper else base.best))
-            for method in methods_of(mode, case):
+            for method in list_methods(mode, case):
                 wanted = only is None or method.name in only
                 repeated = method.role in ("reference", "baseline", "default") and method.published_rate is None
                 if wanted and (not upper or repeated):
@@ -152,7 +152,7 @@ def run_mode(
     return {name: campaign.run(found, mode) for name, found in jobs.items()}
 
 
-def methods_of(mode: Mode, case: Case) -> list[Method]:
+def list_methods(mode: Mode, case: Case) -> list[Method]:
     """Return the methods of the mode and the hand-tuned multipliers for this batch."""
     methods = [method for method in methods_for(case) if mode.ablations or method.role != "ablation"]
     kind = "adamw" if case.adam else "sgd"

@@ -36,7 +36,7 @@ from experiments.generalization.methods import ADAM_METHODS, METHODS, Method, pr
 from experiments.generalization.networks import build
 from experiments.generalization.report import CaseReport, Interval, report_case
 from tula_agent.scaling import TulaOptimizer
-from tula_service.analysis.job_data import JobData, base_batch_size, goal_of
+from tula_service.analysis.job_data import JobData, base_batch_size, build_goal
 from tula_service.perfmodel.choice import choose
 from tula_service.perfmodel.guard import AccuracyGuard
 from tula_service.perfmodel.intervals import Interval as Range
@@ -114,7 +114,7 @@ def goal_and_estimates(case: Case, mode: Mode, reports: Reports) -> tuple[Goal, 
         small_batch_size=reports.small_batch_size,
         directions=reports.directions,
     )
-    goal = goal_of(data, spec, "balanced", base_batch_size=base_batch_size(data, candidates))
+    goal = build_goal(data, spec, "balanced", base_batch_size=base_batch_size(data, candidates))
     return goal, [_perfectly_scaling(c, goal.training) for c in candidates]
 
 

@@ -17,7 +17,7 @@ import tula_wire as wire
 from benchmarks.support.server import Server, make_token
 from tests.service.api.conftest import SPEC
 from tula_service.analysis.job_data import JobData
-from tula_service.analysis.questions import WhatIf, findings_of, predictions_of
+from tula_service.analysis.questions import WhatIf, answer_what_if, report_findings
 from tula_service.errors import Busy, InvalidInput
 from tula_service.fits import Fits
 from tula_wire import routes
@@ -63,9 +63,9 @@ def fits() -> Iterator[Fits]:
 def test_a_process_finds_what_a_thread_finds(fits: Fits) -> None:
     with fits.turn() as compute:
         assert compute(os.getpid) != os.getpid()
-        assert compute(findings_of, DATA, "time", True) == findings_of(DATA, "time", True)
+        assert compute(report_findings, DATA, "time", True) == report_findings(DATA, "time", True)
         question = WhatIf(num_nodes=[2], local_batch_size=[16])
-        assert compute(predictions_of, DATA, "job-1", question) == predictions_of(DATA, "job-1", question)
+        assert compute(answer_what_if, DATA, "job-1", question) == answer_what_if(DATA, "job-1", question)
 
 
 def test_without_a_ready_process_the_callers_thread_computes() -> None:
@@ -76,7 +76,7 @@ def test_without_a_ready_process_the_callers_thread_computes() -> None:
 
 def test_a_refusal_arrives_with_its_field(fits: Fits) -> None:
     with fits.turn() as compute, pytest.raises(InvalidInput, match="not both") as refused:
-        compute(predictions_of, DATA, "job-1", WhatIf(global_batch_size=[64], local_batch_size=[16]))
+        compute(answer_what_if, DATA, "job-1", WhatIf(global_batch_size=[64], local_batch_size=[16]))
     assert refused.value.field == "local_batch_size"
 
 
@@ -87,7 +87,7 @@ def test_a_process_that_died_is_replaced_and_one_that_always_dies_is_busy(fits: 
         assert compute(os.getpid) not in (first, os.getpid())
         with pytest.raises(Busy, match="ended twice"):
             compute(os._exit, 1)
-        assert findings_of(DATA) == compute(findings_of, DATA)
+        assert report_findings(DATA) == compute(report_findings, DATA)
 
 
 def test_a_fit_that_hangs_is_ended_and_the_next_one_gets_another_process(caplog: pytest.LogCaptureFixture) -> None:
@@ -116,7 +116,7 @@ def test_a_process_that_cannot_be_started_is_one_sentence_and_threads_compute() 
 
 def test_the_process_leaves_the_cores_to_requests_and_takes_one(fits: Fits) -> None:
     with fits.turn() as compute:
-        compute(findings_of, DATA)
+        compute(report_findings, DATA)
         process = psutil.Process(compute(os.getpid))
         assert compute(os.getenv, "OPENBLAS_NUM_THREADS") == "1"
     assert process.nice() > psutil.Process().nice() or process.nice() == 19

@@ -278,7 +278,7 @@ class RequestBuilder:
         for row in rows:
             # Without the time in which the loader prepared examples beyond those that the script got.
             timing = row.timing
-            further_s = timing.input_time_s * (1.0 - self._launch.share_of(timing.local_batch_size))
+            further_s = timing.input_time_s * (1.0 - self._launch.batch_share(timing.local_batch_size))
             step_time_s, input_time_s = max(timing.step_time_s - further_s, 0.0), timing.input_time_s - further_s
             row.timing = timing._replace(step_time_s=step_time_s, input_time_s=input_time_s)
             self._note(row)
@@ -299,7 +299,7 @@ class RequestBuilder:
             if (memory := memory_of[size]) is not None:
                 self._verdict.add_memory(memory)
             body |= {name: value for name, value in further.items() if value is not None}
-            path = routes.RUN_SAMPLES.format(run_id=self._launch.run_of(size))
+            path = routes.RUN_SAMPLES.format(run_id=self._launch.find_run(size))
             due.append(SpooledRequest("POST", path, encode(body), len(body["sequence"])))
         self._sequence += len(rows)
         return due
@@ -313,7 +313,7 @@ class RequestBuilder:
         self._verdict.add(timing.step, StepRow(timing.step_time_s, timing.input_time_s, *comm))
         if self._guard.works("OpenTelemetry"):
             with self._guard("OpenTelemetry"):
-                self._otel.record(self._launch.run_of(None), timing.step_time_s, comm[0], timing.input_time_s)
+                self._otel.record(self._launch.find_run(None), timing.step_time_s, comm[0], timing.input_time_s)
 
     def _take_host(self, size: int | None) -> dict[str, Any] | None:
         """Return facts of loader and host, once for each batch size, which may have a run of its own."""
@@ -332,7 +332,7 @@ class RequestBuilder:
         self.newest_values.update({name: value for _, name, value in values})
         chunks = telemetry_bodies(values, self._identity(), self._chunk)
         self._chunk += len(chunks)
-        path = routes.RUN_TELEMETRY.format(run_id=self._launch.run_of(None))
+        path = routes.RUN_TELEMETRY.format(run_id=self._launch.find_run(None))
         return [SpooledRequest("POST", path, encode(chunk), len(chunk["steps"])) for chunk in chunks]
 
 

@@ -251,7 +251,7 @@ def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) ->
     """
     if not job_data.has_prices(spec):
         return None
-    offer = {**job_data.spot_offers_of(spec), **job_data.offers_of(spec)}[c.instance_type]
+    offer = {**job_data.list_spot_offers(spec), **job_data.list_offers(spec)}[c.instance_type]
     if offer.usd_per_gb_hour and peak_bytes is None:
         return None
     return offer.usd_per_s(c, gb_per_rank=(peak_bytes or 0.0) / _BYTES_PER_GB)

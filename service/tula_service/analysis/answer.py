@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 import tula_wire as wire
 from tula_service.analysis import job_data
-from tula_service.analysis.evidence import Evidence, evidence_of
-from tula_service.analysis.hardware import figures_of
+from tula_service.analysis.evidence import Evidence, gather_evidence
+from tula_service.analysis.hardware import look_up_figures
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.scaling import StatisticalEfficiency
-from tula_service.analysis.transfer import earlier_evidence, prior_of
+from tula_service.analysis.transfer import build_priors, earlier_evidence
 from tula_service.perfmodel.choice import Choice, choose, price_candidates, recommend
 from tula_service.perfmodel.objectives import OBJECTIVES
 from tula_service.perfmodel.points import ObservationError
@@ -90,10 +90,10 @@ def analyse(data: JobData, objective: Objective | None = None) -> Analysis:
 
 
 def _answer(data: JobData, objective: Objective) -> Answer:
-    evidence = evidence_of(data)
-    figures = figures_of(data)
+    evidence = gather_evidence(data)
+    figures = look_up_figures(data)
     earlier = earlier_evidence(data, figures)
-    prior = prior_of(earlier, figures, data.spec, evidence.candidates, observed=evidence.observed)
+    prior = build_priors(earlier, figures, data.spec, evidence.candidates, observed=evidence.observed)
     model = fit_step_time(
         evidence.observed,
         form=data.spec.step_time_model,
@@ -103,7 +103,7 @@ def _answer(data: JobData, objective: Objective) -> Answer:
     )
     spec = job_data.payable(data.spec, evidence.memory.models)
     base = job_data.base_batch_size(data, evidence.candidates)
-    goal = job_data.goal_of(data, spec, objective, base_batch_size=base, power_w=figures.power_w)
+    goal = job_data.build_goal(data, spec, objective, base_batch_size=base, power_w=figures.power_w)
     efficiency = None
     if (noise_scale := data.gradient_noise_scale) is not None:
         efficiency = StatisticalEfficiency(noise_scale, base)

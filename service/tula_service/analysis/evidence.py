@@ -86,7 +86,7 @@ class Evidence:
         return tuple(run_id for _, run_id in self.rows)
 
 
-def evidence_of(data: JobData) -> Evidence:
+def gather_evidence(data: JobData) -> Evidence:
     """Return the evidence of a job's runs. Raises ObservationError when no candidate is left."""
     warnings: list[str] = []
     if data.drift is not None:
@@ -162,11 +162,11 @@ def leave_one_out(evidence: Evidence, model: StepTimeModel) -> float | None:
 def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuration, ...], dict[Configuration, str]]:
     """Return the candidates that fit into memory, and a sentence for each configuration that does not."""
     bound = memory.max_local_batch_size
-    everything = job_data.candidates_of(data.spec, {})  # raises where memory is not the reason
+    everything = job_data.list_candidates(data.spec, {})  # raises where memory is not the reason
     if not bound:
         return everything, {}
     try:
-        candidates = job_data.candidates_of(data.spec, bound)
+        candidates = job_data.list_candidates(data.spec, bound)
     except ObservationError:
         raise ObservationError(memory.why_nothing_fits(data.spec)) from None
     feasible = set(candidates)
@@ -277,11 +277,11 @@ def _as_usual(rows: Sequence[tuple[Configuration, RunSummary]], relative_sd: Flo
     """
     steps = np.array([float(summary.num_steps or 1) for _, summary in rows])
     spread = relative_sd * np.sqrt(steps)
-    rows_of: defaultdict[tuple[int, Variant], list[int]] = defaultdict(list)
+    rows_by_cluster: defaultdict[tuple[int, Variant], list[int]] = defaultdict(list)
     for row, (where, _) in enumerate(rows):
-        rows_of[where.num_nodes, where.variant].append(row)
+        rows_by_cluster[where.num_nodes, where.variant].append(row)
     least = np.full(len(rows), np.nan)
-    for of_cluster in rows_of.values():
+    for of_cluster in rows_by_cluster.values():
         reported = spread[of_cluster][np.isfinite(spread[of_cluster])]
         if reported.size:
             least[of_cluster] = np.median(reported) / np.sqrt(steps[of_cluster])
@@ -629,7 +629,11 @@ def _counted_bytes(model: wire.ModelSpec, ranks: float) -> float:
     """
     sizes = (_OPTIMIZER_BYTES[model.optimizer], 4, 4)
     shared = _NUM_SHARED[model.sharding]
-    return (model.parameters or 0) / job_data.devices_of(model) * (sum(sizes[:shared]) / ranks + sum(sizes[shared:]))
+    return (
+        (model.parameters or 0)
+        / job_data.devices_per_replica(model)
+        * (sum(sizes[:shared]) / ranks + sum(sizes[shared:]))
+    )
 
 
 def _state_too_large(needed: float, capacity: float) -> str:

@@ -52,7 +52,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
     shown = {base, *(c.options for c, _ in evidence.rows)}
     ruled_out = tuple(c for c in evidence.ruled_out if c.options in shown)
     estimates = [each for each in answer.estimates if each.configuration.options in shown]
-    candidates = candidates_of(answer, (*estimates, *answer.estimate(ruled_out)))
+    candidates = render_candidates(answer, (*estimates, *answer.estimate(ruled_out)))
     by_key = {(candidate.configuration, candidate.spot): candidate for candidate in candidates}
 
     def found(estimate: Estimate | None) -> wire.Candidate | None:
@@ -70,9 +70,9 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
         ),
         "with_base_options": found(best_with(answer, base)) if base else None,
         "options": effects_of(answer),
-        "quality": quality_of(answer),
+        "quality": assess_quality(answer),
         "why": why(answer),
-        "scaling_rule": None if chosen is None else learning_rate_of(answer, chosen.configuration).rule,
+        "scaling_rule": None if chosen is None else suggest_learning_rate(answer, chosen.configuration).rule,
         "candidates": candidates,
         "frontier": [estimate.configuration for estimate in choice.frontier],
         "menu": _menu(answer),
@@ -109,8 +109,8 @@ def _menu(answer: Answer) -> list[wire.MenuPoint]:
             configuration=point.configuration,
             spot=point.spot,
             global_batch_size=point.configuration.global_batch_size,
-            total_time_s=estimate_of(point.time_s),
-            cost_usd=estimate_of(point.cost_usd) if priced else None,
+            total_time_s=to_wire_estimate(point.time_s),
+            cost_usd=to_wire_estimate(point.cost_usd) if priced else None,
             usd_per_hour_saved=usd_per_hour_saved(point, after) if priced and after is not None else None,
             **_energy(answer, point),
             recommended=chosen is not None and point.key == chosen.key,
@@ -119,7 +119,7 @@ def _menu(answer: Answer) -> list[wire.MenuPoint]:
     ]
 
 
-def candidates_of(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Candidate]:
+def render_candidates(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Candidate]:
     """Return the estimates as candidates of the wire, with everything that is predicted, in the order given.
 
     Without those that spot interruptions would practically never let finish: JSON has no infinite time.
@@ -142,18 +142,18 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
     if priced and evidence.rows and not answer.choice.goal.power_w:
         warnings.append("No run has reported energy, so none is predicted: NVML counts it on NVIDIA devices.")
     if model.basis == "prior":
-        warnings += hardware.guesses_of(answer.data.spec)
+        warnings += hardware.describe_guesses(answer.data.spec)
     return wire.ModelReport(
         form=model.form,
         version=MODEL_VERSION,
         num_runs=len(evidence.rows),
         num_samples=evidence.num_samples,
         cross_validated_error=cross_validated_error,
-        warnings=list(dict.fromkeys((*warnings, *gaps_of(model), *memory, *evidence.warnings))),
+        warnings=list(dict.fromkeys((*warnings, *find_gaps(model), *memory, *evidence.warnings))),
     )
 
 
-def quality_of(answer: Answer) -> wire.Quality | None:
+def assess_quality(answer: Answer) -> wire.Quality | None:
     """Return whether the chosen batch is expected to keep the base batch's accuracy; None where nothing is chosen."""
     choice = answer.choice
     guard = choice.goal.guard
@@ -161,7 +161,7 @@ def quality_of(answer: Answer) -> wire.Quality | None:
         return None
     batch = choice.chosen.configuration.global_batch_size
     larger = [e for e in choice.estimates if e.configuration.global_batch_size > batch]
-    rate = learning_rate_of(answer, choice.chosen.configuration)
+    rate = suggest_learning_rate(answer, choice.chosen.configuration)
     refused = bool(larger) and not any(guard.allows(e.configuration.global_batch_size) for e in larger)
     return wire.Quality(
         kept=guard.allows(batch),
@@ -184,10 +184,10 @@ def why(answer: Answer) -> str:
     parts = []
     chosen = choice.chosen
     if chosen is None:
-        parts.append(reason_of(choice))
+        parts.append(explain_choice(choice))
     else:
         on_demand = " on demand" if choice.goal.spot_offers and not chosen.spot else ""
-        parts.append(f"{_named(chosen)}{on_demand}: {reason_of(choice)}")
+        parts.append(f"{_named(chosen)}{on_demand}: {explain_choice(choice)}")
         if choice.runner_up is not None:
             difference = _difference(choice, chosen, choice.runner_up)
             parts.append(f"The runner-up, {_named(choice.runner_up)}, {difference}.")
@@ -214,11 +214,11 @@ def why(answer: Answer) -> str:
             "least time alone."
         )
     if chosen is not None:
-        parts.append(learning_rate_of(answer, chosen.configuration).advice)
+        parts.append(suggest_learning_rate(answer, chosen.configuration).advice)
     return " ".join(filter(None, (*parts, _RESTS_ON[answer.model.basis])))
 
 
-def reason_of(choice: Choice) -> str:
+def explain_choice(choice: Choice) -> str:
     """Return why the chosen candidate is chosen, as the end of a sentence.
 
     Where none is, say so, and what its limits would have to be.
@@ -294,14 +294,14 @@ def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate])
     return 1.0 - time_s / smallest.total_time_s.value, 1.0 - time_s / largest.total_time_s.value
 
 
-def name_of(c: Configuration) -> str:
+def describe_configuration(c: Configuration) -> str:
     """Describe a configuration in a few words."""
     options = "".join(f", {option(name, value)}" for name, value in c.options)
     return f"{cluster_name(c)} at a global batch of {c.global_batch_size}{options}"
 
 
 def _named(estimate: Estimate) -> str:
-    return name_of(estimate.configuration) + (" on spot capacity" if estimate.spot else "")
+    return describe_configuration(estimate.configuration) + (" on spot capacity" if estimate.spot else "")
 
 
 def _candidate(
@@ -319,16 +319,16 @@ def _candidate(
     return wire.Candidate(
         configuration=c,
         global_batch_size=c.global_batch_size,
-        step_time_s=estimate_of(estimate.step_time_s),
-        epoch_time_s=estimate_of(estimate.epoch_time_s),
-        total_time_s=estimate_of(estimate.time_s),
-        cost_usd=estimate_of(estimate.cost_usd) if priced else None,
+        step_time_s=to_wire_estimate(estimate.step_time_s),
+        epoch_time_s=to_wire_estimate(estimate.epoch_time_s),
+        total_time_s=to_wire_estimate(estimate.time_s),
+        cost_usd=to_wire_estimate(estimate.cost_usd) if priced else None,
         tokens_per_step=per_step,
         tokens_per_s=None if per_step is None else _ratio(per_step, estimate.step_time_s),
-        usd_per_million_tokens=estimate_of(estimate.cost_usd, millions) if priced and millions else None,
+        usd_per_million_tokens=to_wire_estimate(estimate.cost_usd, millions) if priced and millions else None,
         **_energy(answer, estimate),
         joules_per_example=_joules_per_example(answer, estimate),
-        memory_bytes=None if estimate.peak_bytes is None else estimate_of(estimate.peak_bytes),
+        memory_bytes=None if estimate.peak_bytes is None else to_wire_estimate(estimate.peak_bytes),
         memory_fits=fits,
         unproved=not evidence.memory.is_proved(c),
         terms=wire.Terms(
@@ -342,7 +342,7 @@ def _candidate(
         dominated=excluded is None and estimate.key not in frontier,
         excluded_by=excluded,
         statistical_efficiency=None if answer.efficiency is None else answer.efficiency.of(c.global_batch_size),
-        learning_rate_factor=learning_rate_of(answer, c).factor,
+        learning_rate_factor=suggest_learning_rate(answer, c).factor,
         measured_step_time_s=evidence.measured.get(c),
     )
 
@@ -357,14 +357,14 @@ def _energy(answer: Answer, estimate: Estimate) -> dict[str, wire.Estimate]:
         fields["energy_usd"] = kwh.scaled(spec.usd_per_kwh)
     if spec.gco2_per_kwh is not None:
         fields["energy_gco2"] = kwh.scaled(spec.gco2_per_kwh)
-    return {name: estimate_of(value) for name, value in fields.items()}
+    return {name: to_wire_estimate(value) for name, value in fields.items()}
 
 
 def _joules_per_example(answer: Answer, estimate: Estimate) -> wire.Estimate | None:
     if estimate.energy_kwh is None:
         return None
     spec = answer.data.spec
-    return estimate_of(estimate.energy_kwh.scaled(JOULES_PER_KWH / (spec.dataset.size * spec.epochs)))
+    return to_wire_estimate(estimate.energy_kwh.scaled(JOULES_PER_KWH / (spec.dataset.size * spec.epochs)))
 
 
 def _excluded_by(answer: Answer, c: Configuration, fits: float | None) -> str | None:
@@ -381,7 +381,7 @@ def _excluded_by(answer: Answer, c: Configuration, fits: float | None) -> str | 
     return None
 
 
-def estimate_of(value: Interval, per: float = 1.0) -> wire.Estimate:
+def to_wire_estimate(value: Interval, per: float = 1.0) -> wire.Estimate:
     """Return an interval of the wire, in units of `per`."""
     return wire.Estimate(value=value.mean / per, low=value.low / per, high=value.high / per)
 
@@ -418,7 +418,7 @@ def _warnings(answer: Answer) -> list[str]:
     return sentences
 
 
-def gaps_of(model: StepTimeModel) -> list[str]:
+def find_gaps(model: StepTimeModel) -> list[str]:
     """Say what the measurements leave open, one sentence per gap, and which measurements contradict one another."""
     if model.observations is None:
         return ["Nothing was measured: every figure comes from hardware data or from other jobs."]
@@ -539,7 +539,9 @@ def _max_sensible_batch_size(answer: Answer) -> int | None:
     return answer.efficiency.max_sensible_batch_size
 
 
-def learning_rate_of(answer: Answer, c: Configuration, efficiency: StatisticalEfficiency | None = None) -> LearningRate:
+def suggest_learning_rate(
+    answer: Answer, c: Configuration, efficiency: StatisticalEfficiency | None = None
+) -> LearningRate:
     """Return the learning rate of a configuration; `efficiency` replaces that of the whole training."""
     batch, base, efficiency = c.global_batch_size, answer.base_batch_size, efficiency or answer.efficiency
     by_noise_scale = None if efficiency is None else efficiency.learning_rate_factor(batch)

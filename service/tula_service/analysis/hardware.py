@@ -69,27 +69,27 @@ class Figures:
     earlier: tuple[EarlierFigures, ...]
 
 
-def figures_of(data: JobData) -> Figures:
+def look_up_figures(data: JobData) -> Figures:
     """Return the figures of a job and of the earlier jobs that it may learn from."""
     spec = data.spec
-    probed = {cluster.instance_type: fabric_of(data.probes, cluster) for cluster in spec.cluster}
+    probed = {cluster.instance_type: fit_fabric(data.probes, cluster) for cluster in spec.cluster}
     fabrics = {name: fabric for name, fabric in probed.items() if fabric is not None}
-    hardware = {cluster.instance_type: hardware_of(cluster, spec.model.precision) for cluster in spec.cluster}
+    hardware = {cluster.instance_type: look_up_hardware(cluster, spec.model.precision) for cluster in spec.cluster}
     hardware |= {name: replace(hardware[name], launch_s=fabric.launch_s) for name, fabric in fabrics.items()}
     return Figures(
-        facts=facts_of(spec.model),
+        facts=read_facts(spec.model),
         hardware=hardware,
         fabrics=fabrics,
-        power_w=power_of(spec, data.summaries),
+        power_w=estimate_power(spec, data.summaries),
         slow_from=slow_from(spec.model, spec.cluster),
         earlier=tuple(
             EarlierFigures(
                 job,
-                facts_of(job.model),
+                read_facts(job.model),
                 tuple(
                     (
                         cluster.instance_type,
-                        hardware_of(cluster, job.model.precision),
+                        look_up_hardware(cluster, job.model.precision),
                         any(same_hardware(cluster, mine) for mine in spec.cluster),
                     )
                     for cluster in job.clusters
@@ -100,7 +100,7 @@ def figures_of(data: JobData) -> Figures:
     )
 
 
-def hardware_of(cluster: wire.ClusterSpec, precision: Precision | None = None) -> Hardware:
+def look_up_hardware(cluster: wire.ClusterSpec, precision: Precision | None = None) -> Hardware:
     """Return the figures of an instance type, with the peak at `precision`.
 
     A figure is None where specification and data sheets leave it open. V100-16GB and Tesla V100 are one device; the
@@ -135,13 +135,13 @@ def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterS
     return one.ranks_per_node == other.ranks_per_node
 
 
-def facts_of(model: wire.ModelSpec) -> ModelFacts:
+def read_facts(model: wire.ModelSpec) -> ModelFacts:
     """Return what the specification says of a network, and guesses with their widths where it says nothing."""
     parameters = float(model.parameters or _UNKNOWN_PARAMETERS)
     counted_flops = model.flops_per_sample
     # The wire counts forward and backward, the performance model one forward pass.
     flops = _FLOPS_PER_PARAMETER * parameters if counted_flops is None else counted_flops / 3.0
-    devices = job_data.devices_of(model)
+    devices = job_data.devices_per_replica(model)
     again = RECOMPUTED if model.activation_checkpointing else 1.0
     # What a checkpointed network keeps says little of what it computes, so there a count is not used.
     counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
@@ -186,7 +186,7 @@ def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> di
     return dict.fromkeys(gpus, MANY_ELEMENTS / elements)
 
 
-def guesses_of(spec: wire.JobSpec) -> list[str]:
+def describe_guesses(spec: wire.JobSpec) -> list[str]:
     """Say what the first guess does not know of the job, in one sentence each with its remedy."""
     sentences = []
     if spec.model.flops_per_sample is None:
@@ -200,7 +200,7 @@ def guesses_of(spec: wire.JobSpec) -> list[str]:
     if names:
         sentences.append(f"The first guess of the step time is wider without {', '.join(names)}: give what is missing.")
     for cluster in spec.cluster:
-        if hardware_of(cluster).peak_tflops is None:
+        if look_up_hardware(cluster).peak_tflops is None:
             sentences.append(
                 f"The accelerator of {cluster.instance_type} is not known and its speed was guessed: "
                 "give cluster.accelerator, for example V100-16GB."
@@ -234,7 +234,7 @@ def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str
     return None
 
 
-def cost_of(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
+def fit_cost(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
     """Return the line through the readings of one group of ranks."""
     return fit_all_reduce(
         [each.size_bytes for each in readings],
@@ -243,19 +243,19 @@ def cost_of(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
     )
 
 
-def fabric_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> Fabric | None:
+def fit_fabric(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> Fabric | None:
     """Return the fabric of the probe with most ranks on nodes like these, or None without a probe.
 
     Among equals the first of `probes` counts.
     """
-    if not (mine := probes_of(probes, cluster)):
+    if not (mine := select_probes(probes, cluster)):
         return None
     probe = max(mine, key=lambda each: each.num_nodes * each.ranks_per_node)
-    in_node = None if probe.in_node is None else cost_of(probe.in_node)
-    return Fabric(probe.num_nodes, probe.ranks_per_node, cost_of(probe.all_ranks), in_node, probe.launch_time_s)
+    in_node = None if probe.in_node is None else fit_cost(probe.in_node)
+    return Fabric(probe.num_nodes, probe.ranks_per_node, fit_cost(probe.all_ranks), in_node, probe.launch_time_s)
 
 
-def probes_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> list[wire.FabricProbe]:
+def select_probes(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> list[wire.FabricProbe]:
     """Return the probes on nodes like the cluster's."""
     return [probe for probe in probes if same_hardware(probe, cluster)]
 
@@ -263,12 +263,12 @@ def probes_of(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> 
 def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
     """Return True if two probes of equal shape time a bucket of gradients within a factor of two of each other."""
     shapes = {(probe.instance_type, probe.num_nodes, probe.ranks_per_node) for probe in (one, other)}
-    costs = (cost_of(probe.all_ranks) for probe in (one, other))
+    costs = (fit_cost(probe.all_ranks) for probe in (one, other))
     times = sorted(cost.latency_s.mean + cost.seconds_per_byte.mean * BUCKET_BYTES for cost in costs)
     return len(shapes) == 1 and times[1] <= 2 * times[0]
 
 
-def probe_of_run(
+def build_probe(
     measured: wire.AllReduces, configuration: wire.Configuration, cluster: wire.ClusterSpec
 ) -> wire.FabricProbe | None:
     """Return what the ranks of a run measured, as a probe of its cluster; None where another number of ranks took part.
@@ -293,7 +293,7 @@ def probe_of_run(
     )
 
 
-def power_of(spec: wire.JobSpec, summaries: Sequence[RunSummary]) -> Mapping[str, Interval]:
+def estimate_power(spec: wire.JobSpec, summaries: Sequence[RunSummary]) -> Mapping[str, Interval]:
     """Return the watts of a rank's device by instance type, with 90 % intervals.
 
     The power of a run is the energy of a step over its time, and a type takes the geometric mean over its runs. A type

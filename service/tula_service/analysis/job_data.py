@@ -29,8 +29,8 @@ _MOST_DOUBLINGS = 12
 class EarlierJob:
     """An earlier job of the same project, with what it learned.
 
-    `posteriors` come from `analysis.transfer.posteriors_of`, by instance type. Each of the `prediction_pairs` belongs
-    to a training: the step time that the model predicted, both ends of its interval before calibration, and the
+    `analysis.transfer.export_posteriors` makes the `posteriors`, by instance type. Each of the `prediction_pairs`
+    belongs to a training: the step time that the model predicted, both ends of its interval before calibration, and the
     measured step time, in seconds. `base` are its options with which these posteriors were learned.
     """
 
@@ -118,7 +118,7 @@ class JobData:
         return [run for run in self.runs if run.kind == "profile"]
 
 
-def devices_of(model: wire.ModelSpec) -> int:
+def devices_per_replica(model: wire.ModelSpec) -> int:
     """Return how many devices a replica of the model is spread over."""
     return model.pipeline_stages * model.tensor_parallel_size
 
@@ -149,7 +149,7 @@ def base_batch_size(data: JobData, candidates: Sequence[wire.Configuration]) -> 
     return int(reported) if reported is not None and 1 <= reported <= max(sizes) else min(sizes)
 
 
-def goal_of(
+def build_goal(
     data: JobData,
     spec: wire.JobSpec,
     objective: Objective,
@@ -169,13 +169,13 @@ def goal_of(
     return Goal(
         objective,
         Training(dataset_size=float(spec.dataset.size), epochs=spec.epochs),
-        offers_of(spec),
+        list_offers(spec),
         Limits(
             deadline_s=spec.limits.deadline_s,
             budget_usd=spec.limits.budget_usd if priced else None,  # costs are in USD only with prices
             max_global_batch_size=spec.limits.max_global_batch_size,
         ),
-        spot_offers=spot_offers_of(spec),
+        spot_offers=list_spot_offers(spec),
         priced=priced,
         usd_per_hour_of_waiting=spec.usd_per_hour_of_waiting,
         batch_normalization=bool(spec.model.batch_normalization),
@@ -190,7 +190,7 @@ def goal_of(
     )
 
 
-def offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
+def list_offers(spec: wire.JobSpec) -> dict[str, Offer]:
     """Return the on-demand prices by instance type.
 
     Without any price a node-hour costs 1, so that cost counts node-hours.
@@ -205,7 +205,7 @@ def offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
     }
 
 
-def spot_offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
+def list_spot_offers(spec: wire.JobSpec) -> dict[str, Offer]:
     """Return the spot prices by instance type, of the types that have one."""
     prices = {cluster.instance_type: cluster.price.spot for cluster in spec.cluster}
     return {
@@ -215,7 +215,7 @@ def spot_offers_of(spec: wire.JobSpec) -> dict[str, Offer]:
     }
 
 
-def candidates_of(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> tuple[wire.Configuration, ...]:
+def list_candidates(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> tuple[wire.Configuration, ...]:
     """Return every configuration that may be chosen, sorted.
 
     `memory_bound` is the largest local batch by variant, where memory bounds it. It is rounded down to a

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import tula_wire as wire
 from tula_service.analysis.answer import Analysis, Answer, Infeasible
 from tula_service.analysis.evidence import leave_one_out
-from tula_service.analysis.explanation import reason_of
+from tula_service.analysis.explanation import explain_choice
 from tula_service.analysis.job_data import JobData
-from tula_service.analysis.transfer import posteriors_of
+from tula_service.analysis.transfer import export_posteriors
 from tula_service.domain import NewRun, RunRecord
 from tula_service.perfmodel.planner import Plan, PlanBudget, counted_launches, plan
 from tula_service.perfmodel.points import ObservationError
@@ -51,7 +51,7 @@ class PlanDecision:
     cross_validated_error: float | None = None
 
 
-def plan_of(analysis: Analysis) -> PlanDecision:
+def decide_plan(analysis: Analysis) -> PlanDecision:
     """Decide what to profile next. Runs that have begun continue; a waiting run stays while it is still worth it."""
     runs = analysis.data.profile_runs
     waiting = [run for run in runs if run.state == "pending"]
@@ -68,7 +68,7 @@ def plan_of(analysis: Analysis) -> PlanDecision:
     reason = new_plan.stop_reason or (
         _progress(left, analysis.spec.profiling.share_launches)
         if left
-        else f"No further run helps: {reason_of(analysis.choice)}"
+        else f"No further run helps: {explain_choice(analysis.choice)}"
     )
     # A repeated run takes the place of the failed one, so that it comes before what waits.
     last = max((run.position for run in analysis.data.profile_runs), default=-1)
@@ -80,7 +80,7 @@ def plan_of(analysis: Analysis) -> PlanDecision:
         active=bool(left),
         reason=reason + _failures(analysis),
         predicted_step_time_s={run.id: _step_time_s(analysis, run.configuration) for run in kept},
-        posteriors=posteriors_of(analysis.model) if over else None,
+        posteriors=export_posteriors(analysis.model) if over else None,
         cross_validated_error=leave_one_out(analysis.evidence, analysis.model) if over else None,
     )
 
@@ -90,7 +90,7 @@ def _new(answer: Answer, configuration: Configuration, purpose: str, position: i
         "profile",
         configuration,
         purpose=purpose,
-        instruction=instruction_of(answer.data.spec),
+        instruction=build_instruction(answer.data.spec),
         position=position,
         predicted_step_time_s=_step_time_s(answer, configuration),
     )
@@ -100,7 +100,7 @@ def _step_time_s(answer: Answer, configuration: Configuration) -> float:
     return float(answer.model.predict([configuration]).mean_s[0])
 
 
-def instruction_of(spec: wire.JobSpec) -> dict[str, float]:
+def build_instruction(spec: wire.JobSpec) -> dict[str, float]:
     """Return what the agent of a profiling run of this job does."""
     return spec.profiling.model_dump(include={"profiling_warmup_steps", "measuring_steps", "precision"})
 
@@ -162,7 +162,7 @@ def _plan(answer: Answer, pending: Sequence[Configuration]) -> Plan:
 
 def _budget(data: JobData) -> PlanBudget:
     profiling = data.spec.profiling
-    instruction = instruction_of(data.spec)
+    instruction = build_instruction(data.spec)
     return PlanBudget(
         max_runs=most_launches(data.spec),
         by_default=profiling.max_runs is None,

@@ -12,7 +12,7 @@ import tula_wire as wire
 from tula_service.analysis import explanation
 from tula_service.analysis.answer import Analysis, Answer, analyse
 from tula_service.analysis.job_data import JobData
-from tula_service.analysis.plan import PlanDecision, plan_of
+from tula_service.analysis.plan import PlanDecision, decide_plan
 from tula_service.errors import InvalidInput
 from tula_service.perfmodel.points import ObservationError
 from tula_service.perfmodel.pricing import Estimate
@@ -75,10 +75,10 @@ class WhatIf(BaseModel):
     )
 
 
-def findings_of(data: JobData, objective: Objective | None = None, plan: bool = False) -> Findings:
+def report_findings(data: JobData, objective: Objective | None = None, plan: bool = False) -> Findings:
     """Fit once, choose for this objective or the job's own, render and, if `plan`, decide what to profile next."""
     analysis = analyse(data, objective)
-    decision = plan_of(analysis) if plan else None
+    decision = decide_plan(analysis) if plan else None
     fields = _WITHOUT_IDENTITY | _rendered(analysis, decision)
     recommendation = wire.Recommendation.model_validate(fields)
     answer = analysis if isinstance(analysis, Answer) else None
@@ -106,7 +106,7 @@ def _rendered(analysis: Analysis, decision: PlanDecision | None) -> dict[str, ob
     return explanation.recommendation_fields(analysis, error)
 
 
-def predictions_of(data: JobData, job_id: str, question: WhatIf) -> str:
+def answer_what_if(data: JobData, job_id: str, question: WhatIf) -> str:
     """Return the JSON of the `wire.Predictions` of every configuration asked about.
 
     Raises InvalidInput for a question that no configuration answers, ObservationError where nothing can be predicted.
@@ -114,16 +114,16 @@ def predictions_of(data: JobData, job_id: str, question: WhatIf) -> str:
     answer = analyse(replace(data, spec=_specification_at(data.spec, question)))
     if not isinstance(answer, Answer):
         raise ObservationError(answer.reason)
-    asked = answer.what_if(_configurations_of(answer, question))
+    asked = answer.what_if(_select_configurations(answer, question))
     return wire.Predictions(
         job_id=job_id,
         basis=asked.model.basis,
-        candidates=explanation.candidates_of(asked, asked.estimates),
+        candidates=explanation.render_candidates(asked, asked.estimates),
         model=explanation.model_report(asked),
     ).model_dump_json()
 
 
-def expectation_of(data: JobData, configuration: Configuration) -> Estimate | None:
+def predict_run(data: JobData, configuration: Configuration) -> Estimate | None:
     """Return the estimate of a run about to start; None where no model can predict it."""
     answer = analyse(data)
     return answer.estimate([configuration])[0] if isinstance(answer, Answer) else None
@@ -140,13 +140,13 @@ def _specification_at(spec: wire.JobSpec, question: WhatIf) -> wire.JobSpec:
     return spec.model_copy(update=changed)
 
 
-def _configurations_of(answer: Answer, question: WhatIf) -> tuple[Configuration, ...]:
+def _select_configurations(answer: Answer, question: WhatIf) -> tuple[Configuration, ...]:
     """Return every configuration that the question asks about, sorted. Raises InvalidInput for none or too many."""
     spec, size = answer.data.spec, answer.data.spec.dataset.size
     _check(spec, question)
     chosen = answer.choice.chosen
     recommended = spec.base_options if chosen is None else chosen.configuration.options
-    options = _options_of(spec, question, recommended)
+    options = _select_options(spec, question, recommended)
     configurations: set[Configuration] = set()
     for cluster in spec.cluster:
         if question.instance_type and cluster.instance_type not in question.instance_type:
@@ -193,7 +193,7 @@ def _check(spec: wire.JobSpec, question: WhatIf) -> None:
             )
 
 
-def _options_of(spec: wire.JobSpec, question: WhatIf, recommended: Options) -> Options:
+def _select_options(spec: wire.JobSpec, question: WhatIf, recommended: Options) -> Options:
     """Return the options asked about, and the recommended ones where none are. Raises InvalidInput."""
     asked = {}
     for text in question.option:

@@ -24,7 +24,7 @@ import numpy as np
 
 import tula_wire as wire
 from tula_service.analysis.answer import Answer, analyse
-from tula_service.analysis.explanation import estimate_of, learning_rate_of, reason_of
+from tula_service.analysis.explanation import explain_choice, suggest_learning_rate, to_wire_estimate
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.scaling import LEAST_COVERED, NoiseCurve, StatisticalEfficiency
 from tula_service.perfmodel.intervals import Interval
@@ -198,7 +198,7 @@ def _difference(before: Interval, after: Interval) -> Interval:
     return Interval(mean, mean - down, mean + up)
 
 
-def schedule_of(
+def plan_schedule(
     data: JobData, job_id: str, objective: Objective | None, beta2: float, curves: Sequence[NoiseCurve]
 ) -> str:
     """Return the JSON of a job's `wire.BatchSchedule`.
@@ -212,7 +212,7 @@ def schedule_of(
             job_id=job_id, objective=asked, stages=[], sentence=f"Nothing can be recommended: {answer.reason}"
         )
     elif answer.choice.chosen is None:
-        schedule = wire.BatchSchedule(job_id=job_id, objective=asked, stages=[], sentence=reason_of(answer.choice))
+        schedule = wire.BatchSchedule(job_id=job_id, objective=asked, stages=[], sentence=explain_choice(answer.choice))
     else:
         schedule = wire.BatchSchedule(
             job_id=job_id, objective=asked, **_schedule_fields(answer, answer.choice.chosen, beta2, curves)
@@ -245,10 +245,10 @@ def _schedule_fields(answer: Answer, chosen: Estimate, beta2: float, curves: Seq
         "stages": stages,
         "steps": steps,
         "relaunch_s": ramps.relaunch_s,
-        "time_s": estimate_of(ramp.total.time_s),
-        "cost_usd": estimate_of(ramp.total.cost_usd) if goal.priced else None,
-        "saved_s": estimate_of(saved_s),
-        "saved_usd": estimate_of(saved_usd) if goal.priced else None,
+        "time_s": to_wire_estimate(ramp.total.time_s),
+        "cost_usd": to_wire_estimate(ramp.total.cost_usd) if goal.priced else None,
+        "saved_s": to_wire_estimate(saved_s),
+        "saved_usd": to_wire_estimate(saved_usd) if goal.priced else None,
         "sentence": _worth(ramp, constant, saved, goal),
         "risk": f"Accuracy: the guard allows each stage's batch at the least noise scale from there on, and {steps:,} "
         "steps remain. But our experiments have hardly tried schedules, noise that grows because the learning rate "
@@ -299,10 +299,10 @@ def _stages(answer: Answer, ramp: Ramp, beta2: float) -> list[wire.BatchStage]:
                 configuration=c,
                 global_batch_size=batch,
                 noise_scale=stage.noise_scale,
-                learning_rate_factor=learning_rate_of(answer, c, efficiency).factor,
+                learning_rate_factor=suggest_learning_rate(answer, c, efficiency).factor,
                 beta2=beta2 ** (batch / base) if data.spec.model.optimizer == "adam" else None,
-                time_s=estimate_of(stage.estimate.time_s),
-                cost_usd=estimate_of(stage.estimate.cost_usd) if answer.choice.goal.priced else None,
+                time_s=to_wire_estimate(stage.estimate.time_s),
+                cost_usd=to_wire_estimate(stage.estimate.cost_usd) if answer.choice.goal.priced else None,
             )
         )
         step, example = step + steps, example + steps * batch

@@ -113,10 +113,10 @@ def earlier_evidence(data: JobData, figures: Figures) -> EarlierEvidence:
         other_hardware=tuple(elsewhere[:_MAX_PRIORS]),
         scales=tuple(scales.values()),
     )
-    return EarlierEvidence(lessons, tuple(pairs[:_MAX_PAIRS]), _buckets_of(data))
+    return EarlierEvidence(lessons, tuple(pairs[:_MAX_PAIRS]), _find_buckets(data))
 
 
-def prior_of(
+def build_priors(
     earlier: EarlierEvidence,
     figures: Figures,
     spec: wire.JobSpec,
@@ -166,7 +166,7 @@ def prior_of(
     return Priors(believed, figures.hardware, frozenset(probed), figures.slow_from, base)
 
 
-def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:
+def export_posteriors(model: StepTimeModel) -> dict[str, dict[str, Any]]:
     """Return what a job's runs with the base options taught about each instance type, for later jobs, as JSON.
 
     Parameters have the order of `perfmodel.step_time_form.AT`. `_as_prior` is the inverse.
@@ -186,7 +186,7 @@ def posteriors_of(model: StepTimeModel) -> dict[str, dict[str, Any]]:
     }
 
 
-def _buckets_of(data: JobData) -> dict[str, Buckets]:
+def _find_buckets(data: JobData) -> dict[str, Buckets]:
     """Return the timed buckets of each instance type, from the run of the base options with the fewest ranks.
 
     Such a run waits least for others. Among several, the one with the largest batch counts.

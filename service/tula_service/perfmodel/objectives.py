@@ -2,7 +2,7 @@
 
 A new objective is a class in this file with an entry in `OBJECTIVES`, its name in `tula_wire/enums.py` and
 `docs/commands.md`, and a test. What it needs to know beyond time and cost is a field of `Goal`, which
-`analysis/job_data.py: goal_of` fills.
+`analysis/job_data.py: build_goal` fills.
 """
 
 # ruff: noqa: ARG002 - what one objective does not look at, another does

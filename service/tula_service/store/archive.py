@@ -59,7 +59,7 @@ class Archive:
         written.
         """
         try:
-            for path in self._files_of(table, ".tmp"):  # left by an attempt that was killed
+            for path in self._list_files(table, ".tmp"):  # left by an attempt that was killed
                 self._files.delete_file(path)
             if sum(self._stored(table).values()) == _num_values(engine, table):
                 return
@@ -108,10 +108,10 @@ class Archive:
         """Return the finished files of a month, each with the number of its rows."""
         from pyarrow import parquet
 
-        paths = self._files_of(table, ".parquet")
+        paths = self._list_files(table, ".parquet")
         return {path: parquet.read_metadata(path, filesystem=self._files).num_rows for path in paths}
 
-    def _files_of(self, table: str, ending: str) -> list[str]:
+    def _list_files(self, table: str, ending: str) -> list[str]:
         from pyarrow import fs
 
         paths = (file.path for file in self._files.get_file_info(fs.FileSelector(self._folder)))

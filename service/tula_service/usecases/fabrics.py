@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 
 import tula_wire as wire
-from tula_service.analysis.explanation import estimate_of
-from tula_service.analysis.hardware import cost_of, probe_of_run, probes_of
+from tula_service.analysis.explanation import to_wire_estimate
+from tula_service.analysis.hardware import build_probe, fit_cost, select_probes
 from tula_service.perfmodel.fabric import AllReduceCost
 from tula_service.store import Store, Transaction
 from tula_service.store.jobs import JobRecord
@@ -34,7 +34,7 @@ def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
         run = tx.runs.get(run_id)
         job = tx.jobs.get(run.job_id)
         cluster = find_cluster(job, run.configuration)
-        probe = None if cluster is None else probe_of_run(measured, run.configuration, cluster)
+        probe = None if cluster is None else build_probe(measured, run.configuration, cluster)
         if probe is not None and not is_probed(tx, job, run.configuration):
             tx.fabrics.add(job.project_id, probe.instance_type, probe.model_dump(mode="json"), job_id=job.id)
 
@@ -49,12 +49,12 @@ def to_launch(tx: Transaction, job: JobRecord, run: wire.Run) -> wire.Run:
 def is_probed(tx: Transaction, job: JobRecord, configuration: wire.Configuration) -> bool:
     """Return True if a probe of as many ranks or more is stored for the configuration's cluster, or that is gone.
 
-    The probe of most ranks counts (`fabric_of`), so that another of fewer ranks would be in vain.
+    The probe of most ranks counts (`fit_fabric`), so that another of fewer ranks would be in vain.
     """
     cluster = find_cluster(job, configuration)
     if cluster is None:
         return True
-    probes = probes_of(stored_probes(tx, job), cluster)
+    probes = select_probes(stored_probes(tx, job), cluster)
     return any(probe.num_nodes * probe.ranks_per_node >= configuration.world_size for probe in probes)
 
 
@@ -71,13 +71,13 @@ def _view(probe: wire.FabricProbe, created_at: datetime, job_id: str | None = No
     return wire.Fabric(
         probe=probe,
         job_id=job_id,
-        all_ranks=_cost(cost_of(probe.all_ranks)),
-        in_node=None if probe.in_node is None else _cost(cost_of(probe.in_node)),
+        all_ranks=_cost(fit_cost(probe.all_ranks)),
+        in_node=None if probe.in_node is None else _cost(fit_cost(probe.in_node)),
         created_at=created_at,
     )
 
 
 def _cost(cost: AllReduceCost) -> wire.AllReduceCost:
     return wire.AllReduceCost(
-        latency_s=estimate_of(cost.latency_s), seconds_per_byte=estimate_of(cost.seconds_per_byte)
+        latency_s=to_wire_estimate(cost.latency_s), seconds_per_byte=to_wire_estimate(cost.seconds_per_byte)
     )

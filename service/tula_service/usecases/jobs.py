@@ -234,7 +234,7 @@ def _check(spec: wire.JobSpec) -> None:
                 field="usd_per_hour_of_waiting",
             )
     try:
-        job_data.candidates_of(spec, {})
+        job_data.list_candidates(spec, {})
     except ObservationError as error:
         raise InvalidInput(str(error), field="batch") from error
 

@@ -15,7 +15,7 @@ from typing import Any
 import tula_wire as wire
 from tula_service.analysis.answer import MODEL_VERSION
 from tula_service.analysis.plan import PlanDecision
-from tula_service.analysis.questions import Findings, findings_of
+from tula_service.analysis.questions import Findings, report_findings
 from tula_service.errors import StoreUnavailable
 from tula_service.fits import Compute
 from tula_service.store import Store, Transaction
@@ -58,7 +58,7 @@ def answer(
         with store.reading() as tx:
             job = tx.jobs.get(job_id)
             facts, data = _facts(tx, job, plan), load_job_data(tx, job)
-        findings = compute(findings_of, data, objective, plan)
+        findings = compute(report_findings, data, objective, plan)
         if not keep:
             return _rendered(job, findings, _UNSTORED, store.now())
         try:
@@ -72,7 +72,7 @@ def answer(
             return _rendered(job, findings, _UNSTORED, store.now())
     with store.transaction() as tx:
         job = tx.jobs.lock(job_id)
-        return store_answer(tx, job, compute(findings_of, load_job_data(tx, job), objective, plan))
+        return store_answer(tx, job, compute(report_findings, load_job_data(tx, job), objective, plan))
 
 
 def store_answer(tx: Transaction, job: JobRecord, findings: Findings) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tula_service.analysis.questions import WhatIf, predictions_of
-from tula_service.analysis.schedule import schedule_of
+from tula_service.analysis.questions import WhatIf, answer_what_if
+from tula_service.analysis.schedule import plan_schedule
 from tula_service.store import Store
 from tula_service.usecases import planning
 from tula_service.usecases.access import Principal, visible_job
@@ -57,7 +57,7 @@ def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -
     with store.fits.turn() as compute:
         with store.reading() as tx:
             data = load_job_data(tx, visible_job(tx, principal, job_id))
-        return compute(predictions_of, data, job_id, question)
+        return compute(answer_what_if, data, job_id, question)
 
 
 def schedule(store: Store, principal: Principal, job_id: str, objective: Objective | None, beta2: float) -> str:
@@ -66,4 +66,4 @@ def schedule(store: Store, principal: Principal, job_id: str, objective: Objecti
         with store.reading() as tx:
             data = load_job_data(tx, visible_job(tx, principal, job_id))
             curves = load_noise_curves(tx, data)
-        return compute(schedule_of, data, job_id, objective, beta2, curves)
+        return compute(plan_schedule, data, job_id, objective, beta2, curves)

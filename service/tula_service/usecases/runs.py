@@ -11,8 +11,8 @@ from typing import Any, Final, TypeVar
 import sqlalchemy as sa
 
 import tula_wire as wire
-from tula_service.analysis.plan import instruction_of
-from tula_service.analysis.questions import expectation_of
+from tula_service.analysis.plan import build_instruction
+from tula_service.analysis.questions import predict_run
 from tula_service.domain import RUN_TRANSITIONS, FloatArray, NewRun, RunRecord
 from tula_service.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
 from tula_service.perfmodel.pricing import Estimate
@@ -138,7 +138,7 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
                 configuration = _of_job(read_spec(job), request.configuration)
                 _continued_run(tx, job_id, request)
                 data = load_job_data(tx, job)
-            expected = compute(expectation_of, data, configuration)
+            expected = compute(predict_run, data, configuration)
         request = request.model_copy(update={"configuration": configuration})
         with store.transaction() as tx:
             now = tx.jobs.lock(job_id)
@@ -192,7 +192,7 @@ def _created(tx: Transaction, job: JobRecord, request: wire.RunCreate, expected:
             state="claimed",
             origin="user",
             purpose="Asked for by the user." if profile else "Training.",
-            instruction=instruction_of(read_spec(job)) if profile else None,
+            instruction=build_instruction(read_spec(job)) if profile else None,
             method=request.method,
             predicted_step_time_s=None if expected is None else expected.step_time_s.mean,
             recommendation_id=ledger.followed(tx, job, request.configuration),

@@ -15,7 +15,7 @@ from tula_service.analysis import explanation
 from tula_service.analysis.answer import Answer, Infeasible, analyse
 from tula_service.analysis.effects import effects_of
 from tula_service.analysis.job_data import JobData
-from tula_service.analysis.plan import PlanDecision, plan_of
+from tula_service.analysis.plan import PlanDecision, decide_plan
 from tula_service.domain import MemoryReading, RunRecord, RunSummary
 from tula_service.perfmodel.variants import launch_of
 from tula_wire.configurations import Variant
@@ -68,7 +68,7 @@ def answer_of(data: JobData, objective: str | None = None) -> Answer:
 def profiled(data: JobData) -> tuple[JobData, PlanDecision]:
     """The job once its plan has ended, with the last decision."""
     for _ in range(30):
-        decision = plan_of(analyse(data))
+        decision = decide_plan(analyse(data))
         if not decision.active:
             return data, decision
         for run in decision.new:
@@ -235,14 +235,14 @@ def test_a_plan_that_ends_yields_posteriors_and_a_validation_error() -> None:
 
 def test_waiting_runs_stay_until_enough_was_measured() -> None:
     data = job()
-    first = plan_of(analyse(data)).new
+    first = decide_plan(analyse(data)).new
     waiting = [
         profile_run(f"waiting-{row}", 100 + row, "pending", run.configuration, row) for row, run in enumerate(first)
     ]
-    kept = plan_of(analyse(replace(data, runs=waiting)))
+    kept = decide_plan(analyse(replace(data, runs=waiting)))
     assert (kept.cancelled, kept.new) == ((), ())
     done, _ = profiled(data)
-    everything = plan_of(analyse(replace(done, runs=[*done.runs, *waiting])))
+    everything = decide_plan(analyse(replace(done, runs=[*done.runs, *waiting])))
     assert set(everything.cancelled) == {run.id for run in waiting}
     assert not everything.active
 
@@ -257,9 +257,9 @@ def test_a_failed_configuration_is_left_out_until_its_job_is_registered_again() 
     without = answer_of(failed)
     assert without.choice.chosen is not None
     assert without.choice.chosen.configuration != best.configuration
-    assert not plan_of(without).active
+    assert not decide_plan(without).active
     again = answer_of(replace(failed, retried_up_to_key=len(runs)))
-    assert [run.configuration for run in plan_of(again).new] == [best.configuration]
+    assert [run.configuration for run in decide_plan(again).new] == [best.configuration]
 
 
 def test_memory_that_leaves_no_candidate_cancels_what_waits_and_says_what_to_do() -> None:
@@ -270,7 +270,7 @@ def test_memory_that_leaves_no_candidate_cancels_what_waits_and_says_what_to_do(
     waiting = profile_run("waiting", 9, "pending", smallest)
     analysis = analyse(replace(data, runs=[*data.runs, waiting]))
     assert isinstance(analysis, Infeasible)
-    decision = plan_of(analysis)
+    decision = decide_plan(analysis)
     assert (decision.cancelled, decision.new, decision.active) == (("waiting",), (), False)
     assert "lower min_local_batch_size" in decision.reason
     assert "lower min_local_batch_size" in str(explanation.infeasible_fields(analysis)["why"])
@@ -316,7 +316,7 @@ def test_waiting_for_data_is_a_term_and_what_it_costs_is_said() -> None:
             data, c, step_time_s=step_s, compute_time_s=0.3 * step_s, input_time_s=0.7 * step_s, exposed_comm_time_s=0.0
         )
     answer = answer_of(data)
-    for candidate in explanation.candidates_of(answer, answer.estimates):
+    for candidate in explanation.render_candidates(answer, answer.estimates):
         terms = candidate.terms
         assert terms is not None
         assert terms.input_time_s == pytest.approx(0.7 / 0.3 * terms.compute_time_s, rel=0.15)
@@ -522,7 +522,7 @@ def test_launches_that_fail_with_other_values_of_options_count_as_launches(share
     data = job(options={"attention": values}, cluster={"max_nodes": 2}, profiling={"share_launches": shared})
     failed = set()
     for _ in range(30):
-        if not (new := plan_of(analyse(data)).new):
+        if not (new := decide_plan(analyse(data)).new):
             break
         for run in new:
             c = run.configuration
@@ -538,7 +538,7 @@ def test_launches_that_fail_with_other_values_of_options_count_as_launches(share
 def test_launches_of_the_first_values_that_fail_count_as_launches_too(shared: bool) -> None:
     data = job(options={"attention": ["eager", "flash"]}, profiling={"share_launches": shared})
     launches: list[object] = []
-    while new := plan_of(analyse(data)).new:
+    while new := decide_plan(analyse(data)).new:
         for run in new:
             launch = launch_of(run.configuration) if shared else run.configuration
             launches += [launch] if launch not in launches else []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import tula_wire as wire
 from tests.support.configurations import make_configuration
-from tula_service.analysis.job_data import candidates_of, powers_of_two
+from tula_service.analysis.job_data import list_candidates, powers_of_two
 from tula_service.perfmodel.points import ObservationError
 from tula_wire.configurations import Variant
 
@@ -37,7 +37,7 @@ def test_powers_of_two_always_hold_both_ends(smallest, extra):
 
 
 def test_candidates_span_nodes_and_batches_with_both_ends():
-    found = candidates_of(a_job({"max_local_batch_size": 100}, max_nodes=6, ranks_per_node=4), {})
+    found = list_candidates(a_job({"max_local_batch_size": 100}, max_nodes=6, ranks_per_node=4), {})
     assert make_configuration(6, 4, 100, 1, "a") in found
     assert {c.num_nodes for c in found} == {1, 2, 4, 6}
     assert {c.local_batch_size for c in found} == {32, 64, 100}
@@ -46,7 +46,7 @@ def test_candidates_span_nodes_and_batches_with_both_ends():
 
 def test_a_constant_global_batch_is_kept_by_accumulation_when_memory_is_short():
     batch = {"max_local_batch_size": 64, "global_batch_size": 512, "max_grad_accum_steps": 16}
-    found = candidates_of(a_job(batch, max_nodes=8, ranks_per_node=2), {})
+    found = list_candidates(a_job(batch, max_nodes=8, ranks_per_node=2), {})
     assert {c.global_batch_size for c in found} == {512}
     assert {c.num_nodes for c in found} == {1, 2, 4, 8}
     assert max(c.local_batch_size for c in found) <= 64
@@ -55,10 +55,10 @@ def test_a_constant_global_batch_is_kept_by_accumulation_when_memory_is_short():
 
 def test_every_candidate_has_the_micro_steps_that_the_script_holds():
     job = a_job({"max_local_batch_size": 64, "grad_accum_steps": 2}, max_nodes=2)
-    found = {(c.num_nodes, c.local_batch_size, c.grad_accum_steps) for c in candidates_of(job, {})}
+    found = {(c.num_nodes, c.local_batch_size, c.grad_accum_steps) for c in list_candidates(job, {})}
     assert found == {(nodes, batch, 2) for nodes in (1, 2) for batch in (32, 64)}
     fixed = a_job({"max_local_batch_size": 64, "global_batch_size": 256, "grad_accum_steps": 2}, max_nodes=4)
-    found = {(c.num_nodes, c.local_batch_size, c.grad_accum_steps) for c in candidates_of(fixed, {})}
+    found = {(c.num_nodes, c.local_batch_size, c.grad_accum_steps) for c in list_candidates(fixed, {})}
     assert found == {(2, 64, 2), (4, 32, 2)}
 
 
@@ -67,15 +67,15 @@ def test_micro_steps_that_are_held_and_varied_or_that_no_batch_fits_are_refused(
         a_job({"grad_accum_steps": 2, "max_grad_accum_steps": 4}, max_nodes=2)
     odd = a_job({"max_local_batch_size": 64, "global_batch_size": 255, "grad_accum_steps": 2}, max_nodes=1)
     with pytest.raises(ObservationError, match="grad_accum_steps = 2"):
-        candidates_of(odd, {})
+        list_candidates(odd, {})
 
 
 def test_the_largest_batch_is_accumulated_as_far_as_is_allowed():
     job = a_job({"max_local_batch_size": 64, "max_grad_accum_steps": 6}, max_nodes=2)
-    found = {(c.num_nodes, c.local_batch_size, c.grad_accum_steps) for c in candidates_of(job, {})}
+    found = {(c.num_nodes, c.local_batch_size, c.grad_accum_steps) for c in list_candidates(job, {})}
     assert found == {(nodes, *rest) for nodes in (1, 2) for rest in ((32, 1), (64, 1), (64, 2), (64, 4), (64, 6))}
 
 
 def test_an_empty_space_says_what_to_change():
     with pytest.raises(ObservationError, match="lower min_local_batch_size"):
-        candidates_of(a_job({}, max_nodes=2), {Variant("a"): 16})
+        list_candidates(a_job({}, max_nodes=2), {Variant("a"): 16})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.configurations import make_configuration
-from tula_service.analysis.explanation import gaps_of
+from tula_service.analysis.explanation import find_gaps
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.step_time_model import fit_step_time
 from tula_wire import Configuration
@@ -27,21 +27,21 @@ def step_time(c: Configuration) -> float:
     ],
 )
 def test_each_parameter_that_the_data_do_not_determine_is_named(configurations, words):
-    (said,) = gaps_of(fit_step_time(StepTimeObservations.at(configurations, [*map(step_time, configurations)])))
+    (said,) = find_gaps(fit_step_time(StepTimeObservations.at(configurations, [*map(step_time, configurations)])))
     assert words in said
 
 
 def test_repeats_that_contradict_one_another_are_named():
     repeated = [*GRID, GRID[0], GRID[0]]
     times = [*map(step_time, GRID), step_time(GRID[0]), 5 * step_time(GRID[0])]
-    (said,) = gaps_of(fit_step_time(StepTimeObservations.at(repeated, times)))
+    (said,) = find_gaps(fit_step_time(StepTimeObservations.at(repeated, times)))
     assert f"({duration(times[0])} to {duration(5 * times[0])})" in said
     assert "world size 4 and local batch 32 contradict" in said
 
 
 def test_a_paper_form_that_too_little_was_measured_for_is_named():
     observed = StepTimeObservations.at(GRID[:1], [step_time(GRID[0])])
-    asked, overlap = (" ".join(gaps_of(fit_step_time(observed, form=form))) for form in ("ring", "overlap"))
+    asked, overlap = (" ".join(find_gaps(fit_step_time(observed, form=form))) for form in ("ring", "overlap"))
     assert "form ring of default needs two configurations" in asked
     assert "two configurations" not in overlap
 
@@ -67,7 +67,7 @@ def test_a_paper_form_that_too_little_was_measured_for_is_named():
     ],
 )
 def test_less_work_that_took_far_longer_is_said_to_have_run_under_other_conditions(slow, fast, said):
-    notes = " ".join(gaps_of(fit_step_time(StepTimeObservations.at([slow, fast], [0.5, 0.1]))))
+    notes = " ".join(find_gaps(fit_step_time(StepTimeObservations.at([slow, fast], [0.5, 0.1]))))
     if said is None:
         assert "other conditions" not in notes
     else:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from tests.support.configurations import make_configuration
-from tula_service.analysis.explanation import breach, nearest_misses, reason_of
+from tula_service.analysis.explanation import breach, explain_choice, nearest_misses
 from tula_service.perfmodel.choice import Choice, choose
 from tula_service.perfmodel.intervals import Interval
 from tula_service.perfmodel.objectives import Goal
@@ -54,9 +54,9 @@ def test_where_nothing_keeps_the_limits_safely_the_reason_says_only_that_with_th
     for limit in (mean * 1.001, math.sqrt(mean * high), high * 0.999):
         choice = chosen_for(objective, found, deadline_s=limit)
         assert choice.chosen.configuration.num_nodes == 2
-        assert "within the limits" not in reason_of(choice)
-        assert f"the fastest takes {duration(mean)}, {duration(high)} at the upper end" in reason_of(choice)
-        chances.append(int(re.search(r"with a chance of (\d+) %", reason_of(choice))[1]))
+        assert "within the limits" not in explain_choice(choice)
+        assert f"the fastest takes {duration(mean)}, {duration(high)} at the upper end" in explain_choice(choice)
+        chances.append(int(re.search(r"with a chance of (\d+) %", explain_choice(choice))[1]))
     assert chances[0] == 50
     assert chances == sorted(chances)
     assert chances[-1] == pytest.approx(95, abs=1)
@@ -66,7 +66,7 @@ def test_where_nothing_keeps_the_limits_the_reason_names_them_and_what_they_woul
     slow, fast, large = estimates((1, 64, 0.4), (4, 64, 0.6), (4, 128, 0.6))
     limits = {"deadline_s": fast.time_s.mean / 2, "budget_usd": slow.cost_usd.mean / 2, "max_global_batch_size": 256}
     choice = chosen_for("cost", [slow, fast, large], **limits)
-    reason, nearest = reason_of(choice), nearest_misses(choice)
+    reason, nearest = explain_choice(choice), nearest_misses(choice)
     assert "(budget_usd, deadline_s, max_global_batch_size): the fastest takes" in reason
     assert f"the cheapest costs {money(slow.cost_usd.mean)}," in reason
     assert [nearest[limit].estimate for limit in limits] == [fast, slow, large], "no deadline lets the larger batch in"
@@ -74,7 +74,7 @@ def test_where_nothing_keeps_the_limits_the_reason_names_them_and_what_they_woul
     assert nearest["deadline_s"].share == pytest.approx(fast.time_s.high / limits["deadline_s"])
     assert nearest_misses(chosen_for("cost", [slow, fast])) == {}
     small, large = estimates((1, 64, 0.4), (1, 128, 0.4))
-    both = reason_of(chosen_for("time", [small, large], deadline_s=1e-3, max_global_batch_size=64))
+    both = explain_choice(chosen_for("time", [small, large], deadline_s=1e-3, max_global_batch_size=64))
     assert f"the fastest takes {duration(small.time_s.mean)}" in both, "no deadline lets the larger batch in"
 
 
@@ -85,10 +85,10 @@ def test_the_least_time_is_said_where_a_limit_excludes_what_would_else_be_chosen
     said = f"Without deadline and budget, the fastest takes {fast.time_s.mean:.3g} s, {fast.time_s.high:.3g} s at the"
     limited = chosen_for(objective, [slow, fast], **{limit: tight})
     assert limited.within_limits_is_likely
-    assert said in reason_of(limited)
-    assert ("the cheapest costs" in reason_of(limited)) is (limit == "budget_usd")
+    assert said in explain_choice(limited)
+    assert ("the cheapest costs" in explain_choice(limited)) is (limit == "budget_usd")
     other = "time" if objective == "cost" else "cost"
-    assert "Without" not in reason_of(chosen_for(other, [slow, fast], **{limit: tight})), "it excludes no best"
+    assert "Without" not in explain_choice(chosen_for(other, [slow, fast], **{limit: tight})), "it excludes no best"
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_the_least_time_is_said_where_a_limit_excludes_what_would_else_be_chosen
     ],
 )
 def test_the_reason_names_the_measure_in_which_the_chosen_candidate_is_best(objective, rows, words):
-    assert words in reason_of(chosen_for(objective, estimates(*rows)))
+    assert words in explain_choice(chosen_for(objective, estimates(*rows)))

@@ -15,7 +15,7 @@ import tula_wire as wire
 from tests.service.analysis.test_answer import answer_of, job, profiled
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.scaling import PARTS, NoiseCurve, StatisticalEfficiency, noise_curve
-from tula_service.analysis.schedule import MOST_STAGES, Ramp, Ramps, schedule_of
+from tula_service.analysis.schedule import MOST_STAGES, Ramp, Ramps, plan_schedule
 from tula_service.perfmodel.choice import choose
 from tula_service.perfmodel.guard import SGD, AccuracyGuard
 from tula_service.perfmodel.intervals import Interval
@@ -171,7 +171,7 @@ def profiled_job(**changes: Any) -> JobData:
 
 
 def schedule(data: JobData, *curves: NoiseCurve, objective: Objective | None = None) -> wire.BatchSchedule:
-    return wire.read(wire.BatchSchedule, schedule_of(data, "job-1", objective, 0.999, curves))
+    return wire.read(wire.BatchSchedule, plan_schedule(data, "job-1", objective, 0.999, curves))
 
 
 def test_a_schedule_has_whole_steps_the_gain_as_rate_and_a_beta2_of_constant_half_life() -> None:

@@ -22,7 +22,7 @@ ROOM = 40
 @pytest.fixture
 def fits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Fits do not end before this is set, and never is more than one at work."""
-    compute, at_work, released = planning.findings_of, [], threading.Event()
+    compute, at_work, released = planning.report_findings, [], threading.Event()
 
     def held(*arguments):  # type: ignore[no-untyped-def]
         at_work.append(1)
@@ -31,7 +31,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         at_work.pop()
         return compute(*arguments)
 
-    monkeypatch.setattr(planning, "findings_of", held)
+    monkeypatch.setattr(planning, "report_findings", held)
     return released
 
 

@@ -12,7 +12,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tests.support.configurations import make_configuration
 from tula_service.analysis.answer import Answer, analyse
-from tula_service.analysis.transfer import posteriors_of
+from tula_service.analysis.transfer import export_posteriors
 from tula_service.perfmodel.fabric import Buckets
 from tula_service.usecases import fabrics, runs
 from tula_service.usecases.access import Principal, create_project
@@ -185,9 +185,9 @@ def test_a_job_does_not_teach_the_probe_that_it_used(cluster: Cluster) -> None:
     """Two jobs on one node after one probe would otherwise count as two that measured the network."""
     cluster.step_time = simulated
     job_id = one_node_job(cluster)
-    before = posteriors_of(answer_of(cluster, job_id).model)["a"]
+    before = export_posteriors(answer_of(cluster, job_id).model)["a"]
     fabrics.add(cluster.store, cluster.principal, network())
-    after = posteriors_of(answer_of(cluster, job_id).model)["a"]
+    after = export_posteriors(answer_of(cluster, job_id).model)["a"]
     assert after["sd"][6] == pytest.approx(before["sd"][6], rel=0.05)
     collective_s = [taught["mean"][6] + taught["mean"][0] for taught in (after, before)]
     assert collective_s[0] == pytest.approx(collective_s[1], abs=0.3)

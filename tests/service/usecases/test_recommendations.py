@@ -9,8 +9,8 @@ import pytest
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
-from tula_service.analysis.explanation import name_of
-from tula_service.analysis.questions import findings_of
+from tula_service.analysis.explanation import describe_configuration
+from tula_service.analysis.questions import report_findings
 from tula_service.errors import StoreUnavailable
 from tula_service.store import DEFAULT_PROJECT_ID, Store
 from tula_service.usecases import jobs, planning, recommendations, runs
@@ -23,7 +23,7 @@ def test_a_second_question_costs_no_fit_and_gets_the_same_bytes(
 ) -> None:
     cluster, job_id = profiled
     first = recommendations.get(cluster.store, ANONYMOUS, job_id)
-    monkeypatch.setattr(planning, "findings_of", lambda *_: pytest.fail("a cached answer was fitted again"))
+    monkeypatch.setattr(planning, "report_findings", lambda *_: pytest.fail("a cached answer was fitted again"))
     assert recommendations.get(cluster.store, ANONYMOUS, job_id) == first
 
 
@@ -32,7 +32,7 @@ def test_another_worker_computes_the_same_answer(profiled: tuple[Cluster, str]) 
     first = cluster.recommendation(job_id)
     with cluster.store.transaction() as tx:
         job = tx.jobs.get(job_id)
-        second = planning.store_answer(tx, job, findings_of(load_job_data(tx, job), "time"))
+        second = planning.store_answer(tx, job, report_findings(load_job_data(tx, job), "time"))
     assert wire.read(wire.Recommendation, second) == first, "even the ledger entry is the same, since it says the same"
 
 
@@ -144,7 +144,8 @@ def test_limits_exclude_candidates_in_a_sentence(cluster: Cluster) -> None:
     assert all("above the limit of 512" in (c.excluded_by or "") for c in out)
     assert "max_global_batch_size" in answer.why
     nearest = min(out, key=lambda c: (c.global_batch_size, c.total_time_s.value))
-    said = f"Nearest miss of the largest global batch: {name_of(nearest.configuration)}; {nearest.excluded_by}"
+    name = describe_configuration(nearest.configuration)
+    said = f"Nearest miss of the largest global batch: {name}; {nearest.excluded_by}"
     assert said in answer.why
 
 
@@ -177,7 +178,10 @@ def test_the_nearest_miss_of_a_limit_is_named(cluster: Cluster) -> None:
     answer = cluster.recommendation(job_id)
     broken = [c for c in answer.candidates if "deadline" in (c.excluded_by or "")]
     nearest = min(broken, key=lambda c: c.total_time_s.high)
-    assert f"Nearest miss of the deadline: {name_of(nearest.configuration)}; {nearest.excluded_by}" in answer.why
+    assert (
+        f"Nearest miss of the deadline: {describe_configuration(nearest.configuration)}; {nearest.excluded_by}"
+        in answer.why
+    )
 
 
 def test_a_price_of_waiting_moves_the_compromise_from_the_cheapest_to_the_fastest(cluster: Cluster) -> None:

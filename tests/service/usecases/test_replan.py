@@ -85,7 +85,7 @@ def test_no_fit_holds_the_database_when_data_change_faster_than_it_takes(
     job_id = cluster.register().job.id
     cluster.work(job_id)
     run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
-    find = planning.findings_of
+    find = planning.report_findings
     asked: list[int] = []
 
     def overtaken(data: JobData, *how: Any) -> Findings:
@@ -97,7 +97,7 @@ def test_no_fit_holds_the_database_when_data_change_faster_than_it_takes(
         return found
 
     cluster.send(run, [0.1] * 5)
-    monkeypatch.setattr(planning, "findings_of", overtaken)
+    monkeypatch.setattr(planning, "report_findings", overtaken)
     first = cluster.recommendation(job_id)
     assert len(asked) == 1, "the answer is that of the data as they were when it was asked for"
     second = cluster.recommendation(job_id)
@@ -111,7 +111,7 @@ def test_an_answer_is_computed_again_if_prices_changed_meanwhile(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    find, asked = planning.findings_of, []
+    find, asked = planning.report_findings, []
     with cluster.store.transaction() as tx:
         tx.jobs.bump(job_id)
 
@@ -129,7 +129,7 @@ def test_an_answer_is_computed_again_if_prices_changed_meanwhile(
         with cluster.store.transaction() as tx:
             tx.jobs.update(job_id, bump=True, spec=changed)
 
-    monkeypatch.setattr(planning, "findings_of", repriced)
+    monkeypatch.setattr(planning, "report_findings", repriced)
     cluster.recommendation(job_id)
     assert len(asked) == 2
     newest = ledger.entries(cluster.store, ANONYMOUS, job_id).entries[0]
@@ -140,7 +140,7 @@ def test_an_answer_is_computed_again_if_the_job_changed_meanwhile(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    find = planning.findings_of
+    find = planning.report_findings
     raced: list[int] = []
 
     def beaten(data: JobData, *how: Any) -> Findings:
@@ -150,7 +150,7 @@ def test_an_answer_is_computed_again_if_the_job_changed_meanwhile(
             change_epochs(cluster.store, job_id, 10.0 + len(raced))
         return found
 
-    monkeypatch.setattr(planning, "findings_of", beaten)
+    monkeypatch.setattr(planning, "report_findings", beaten)
     cluster.work(job_id)
     assert len(raced) == 2
     assert cluster.job(job_id).state == "ready"
@@ -163,7 +163,7 @@ def test_measurements_during_a_computation_do_not_delay_the_plan(store: Store, m
     cluster = Cluster(tracked)
     job_id = cluster.register().job.id
     run = cluster.train(job_id, wire.Configuration(num_nodes=2, ranks_per_node=2, local_batch_size=64))
-    find, fitted = planning.findings_of, []
+    find, fitted = planning.report_findings, []
 
     def overtaken(data: JobData, *how: Any) -> Findings:
         assert not getattr(WriteTracker.writing, "now", False), "fitted inside a writing transaction"
@@ -172,7 +172,7 @@ def test_measurements_during_a_computation_do_not_delay_the_plan(store: Store, m
             agent.submit(cluster.send, run, [0.1] * 5).result()
         return find(data, *how)
 
-    monkeypatch.setattr(planning, "findings_of", overtaken)
+    monkeypatch.setattr(planning, "report_findings", overtaken)
     done = cluster.work(job_id)
     assert len(done) >= 3
     assert len(fitted) == len(done), "once for each run that ended"
@@ -184,7 +184,7 @@ def test_a_job_that_changes_during_every_attempt_is_planned_under_its_lock(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = cluster.register().job.id
-    find, raced = planning.findings_of, []
+    find, raced = planning.report_findings, []
 
     def beaten(data: JobData, *how: Any) -> Findings:
         raced.append(data.data_version)
@@ -192,7 +192,7 @@ def test_a_job_that_changes_during_every_attempt_is_planned_under_its_lock(
             change_epochs(cluster.store, job_id, 10.0 + len(raced))
         return find(data, *how)
 
-    monkeypatch.setattr(planning, "findings_of", beaten)
+    monkeypatch.setattr(planning, "report_findings", beaten)
     with cluster.store.transaction() as tx:
         tx.jobs.mark_plan_stale(job_id)
     body = planning.replan(cluster.store, job_id)
@@ -222,14 +222,14 @@ def test_runs_that_end_at_once_are_planned_for_once(store: Store) -> None:
 
 def test_threads_that_wait_for_a_replan_return_its_result(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = cluster.register().job.id
-    find, computed, released = planning.findings_of, [], threading.Event()
+    find, computed, released = planning.report_findings, [], threading.Event()
 
     def held(data: JobData, *how: Any) -> Findings:
         computed.append(data.data_version)
         released.wait()
         return find(data, *how)
 
-    monkeypatch.setattr(planning, "findings_of", held)
+    monkeypatch.setattr(planning, "report_findings", held)
     with cluster.store.transaction() as tx:
         tx.jobs.mark_plan_stale(job_id)
     with ThreadPoolExecutor(6) as threads:

@@ -13,7 +13,7 @@ import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, spec
 from tests.support.configurations import make_configuration
 from tula_service.analysis import hardware, transfer
-from tula_service.analysis.hardware import facts_of, figures_of, hardware_of, same_hardware
+from tula_service.analysis.hardware import look_up_figures, look_up_hardware, read_facts, same_hardware
 from tula_service.analysis.job_data import JobData
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.priors import Lesson, Lessons, StepTimePrior
@@ -38,14 +38,14 @@ def remember(cluster: Cluster, *wanted: wire.JobSpec) -> None:
     for each in wanted:
         job_id = cluster.register(each).job.id
         with cluster.store.transaction() as tx:
-            tx.posteriors.put_posteriors(job_id, transfer.posteriors_of(MODEL))
+            tx.posteriors.put_posteriors(job_id, transfer.export_posteriors(MODEL))
 
 
 def lessons_for(cluster: Cluster, wanted: wire.JobSpec) -> Lessons:
     job_id = cluster.register(wanted).job.id
     with cluster.store.reading() as tx:
         data = load_job_data(tx, tx.jobs.get(job_id))
-    return transfer.earlier_evidence(data, figures_of(data)).lessons
+    return transfer.earlier_evidence(data, look_up_figures(data)).lessons
 
 
 def test_a_network_that_was_tuned_again_and_again_counts_once_on_each_device(cluster: Cluster) -> None:
@@ -105,13 +105,13 @@ LEARNT = MODEL.posteriors[Variant("node")].as_prior()
 
 def first_guess(wanted: wire.JobSpec, *earlier: tuple[dict[str, Any], StepTimePrior]) -> StepTimePrior:
     scales = tuple(
-        Lesson(learnt, facts_of(wire.ModelSpec.model_validate(model)), hardware_of(one("V100")))
+        Lesson(learnt, read_facts(wire.ModelSpec.model_validate(model)), look_up_hardware(one("V100")))
         for model, learnt in earlier
     )
     known = transfer.EarlierEvidence(Lessons(scales=scales))
-    figures = figures_of(JobData(spec=wanted, objective=wanted.objective, data_version=1))
+    figures = look_up_figures(JobData(spec=wanted, objective=wanted.objective, data_version=1))
     candidates = [make_configuration(1, 2, 256, 1, "node")]
-    return transfer.prior_of(known, figures, wanted, candidates, observed=None).believed["node"]
+    return transfer.build_priors(known, figures, wanted, candidates, observed=None).believed["node"]
 
 
 def test_an_earlier_job_of_which_less_is_known_corrects_less() -> None:
@@ -155,19 +155,20 @@ def one(accelerator: str | None, instance_type: str = "node") -> wire.ClusterSpe
 def test_ranks_run_on_the_same_device_where_its_name_says_so(
     first: wire.ClusterSpec, second: wire.ClusterSpec, same: bool
 ) -> None:
-    assert (hardware_of(first).device == hardware_of(second).device) is same
+    assert (look_up_hardware(first).device == look_up_hardware(second).device) is same
 
 
 def test_a_name_that_only_begins_like_a_known_device_is_not_taken_for_it() -> None:
     known = {
-        name: hardware_of(one(name)).peak_tflops for name in ("A40", "RTX A4000", "T4", "Quadro T400", "A10", "A16")
+        name: look_up_hardware(one(name)).peak_tflops
+        for name in ("A40", "RTX A4000", "T4", "Quadro T400", "A10", "A16")
     }
     assert known == {"A40": 37.4, "RTX A4000": None, "T4": 8.1, "Quadro T400": None, "A10": 31.2, "A16": None}
 
 
 def test_a_processor_is_of_uncertain_speed_and_an_accelerator_is_not() -> None:
-    assert hardware_of(one("CPU")).device_sd == hardware_of(one(None)).device_sd == 1.0
-    assert hardware_of(one("V100")).device_sd == 0.0
+    assert look_up_hardware(one("CPU")).device_sd == look_up_hardware(one(None)).device_sd == 1.0
+    assert look_up_hardware(one("V100")).device_sd == 0.0
 
 
 @pytest.mark.parametrize(
@@ -208,10 +209,10 @@ def test_a_network_is_known_by_its_name_if_only_one_job_gives_its_parameters(
 
 
 def test_an_accelerator_without_a_data_sheet_is_named_beside_those_that_have_one() -> None:
-    warnings = " ".join(hardware.guesses_of(asked("net", "Zorg-9000")))
+    warnings = " ".join(hardware.describe_guesses(asked("net", "Zorg-9000")))
     assert "Zorg-9000 has no data sheet here" in warnings
     assert "A100, " in warnings
-    assert "give cluster.accelerator, for example" in " ".join(hardware.guesses_of(asked("net", None)))
+    assert "give cluster.accelerator, for example" in " ".join(hardware.describe_guesses(asked("net", None)))
 
 
 def test_every_device_has_a_source_and_precisions_in_order_of_speed() -> None:
@@ -227,13 +228,13 @@ def test_a_specification_hears_of_what_it_lacks_and_of_nothing_that_it_has() -> 
     counted = {"precision": "fp16", "parameters": 25_000_000, "activation_bytes_per_sample": 44_000_000}
     full = {"name": "net", "flops_per_sample": 24e9} | counted
     on = one("V100").model_dump() | {"network_gbps": 25}
-    assert hardware.guesses_of(spec(model=full, cluster=[on])) == []
+    assert hardware.describe_guesses(spec(model=full, cluster=[on])) == []
     for name in counted:
-        (said,) = hardware.guesses_of(spec(model={key: full[key] for key in full if key != name}, cluster=[on]))
+        (said,) = hardware.describe_guesses(spec(model={key: full[key] for key in full if key != name}, cluster=[on]))
         assert [each for each in counted if f"model.{each}" in said] == [name]
     for precision, transposed, said in (("fp16", 802_816, 1), ("fp16", 0, 0), ("fp32", 802_816, 0)):
         convolutional = full | {"precision": precision, "transposed_elements_per_sample": transposed}
-        sentences = hardware.guesses_of(spec(model=convolutional, cluster=[on]))
+        sentences = hardware.describe_guesses(spec(model=convolutional, cluster=[on]))
         assert [sentence for sentence in sentences if "torch.channels_last" in sentence] == sentences
         assert len(sentences) == said
 

@@ -9,7 +9,7 @@ from statistics import NormalDist, median
 from tula_service.dashboard.charts import vega
 from tula_service.dashboard.charts.vega import FAINT, HEIGHT, PALETTE, Row, Spec
 from tula_wire import Configuration, Job, Ledger, LedgerEntry, Run
-from tula_wire.format import configuration as name_of
+from tula_wire.format import configuration as describe_configuration
 from tula_wire.format import percent
 
 _KINDS = ("inside the interval", "outside the interval", "no interval kept")
@@ -135,4 +135,4 @@ def _entry_row(entry: LedgerEntry) -> Row | None:
 def _row(configuration: Configuration, predicted: float, measured: float) -> Row:
     error = measured / predicted - 1
     values = {"predicted": predicted, "low": None, "high": None, "measured": measured, "error": error}
-    return {"configuration": name_of(configuration), **values}
+    return {"configuration": describe_configuration(configuration), **values}
