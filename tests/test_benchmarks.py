@@ -17,7 +17,7 @@ import pytest
 from benchmarks.__main__ import names
 from benchmarks.support import clean_environment
 from benchmarks.support.fork_server import SERVICE, ForkServer
-from tests.support.forked_commands import programs
+from benchmarks.support.forked_programs import programs
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -30,8 +30,9 @@ import pytest
 from benchmarks.support import clean_environment
 from benchmarks.support.fork_server import ForkServer
 from benchmarks.support.forked import Server
+from benchmarks.support.forked_programs import programs
 from benchmarks.support.postgres import PostgresServer
-from tests.support.forked_commands import launchers, programs
+from tests.support.forked_commands import launchers
 from tula_wire import JobSpec
 
 ROOT = Path(__file__).parents[1]

@@ -1,7 +1,8 @@
 """Starts Python programs in a fraction of a second: a parent that has imported what they import forks them.
 
 Run as a program, it is that parent. Its arguments are a folder and the modules to import. It reads one JSON object a
-line: argv (a script, or `-m` and a module, then arguments), env, a working folder, and files for stdout and stderr.
+line: argv (a script, `-c` and its text, or `-m` and a module, then arguments), env, a working folder, files for stdout
+and stderr, files to open under further descriptors, and the interpreter that multiprocessing is to start.
 For each it answers the process id in a line. When a child ends, its exit status goes into the file `<pid>` of the
 folder. The child is what `python ARGV` would have started: a process with a separate session, environment and files,
 whose signals, `atexit` functions and exit status are the program's. When the input ends, as it does when the tests are
@@ -11,10 +12,13 @@ killed, the parent ends the children that still run.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
+import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -22,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,6 +51,8 @@ AGENT = (
     "tula_wire",  # models take longer to build than a training of the tests to run
 )
 FRAMEWORKS = ("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.bert.modeling_bert")
+ABOVE_ALL = 512
+"""Descriptors from here on are those of no program that is forked."""
 GRACE_S = 5.0
 """From SIGTERM to SIGKILL for children that outlive the input."""
 
@@ -108,12 +114,18 @@ class ForkServer:
         stderr: Path | str | None = None,
         *,
         folder: Path | str = ".",
+        inherited: Mapping[int, str] | None = None,
+        spawns: Path | None = None,
     ) -> ForkedProcess:
-        """Fork `python ARGV` in `folder`; it appends its output to these files, without `stderr` all to the first."""
+        """Fork `python ARGV` in `folder`; it appends its output to these files, without `stderr` all to the first.
+
+        `inherited` are the paths below /proc of further open files by descriptor; `spawns` is the interpreter that
+        multiprocessing starts in it.
+        """
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
-        order = {"argv": list(argv), "env": env, "stdout": str(stdout), "stderr": str(stderr or stdout)}
-        order["folder"] = str(folder)
+        order: dict[str, Any] = {"argv": list(argv), "env": env, "stdout": str(stdout), "stderr": str(stderr or stdout)}
+        order |= {"folder": str(folder), "inherited": inherited or {}, "spawns": str(spawns or sys.executable)}
         with self._one_at_a_time:
             self._parent.stdin.write(json.dumps(order) + "\n")
             self._parent.stdin.flush()
@@ -183,19 +195,35 @@ def become(order: dict[str, Any]) -> None:
     files = [os.open(os.devnull, os.O_RDWR), os.open(order["stdout"], flags), os.open(order["stderr"], flags)]
     for target, descriptor in enumerate(files):
         os.dup2(descriptor, target)
+    inherit(order["inherited"])
+    multiprocessing.set_executable(order["spawns"])
     os.chdir(order["folder"])
     sys.stdout.reconfigure(write_through="PYTHONUNBUFFERED" in os.environ)  # type: ignore[union-attr]
-    is_module = order["argv"][0] == "-m"
+    is_module, is_text = (order["argv"][0] == flag for flag in ("-m", "-c"))
     sys.argv = order["argv"][is_module:]
     search = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:1] = ["" if is_module else str(Path(sys.argv[0]).parent), *search]
+    sys.path[:1] = ["" if is_module or is_text else str(Path(sys.argv[0]).parent), *search]
     # Kept until the interpreter ends, as a script's globals are. Freed before, while other threads may still take the
     # GIL, a DDP model waits in its destructor for a thread of gloo that waits for the GIL.
     global _program
     if is_module:
         _program = runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif is_text:
+        _program = {"__name__": "__main__"}
+        exec(compile(sys.argv.pop(1), "<string>", "exec"), _program)
     else:
         _program = runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def inherit(paths: Mapping[str, str]) -> None:
+    """Open these files below /proc, as they are open there, under the descriptors that name them."""
+    opened: dict[int, int] = {}
+    for descriptor, path in paths.items():
+        (flags,) = re.findall(r"^flags:\s+(\d+)", Path(path.replace("/fd/", "/fdinfo/")).read_text(), re.MULTILINE)
+        opened[int(descriptor)] = fcntl.fcntl(os.open(path, int(flags, 8) & os.O_ACCMODE), fcntl.F_DUPFD, ABOVE_ALL)
+    for number, file in opened.items():
+        os.dup2(file, number)
+        os.close(file)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+from pathlib import Path
 
 from benchmarks.support import PYTHON, server
 from benchmarks.support.fork_server import SERVICE, ForkServer
+from benchmarks.support.forked_programs import programs
 
 
 @functools.cache
@@ -17,6 +19,12 @@ def fork_server() -> ForkServer:
     return made
 
 
+@functools.cache
+def spawns() -> Path:
+    """Return the interpreter that the process of fits is started by: it imports for seconds what a fork has."""
+    return programs(fork_server(), {"python": []}) / "python"
+
+
 class Server(server.Server):
     """A service in a separate process; forked, unless it has several workers or another interpreter."""
 
@@ -24,4 +32,5 @@ class Server(server.Server):
         """Fork the service; a supervisor of several workers is started by the interpreter, as it starts them."""
         if python != PYTHON or arguments[-1] != "1":
             return super().start_process(python, arguments, environment)
-        return fork_server().start(["-m", "tula_service", *arguments], environment, self.log_file)
+        words = ["-m", "tula_service", *arguments]
+        return fork_server().start(words, environment, self.log_file, spawns=spawns())

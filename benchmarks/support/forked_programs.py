@@ -1,0 +1,96 @@
+"""Programs that stand for forked processes: each asks a `ForkServer` to fork what an interpreter would have started.
+
+A program stands for the forked process as long as that runs: it gives it its output, working directory, environment and
+the files that it inherited, forwards signals, and ends as it ended. When the program is killed, so is that process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.support.fork_server import ForkedProcess, ForkServer
+
+LOOK_EVERY_S = 0.02
+
+PROGRAM = """#!{python} -IS
+import itertools, json, os, signal, socket, stat, sys
+
+def is_passed_on(descriptor):
+    try:
+        return descriptor > 2 and not stat.S_ISSOCK(os.fstat(descriptor).st_mode)  # no socket can be opened anew
+    except OSError:  # that of the listing itself
+        return False
+
+words = {words} + [*itertools.dropwhile(("-u", "-B").__contains__, sys.argv[1:])]
+inherited = [*filter(is_passed_on, map(int, os.listdir("/proc/self/fd")))]
+with socket.socket(socket.AF_UNIX) as link:
+    link.connect({address})
+    order = dict(pid=os.getpid(), argv=words, env=dict(os.environ), folder=os.getcwd(), inherited=inherited)
+    link.sendall(json.dumps(order).encode() + b"\\n")
+    with link.makefile() as answers:
+        pid = int(answers.readline())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGUSR1):
+            signal.signal(number, lambda received, _: os.kill(pid, received))
+        status = int(answers.readline())
+if status < 0:
+    if status != -signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+
+
+def programs(forks: ForkServer, words_of: Mapping[str, Sequence[str]]) -> Path:
+    """Make a folder with programs of these names that `forks` forks, each with its first words of `python WORDS...`."""
+    folder = Path(tempfile.mkdtemp(prefix="tula-forked-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(folder / "socket"))
+    listening.listen(64)
+    for name, words in words_of.items():
+        program = folder / name
+        program.write_text(
+            PROGRAM.format(python=sys.executable, words=list(words), address=repr(str(folder / "socket")))
+        )
+        program.chmod(0o755)
+    threading.Thread(target=_serve, args=(listening, forks), daemon=True).start()
+    return folder
+
+
+def _serve(listening: socket.socket, forks: ForkServer) -> None:
+    """Fork a process for each program that connects."""
+    while True:
+        link, _ = listening.accept()
+        threading.Thread(target=_stand_for, args=(link, forks), daemon=True).start()
+
+
+def _stand_for(link: socket.socket, forks: ForkServer) -> None:
+    """Fork what one program asks for, and tell it the process id and the exit status."""
+    with suppress(OSError), link, link.makefile("rw") as lines:
+        order = json.loads(lines.readline())
+        out, err = (f"/proc/{order['pid']}/fd/{descriptor}" for descriptor in (1, 2))
+        inherited = {descriptor: f"/proc/{order['pid']}/fd/{descriptor}" for descriptor in order["inherited"]}
+        process = forks.start(order["argv"], order["env"], out, err, folder=order["folder"], inherited=inherited)
+        lines.write(f"{process.pid}\n")
+        lines.flush()
+        lines.write(f"{_wait(process, link)}\n")
+
+
+def _wait(process: ForkedProcess, link: socket.socket) -> int:
+    """Return the exit status of the process, which is killed when the program that stands for it is gone."""
+    while (code := process.poll()) is None:
+        if select.select([link], [], [], LOOK_EVERY_S)[0]:  # nothing more is sent: the link has ended
+            process.send_signal(signal.SIGKILL)
+            return process.wait(10)
+    return code
