@@ -28,6 +28,7 @@ settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("new", deadline=None, derandomize=False)
 settings.load_profile("same")
 os.environ.pop("COLUMNS", None)  # commands would print for the width of this terminal
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile the same sources
 
 NETWORK_FIRST = ("tests/e2e/test_cluster.py", "tests/e2e/test_recipes.py", "tests/test_benchmarks.py")
 """They add network interfaces, whereupon a browser on the same machine aborts its requests (ERR_NETWORK_CHANGED)."""

@@ -5,12 +5,14 @@ line: argv (a script, `-c` and its text, or `-m` and a module, then arguments), 
 and stderr, files to open under further descriptors, and the interpreter that multiprocessing is to start.
 For each it answers the process id in a line. When a child ends, its exit status goes into the file `<pid>` of the
 folder. The child is what `python ARGV` would have started: a process with a separate session, environment and files,
-whose signals, `atexit` functions and exit status are the program's. When the input ends, as it does when the tests are
-killed, the parent ends the children that still run.
+whose signals, `atexit` functions and exit status are the program's. Only what follows the `atexit` functions is left
+out: to take apart all modules of torch, page by copied page, costs half a second of CPU, more than most programs of the
+tests. When the input ends, as it does when the tests are killed, the parent ends the children that still run.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -43,12 +45,14 @@ SERVICE = (
     "psycopg",
 )
 AGENT = (
+    "httpcore",  # what httpx imports when a client is made
     "httpx",
     "torch._dynamo",  # what an optimizer imports when it is made
     "torch.distributed.checkpoint.state_dict_saver",  # what a sharded checkpoint and a sharded model take
     "torch.distributed.fsdp",
     "torch.utils.data",
     "tula_wire",  # models take longer to build than a training of the tests to run
+    "torch.utils.flop_counter",  # what the agent takes of torch
 )
 FRAMEWORKS = ("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.bert.modeling_bert")
 ABOVE_ALL = 512
@@ -144,6 +148,17 @@ class ForkServer:
 
 _program: dict[str, Any] = {}
 """Globals of the program that this fork has become."""
+_status: int | None = None
+"""Exit status of that program; None while it runs, and in the parent."""
+
+
+def leave() -> None:
+    """Leave a forked program, after its threads and its `atexit` functions, without taking its modules apart."""
+    if _status is not None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads on, or the program has closed it
+                stream.flush()
+        os._exit(_status)
 
 
 def serve_forks(folder: Path, modules: Sequence[str]) -> None:
@@ -205,14 +220,28 @@ def become(order: dict[str, Any]) -> None:
     sys.path[:1] = ["" if is_module or is_text else str(Path(sys.argv[0]).parent), *search]
     # Kept until the interpreter ends, as a script's globals are. Freed before, while other threads may still take the
     # GIL, a DDP model waits in its destructor for a thread of gloo that waits for the GIL.
-    global _program
-    if is_module:
-        _program = runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    elif is_text:
-        _program = {"__name__": "__main__"}
-        exec(compile(sys.argv.pop(1), "<string>", "exec"), _program)
-    else:
-        _program = runpy.run_path(sys.argv[0], run_name="__main__")
+    global _program, _status
+    try:
+        if is_module:
+            _program = runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        elif is_text:
+            _program = {"__name__": "__main__"}
+            exec(compile(sys.argv.pop(1), "<string>", "exec"), _program)
+        else:
+            _program = runpy.run_path(sys.argv[0], run_name="__main__")
+    except KeyboardInterrupt:  # the interpreter ends itself by SIGINT
+        raise
+    except BaseException as error:  # the interpreter prints what it says
+        _status = exit_status(error)
+        raise
+    _status = 0
+
+
+def exit_status(error: BaseException) -> int:
+    """Return what the interpreter ends with where nothing catches `error`."""
+    if not isinstance(error, SystemExit):
+        return 1
+    return 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def inherit(paths: Mapping[str, str]) -> None:
@@ -227,4 +256,5 @@ def inherit(paths: Mapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
+    atexit.register(leave)  # before all others, and so called after them
     serve_forks(Path(sys.argv[1]), sys.argv[2:])

@@ -7,12 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from mcp import Client as Agent
 from mcp import StdioServerParameters
 from mcp.types import TextContent
@@ -52,71 +53,104 @@ def answers(agent: Agent) -> Ask:
     return ask
 
 
-def test_an_agent_describes_a_job_asks_what_if_and_compares(address: str, profiled: Job) -> None:
-    async def conversation() -> None:
-        async with Agent(served(address)) as agent:
-            ask = answers(agent)
-            tools = (await agent.list_tools()).tools
-            assert len(tools) == 12, "each costs an agent's attention"
-            assert all(tool.description and len(str(tool.input_schema)) < 1500 for tool in tools)
-            writing = {tool.name for tool in tools if not (tool.annotations and tool.annotations.read_only_hint)}
-            assert writing == {"add_job", "estimate", "launch"}
-            assert "they are data" in (agent.instructions or "")
+class Conversation:
+    """Asks a server that is open as long as the module's tests run."""
 
-            assert profiled.id in [one["id"] for one in (await ask("list_jobs", search=profiled.name))["jobs"]]
-            described = await ask("job", job=profiled.id)
-            assert (described["name"], described["spec"]["epochs"]) == (profiled.name, 10)
-            advice = await ask("recommend", job=profiled.name)
-            chosen = advice["chosen"]["configuration"]
-            assert advice["basis"] == "profiled"
-            assert sum(point["recommended"] for point in advice["menu"]) == 1
-            assert "candidates" not in advice, "an agent reads the answer whole"
+    def __init__(self, agent: Agent, portal: BlockingPortal) -> None:
+        self.agent, self.portal = agent, portal
 
-            asked = {"num_nodes": [1, 4], "global_batch_size": [256]}
-            compared = await ask("predict", job=profiled.id, **asked)
-            shapes = [(one["configuration"]["num_nodes"], one["global_batch_size"]) for one in compared["predictions"]]
-            assert sorted(shapes) == [(1, 256), (4, 256)]
-            slow, fast = sorted(compared["predictions"], key=lambda one: one["configuration"]["num_nodes"])
-            assert slow["of_recommended"]["total_time"] > fast["of_recommended"]["total_time"] > 0
-            same = await ask("predict", job=profiled.id, num_nodes=[chosen["num_nodes"]],
-                             global_batch_size=[advice["chosen"]["global_batch_size"]])  # fmt: skip
-            assert same["predictions"][0]["of_recommended"] == pytest.approx({"total_time": 1.0, "cost": 1.0})
-            reasons = await ask("why", job=profiled.id)
-            assert reasons["why"] == advice["why"]
-            assert reasons["model"]["num_runs"] >= 3
-            assert (await ask("plan_cost", job=profiled.id))["launches_left"] == 0
-            runs = (await ask("runs", job=profiled.id))["runs"]
-            assert {run["state"] for run in runs} == {"succeeded"}
-            with Client(address, token="") as client:
-                said = client.verdict(runs[0]["id"])
-            assert await ask("verdict", run=runs[0]["id"]) == said.model_dump(mode="json", exclude_none=True)
-            assert said.steps
-            assert isinstance((await ask("fabrics"))["fabrics"], list)
-            assert "no job has the id or name 'none'" in (await ask("job", job="none"))["refused"]
-
-    asyncio.run(conversation())
+    def __call__(self, tool: str, **arguments: Any) -> dict[str, Any]:
+        return self.portal.call(lambda: answers(self.agent)(tool, **arguments))
 
 
-def test_nothing_is_written_or_started_without_allow_runs(address: str, profiled: Job) -> None:
-    async def conversation() -> None:
-        async with Agent(served(address)) as agent:
-            ask = answers(agent)
-            before = (await ask("list_jobs"))["total"]
-            refused = "is not allowed: the user must start tula mcp with --allow-runs SPEC.toml"
-            written = profiled.spec.model_dump(mode="json", exclude_none=True) | {"name": "an agent's"}
-            assert await ask("add_job", specification=written) == {"refused": f"registering a job {refused}"}
-            assert await ask("launch", action="tune", confirmed=True) == {"refused": f"a launch {refused}"}
-            assert (await ask("list_jobs"))["total"] == before
-
-    asyncio.run(conversation())
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server of `ask` runs."""
+    return tmp_path_factory.mktemp("asked")
 
 
-def test_a_launch_needs_allow_runs_and_a_confirmation(address: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ask(address: str, folder: Path) -> Iterator[Conversation]:
+    """Calls tools of one server that was started without --allow-runs."""
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(Agent(served(address, folder=folder, TULA_SECRET="secret"))) as agent,
+    ):
+        yield Conversation(agent, portal)
+
+
+def test_an_agent_describes_a_job_asks_what_if_and_compares(ask: Conversation, address: str, profiled: Job) -> None:
+    tools = ask.portal.call(ask.agent.list_tools).tools
+    assert len(tools) == 12, "each costs an agent's attention"
+    assert all(tool.description and len(str(tool.input_schema)) < 1500 for tool in tools)
+    writing = {tool.name for tool in tools if not (tool.annotations and tool.annotations.read_only_hint)}
+    assert writing == {"add_job", "estimate", "launch"}
+    assert "they are data" in (ask.agent.instructions or "")
+
+    assert profiled.id in [one["id"] for one in ask("list_jobs", search=profiled.name)["jobs"]]
+    described = ask("job", job=profiled.id)
+    assert (described["name"], described["spec"]["epochs"]) == (profiled.name, 10)
+    advice = ask("recommend", job=profiled.name)
+    chosen = advice["chosen"]["configuration"]
+    assert advice["basis"] == "profiled"
+    assert sum(point["recommended"] for point in advice["menu"]) == 1
+    assert "candidates" not in advice, "an agent reads the answer whole"
+
+    compared = ask("predict", job=profiled.id, num_nodes=[1, 4], global_batch_size=[256])
+    shapes = [(one["configuration"]["num_nodes"], one["global_batch_size"]) for one in compared["predictions"]]
+    assert sorted(shapes) == [(1, 256), (4, 256)]
+    slow, fast = sorted(compared["predictions"], key=lambda one: one["configuration"]["num_nodes"])
+    assert slow["of_recommended"]["total_time"] > fast["of_recommended"]["total_time"] > 0
+    same = ask("predict", job=profiled.id, num_nodes=[chosen["num_nodes"]],
+               global_batch_size=[advice["chosen"]["global_batch_size"]])  # fmt: skip
+    assert same["predictions"][0]["of_recommended"] == pytest.approx({"total_time": 1.0, "cost": 1.0})
+    reasons = ask("why", job=profiled.id)
+    assert reasons["why"] == advice["why"]
+    assert reasons["model"]["num_runs"] >= 3
+    assert ask("plan_cost", job=profiled.id)["launches_left"] == 0
+    runs = ask("runs", job=profiled.id)["runs"]
+    assert {run["state"] for run in runs} == {"succeeded"}
+    with Client(address, token="") as client:
+        said = client.verdict(runs[0]["id"])
+    assert ask("verdict", run=runs[0]["id"]) == said.model_dump(mode="json", exclude_none=True)
+    assert said.steps
+    assert isinstance(ask("fabrics")["fabrics"], list)
+    assert "no job has the id or name 'none'" in ask("job", job="none")["refused"]
+
+
+def test_nothing_is_written_or_started_without_allow_runs(ask: Conversation, profiled: Job) -> None:
+    before = ask("list_jobs")["total"]
+    refused = "is not allowed: the user must start tula mcp with --allow-runs SPEC.toml"
+    written = profiled.spec.model_dump(mode="json", exclude_none=True) | {"name": "an agent's"}
+    assert ask("add_job", specification=written) == {"refused": f"registering a job {refused}"}
+    assert ask("launch", action="tune", confirmed=True) == {"refused": f"a launch {refused}"}
+    assert ask("list_jobs")["total"] == before
+
+
+def test_a_model_is_estimated_in_a_process_of_its_own_whatever_its_module_does(ask: Conversation, folder: Path) -> None:
+    (folder / "leaves.py").write_text("import os\nos._exit(7)\n")
+    (folder / "my_model.py").write_text(
+        "import os, pathlib, torch\nprint('loading')\n"
+        "pathlib.Path('names').write_text(' '.join(os.environ))\n"
+        "def make(batch): return torch.nn.Linear(8, 2), torch.zeros(batch, 8)\n"
+    )
+    facts = ask("estimate", factory="my_model:make", batch=4)
+    assert facts["parameters"] == 8 * 2 + 2
+    assert "TULA_" not in (folder / "names").read_text(), "the module could send the token elsewhere"
+    assert ask("estimate", factory="leaves:make", batch=4) == {"refused": "the estimate failed"}
+    assert "cannot be called" in ask("estimate", factory="--write=job.toml", batch=4)["refused"]
+
+
+def test_a_launch_needs_allow_runs_and_a_confirmation_and_is_stopped_as_by_ctrl_c(address: str, tmp_path: Path) -> None:
     spec = spec_file(tmp_path, tmp_path.name)
     with Client(address, token="") as client:
         job_id = client.register(load_spec(Path(spec))).job.id
-        profile(client, job_id)
-    command = [sys.executable, "-c", "print('the training says this')", "{local_batch_size}", "{num_nodes}"]
+    wait = tmp_path / "wait"
+    wait.touch()
+    script = (
+        f"import os, time; print('the training says this', flush=True); os.path.exists('{wait}') and time.sleep(300)"
+    )
+    command = [sys.executable, "-c", script, "{local_batch_size}", "{num_nodes}"]
 
     async def conversation() -> None:
         async with Agent(served(address, "--allow-runs", spec, "--", *command, folder=tmp_path)) as agent:
@@ -124,27 +158,6 @@ def test_a_launch_needs_allow_runs_and_a_confirmation(address: str, tmp_path: Pa
             refused = await ask("launch", action="run")
             assert refused == {"refused": "run starts paid work: ask the user, then call again with confirmed true"}
             assert await ask("launch", action="status") == {"state": "none"}
-            assert (await ask("launch", action="run", confirmed=True))["state"] in ("running", "ended")
-            while (state := await ask("launch", action="status"))["state"] == "running":
-                await asyncio.sleep(0.05)
-            assert state["exit_code"] == 0, state
-            assert any("the training says this" in line for line in state["last_lines"])
-            assert (await ask("runs", job=job_id))["runs"][0]["kind"] == "train"
-            registered = load_spec(Path(spec)).model_dump(mode="json", exclude_unset=True)
-            assert (await ask("add_job", specification=registered))["job_id"] == job_id
-            assert "epochs" in (await ask("add_job", specification=registered | {"epochs": -1}))["refused"]
-
-    asyncio.run(conversation())
-
-
-def test_a_launch_that_is_stopped_ends_as_by_ctrl_c(address: str, tmp_path: Path) -> None:
-    spec = spec_file(tmp_path, tmp_path.name)
-    script = "import time; print('begun', flush=True); time.sleep(300)"
-    command = [sys.executable, "-c", script, "{local_batch_size}", "{num_nodes}"]
-
-    async def conversation() -> None:
-        async with Agent(served(address, "--allow-runs", spec, "--", *command, folder=tmp_path)) as agent:
-            ask = answers(agent)
             state = await ask("launch", action="tune", confirmed=True)
             again = await ask("launch", action="tune", confirmed=True)
             assert again == {"refused": "a launch is in progress: wait for it, or call launch with action stop"}
@@ -154,6 +167,19 @@ def test_a_launch_that_is_stopped_ends_as_by_ctrl_c(address: str, tmp_path: Path
             state = await ask("launch", action="stop")
             assert (state["state"], state["exit_code"]) == ("ended", 130), state
             assert "stopped; repeat the command to continue" in state["last_lines"][-1]
+
+            wait.unlink()
+            with Client(address, token="") as client:
+                profile(client, job_id)
+            assert (await ask("launch", action="run", confirmed=True))["state"] in ("running", "ended")
+            while (state := await ask("launch", action="status"))["state"] == "running":
+                await asyncio.sleep(0.05)
+            assert state["exit_code"] == 0, state
+            assert any("the training says this" in line for line in state["last_lines"])
+            assert (await ask("runs", job=job_id))["runs"][0]["kind"] == "train"
+            registered = load_spec(Path(spec)).model_dump(mode="json", exclude_unset=True)
+            assert (await ask("add_job", specification=registered))["job_id"] == job_id
+            assert "epochs" in (await ask("add_job", specification=registered | {"epochs": -1}))["refused"]
 
     asyncio.run(conversation())
 
@@ -189,26 +215,6 @@ def test_the_next_server_follows_and_stops_a_launch_but_never_another_process_wi
                 assert (await ask("launch", action="stop"))["state"] == "ended"
                 another.communicate(b"\n")
             assert another.returncode == 0, "it was not told to end"
-
-    asyncio.run(conversation())
-
-
-def test_a_model_is_estimated_in_a_process_of_its_own_whatever_its_module_does(address: str, tmp_path: Path) -> None:
-    (tmp_path / "my_model.py").write_text(
-        "import os, pathlib, torch\nprint('loading')\n"
-        "pathlib.Path('names').write_text(' '.join(os.environ))\n"
-        "def make(batch): return torch.nn.Linear(8, 2), torch.zeros(batch, 8)\n"
-        "def leave(batch): os._exit(7)\n"
-    )
-
-    async def conversation() -> None:
-        async with Agent(served(address, folder=tmp_path, TULA_TOKEN="tula_secret")) as agent:
-            ask = answers(agent)
-            facts = await ask("estimate", factory="my_model:make", batch=4)
-            assert facts["parameters"] == 8 * 2 + 2
-            assert "TULA_" not in (tmp_path / "names").read_text(), "the module could send the token elsewhere"
-            assert await ask("estimate", factory="my_model:leave", batch=4) == {"refused": "the estimate failed"}
-            assert "cannot be called" in (await ask("estimate", factory="--write=job.toml", batch=4))["refused"]
 
     asyncio.run(conversation())
 

@@ -1,4 +1,4 @@
-"""Trains 200 (or 80) steps by each scenario, of all or of those named, and prints one JSON line for all ranks.
+"""Trains 120 (or 40) steps by each scenario, of all or of those named, and prints one JSON line for all ranks.
 
 Every rank sees other data; each line carries digests of the weights at several steps, so a test can compare ranks.
 """
@@ -19,8 +19,9 @@ from benchmarks.support.gloo import print_results_of_all_ranks
 from tula_agent.scaling import Ags, Gain, Static, TulaOptimizer, taps
 from tula_agent.scaling.policies import Served
 
-STEPS = 200
-SHORT_STEPS = 80  # of the scenarios that vary what the long ones prove
+STEPS = 120
+SHORT_STEPS = 40  # of the scenarios that vary what the long ones prove
+SERVED_AT = 20
 LONG = ("gain", "ags")
 
 
@@ -104,7 +105,7 @@ def run(name: str, rank: int, world_size: int, steps: int) -> dict[str, object]:
     optimizer = TulaOptimizer(inner, global_batch_size=None if uneven else 16 * world_size, **options)
     if name == "unwrapped":
         optimizer.close()  # every step is the wrapped optimizer's afterwards
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 120, 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, STEPS // 2, 0.1)
     draw = torch.Generator().manual_seed(100 + rank)
     torch.manual_seed(1000 + rank)  # dropout differs by rank, as it does in real jobs
     micro_steps = 2 if name.startswith("gain-accumulate") else 1
@@ -116,7 +117,7 @@ def run(name: str, rank: int, world_size: int, steps: int) -> dict[str, object]:
         images = torch.randn(size, 1, 8, 8, generator=draw)
         labels = (images[:, 0, 2:4].mean((1, 2)) * 6 + 2.5).long().clamp(0, 4)
         # A rank whose first batch can't be cut hands out whole ones until the ranks have agreed.
-        share = 0.5 if name == "gain-b_small" and (rank == 0 or step >= 4) and step < 40 else 1.0
+        share = 0.5 if name == "gain-b_small" and (rank == 0 or step >= 4) and step < 20 else 1.0
         optimizer.observe_batch((images, labels), share=share)
         for part in range(micro_steps):
             chunk = slice(part * 16 // micro_steps, (part + 1) * 16 // micro_steps)
@@ -125,7 +126,7 @@ def run(name: str, rank: int, world_size: int, steps: int) -> dict[str, object]:
             (F.cross_entropy(ddp(images[chunk]), labels[chunk]) / micro_steps).backward()
         if name == "gain-clip":
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.3)
-        if name.endswith("-served") and rank == 0 and step == 50:
+        if name.endswith("-served") and rank == 0 and step == SERVED_AT:
             optimizer.use_served(Served(version=7, s_max=1.3))
         optimizer.step()
         schedule.step()
