@@ -113,10 +113,10 @@ def measure(options: argparse.Namespace) -> int:
     """Measure all parts; return the number that did not run to their end."""
     options.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60.0 * options.minutes
-    lack = {part: missing for part in PARTS if (missing := lacking(part))}
+    lack = {part: missing for part in options.parts if (missing := lacking(part))}
     for part, missing in lack.items():
         print(f"{part} is left out: this machine has no {', '.join(missing)} (see --packages)", flush=True)
-    parts = {part: share for part, share in PARTS.items() if part not in lack}
+    parts = {part: PARTS[part] for part in options.parts if part not in lack}
     failed, left = len(lack), sum(parts.values())
     for part, share in parts.items():
         print(f"{part}: ", end="", flush=True)
@@ -136,6 +136,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="time for all parts (9)")
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS), help="parts to measure (all)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu" / "new")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--smoke", action="store_true", help="small networks, few steps")
@@ -168,8 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.part:
         device = torch.device(options.device)
         options.out.mkdir(parents=True, exist_ok=True)
-        # A context of this process would take memory from what the part `memory` measures.
-        alone = options.part == "memory"
+        # A context of this process would take memory from the processes that these parts start.
+        alone = options.part in ("memory", "tune")
         machine = memory.in_fresh_process(machine_of, device) if alone else machine_of(device)
         results = Results(options.out, options.part, machine)
         importlib.import_module(f"benchmarks.gpu.{options.part}").run(results, device, options.seconds, options.smoke)

@@ -1,7 +1,8 @@
-"""Tries what fits a device: the promised, the replayed and the largest known batch, with and without growing segments.
+"""Finds the largest batch that takes three steps from an empty allocator, with growing segments and without.
 
-Each attempt takes three steps in a fresh process, as a training at its largest batch does: a process that has survived
-an out-of-memory error, or has trained at a smaller batch, holds other segments.
+A process for each kind of segments tries all networks; before each attempt it frees everything that it holds, as a
+training that begins at that batch finds the device. The search starts at the largest batch that the stored H100 report
+knows and ends within a 32nd of it.
 """
 
 from __future__ import annotations
@@ -11,23 +12,20 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.gpu.networks import networks
 from benchmarks.gpu.store import H100, Results, Row
-from benchmarks.gpu.tables import Trainer
-from tula_agent import estimate_memory
-from tula_agent.allocations import CachingAllocator, OutOfMemory
-from tula_agent.measure.estimate import MemoryEstimate
-from tula_wire.memory import assumed_context_bytes, usable_bytes
+from benchmarks.gpu.tables import Trainer, free_memory
+from tula_wire.memory import GROWING_SEGMENTS
 
 T = TypeVar("T")
-SEGMENTS = {"fixed": "expandable_segments:False", "expandable": "expandable_segments:True"}
-REHEARSED_BYTES = 80 * 2**30
-"""Memory of the device that a rehearsal on a CPU stands for."""
+SEGMENTS = {"growing": GROWING_SEGMENTS, "fixed": "expandable_segments:False"}
+"""The value of PYTORCH_CUDA_ALLOC_CONF by kind; what `tula tune` and `tula run` set comes first."""
+WITHIN, SMOKE_LARGEST = 32, 5
 READ = {
     "reserved_bytes": "reserved_bytes.all.peak",
     "allocated_bytes": "allocated_bytes.all.peak",
@@ -44,63 +42,74 @@ def in_fresh_process(work: Callable[..., T], *arguments: Any) -> T:
         return pool.submit(work, *arguments).result()
 
 
-def three_steps(name: str, size: int, device: torch.device, segments: str, smoke: bool) -> Row:
-    """Return what the allocator held over three steps of `size` examples, and whether they fitted."""
+def largest_fitting(fits: Callable[[int], bool], start: int, ends: float) -> tuple[int, int] | None:
+    """Return the largest batch known to fit (0: none) and the smallest known to fail, within a 32nd of `start`.
+
+    Steps away from `start` double until one side is known, and the interval is halved then. Returns None where `ends`
+    (monotonic) comes first.
+    """
+    step = finest = max(1, start // WITHIN)
+    fitted, failed = 0, 0
+    size = start
+    while not failed or failed - fitted > finest:
+        if time.monotonic() > ends:
+            return None
+        if fits(size):
+            fitted = size
+            size = (fitted + failed) // 2 if failed else size + step
+        else:
+            failed = size
+            size = (fitted + failed) // 2 if fitted or size <= step else size - step
+        step *= 2
+    return fitted, failed
+
+
+def measure(name: str, start: int, device: torch.device, ends: float, smoke: bool) -> Row | None:
+    """Return the largest batch, the smallest that failed, and what the allocator held at the former."""
+    network, precision = name.split()
+    known = networks(smoke)[network]
+    held: Row = {}
+
+    def fits(size: int) -> bool:
+        nonlocal held
+        if smoke and size > SMOKE_LARGEST:
+            return False  # a host's memory is not exhausted to find its end
+        free_memory(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            torch.cuda.reset_accumulated_memory_stats(device)
+        if not Trainer(known, precision, device).fits(size):
+            return False
+        if device.type == "cuda":
+            stats = torch.cuda.memory_stats(device)
+            held = {column: stats.get(key) for column, key in READ.items()}
+        return True
+
+    found = largest_fitting(fits, start, ends)
+    free_memory(device)
+    return None if found is None else {"largest": found[0], "failed_at": found[1]} | held
+
+
+def measure_all(folder: Path, segments: str, device: torch.device, seconds: float, smoke: bool) -> None:
+    """Add a row for each network and precision whose largest batch is stored, or for one in a rehearsal."""
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = SEGMENTS[segments]  # read when CUDA is first used
-    network, precision = name.split()
-    trainer = Trainer(networks(smoke)[network], precision, device)
-    row: Row = {"fits": trainer.fits(size)}
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        row |= {name: stats.get(key) for name, key in READ.items()}
-    return row
-
-
-def attempt(name: str, size: int, device: torch.device, segments: str, smoke: bool) -> Row:
-    """Return what `three_steps` returns; a batch at which the process died did not fit."""
-    try:
-        return in_fresh_process(three_steps, name, size, device, segments, smoke)
-    except BrokenProcessPool as error:
-        return {"fits": False, "failed": str(error)}
-
-
-def replay(estimate: MemoryEstimate, size: int, capacity: int) -> Row | None:
-    """Return what the allocator is expected to reserve for `size` examples; None where that does not fit."""
-    if estimate.allocations is None:
-        return None
-    allocator = CachingAllocator(usable_bytes(capacity) - assumed_context_bytes(capacity))
-    try:
-        allocator.replay(estimate.allocations.events(size))
-    except OutOfMemory:
-        return None
-    return {"reserved_bytes": allocator.most_reserved, "alloc_retries": allocator.retries}
-
-
-def measure(name: str, largest: int | None, capacity: int, device: torch.device, smoke: bool) -> Row:
-    """Return the outcome of each attempt by kind of segments and batch, and what a replay reserves at each batch."""
-    network, precision = name.split()
-    cpu = Trainer(networks(smoke)[network], precision, torch.device("cpu"))
-    with cpu.autocast():
-        estimate = estimate_memory(cpu.model, cpu.network.batch(2, cpu.device), cpu.optimizer)
-    promised = 4 if smoke else estimate.safe_local_batch_size(capacity)
-    replayed = 4 if smoke else estimate.largest_local_batch_size(capacity)
-    sizes = sorted({promised, replayed, largest or promised} - {0})
-    return {
-        "promised": promised,
-        "replayed": {str(size): replay(estimate, size, capacity) for size in sizes},
-        "attempts": {
-            segments: {str(size): attempt(name, size, device, segments, smoke) for size in sizes}
-            for segments in SEGMENTS
-        },
-    }
+    ends, results = time.monotonic() + seconds, Results(folder, "memory")
+    stored = {} if smoke else Results(H100, "tables").rows
+    starts = {name: row["largest_measured"] for name, row in stored.items() if name.split()[0] in networks(smoke)}
+    starts = starts or {"gpt2+checkpointing fp32": SMOKE_LARGEST - 1}
+    rows = {f"{name}, {segments} segments": name for name in starts}
+    for label in results.missing(rows, ends):
+        name = rows[label]
+        row = measure(name, starts[name], device, ends, smoke)
+        if row is None:
+            results.end_row(None)  # the next lease measures it
+            return
+        results.add(label, row)
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add a row for each network and precision whose largest batch is stored, or for the first two in a rehearsal."""
+    """Measure all networks with one kind of segments, then with the other."""
     ends = time.monotonic() + seconds
-    stored = Results(H100, "tables").rows
-    largest = {name: row.get("largest_measured") for name, row in stored.items() if name.split()[0] in networks(smoke)}
-    names = ["gpt2+checkpointing fp32"] if smoke else list(largest)
-    for name in results.missing(names, ends):
-        capacity = results.machine.get("memory_bytes", REHEARSED_BYTES)
-        results.add(name, measure(name, None if smoke else largest[name], capacity, device, smoke))
+    results.end_row(None)  # writes the machine, which the other processes keep
+    for segments in SEGMENTS:
+        in_fresh_process(measure_all, results.folder, segments, device, ends - time.monotonic(), smoke)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -91,31 +92,26 @@ def _largest_reduction(row: Row) -> str:
 
 
 def _scaling(rows: dict[str, Row]) -> Iterator[str]:
-    found = [
-        [name, row["failed"], ""]
-        if "failed" in row
-        else [name, f"{1e3 * row['step_time_s']:.2f}", _percent(row["cost"])]
+    measured = [
+        [name, *(f"{1e3 * row[key]:.2f}" for key in ("step_time_s", "added_s"))]
+        + [_percent(row[key]) for key in ("cost", "cost_of_micro_step")]
         for name, row in rows.items()
+        if "failed" not in row
     ]
-    return table(["policy", "bare step ms", "added"], found)
+    yield from table(["policy", "bare step ms", "added ms", "of the step", "of a micro-step"], measured)
+    yield from _failures(rows)
 
 
 def _memory(rows: dict[str, Row]) -> Iterator[str]:
-    header = ["network", "segments", "batch", "three steps", "allocated MiB", "reserved", "replayed"]
-    header += ["inactive splits", "retries"]
-    found = [
-        [
-            *(name, segments, f"{size} (promised)" if int(size) == row["promised"] else size),
-            *("run" if answer["fits"] else "do not fit", _mib(answer.get("allocated_bytes"))),
-            *(_mib(answer.get("reserved_bytes")), _mib((row["replayed"][size] or {}).get("reserved_bytes"))),
-            *(_mib(answer.get("inactive_split_bytes")), str(answer.get("alloc_retries", ""))),
-        ]
+    header = ["network", "largest batch", "failed at", "allocated MiB", "reserved", "inactive splits", "retries"]
+    measured = [
+        [name, str(row["largest"]), str(row["failed_at"])]
+        + [_mib(row.get(key)) for key in ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")]
+        + [str(row.get("alloc_retries", ""))]
         for name, row in rows.items()
         if "failed" not in row
-        for segments, attempts in row["attempts"].items()
-        for size, answer in attempts.items()
     ]
-    yield from table(header, found)
+    yield from table(header, measured)
     yield from _failures(rows)
 
 
@@ -158,8 +154,13 @@ def _overhead(rows: dict[str, Row]) -> Iterator[str]:
 
 
 def _accuracy(rows: dict[str, Row]) -> Iterator[str]:
-    for row in rows.values():
-        yield str(row.get("failed", f"{row.get('count')} trainings, in `generalization.jsonl`."))
+    measured = [
+        [name, ", ".join(f"{test:.1f}" for test in tests), f"{statistics.fmean(tests):.1f}"]
+        for row in rows.values()
+        for name, tests in row.get("tests", {}).items()
+    ]
+    yield from table(["case and method", "test accuracy by seed, %", "mean"], measured)
+    yield from _failures(rows)
 
 
 def _failures(rows: dict[str, Row]) -> Iterator[str]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing import get_context
 from torch.utils.checkpoint import checkpoint_sequential
 
 from benchmarks.gpu.networks import Network, WithLoss, networks
@@ -22,12 +24,15 @@ from benchmarks.gpu.store import Results, Row
 from benchmarks.gpu.tables import Trainer, free_memory
 
 SIZES = {"resnet50": (64, 512), "gpt2": (8, 32)}
+"""Batches; compiled networks run at the first one only, which several processes can compile for beside each other."""
 SWITCHES = {
     "resnet50": {"precision": ("tf32", "bf16"), "layout": ("first", "last"), "checkpointing": ("off", "on")},
     "gpt2": {"precision": ("tf32", "bf16"), "checkpointing": ("off", "on")},
 }
 COMPILE = ("off", "on")
 """Compiling takes most of a minute: its combinations come after all others."""
+COMPILERS = 8
+"""Processes that fill the compiler's cache before anything compiled is timed."""
 
 
 class InSegments(nn.Module):
@@ -48,8 +53,8 @@ def _in_segments(build: Callable[[], nn.Module]) -> nn.Module:
     return InSegments(build())
 
 
-def measure(name: str, words: dict[str, str], device: torch.device, smoke: bool) -> Row:
-    """Return the median seconds of a step and the peak bytes by batch, where the switches have the values `words`."""
+def trainer_of(name: str, words: dict[str, str], device: torch.device, smoke: bool) -> Trainer:
+    """Return a network whose switches have the values `words`."""
     checkpointed = words["checkpointing"] == "on"
     network = networks(smoke)[f"{name}+checkpointing" if checkpointed and name == "gpt2" else name]
     if checkpointed and name == "resnet50":
@@ -57,16 +62,44 @@ def measure(name: str, words: dict[str, str], device: torch.device, smoke: bool)
     trainer = Trainer(network, "fp32" if smoke else words["precision"], device)
     if words["compile"] == "on" and isinstance(trainer.model, WithLoss):
         trainer.model.network.compile()
+    return trainer
+
+
+def measure(name: str, words: dict[str, str], device: torch.device, smoke: bool) -> Row:
+    """Return the median seconds of a step and the peak bytes by batch, where the switches have the values `words`."""
+    trainer = trainer_of(name, words, device, smoke)
     row: Row = {}
-    for size in (2,) if smoke else SIZES[name]:
+    for size in (2,) if smoke else SIZES[name][: 1 if words["compile"] == "on" else None]:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        began = time.monotonic()
         step_s = trainer.step_time_s(size, channels_last=words.get("layout") == "last", smoke=smoke)
-        row[str(size)] = {"step_time_s": step_s}
+        row[str(size)] = {"step_time_s": step_s, "took_s": time.monotonic() - began}
         if device.type == "cuda":
             row[str(size)]["peak_bytes"] = torch.cuda.max_memory_allocated(device)
         free_memory(device)
     return {"words": words, "batches": row}
+
+
+def fill_cache(device: torch.device, smoke: bool) -> None:
+    """Compile every combination in processes beside each other, so that the kernels lie in the compiler's cache."""
+    with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, combinations(COMPILE[1:]), itertools.repeat(device), itertools.repeat(smoke)))
+
+
+def _compile(combination: tuple[str, dict[str, str]], device: torch.device, smoke: bool) -> None:
+    name, words = combination
+    size, last = 2 if smoke else SIZES[name][0], words.get("layout") == "last"
+    trainer_of(name, words, device, smoke).step_time_s(size, channels_last=last, smoke=True)
+
+
+def combinations(compiled: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    """Return networks with values of their switches, the most telling first."""
+    return [
+        (name, dict(zip(SWITCHES[name], values, strict=True)) | {"compile": word})
+        for word, name in itertools.product(compiled, SWITCHES)
+        for values in itertools.product(*SWITCHES[name].values())
+    ]
 
 
 def predictions(rows: dict[str, Row]) -> dict[str, dict[str, float]]:
@@ -101,10 +134,9 @@ def _key(words: dict[str, str]) -> tuple[tuple[str, str], ...]:
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
     """Add a row for each network and combination; combinations that compile come last."""
     ends = time.monotonic() + seconds
-    rows: dict[str, tuple[str, dict[str, str]]] = {}
-    for compiled, name in itertools.product(COMPILE[: 1 if smoke else None], SWITCHES):
-        for values in itertools.product(*SWITCHES[name].values()):
-            words = dict(zip(SWITCHES[name], values, strict=True)) | {"compile": compiled}
-            rows[f"{name} {' '.join(f'{switch}={word}' for switch, word in words.items())}"] = (name, words)
+    rows = {
+        f"{name} {' '.join(f'{switch}={word}' for switch, word in words.items())}": (name, words)
+        for name, words in combinations(COMPILE[: 1 if smoke else None])
+    }
     for label in results.missing(rows, ends):
         results.add(label, measure(*rows[label], device, smoke))

@@ -90,7 +90,8 @@ class Trainer:
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.precision == "tf32"
-        self.model: nn.Module = WithLoss(self.network.build()).to(self.device)
+        with self.device:  # which draws the weights faster
+            self.model: nn.Module = WithLoss(self.network.build())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6, momentum=0.9)
         fp16 = self.precision == "fp16" and self.device.type == "cuda"  # a CPU trains in bfloat16 instead
         self.scaler: Any = torch.cuda.amp.GradScaler() if fp16 else None

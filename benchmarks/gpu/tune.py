@@ -19,6 +19,7 @@ from benchmarks.support import PYTHON
 
 NAME = "resnet50 tf32, one device"
 SCRIPT = Path(__file__).with_name("train.py")
+STARTUP = Path(__file__).with_name("startup")
 BATCHES, SMOKE_BATCHES = (32, 1024), (2, 8)
 SPEC = """\
 name = "gpu"
@@ -85,11 +86,12 @@ def _tula(folder: Path, url: str, ends: float, *arguments: str) -> dict[str, Any
     Raises RuntimeError with the command's output where it fails, and TimeoutError where it still runs at `ends`.
     """
     path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
+    sources = f"{STARTUP}{os.pathsep}{os.environ['PYTHONPATH']}"
     try:
         done = subprocess.run(
             [PYTHON, "-m", "tula_client.cli", *arguments],
             cwd=folder,
-            env=os.environ | {"PATH": path, "TULA_URL": url},
+            env=os.environ | {"PATH": path, "PYTHONPATH": sources, "TULA_URL": url},
             capture_output=True,
             text=True,
             timeout=max(0.0, ends - time.monotonic()),

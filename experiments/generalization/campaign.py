@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import statistics
 from collections.abc import Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -66,7 +67,10 @@ class Campaign:
         """Return one result for each job, trained unless it is known."""
         wanted = list({job.key: job for job in jobs if job.key not in self._known}.values())
         if self._workers > 1 and len(wanted) > 1:
-            with ProcessPoolExecutor(self._workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            context = multiprocessing.get_context("fork" if mode.device == "cpu" else "spawn")
+            with ProcessPoolExecutor(
+                self._workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+            ) as pool:
                 for result in pool.map(_train, wanted, [mode] * len(wanted)):
                     self._add(result)
         else:
