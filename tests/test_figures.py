@@ -25,7 +25,7 @@ KEYS: dict[str, tuple[str, ...]] = {
         "share regular.adaptive6.median",
         "share regular.ring.median",
     ),
-    "the same, nine of ten": ("share regular.adaptive4.p90", "share regular.adaptive6.p90"),
+    "the same, not exceeded": ("share regular.adaptive4.p90", "share regular.adaptive6.p90"),
     "the same on hard grids": (
         "share hard.adaptive4.median",
         "share hard.adaptive6.median",
