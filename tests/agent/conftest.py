@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import signal
 import socket
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.fork_server import ForkServer
+from benchmarks.support.fork_server import AGENT, FRAMEWORKS, ForkServer
 from tests.agent.sink import Sink, start
 from tests.support.forked_commands import fork_server
 
@@ -91,6 +93,14 @@ def forks() -> ForkServer:
     return fork_server()
 
 
+@functools.cache
+def framework_fork_server() -> ForkServer:
+    """Return one fork server that has imported the frameworks, which takes as long again as torch."""
+    made = ForkServer([*AGENT, *FRAMEWORKS])
+    atexit.register(made.close)
+    return made
+
+
 def places_of(ranks: int) -> list[dict[str, str]]:
     """What torchrun would set for each of `ranks` processes on this machine."""
     with socket.socket() as free:
@@ -110,21 +120,10 @@ Launch = Callable[..., Done]
 
 @pytest.fixture
 def launch(environment: dict[str, str], forks: ForkServer, tmp_path: Path) -> Launch:
-    """Run a script of `scripts/` in a new process, or in several as ranks; returns its output.
+    """Run a script of `scripts/` in a new process, or in several as ranks; returns its output."""
 
-    `torchrun`: ranks are started by it, which takes seconds and ends one for another, and are forked without it.
-    """
-
-    def run(
-        name: str, *arguments: str, ranks: int = 0, torchrun: bool = False, expect: int | None = 0, **variables: str
-    ) -> Done:
-        script, env = str(SCRIPTS / name), environment | variables
-        if torchrun:
-            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-            ended = subprocess.run([*start, script, *arguments], env=env, capture_output=True, text=True, timeout=90)
-            done = Done(ended.returncode, ended.stdout, ended.stderr)
-        else:
-            done = run_script(forks, [script, *arguments], env, tmp_path, ranks)
+    def run(name: str, *arguments: str, ranks: int = 0, expect: int | None = 0, **variables: str) -> Done:
+        done = run_script(forks, [str(SCRIPTS / name), *arguments], environment | variables, tmp_path, ranks)
         if expect is not None:
             assert {done.returncode, *done.codes} == {expect}, done.stderr[-4000:]
         return done

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from benchmarks.support.fork_server import AGENT, FRAMEWORKS, ForkServer
-from tests.agent.conftest import Launch
+from benchmarks.support.fork_server import ForkServer
+from tests.agent.conftest import Launch, framework_fork_server
 from tests.agent.sink import Sink
 from tula_client import write_schedule
 from tula_wire import BatchSchedule, BatchStage, Configuration, Estimate
@@ -18,11 +17,9 @@ BATCHES = {"lightning_fit.py": 8, "transformers_train.py": 4, "accelerate_train.
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[ForkServer]:
-    """One that has imported the frameworks, which takes as long as torch does."""
-    made = ForkServer([*AGENT, *FRAMEWORKS])
-    yield made
-    made.close()
+def forks() -> ForkServer:
+    """One that has imported the frameworks."""
+    return framework_fork_server()
 
 
 @pytest.mark.parametrize("script", BATCHES)

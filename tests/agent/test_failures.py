@@ -18,63 +18,46 @@ from tula_agent.ship.spool import read_records
 
 Plain = Callable[..., list[str]]
 
-EXIT_WITHIN_S = 30.0  # the deadline of five seconds, and a very busy machine; a service hangs for sixty
-
 
 def spooled(environment: dict[str, str]) -> list[str]:
     folder = Path(environment["TULA_SPOOL_DIR"])
     return [envelope.path for file in sorted(folder.glob("*.spool")) for envelope in read_records(file)]
 
 
-@pytest.mark.parametrize("behaviour", ["error", "garbage", "html", "hang", "trickle", "busy"])
-def test_a_service_that_misbehaves_changes_nothing_and_loses_nothing(
-    sink: Sink, launch: Launch, plain: Plain, environment: dict[str, str], behaviour: str
-) -> None:
-    sink.behaviour, sink.retry_after = behaviour, "1"
-    weights = plain()
-    began = time.monotonic()
-    done = launch("train.py")
-    assert time.monotonic() - began < EXIT_WITHIN_S
-    assert done.printed("weights") == weights
-    assert not sink.requests
-    paths = spooled(environment)
-    assert "/v1/runs/run1/samples" in paths
-    assert "/v1/runs/run1/telemetry" in paths
-    assert paths[-1] == "/v1/runs/run1"  # how it ended, last
-
-
-@pytest.mark.parametrize("behaviour", ["ok", "error"])
-def test_a_training_leaves_its_process_as_it_was(
-    sink: Sink, environment: dict[str, str], tmp_path: Path, behaviour: str
-) -> None:
-    """Random states, signals, environment, files, folder, threads, settings and hooks; with all that is imported."""
-    sink.behaviour = behaviour
-    (tmp_path / "here").mkdir()
-    command = [sys.executable, str(SCRIPTS / "untouched.py"), str(tmp_path / "here")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert sink.seen, done.stderr
-    assert done.stdout.splitlines() == ["looked at 13"]
-
-
-def test_a_service_that_is_not_there_changes_nothing(launch: Launch, plain: Plain, environment: dict[str, str]) -> None:
-    done = launch("train.py", TULA_URL="http://127.0.0.1:9")
-    assert done.printed("weights") == plain()
-    assert "/v1/runs/run1/samples" in spooled(environment)
-
-
-def test_spooled_requests_are_sent_when_the_service_is_back(sink: Sink, launch: Launch, tmp_path: Path) -> None:
-    sink.behaviour = "error"
+def recover_after(sink: Sink, requests: int) -> threading.Thread:
+    """Have the service behave again after so many requests; return the thread that waits for them."""
 
     def recover() -> None:
         ends = time.monotonic() + 20
-        while len(sink.seen) < 4 and time.monotonic() < ends:
+        while len(sink.seen) < requests and time.monotonic() < ends:
             time.sleep(0.01)
         sink.behaviour = "ok"
 
     thread = threading.Thread(target=recover)
     thread.start()
+    return thread
+
+
+def test_a_training_leaves_its_process_as_it_was(sink: Sink, environment: dict[str, str], tmp_path: Path) -> None:
+    """Random states, signals, environment, files, folder, threads, settings and hooks; with all that is imported.
+
+    The service fails at first, so that what is measured goes to disk and from there.
+    """
+    sink.behaviour = "error"
+    recovery = recover_after(sink, requests=2)
+    (tmp_path / "here").mkdir()
+    command = [sys.executable, str(SCRIPTS / "untouched.py"), str(tmp_path / "here")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    recovery.join()
+    assert sink.requests, done.stderr
+    assert done.stdout.splitlines() == ["looked at 13"]
+
+
+def test_spooled_requests_are_sent_when_the_service_is_back(sink: Sink, launch: Launch, tmp_path: Path) -> None:
+    sink.behaviour = "error"
+    recovery = recover_after(sink, requests=4)
     launch("train.py", "--pause", "0.08")
-    thread.join()
+    recovery.join()
     assert sink.steps() == list(range(64))
     assert sink.states[-1] == "succeeded"
     assert not list((tmp_path / "spool").glob("*"))
@@ -98,14 +81,6 @@ def test_what_a_wrong_token_can_not_send_waits_on_disk(sink: Sink, launch: Launc
     done = launch("train.py")
     assert done.stderr.count("they wait on disk") == 1
     assert "/v1/runs/run1/samples" in spooled(environment)
-
-
-def test_a_full_disk_changes_nothing_and_the_loss_is_counted(sink: Sink, launch: Launch, plain: Plain) -> None:
-    sink.behaviour = "error"
-    # /dev/full answers every write with ENOSPC; a directory below it cannot even be made.
-    done = launch("train.py", TULA_SPOOL_DIR="/dev/full/spool")
-    assert done.printed("weights") == plain()
-    assert "measurements were dropped" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -135,14 +110,6 @@ def test_a_job_that_ends_badly_ends_as_it_would_without_the_agent(
         # No hook runs before such an end: everything until about a second before it was sent.
         assert sink.states == ["running"]
         assert sink.steps()[:10] == list(range(10))
-
-
-def test_a_clock_that_jumps_a_day_back_changes_no_time(sink: Sink, launch: Launch, plain: Plain) -> None:
-    done = launch("train.py", "--pause", "0.02", "--at", "30:clock")
-    assert done.printed("weights") == plain("--pause", "0.02", "--at", "30:clock")
-    assert sink.steps() == list(range(64))
-    times = [time for body in sink.samples for time in body["step_time_s"]]
-    assert all(0.015 < time < 5 for time in times)
 
 
 def test_a_fork_while_the_queue_is_full_sends_nothing_twice(sink: Sink, launch: Launch, plain: Plain) -> None:

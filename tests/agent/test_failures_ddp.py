@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tula_agent.ship.spool import read_records
 from tula_agent.ship.transport import Transport
 
 STEPS = 64
+EXIT_WITHIN_S = 30.0  # the deadline of five seconds, and a very busy machine; a service hangs for sixty
 _reference: dict[tuple[int, int], str] = {}
 
 
@@ -37,18 +39,33 @@ def reference(launch: Launch) -> dict[tuple[int, int], str]:
     return _reference
 
 
-@pytest.mark.parametrize("behaviour", ["ok", "error", "garbage", "html", "hang", "trickle", "busy", "refuse"])
-def test_a_service_that_misbehaves_changes_no_step(
-    sink: Sink, launch: Launch, reference: dict[tuple[int, int], str], behaviour: str
+def spooled(environment: dict[str, str]) -> list[str]:
+    """Paths of the requests of the first rank that wait on disk, in their order."""
+    folder = Path(environment["TULA_SPOOL_DIR"])
+    return [request.path for file in sorted(folder.glob("run1-0-*.spool")) for request in read_records(file)]
+
+
+@pytest.mark.parametrize("behaviour", ["ok", "error", "garbage", "html", "hang", "trickle", "busy", "refuse", "away"])
+def test_a_service_that_misbehaves_changes_no_step_and_loses_nothing(
+    sink: Sink,
+    launch: Launch,
+    reference: dict[tuple[int, int], str],
+    environment: dict[str, str],
+    behaviour: str,
 ) -> None:
     sink.behaviour, sink.retry_after = behaviour, "1"
-    assert traced(launch("train.py", "--trace", ranks=2)) == reference
-    assert sink.seen
+    url = "http://127.0.0.1:9" if behaviour == "away" else sink.url
+    began = time.monotonic()
+    assert traced(launch("train.py", "--trace", ranks=2, TULA_URL=url)) == reference
+    assert time.monotonic() - began < EXIT_WITHIN_S
+    assert bool(sink.seen) == (behaviour != "away")
     assert bool(sink.requests) == (behaviour == "ok")
-
-
-def test_a_service_that_is_not_there_changes_no_step(launch: Launch, reference: dict[tuple[int, int], str]) -> None:
-    assert traced(launch("train.py", "--trace", ranks=2, TULA_URL="http://127.0.0.1:9")) == reference
+    paths = spooled(environment)
+    if behaviour in ("ok", "refuse"):
+        assert not paths
+    else:
+        assert {"/v1/runs/run1/samples", "/v1/runs/run1/telemetry"} <= {*paths}
+        assert paths[-1] == "/v1/runs/run1"  # how it ended, last
 
 
 def test_a_disk_that_takes_nothing_changes_no_step(
@@ -76,13 +93,9 @@ def test_a_disk_that_fills_up_in_a_write_changes_no_step_and_leaves_no_half_reco
     ("what", "status", "who"),
     [
         ("raise", 1, 1),
-        ("oom", 1, 1),
         ("leave", 3, 1),
-        ("exit", 7, 1),
-        ("term", -signal.SIGTERM, 1),
         ("kill", -signal.SIGKILL, 1),
         ("exit", 7, 0),
-        ("kill", -signal.SIGKILL, 0),
     ],
 )
 def test_a_rank_that_ends_does_so_with_the_weights_of_its_last_step(
@@ -92,7 +105,7 @@ def test_a_rank_that_ends_does_so_with_the_weights_of_its_last_step(
     assert done.codes[who] == status
     assert done.codes[1 - who] != 0  # its peer is gone
     assert traced(done) == {at: digest for at, digest in reference.items() if at[1] < 20}
-    assert who == 0 or sink.states[-1] in ("failed", "out_of_memory")
+    assert who == 0 or sink.states[-1] == "failed"
 
 
 def test_kill_in_the_middle_of_a_write_to_disk_loses_that_record_alone(
@@ -129,13 +142,15 @@ def test_a_spool_that_is_cut_at_every_step_changes_no_step_and_sends_no_half_rec
     assert not late.invalid
 
 
-@pytest.mark.parametrize("what", ["clock", "fork", "full-queue"])
-def test_a_clock_a_day_back_or_a_fork_changes_no_step(
+@pytest.mark.parametrize("what", ["clock", "full-queue"])
+def test_a_clock_a_day_back_or_a_fork_with_a_full_queue_changes_no_step(
     sink: Sink, launch: Launch, reference: dict[tuple[int, int], str], tmp_path: Path, what: str
 ) -> None:
     sink.behaviour = "ok" if what == "clock" else "error"
-    done = launch("train.py", "--trace", "--at", f"30:{what}", ranks=2)
+    done = launch("train.py", "--trace", "--pause", "0.02", "--at", f"30:{what}", ranks=2)
     assert traced(done) == reference
+    assert all(0.015 < time_s < 5 for body in sink.samples for time_s in body["step_time_s"])
+    assert what != "clock" or sink.steps() == list(range(64))
     kept = [record for path in (tmp_path / "spool").glob("*.spool") for record in read_records(path)]
     assert bool(kept) == (what != "clock")
     assert len({(record.path, record.body) for record in kept}) == len(kept)  # the child wrote nothing of its parent's

@@ -16,6 +16,7 @@ import torch
 
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
+from tests.support.forked_commands import launchers
 from tula_agent.config import read_config
 from tula_agent.profiling import TRAIN_WARMUP_STEPS
 from tula_agent.run import Run
@@ -65,7 +66,7 @@ def test_a_profile_run_ends_by_itself_even_when_the_loader_is_short(sink: Sink, 
 
 def test_ranks_of_a_profile_run_stop_at_the_same_step_once_it_is_precise(sink: Sink, launch: Launch) -> None:
     done = launch(
-        "train.py", "--pause", "0.05", ranks=2, torchrun=True,
+        "train.py", "--pause", "0.05", ranks=2,
         TULA_WARMUP_STEPS="3", TULA_MEASURE_STEPS="60", TULA_PRECISION="0.5",
     )  # fmt: skip
     counts = {line.split()[2] for line in done.printed("micro-steps")}
@@ -504,7 +505,7 @@ def test_the_agent_of_a_training_leaves_its_end_to_the_launcher(sink: Sink, laun
 
 @pytest.mark.parametrize("how", ["command", "fork"])
 def test_a_process_that_a_training_starts_does_not_join_its_run(sink: Sink, launch: Launch, how: str) -> None:
-    done = launch("starts_others.py", how, TULA_KIND="train")
+    done = launch("starts_others.py", how, TULA_KIND="train", PYTHON_EXEC=str(launchers() / "python"))
     assert sorted(done.stdout.split()) == ["False", "True"]
     assert sink.steps() == list(range(5))
     assert len({body["boot_id"] for body in sink.samples}) == 1

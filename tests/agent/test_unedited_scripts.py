@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.support.fork_server import AGENT, FRAMEWORKS, ForkServer
-from tests.agent.conftest import Launch
+from benchmarks.support.fork_server import ForkServer
+from tests.agent.conftest import Launch, framework_fork_server
 from tests.agent.sink import Sink
 
 SCRIPTS = Path(__file__).parents[1] / "e2e" / "scripts" / "unedited"
@@ -29,11 +28,9 @@ FORKED = sorted(path.name for path in SCRIPTS.glob("*.py") if path.name != "mp_s
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[ForkServer]:
+def forks() -> ForkServer:
     """One that has imported the frameworks."""
-    made = ForkServer([*AGENT, *FRAMEWORKS])
-    yield made
-    made.close()
+    return framework_fork_server()
 
 
 def test_the_page_on_what_was_run_lists_every_script() -> None:

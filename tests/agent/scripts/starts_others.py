@@ -21,7 +21,7 @@ def train(steps: int, inner: str = "") -> None:
         optimizer.step()
         optimizer.zero_grad()
         if number == 1 and inner == "command":
-            subprocess.run([sys.executable, __file__, "inner"], check=True)
+            subprocess.run([os.environ["PYTHON_EXEC"], __file__, "inner"], check=True)
         if number == 1 and inner == "fork":
             child = os.fork()
             if child == 0:
