@@ -18,7 +18,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.support import clean_environment
+from benchmarks.support import PYTHON, clean_environment
 from benchmarks.support.report import parser_of, write_json
 from benchmarks.support.sink import Sink
 
@@ -50,10 +49,10 @@ TARGETS = {
 class Training:
     """The fixed work: `work` multiplies a matrix so often and steps the optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters_of_all: int) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        parameters = [torch.nn.Parameter(torch.randn(PARAMETERS // TENSORS)) for _ in range(TENSORS)]
+        parameters = [torch.nn.Parameter(torch.randn(parameters_of_all // TENSORS)) for _ in range(TENSORS)]
         self.model = torch.nn.Module()
         self.model.weights = torch.nn.ParameterList(parameters)
         self.optimizer = torch.optim.SGD(parameters, lr=1e-9)
@@ -155,7 +154,7 @@ class Agent:
         return report
 
 
-def child(turns: Connection, environment: dict[str, str]) -> None:
+def child(turns: Connection, environment: dict[str, str], parameters: int) -> None:
     """Be one of the two processes: do the turns that it receives, and send each step's seconds.
 
     The first number is the rounds of a step (0: as many as take STEP_S), each further one a number of steps; 0 ends it.
@@ -163,7 +162,7 @@ def child(turns: Connection, environment: dict[str, str]) -> None:
     """
     os.environ.clear()
     os.environ.update(environment)
-    training = Training()
+    training = Training(parameters)
     rounds = turns.recv() or training.count_rounds(STEP_S)
     turns.send(rounds)
     spent: dict[str, list[float]] = {}
@@ -215,10 +214,10 @@ def resident() -> int:
 class Process:
     """A child, stopped whenever it is not its turn; forked, so that both begin with the same imports."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], parameters: int) -> None:
         context = multiprocessing.get_context("fork")
         self._turns, turns = context.Pipe()
-        self._process = context.Process(target=child, args=(turns, environment), daemon=True)
+        self._process = context.Process(target=child, args=(turns, environment, parameters), daemon=True)
         self._process.start()
 
     def ask(self, number: int) -> Any:
@@ -240,19 +239,26 @@ class Process:
 def import_ms(repeats: int) -> float:
     """Return the milliseconds to import `tula_agent` once torch is there: the least of a few fresh interpreters."""
     code = "import time, torch; t = time.perf_counter(); import tula_agent; print((time.perf_counter() - t) * 1e3)"
-    command = [sys.executable, "-c", code]
+    command = [PYTHON, "-c", code]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(repeats)]
     return min(float(run.stdout) for run in runs)
 
 
 def measure(
-    pairs: int, turn: int, rounds: int = 0, imports: int = 5, long: tuple[int, int] = (BEGIN_STEPS, LONG_STEPS)
+    pairs: int,
+    turn: int,
+    rounds: int = 0,
+    imports: int = 5,
+    long: tuple[int, int] = (BEGIN_STEPS, LONG_STEPS),
+    parameters: int = PARAMETERS,
 ) -> dict[str, float]:
-    """Measure all figures of the module's text; `rounds` of work in a step (0:
-    as many as take STEP_S), steps of long turns."""
+    """Measure all figures of the module's text, with `rounds` of work in a step (0: as many as take STEP_S).
+
+    `long` are the steps of the long turns, and `parameters` those of the model.
+    """
     with tempfile.TemporaryDirectory() as spool, Sink() as server:
         reporting = {"TULA_URL": server.url, "TULA_RUN_ID": "bench", "TULA_SPOOL_DIR": spool}
-        plain, agent = Process(clean_environment()), Process(clean_environment(**reporting))
+        plain, agent = (Process(clean_environment(**each), parameters) for each in ({}, reporting))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             rounds = plain.ask(rounds)
@@ -300,7 +306,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--turn", type=int, default=8, help="steps before the other process has its turn")
     options = parser.parse_args()
-    figures = measure(2, 4, rounds=1, imports=1, long=(4, 4)) if options.smoke else measure(options.pairs, options.turn)
+    if options.smoke:
+        figures = measure(2, 4, rounds=1, imports=1, long=(4, 4), parameters=64 * TENSORS)
+    else:
+        figures = measure(options.pairs, options.turn)
     for name, value in figures.items():
         target = f"  (to reach: at most {TARGETS[name]:g})" if name in TARGETS else ""
         print(f"{name:32} {value:.6g}{target}")

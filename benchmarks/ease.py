@@ -36,7 +36,7 @@ from typing import TypeVar
 
 from packaging.requirements import Requirement
 
-from benchmarks.support import clean_environment
+from benchmarks.support import PYTHON, clean_environment
 from benchmarks.support.environment import isolated
 from benchmarks.support.fork_server import AGENT, FRAMEWORKS, ForkServer
 from benchmarks.support.gloo import free_port
@@ -187,7 +187,7 @@ def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]
     """Measure every script with and without the agent's lines, in turn."""
     figures: dict[str, float] = {}
     rows, across, measured = [], [], 0
-    forks = ForkServer(modules)
+    forks = ForkServer(modules, PYTHON)
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(forks, Path(name))
         try:

@@ -10,7 +10,7 @@ service's processes per million step values, which other work on the machine cha
 that send one a second. It is measured with one, two and four workers, and with two replicas on one Postgres.
 `alone` and `beside_fits` are one agent that sends one request after another, without and with four users who ask
 what-if questions of 924 candidates all the time (`--only fits` measures nothing else).
-`--smoke` runs every case for a fraction of a second with one worker: it only shows that the benchmark works.
+`--smoke` sends a few requests of every case to one worker: it only shows that the benchmark works.
 """
 
 from __future__ import annotations
@@ -46,14 +46,21 @@ COLUMNS = ("step_time_s", "loss", "grad_norm", "lr")
 VARIANTS = 8
 RUNS = 8
 SAMPLES, AGENT_STEPS = 500, 10
-WIDE = {
-    "model": {"name": "wide"},
-    "dataset": {"size": 100_000},
-    "cluster": [{"instance_type": f"type-{place}", "max_nodes": 64, "ranks_per_node": 8} for place in range(12)],
-    "batch": {"min_local_batch_size": 1, "max_local_batch_size": 4096, "max_grad_accum_steps": 64},
-}
-"""A job of 924 candidates."""
-SMOKE = Load(processes=1, connections=2, warmup_s=0.2, measure_s=0.4)
+SMOKE = Load(processes=1, connections=1, measure_s=0.4, requests=4)
+
+
+def wide_job(name: str, instance_types: int) -> dict[str, object]:
+    """Return a job of 77 candidates for each instance type."""
+    types = [
+        {"instance_type": f"type-{place}", "max_nodes": 64, "ranks_per_node": 8} for place in range(instance_types)
+    ]
+    return {
+        "name": name,
+        "model": {"name": "wide"},
+        "dataset": {"size": 100_000},
+        "cluster": types,
+        "batch": {"min_local_batch_size": 1, "max_local_batch_size": 4096, "max_grad_accum_steps": 64},
+    }
 
 
 def series(steps: int, seed: int) -> np.ndarray:
@@ -151,7 +158,7 @@ KINDS = {"telemetry": telemetry_requests, "samples": sample_requests, "agents": 
 
 
 @contextmanager
-def questions(server: Server, header: str) -> Iterator[list[int]]:
+def questions(server: Server, header: str, instance_types: int) -> Iterator[list[int]]:
     """Let four users ask what-if questions of three jobs of many candidates; yield the statuses of their answers."""
     headers = dict([header.strip().split(": ", 1)])
     statuses: list[int] = []
@@ -159,7 +166,7 @@ def questions(server: Server, header: str) -> Iterator[list[int]]:
     with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client, ThreadPoolExecutor(4) as users:
         jobs = []
         for number in range(3):
-            made = client.post(routes.JOBS, json=WIDE | {"name": f"wide-{number}"}).raise_for_status().json()
+            made = client.post(routes.JOBS, json=wide_job(f"wide-{number}", instance_types)).raise_for_status().json()
             jobs.append(routes.JOB_PREDICTIONS.format(job_id=made["job"]["id"]))
 
         def ask(user: int) -> None:
@@ -182,7 +189,7 @@ def beside_fits(
     one = replace(load, processes=1, connections=1)
     with databases.serve(1) as server:
         alone, _ = measure(databases, server, one, "agents", AGENT_STEPS)
-        with questions(server, databases.header) as statuses:
+        with questions(server, databases.header, 12 if load.requests is None else 1) as statuses:
             busy, _ = measure(databases, server, one, "agents", AGENT_STEPS)
     for name, measured in (("alone", alone), ("beside_fits", busy)):
         figures[f"{engine}.{name}.p50_ms"], figures[f"{engine}.{name}.p99_ms"] = measured.p50_ms, measured.p99_ms

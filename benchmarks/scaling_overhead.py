@@ -11,7 +11,7 @@ its share while every step is measured; `overhead.measure_fraction` is the share
 every eighth step.
 `operations.*`: floating-point operations of turning the steps, on a GPU, over those of forward and backward passes of
 so many images of 224 x 224 a rank, on so many ranks; and of the forward and backward passes on this machine.
-`--smoke` takes two steps of ResNet-18 on tiny images: its figures only show that the benchmark works.
+`--smoke` takes two steps of a narrow ResNet-18 on tiny images: its figures only show that the benchmark works.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from tula_agent.scaling.rule import SPARSE_EVERY
 MEASURED_SHARE = 1.0 / SPARSE_EVERY  # of the steps, after the first DENSE_STEPS
 
 
-def measure(*, depth: int, batch: int, side: int, steps: int) -> dict[str, float]:
+def measure(*, depth: int, width: int, batch: int, side: int, steps: int) -> dict[str, float]:
     """Measure on every rank; seconds are medians over `steps`, of the slowest rank."""
     torch.manual_seed(0)
     device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
-    ddp = nn.parallel.DistributedDataParallel(resnet(depth, channels=3, num_classes=1000).to(device))
+    network = resnet(depth, channels=3, num_classes=1000, width=width)
+    ddp = nn.parallel.DistributedDataParallel(network.to(device))
     images, labels = torch.randn(batch, 3, side, side, device=device), torch.randint(1000, (batch,), device=device)
 
     def loss(module: nn.Module, data: Any) -> torch.Tensor:
@@ -179,7 +180,9 @@ def summarise(seconds: dict[str, float]) -> dict[str, float]:
 def rank_main(options: argparse.Namespace) -> None:
     """Run one rank; the first prints and writes the figures."""
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    seconds = measure(depth=options.depth, batch=options.batch, side=options.side, steps=options.steps)
+    seconds = measure(
+        depth=options.depth, width=options.width, batch=options.batch, side=options.side, steps=options.steps
+    )
     if dist.get_rank() == 0:
         figures: dict[str, float | str] = {
             **summarise(seconds),
@@ -211,10 +214,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="examples per rank")
     parser.add_argument("--side", type=int, default=128, help="pixels; 224 is ImageNet's")
     parser.add_argument("--steps", type=int, default=9)
-    parser.set_defaults(depth=50)
+    parser.set_defaults(depth=50, width=64)
     options = parser.parse_args()
     if options.smoke:
-        options.depth, options.batch, options.side, options.steps = 18, 2, 64, 2
+        options.depth, options.width, options.batch, options.side, options.steps = 18, 8, 2, 64, 2
     fork_ranks(partial(rank_main, options), options.ranks)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.__main__ import names
 from benchmarks.support import clean_environment
-from benchmarks.support.fork_server import SERVICE, ForkServer
+from benchmarks.support.fork_server import AGENT, SERVICE, ForkServer
 from benchmarks.support.forked_programs import programs
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ ELSEWHERE = re.compile(
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[ForkServer]:
-    made = ForkServer([*SERVICE, "torch", "torch._dynamo", "torch.distributed", "tula_agent", "tula_client"])
+    made = ForkServer([*SERVICE, *AGENT, "tula_agent", "tula_client"])
     yield made
     made.close()
 
@@ -43,7 +43,7 @@ def forks() -> Iterator[ForkServer]:
 @pytest.fixture(scope="module")
 def python(forks: ForkServer) -> Path:
     """An interpreter whose programs are forked."""
-    return programs(forks, {"python": []}) / "python"
+    return programs(forks, {"python": []}, spawns="python") / "python"
 
 
 def run(forks: ForkServer, module: str, folder: Path, **environment: str) -> dict[str, Any]:

@@ -18,4 +18,4 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 def tune_words(spec: Path, work_dir: Path) -> list[str]:
     """Return the words of `tula tune` on a job.toml, before its launcher and the command; it prints JSON."""
-    return [str(Path(sys.executable).with_name("tula")), "tune", str(spec), "--json", "--work-dir", str(work_dir)]
+    return [PYTHON, "-m", "tula_client.cli", "tune", str(spec), "--json", "--work-dir", str(work_dir)]

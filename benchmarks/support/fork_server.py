@@ -97,13 +97,16 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The parent process, which has imported `modules`; ends with `close` or with this process."""
+    """The parent process, which has imported `modules`; ends with `close` or with this process.
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    `python` starts it: one that forks a process with these imports saves them.
+    """
+
+    def __init__(self, modules: Sequence[str], python: str = sys.executable) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="tula-forks-")
         self._one_at_a_time = threading.Lock()
         self._parent = subprocess.Popen(
-            [sys.executable, __file__, self._folder.name, *modules],
+            [python, __file__, self._folder.name, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -249,7 +252,9 @@ def inherit(paths: Mapping[str, str]) -> None:
     opened: dict[int, int] = {}
     for descriptor, path in paths.items():
         (flags,) = re.findall(r"^flags:\s+(\d+)", Path(path.replace("/fd/", "/fdinfo/")).read_text(), re.MULTILINE)
-        opened[int(descriptor)] = fcntl.fcntl(os.open(path, int(flags, 8) & os.O_ACCMODE), fcntl.F_DUPFD, ABOVE_ALL)
+        mode = int(flags, 8) & os.O_ACCMODE
+        opened[int(descriptor)] = fcntl.fcntl(os.open(path, mode | os.O_NONBLOCK), fcntl.F_DUPFD, ABOVE_ALL)
+        fcntl.fcntl(opened[int(descriptor)], fcntl.F_SETFL, 0)  # a pipe without another end would have blocked
     for number, file in opened.items():
         os.dup2(file, number)
         os.close(file)

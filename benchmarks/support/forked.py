@@ -14,7 +14,7 @@ from benchmarks.support.forked_programs import programs
 @functools.cache
 def fork_server() -> ForkServer:
     """Return one fork server for all servers of this process, since importing the service takes seconds."""
-    made = ForkServer(SERVICE)
+    made = ForkServer(SERVICE, PYTHON)
     atexit.register(made.close)
     return made
 

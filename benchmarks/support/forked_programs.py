@@ -28,9 +28,11 @@ import itertools, json, os, signal, socket, stat, sys
 
 def is_passed_on(descriptor):
     try:
-        return descriptor > 2 and not stat.S_ISSOCK(os.fstat(descriptor).st_mode)  # no socket can be opened anew
+        mode = os.fstat(descriptor).st_mode
     except OSError:  # that of the listing itself
         return False
+    # No socket can be opened anew. Output goes by a way of its own, and input only where another program writes it.
+    return stat.S_ISFIFO(mode) if descriptor == 0 else descriptor > 2 and not stat.S_ISSOCK(mode)
 
 words = {words} + [*itertools.dropwhile(("-u", "-B").__contains__, sys.argv[1:])]
 inherited = [*filter(is_passed_on, map(int, os.listdir("/proc/self/fd")))]
@@ -51,8 +53,11 @@ sys.exit(status)
 """
 
 
-def programs(forks: ForkServer, words_of: Mapping[str, Sequence[str]]) -> Path:
-    """Make a folder with programs of these names that `forks` forks, each with its first words of `python WORDS...`."""
+def programs(forks: ForkServer, words_of: Mapping[str, Sequence[str]], *, spawns: str | None = None) -> Path:
+    """Make a folder with programs of these names that `forks` forks, each with its first words of `python WORDS...`.
+
+    `spawns` names the program that multiprocessing starts in them in place of the interpreter.
+    """
     folder = Path(tempfile.mkdtemp(prefix="tula-forked-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     listening = socket.socket(socket.AF_UNIX)
@@ -64,24 +69,28 @@ def programs(forks: ForkServer, words_of: Mapping[str, Sequence[str]]) -> Path:
             PROGRAM.format(python=sys.executable, words=list(words), address=repr(str(folder / "socket")))
         )
         program.chmod(0o755)
-    threading.Thread(target=_serve, args=(listening, forks), daemon=True).start()
+    threading.Thread(
+        target=_serve, args=(listening, forks, None if spawns is None else folder / spawns), daemon=True
+    ).start()
     return folder
 
 
-def _serve(listening: socket.socket, forks: ForkServer) -> None:
+def _serve(listening: socket.socket, forks: ForkServer, spawns: Path | None) -> None:
     """Fork a process for each program that connects."""
     while True:
         link, _ = listening.accept()
-        threading.Thread(target=_stand_for, args=(link, forks), daemon=True).start()
+        threading.Thread(target=_stand_for, args=(link, forks, spawns), daemon=True).start()
 
 
-def _stand_for(link: socket.socket, forks: ForkServer) -> None:
+def _stand_for(link: socket.socket, forks: ForkServer, spawns: Path | None) -> None:
     """Fork what one program asks for, and tell it the process id and the exit status."""
     with suppress(OSError), link, link.makefile("rw") as lines:
         order = json.loads(lines.readline())
         out, err = (f"/proc/{order['pid']}/fd/{descriptor}" for descriptor in (1, 2))
         inherited = {descriptor: f"/proc/{order['pid']}/fd/{descriptor}" for descriptor in order["inherited"]}
-        process = forks.start(order["argv"], order["env"], out, err, folder=order["folder"], inherited=inherited)
+        process = forks.start(
+            order["argv"], order["env"], out, err, folder=order["folder"], inherited=inherited, spawns=spawns
+        )
         lines.write(f"{process.pid}\n")
         lines.flush()
         lines.write(f"{_wait(process, link)}\n")

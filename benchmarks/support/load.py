@@ -31,12 +31,24 @@ class Request:
 
 @dataclass(frozen=True)
 class Load:
-    """How much: client processes, connections of each, and seconds to warm up and to measure."""
+    """How much: client processes, connections of each, and seconds to warm up and to measure.
+
+    `requests`: answers after which a process ends, whatever the seconds; for smoke runs, whose figures mean nothing.
+    """
 
     processes: int = 2
     connections: int = 4
     warmup_s: float = 1.5
     measure_s: float = 6.0
+    requests: int | None = None
+
+    def counts(self, at_s: float) -> bool:
+        """Return True for an answer that belongs to the figures, `at_s` seconds after the first request."""
+        return self.requests is not None or self.warmup_s <= at_s < self.warmup_s + self.measure_s
+
+    def goes_on(self, at_s: float, answers: int) -> bool:
+        """Return True while a process sends more requests: after so many seconds, and so many answers that count."""
+        return at_s < self.warmup_s + self.measure_s if self.requests is None else answers < self.requests
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,6 @@ def _client(
         ready.register(line.wire, selectors.EVENT_READ, line)
     begin.wait()
     started = time.perf_counter()
-    begins, ends = started + load.warmup_s, started + load.warmup_s + load.measure_s
     for line in lines:
         _start_next(ready, line)
     working = len(lines)
@@ -116,12 +127,12 @@ def _client(
                 continue
             now = time.perf_counter()
             answered += 200 <= status < 300
-            if begins <= now < ends:
+            if load.counts(now - started):
                 if 200 <= status < 300:
                     latencies.append(now - line.began)
                 else:
                     failures.append(status)
-            if status and now < ends:
+            if status and load.goes_on(now - started, len(latencies) + len(failures)):
                 _start_next(ready, line)
             else:
                 ready.unregister(line.wire)

@@ -31,25 +31,26 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Mo
     return [conv, nn.BatchNorm2d(outputs)]
 
 
-def resnet(depth: int, *, channels: int, num_classes: int) -> nn.Module:
+def resnet(depth: int, *, channels: int, num_classes: int, width: int = 64) -> nn.Module:
     """Return a ResNet of `depth` 18 or 50: with three channels for ImageNet's images, with one for images of 32x32.
 
     25.6 million parameters in 161 tensors (50, three channels, 1,000 classes), 23.6 and 11.2 million (50 and 18, one
-    channel, 25 classes).
+    channel, 25 classes). `width` is the number of channels of the first stage, which smaller rehearsals narrow.
     """
     plans = {18: ((2, 2, 2, 2), False), 50: ((3, 4, 6, 3), True)}
     if depth not in plans:
         raise ValueError(f"depth is {depth}: choose 18 or 50")
     blocks, bottleneck = plans[depth]
     layers: list[nn.Module] = (
-        [*_conv(1, 64, 3), nn.ReLU(True)]
+        [*_conv(1, width, 3), nn.ReLU(True)]
         if channels == 1
-        else [*_conv(channels, 64, 7, 2), nn.ReLU(True), nn.MaxPool2d(3, 2, 1)]
+        else [*_conv(channels, width, 7, 2), nn.ReLU(True), nn.MaxPool2d(3, 2, 1)]
     )
-    inputs = 64
-    for stage, (width, count) in enumerate(zip((64, 128, 256, 512), blocks, strict=True)):
+    inputs = width
+    for stage, count in enumerate(blocks):
+        inner = width * 2**stage
         for index in range(count):
             stride = 2 if stage and index == 0 else 1
-            layers.append(_Block(inputs, width, stride, bottleneck=bottleneck))
-            inputs = 4 * width if bottleneck else width
+            layers.append(_Block(inputs, inner, stride, bottleneck=bottleneck))
+            inputs = 4 * inner if bottleneck else inner
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))

@@ -49,6 +49,8 @@ class Mode:
     `rates`, `adam_rates`: grids of base learning rates, extended while the best is at an edge. `tuning_seeds`: over
     which validation accuracy is averaged to pick one. `upper_seeds`: of the second table, whose base rate is the
     highest that is as good as the best. `shares`: learning-rate multipliers tried by hand, as shares of B / base.
+    `num_eval`: examples of validation, and of test; all that the data set has without it. `profile_steps`: steps of a
+    profile.
     """
 
     name: str
@@ -66,12 +68,17 @@ class Mode:
     device: str = "cpu"
     real_ddp: Case | None = None
     real_ddp_seeds: int = 3
+    num_eval: int | None = None
+    profile_steps: int = 128
 
     def smoke(self) -> Mode:
         """Return the mode of a smoke test: the same steps in seconds,
         one short epoch of a case of SGD and of one of AdamW; figures mean nothing."""
         adam = [case for case in self.cases if case.adam][:1]
-        tiny = [replace(c, batch_size=2 * c.base_batch_size, world_size=2) for c in (self.cases[0], *adam)]
+        tiny = [
+            replace(c, batch_size=2 * c.base_batch_size, world_size=2, num_train=4 * c.base_batch_size)
+            for c in (self.cases[0], *adam)
+        ]
         return replace(
             self,
             cases=tuple(tiny),
@@ -86,6 +93,8 @@ class Mode:
             shares=self.shares[:1],
             real_ddp=None if self.real_ddp is None else tiny[0],
             real_ddp_seeds=1,
+            num_eval=64,
+            profile_steps=8,
         )
 
 

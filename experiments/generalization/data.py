@@ -31,6 +31,10 @@ class Split:
     def __len__(self) -> int:
         return int(self.labels.shape[0])
 
+    def first(self, number: int | None) -> Split:
+        """Return the first `number` examples; all with None."""
+        return Split(self.images[:number], self.labels[:number])
+
     def to(self, device: torch.device) -> Split:
         """Return the same split on `device`."""
         return Split(self.images.to(device), self.labels.to(device))

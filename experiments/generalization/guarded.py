@@ -43,7 +43,7 @@ from tula_service.perfmodel.intervals import Interval as Range
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.pricing import Estimate, Training
 
-PROFILE_STEPS, PROFILE_RATIO = 128, 4
+PROFILE_RATIO = 4
 MOST_DOUBLINGS, MOST_RANKS = 6, 4
 DEFAULT = {adam: next(m for m in (ADAM_METHODS if adam else METHODS) if m.role == "default") for adam in (False, True)}
 
@@ -67,9 +67,9 @@ def profile(case: Case, mode: Mode, *, learning_rate: float) -> Reports:
     optimizer = prepare(method, at_batch, network, learning_rate=learning_rate, steps_per_epoch=1).optimizer
     assert isinstance(optimizer, TulaOptimizer)
     noise: list[float] = []
-    while len(noise) < PROFILE_STEPS:
+    while len(noise) < mode.profile_steps:
         for batch in torch.randperm(len(data.train)).split(at_batch.batch_size):
-            if len(batch) < at_batch.batch_size or len(noise) == PROFILE_STEPS:
+            if len(batch) < at_batch.batch_size or len(noise) == mode.profile_steps:
                 continue
             optimizer.zero_grad()
             for shard in batch.chunk(PROFILE_RATIO):

@@ -26,7 +26,7 @@ _METHODS = ("LBT", "AGS", "Tula default")
 def compare(case: Case, mode: Mode, learning_rate: float) -> dict[str, float]:
     """Return mean test accuracy by method with `case.world_size` gloo processes; 1.0 for equal weights on all ranks."""
     request = {"case": vars(case), "epochs": mode.epochs, "num_train": mode.num_train, "rate": learning_rate}
-    request["seeds"] = mode.real_ddp_seeds
+    request |= {"seeds": mode.real_ddp_seeds, "num_eval": mode.num_eval}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.world_size)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "experiments.generalization.real_ddp"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -38,7 +38,9 @@ def compare(case: Case, mode: Mode, learning_rate: float) -> dict[str, float]:
     return found
 
 
-def _train(case: Case, name: str, *, seed: int, epochs: int, num_train: int, rate: float) -> tuple[float, bool]:
+def _train(
+    case: Case, name: str, *, seed: int, epochs: int, num_train: int, num_eval: int | None, rate: float
+) -> tuple[float, bool]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images = load(case.dataset, num_train=num_train)
     torch.manual_seed(seed)
@@ -63,7 +65,7 @@ def _train(case: Case, name: str, *, seed: int, epochs: int, num_train: int, rat
     flat = torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
     digests: list[object] = [None] * world_size
     dist.all_gather_object(digests, hashlib.sha256(flat.numpy().tobytes()).hexdigest())
-    return accuracy(ddp.module, images.test), len(set(digests)) == 1
+    return accuracy(ddp.module, images.test.first(num_eval)), len(set(digests)) == 1
 
 
 def main() -> None:

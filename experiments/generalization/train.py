@@ -77,7 +77,8 @@ def train(
     """Train `method` on `case` and measure it; `seed` draws the weights, the order and dropout, not the data."""
     device = torch.device(mode.device)
     images = load(case.dataset, num_train=min(case.num_train or mode.num_train, mode.num_train))
-    images = replace(images, train=images.train.to(device), val=images.val.to(device), test=images.test.to(device))
+    val, test = (part.first(mode.num_eval).to(device) for part in (images.val, images.test))
+    images = replace(images, train=images.train.to(device), val=val, test=test)
     torch.manual_seed(seed)
     network = build(case.network, num_classes=images.num_classes, side=images.side).to(device)
     began = time.process_time()

@@ -270,13 +270,13 @@ def test_the_gpu_mode_needs_a_gpu_and_its_data_and_networks_train(tmp_path, monk
 
 
 def test_the_proof_of_the_guard_profiles_chooses_and_trains_at_the_batch_that_the_guard_allows(tmp_path):
-    mode, case = replace(TINY, epochs=8), TINY.cases[0]
+    mode, case = replace(TINY, epochs=8, profile_steps=16), TINY.cases[0]
     reports = guarded.Reports(tuple([200.0] * 128), 64.0, directions=True)
     batch, guard = guarded.choose_batch(case, mode, reports)
     assert (batch, guard.steps(batch)) == (64, guard.steps(64)), "no larger batch leaves 250 steps"
     assert guarded.choose_batch(case, replace(TINY, epochs=60), reports)[0] == 128
     seen = guarded.profile(case, mode, learning_rate=0.05)
-    assert (len(seen.noise), seen.small_batch_size, seen.directions) == (128, 64.0, True)
+    assert (len(seen.noise), seen.small_batch_size, seen.directions) == (16, 64.0, True)
     guarded.main(["--smoke", "--seeds", "1", "--epochs", "1", "--json", str(tmp_path / "guarded.json")])
     report = json.loads((tmp_path / "guarded.json").read_text())
     assert (report["cells"], report["cells.over_a_point"]) == (2, 0)
