@@ -16,11 +16,16 @@ as a wait for data. Half precision and checkpointing shrink what an example need
 from one variant to another, and a peak has two lines.
 
 `options.regret.time.mean`, `.cost.mean` and `.max`: how much more the recommendation takes or costs than the best of
-all combinations, over tables and synthetic jobs; `source.*` the same of each table. `options.launches.one`, `.two`,
-`.five`: mean launches with one, two and five options, and `options.exhaustive.*` how many there are in all.
+all combinations, over tables and synthetic jobs; `source.*` the same of each table. `.everything.*` are of the least of
+all readings where every configuration was measured once, with the same noise, in 100 draws of it: `.mean` over draws
+and jobs, `.max` of the worst job, its median over draws, and `.above_ten` the share of draws in which a job is above
+10 %. `options.launches.one`, `.two`, `.five`: mean launches with one, two and five options, and `options.exhaustive.*`
+how many there are in all.
 `options.effect.one_launch.*`: |log(predicted / measured)| of a variant of one switch on the clusters where it was not
 launched, after launches of the base on the smallest and the largest cluster and one of the variant on the smallest, of
-dlperf; `options.effect.all.*` the same of all tables; `options.effect.end.*` after one more launch, on the largest.
+dlperf, in five draws of the noise; `options.effect.all.*` the same of all tables; `options.effect.end.*` after one more
+launch, on the largest. With `.noiseless` these launches have no noise, and with `.base_thrice` the base was launched on
+a third cluster, between its ends: how much of the error noise makes, and how much the base.
 `options.coverage`: share of the latter two that is within their 90 % intervals. `options.largest_batch.*`:
 |log(predicted / true)| of the largest batch of a launched variant of the synthetic jobs, by its memory model.
 
@@ -36,6 +41,7 @@ import math
 import re
 import zlib
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,12 +50,12 @@ from typing import Final
 import numpy as np
 
 from benchmarks.gpu.store import H100
-from benchmarks.support.grids import read_rows
+from benchmarks.support.grids import end_launches, middle_launch, read_rows
 from benchmarks.support.report import mean, median, parser_of, percentile, print_table, write_json
 from tula_service.perfmodel.choice import Choice, recommend
 from tula_service.perfmodel.memory_model import MemoryObservations, fit_memory
 from tula_service.perfmodel.objectives import Goal
-from tula_service.perfmodel.planner import PlanBudget, first_launches, plan
+from tula_service.perfmodel.planner import PlanBudget, plan
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors
@@ -62,6 +68,8 @@ from tula_wire.options import Options, combinations
 _OBJECTIVES: Final[tuple[Objective, ...]] = ("time", "cost")
 _EXAMPLES = 1.28e8
 _BATCHES_OF_A_LAUNCH = 3
+_EXHAUSTIVE_DRAWS = 100
+_EFFECT_DRAWS = 5  # of the noise: from one draw to another, medians over DLPerf's variants differ by a fifth
 _ORDERED: Final[Mapping[str, tuple[str, ...]]] = {
     "precision": ("fp32", "fp16"),
     "compile": ("off", "on"),
@@ -323,6 +331,19 @@ def replay(job: Job, objective: Objective, factors: Mapping[Configuration, float
         choice = recommend(job.candidates, model, goal)
 
 
+def regret(job: Job, chosen: Configuration, objective: Objective) -> float:
+    """Return how much more a configuration takes or costs than the best of the table (0.1 = 10 %)."""
+    return job.value(chosen, objective) / min(job.value(c, objective) for c in job.candidates) - 1.0
+
+
+def regrets_of_everything(job: Job, objective: Objective, noise: float) -> list[float]:
+    """Return the regret of the least reading where each configuration was measured once, in each draw of the noise."""
+    values = {c: job.value(c, objective) for c in job.candidates}
+    draws = (noise_of(job, noise, draw) for draw in range(_EXHAUSTIVE_DRAWS))
+    least = [min(values, key=lambda c: values[c] * factors[c]) for factors in draws]
+    return [values[c] / min(values.values()) - 1.0 for c in least]
+
+
 def noise_of(job: Job, sd: float, draw: int) -> dict[Configuration, float]:
     """Return the factor of each configuration's measurement; the same for the same job and draw."""
     dice = np.random.default_rng((zlib.crc32(job.name.encode()), draw))
@@ -344,21 +365,33 @@ class Errors:
             self.errors.append(abs(math.log(predicted.mean_s[row] / truth)))
             self.within.append(bool(predicted.low_s[row] <= truth <= predicted.high_s[row]))
 
+    def extend(self, other: Errors) -> None:
+        """Add what another has judged."""
+        self.errors += other.errors
+        self.within += other.within
 
-def judge_effects(job: Job, factors: Mapping[Configuration, float], one: Errors, both: Errors) -> None:
-    """Predict each variant with one switch where it was not launched, from one launch of it and from two."""
-    priors = Priors(base=job.base)
+
+def judge_effects(
+    job: Job, factors: Mapping[Configuration, float], *, third_of_base: bool = False
+) -> tuple[Errors, Errors]:
+    """Predict each variant with one switch where it was not launched, from one launch of it and from two.
+
+    The base was launched on its smallest and its largest cluster, and with `third_of_base` on one between.
+    """
+    priors, after_one, after_two = Priors(base=job.base), Errors(), Errors()
     for options in sorted({c.options for c in job.candidates} - {job.base}):
         if sum(pair not in job.base for pair in options) != 1:
             continue
-        of_base = _ends([c for c in job.candidates if c.options == job.base])
+        base = [c for c in job.candidates if c.options == job.base]
+        of_base = [*_ends(base), *(middle_launch(base) if third_of_base else ())]
         smallest, *largest = _ends([c for c in job.candidates if c.options == options])
-        for launches, errors in (([smallest], one), ([smallest, *largest], both)):
+        for launches, errors in (([smallest], after_one), ([smallest, *largest], after_two)):
             ran = [c for launch in (*of_base, *launches) for c in _batches(job, launch)]
             taken = set(launches)
             left = [c for c in job.candidates if c.options == options and launch_of(c) not in taken]
             if left and (launches != [smallest] or largest):
                 errors.add(fit_step_time(job.measure(ran, factors), prior=priors, candidates=job.candidates), job, left)
+    return after_one, after_two
 
 
 def judge_batches(job: Job, factors: Mapping[Configuration, float], errors: Errors) -> None:
@@ -373,7 +406,7 @@ def judge_batches(job: Job, factors: Mapping[Configuration, float], errors: Erro
 
 def _ends(candidates: Sequence[Configuration]) -> list[Launch]:
     """Return the launches of the smallest and of the largest cluster, the smallest first."""
-    return list(reversed(first_launches(candidates)))
+    return list(reversed(end_launches(candidates)))
 
 
 def _batches(job: Job, launch: Launch) -> list[Configuration]:
@@ -426,12 +459,11 @@ class Figures:
     """What was judged so far: regrets by source and objective, launches by the number of options, errors."""
 
     regrets: dict[str, dict[Objective, list[float]]] = field(default_factory=dict)
+    everything: dict[Objective, list[list[float]]] = field(default_factory=lambda: {name: [] for name in _OBJECTIVES})
     launches: dict[int, list[int]] = field(default_factory=lambda: {1: [], 2: [], 5: []})
     exhaustive: dict[int, list[int]] = field(default_factory=lambda: {1: [], 2: [], 5: []})
     largest_batch: list[float] = field(default_factory=list)
-    one: Errors = field(default_factory=Errors)
-    one_of_all: Errors = field(default_factory=Errors)
-    both: Errors = field(default_factory=Errors)
+    effects: defaultdict[str, Errors] = field(default_factory=lambda: defaultdict(Errors))
     h100: Errors = field(default_factory=Errors)
     h100_largest_batch: list[float] = field(default_factory=list)
     h100_regrets: list[float] = field(default_factory=list)
@@ -439,29 +471,32 @@ class Figures:
     def judge_choice(self, job: Job, memory: Memory | None, noise: float, draws: int) -> None:
         """Follow the planner for each objective and draw."""
         regrets = self.regrets.setdefault(job.source, {name: [] for name in _OBJECTIVES})
+        for objective in _OBJECTIVES:
+            self.everything[objective].append(regrets_of_everything(job, objective, noise))
         for draw, objective in itertools.product(range(draws), _OBJECTIVES):
             planned = replay(job, objective, noise_of(job, noise, draw))
-            best = min(job.value(c, objective) for c in job.candidates)
-            regrets[objective].append(job.value(planned.chosen, objective) / best - 1.0)
+            regrets[objective].append(regret(job, planned.chosen, objective))
             self.launches[len(job.options)].append(planned.launches)
             self.exhaustive[len(job.options)].append(len(launches_of(job.candidates)))
             if memory is not None:
                 self.largest_batch += largest_batches(planned, memory, job)
 
-    def judge_effects(self, job: Job, noise: float) -> None:
+    def judge_effects(self, job: Job, noise: float, draws: int) -> None:
         """Predict the variants of one switch of a table's job."""
-        after_one = Errors()
-        judge_effects(job, noise_of(job, noise, 0), after_one, self.both)
-        for errors in (self.one_of_all, *([self.one] if job.source == "dlperf_v100" else [])):
-            errors.errors += after_one.errors
-            errors.within += after_one.within
+        for suffix, sd, num_draws in (("", noise, draws), (".noiseless", 0.0, 1), (".base_thrice", noise, draws)):
+            for draw in range(num_draws):
+                factors = noise_of(job, sd, draw)
+                after_one, after_two = judge_effects(job, factors, third_of_base=suffix == ".base_thrice")
+                self.effects[f"all{suffix}"].extend(after_one)
+                self.effects[f"end{suffix}"].extend(after_two)
+                if job.source == "dlperf_v100":
+                    self.effects[f"one_launch{suffix}"].extend(after_one)
 
     def judge_device(self, job: Job, peaks: Mapping[Configuration, float], noise: float, draws: int) -> None:
         """Follow the planner on one device, and predict batches and memory that were not measured."""
-        best = min(job.value(c, "time") for c in job.candidates)
         for draw in range(draws):
             factors = noise_of(job, noise, draw)
-            self.h100_regrets.append(job.value(replay(job, "time", factors).chosen, "time") / best - 1.0)
+            self.h100_regrets.append(regret(job, replay(job, "time", factors).chosen, "time"))
             judge_batches(job, factors, self.h100)
         self.h100_largest_batch.append(largest_batch_below(job, peaks))
 
@@ -472,16 +507,22 @@ class Figures:
             values = [value for of_source in self.regrets.values() for value in of_source[objective]]
             figures[f"options.regret.{objective}.mean"] = mean(values)
             figures[f"options.regret.{objective}.max"] = max(values)
+            worst = [max(of_draw) for of_draw in zip(*self.everything[objective], strict=True)]
+            figures[f"options.regret.{objective}.everything.mean"] = mean(
+                list(itertools.chain(*self.everything[objective]))
+            )
+            figures[f"options.regret.{objective}.everything.max"] = median(worst)
+            figures[f"options.regret.{objective}.everything.above_ten"] = mean([float(each > 0.1) for each in worst])
             for source, of_source in self.regrets.items():
                 figures[f"source.{source}.regret.{objective}.mean"] = mean(of_source[objective])
                 figures[f"source.{source}.regret.{objective}.max"] = max(of_source[objective])
         for number, word in ((1, "one"), (2, "two"), (5, "five")):
             figures[f"options.launches.{word}"] = mean(self.launches[number])
             figures[f"options.exhaustive.{word}"] = mean(self.exhaustive[number])
-        for name, errors in (("one_launch", self.one), ("all", self.one_of_all), ("end", self.both)):
+        for name, errors in self.effects.items():
             figures[f"options.effect.{name}.median"] = median(errors.errors)
             figures[f"options.effect.{name}.p90"] = percentile(errors.errors, 0.9)
-        within = [float(hit) for hit in (*self.one_of_all.within, *self.both.within)]
+        within = [float(hit) for hit in (*self.effects["all"].within, *self.effects["end"].within)]
         figures["options.coverage"] = mean(within)
         figures["options.largest_batch.median"] = median(self.largest_batch)
         figures["options.largest_batch.p90"] = percentile(self.largest_batch, 0.9)
@@ -511,7 +552,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures.judge_device(job, peaks, options.noise, 1 if options.smoke else options.draws)
     for job in [] if options.tables is None else table_jobs(options.tables):
         figures.judge_choice(job, None, options.noise, 1 if options.smoke else options.draws)
-        figures.judge_effects(job, options.noise)
+        figures.judge_effects(job, options.noise, 1 if options.smoke else _EFFECT_DRAWS)
     found = figures.as_json()
     print_table(
         "One choice over nodes, batch and options", ("key", "value"), [(k, f"{v:.4g}") for k, v in found.items()]

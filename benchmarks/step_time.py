@@ -25,7 +25,6 @@ All figures are fractions (0.04 = 4 %) except `plan_ms`, `plan_mib`, `fit_ms`, l
 from __future__ import annotations
 
 import functools
-import math
 import time
 import tracemalloc
 import zlib
@@ -35,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.support.grids import Placement, Workload, over_workloads, workloads_parser
+from benchmarks.support.grids import Placement, Workload, end_launches, middle_launch, over_workloads, workloads_parser
 from benchmarks.support.report import (
     bootstrap,
     geometric_mean,
@@ -47,7 +46,7 @@ from benchmarks.support.report import (
 )
 from tula_service.perfmodel.choice import Choice, recommend
 from tula_service.perfmodel.objectives import Goal
-from tula_service.perfmodel.planner import PlanBudget, corner_design, design, first_launches, plan
+from tula_service.perfmodel.planner import PlanBudget, corner_design, design, plan
 from tula_service.perfmodel.pricing import Limits, Offer, Training
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
@@ -236,7 +235,7 @@ def goal_of(name: str, limits: Limits | None = None) -> Goal:
 
 def shared_launches(workload: Workload, found: Figures) -> None:
     """Add the errors after one, two and three launches with every batch, and regret and number of planned launches."""
-    ordered = [*first_launches(workload.candidates), *middle_launch(workload)]
+    ordered = [*end_launches(workload.candidates), *middle_launch(workload.candidates)]
     for number, name in enumerate(LAUNCHES, 1):
         chosen = {*ordered[:number]}
         errors = held_out(workload, [c for c in workload.candidates if launch_of(c) in chosen]).errors
@@ -254,14 +253,6 @@ def shared_launches(workload: Workload, found: Figures) -> None:
                 measured.append(float(len(runs)))
     found.launches = mean([float(len(each)) for each in launched])
     found.launched_batches = mean(measured)
-
-
-def middle_launch(workload: Workload) -> list[Launch]:
-    """Return the launch whose size is nearest the geometric mean of smallest and largest; empty where those are all."""
-    first = first_launches(workload.candidates)
-    rest = launches_of(workload.candidates) - set(first)
-    centre = math.prod(launch.world_size for launch in first) ** (1.0 / len(first))
-    return sorted(rest, key=lambda launch: (abs(math.log(launch.world_size / centre)), launch))[:1]
 
 
 def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:

@@ -17,6 +17,7 @@ from benchmarks.support.report import parser_of
 from tula_service.perfmodel.points import Points, StepTimeObservations
 from tula_service.perfmodel.priors import generic_prior
 from tula_service.perfmodel.step_time_form import AT, hypotheses, log_terms, residual_covariance
+from tula_service.perfmodel.variants import Launch, launches_of
 from tula_wire import Configuration
 
 Found = TypeVar("Found")
@@ -143,6 +144,23 @@ def _sync_times(tables: Sequence[Path]) -> dict[tuple[object, ...], list[float]]
                 read.setdefault(place, []).append(float(row["sync_time_s"]))
         first = read | first
     return first
+
+
+def end_launches(candidates: Sequence[Configuration]) -> list[Launch]:
+    """Return the launches of the largest and of the smallest cluster; one where these are the same.
+
+    If one cluster has several launches, the one with the least accumulation counts as the largest.
+    """
+    ordered = sorted(launches_of(candidates), key=lambda launch: (launch.world_size, -launch.grad_accum_steps, launch))
+    return list(dict.fromkeys((ordered[-1], ordered[0])))
+
+
+def middle_launch(candidates: Sequence[Configuration]) -> list[Launch]:
+    """Return the launch whose size is nearest the geometric mean of smallest and largest; empty where those are all."""
+    ends = end_launches(candidates)
+    rest = launches_of(candidates) - set(ends)
+    centre = math.prod(launch.world_size for launch in ends) ** (1.0 / len(ends))
+    return sorted(rest, key=lambda launch: (abs(math.log(launch.world_size / centre)), launch))[:1]
 
 
 def read_memory(path: Path) -> list[MemoryWorkload]:

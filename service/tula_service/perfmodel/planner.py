@@ -89,10 +89,10 @@ def plan(
     `full` takes every candidate. `partial` takes the smallest and the largest batch on the smallest and the largest
     cluster. `paper` takes two of these corners: the smallest batch on the smallest cluster and the largest batch on the
     largest. `adaptive` takes the four most informative runs (largest cluster first), then follows `_refine_choice`.
-    With `budget.share_launches`, a launch measures up to three batches of its cluster: the first launch takes the
-    largest cluster, the second the smallest, unless the first told how a step splits into compute and communication.
-    Where a probe measured the links between nodes, the launch of the smallest cluster comes alone. Where the job has
-    options, both launches are of the base, and `adaptive` then takes the launch of the largest expected gain.
+    With `budget.share_launches`, a launch measures up to three batches of its cluster: the first launch of an instance
+    type takes its largest cluster or, where a probe measured the links between nodes, its smallest. Where the job has
+    options, that launch is of the base, which is launched on the smallest cluster too, unless the first launch told how
+    a step splits into compute and communication; `adaptive` then takes the launch of the largest expected gain.
 
     `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
     measured, `recommendation` is the answer that the user gets for `goal`; by default the planner computes it from the
@@ -247,34 +247,29 @@ def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> 
     return list(dict.fromkeys(corners))
 
 
-def first_launches(candidates: Sequence[Configuration], *, probed: Collection[str] = ()) -> list[Launch]:
-    """Return the largest and the smallest cluster of each instance type, but the smallest alone of a type in `probed`.
-
-    A probe has told the links between nodes of the latter. If one cluster has several launches, the one with the least
-    accumulation counts as the largest.
-    """
-    chosen: list[Launch] = []
-    for name in sorted({c.instance_type for c in candidates}):
-        launches = sorted(
-            launches_of(c for c in candidates if c.instance_type == name),
-            key=lambda launch: (launch.world_size, -launch.grad_accum_steps, launch),
-        )
-        chosen += [launches[0]] if name in probed else dict.fromkeys((launches[-1], launches[0]))
-    return chosen
-
-
 def _first_launches(state: _State) -> list[PlannedRun]:
     """Return the runs that are missing from the launches that every search begins with.
 
-    An instance type whose first launch told compute from communication needs no second launch.
+    These are of the largest cluster of each instance type or, where a probe told the links between nodes, of its
+    smallest. Where the job has options, whose effects are read against the base, a launch of the smallest cluster
+    follows that of the largest, unless that one told compute from communication. If one cluster has several launches,
+    the one with the least accumulation counts as the largest.
     """
     begun = launches_of(state.used)
-    told = {launch.instance_type for launch in begun if launch.options == state.base and state.tells_split(launch)}
-    design = first_launches(state.of_base, probed=state.priors.probed)
-    needed = [launch for launch in design if launch in begun or launch.instance_type not in told]
+    sizes, among = [c.world_size for c in state.candidates], (*state.used, *state.affordable)
+    needed: list[Launch] = []
+    for name in sorted({c.instance_type for c in state.of_base}):
+        launches = sorted(
+            launches_of(c for c in state.of_base if c.instance_type == name),
+            key=lambda launch: (launch.world_size, -launch.grad_accum_steps, launch),
+        )
+        ends = launches[:1] if name in state.priors.probed else list(dict.fromkeys((launches[-1], launches[0])))
+        enough = [launch for launch in begun if (launch.instance_type, launch.options) == (name, state.base)]
+        if state.base:
+            enough = [launch for launch in enough if state.tells_split(launch)]
+        needed += [launch for launch in (ends if state.base else ends[:1]) if launch in begun or not enough]
     first = sorted(needed, key=lambda launch: launch not in begun)
     missing = [launch for launch in first if launch not in begun]
-    sizes, among = [c.world_size for c in state.candidates], (*state.used, *state.affordable)
     runs = []
     for launch in [*first[: len(first) - len(missing)], *missing[: state.runs_left]]:
         purpose = f"Design: {_place(launch.world_size, sizes)} cluster, with its other batches in one launch."
