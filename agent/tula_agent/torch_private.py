@@ -215,7 +215,31 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def foreach_subtract_(
+    tensors: Sequence[torch.Tensor], changes: Sequence[torch.Tensor], rates: Sequence[float | torch.Tensor]
+) -> None:
+    """Subtract from each dense tensor its rate times its change (float32), which is overwritten.
+
+    Tensors of one rate, device and type take two kernels.
+    """
+    groups: dict[tuple[int | float, torch.device, torch.dtype], list[int]] = {}
+    for place, (tensor, rate) in enumerate(zip(tensors, rates, strict=True)):
+        key = id(rate) if isinstance(rate, torch.Tensor) else rate
+        groups.setdefault((key, tensor.device, tensor.dtype), []).append(place)
+    for (_, _, dtype), places in groups.items():
+        steps, rate = [changes[place] for place in places], rates[places[0]]
+        torch._foreach_mul_(steps, rate)
+        steps = steps if dtype == torch.float32 else [step.to(dtype) for step in steps]
+        torch._foreach_sub_([tensors[place] for place in places], steps)
+
+
 # Tensors without data, and devices.
+
+
+def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return `numbers` on `device`. A GPU copies them from pinned memory, without the host waiting for its queue."""
+    host = torch.tensor(numbers, dtype=dtype, device="cpu")
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def autocast_dtype() -> torch.dtype | None:

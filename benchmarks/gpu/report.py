@@ -96,8 +96,12 @@ def _scaling(rows: dict[str, Row]) -> Iterator[str]:
         [name, *(f"{1e3 * row[key]:.2f}" for key in ("step_time_s", "added_s"))]
         + [_percent(row[key]) for key in ("cost", "cost_of_micro_step")]
         for name, row in rows.items()
-        if "failed" not in row
+        if "added_s" in row
     ]
+    for name, row in rows.items():
+        if "host_s" in row:
+            yield f"- {name}: {1e3 * row['seconds']:.2f} ms, of which the host takes {1e3 * row['host_s']:.2f} ms"
+    yield ""
     yield from table(["policy", "bare step ms", "added ms", "of the step", "of a micro-step"], measured)
     yield from _failures(rows)
 

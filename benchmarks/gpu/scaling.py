@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +19,14 @@ import torch.nn.functional as F
 from benchmarks.gpu.store import Results, Row, now
 from benchmarks.support.resnet import resnet
 from tula_agent.scaling import Gain, Policy, TulaOptimizer
+from tula_agent.scaling.direction import corrections, matrix_shape
 
 TURNS, MICRO_STEPS = 5, 2
 SIZES = {32: 16, 128: 6}
 """Steps in a turn, by examples of a micro-step: a GPU waits for the host's launches of the smaller one."""
+
+
+WATCHED = 8
 
 
 class EveryStep(Gain):
@@ -68,6 +74,7 @@ def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row
             times[scaled].append((now(device) - began) / steps)
             if scaled:
                 optimizer.close()
+    waits = _waits(model, images, labels, policy, device)
     added = statistics.median(scaled - bare_s for scaled, bare_s in zip(times[True], times[False], strict=True))
     bare_s = statistics.median(times[False])
     return {
@@ -75,15 +82,61 @@ def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row
         "added_s": added,
         "cost": added / bare_s,
         "cost_of_micro_step": MICRO_STEPS * added / bare_s,
+        "waits": waits,
     }
 
 
+def _waits(
+    model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, policy: Policy, device: torch.device
+) -> list[str]:
+    """Return the operations of eight steps at which the host waits for all work that is queued on the device."""
+    bare = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    optimizer = TulaOptimizer(bare, global_batch_size=MICRO_STEPS * len(images), policy=policy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2 + WATCHED):
+            if step == 2 and device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("warn")
+            optimizer.zero_grad()
+            for _ in range(MICRO_STEPS):
+                (F.cross_entropy(model(images), labels) / MICRO_STEPS).backward()
+            optimizer.step()
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+    optimizer.close()
+    return sorted({f"{Path(warning.filename).name}:{warning.lineno} {warning.message}" for warning in caught})
+
+
+def measure_turning(precision: str, device: torch.device, smoke: bool) -> Row:
+    """Return the seconds of turning all matrices of ResNet-50 once: of the host, and until the device is done."""
+    network = resnet(18 if smoke else 50, channels=3, num_classes=1000)
+    shapes = [shape for parameter in network.parameters() if (shape := matrix_shape(parameter)) is not None]
+    shapes.sort(key=lambda shape: (shape.rows, shape.columns))
+    updates = [torch.randn(shape.rows, shape.columns, device=device) for shape in shapes]
+    levels = torch.stack([1e-3 * update.square().sum() for update in updates])
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    times: dict[str, list[float]] = {"host_s": [], "seconds": []}
+    for _ in range(2 if smoke else 12):
+        began = now(device)
+        corrections(updates, levels)
+        times["host_s"].append(time.perf_counter() - began)
+        times["seconds"].append(now(device) - began)
+    torch.set_float32_matmul_precision(before)
+    operations = sum(shape.operations(host=device.type == "cpu") for shape in shapes)
+    return {name: statistics.median(found[2:] or found) for name, found in times.items()} | {"operations": operations}
+
+
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add a row for each policy and micro-step."""
+    """Add rows for turning alone, and one for each policy and micro-step."""
     ends = time.monotonic() + seconds
     rows = {
         f"{name}, {size} examples": (name, size) for size in list(SIZES)[: 1 if smoke else None] for name in POLICIES
     }
-    for name in results.missing(rows, ends):
-        policy, size = rows[name]
-        results.add(name, measure(POLICIES[policy], size, device, smoke))
+    turning = {f"turning alone, products in {precision}": precision for precision in ("highest", "high")}
+    for name in results.missing([*turning, *rows], ends):
+        if name in turning:
+            results.add(name, measure_turning(turning[name], device, smoke))
+        else:
+            policy, size = rows[name]
+            results.add(name, measure(POLICIES[policy], size, device, smoke))

@@ -335,11 +335,11 @@ def test_directions_on_the_device_are_those_of_the_host_also_where_products_may_
     draw = torch.Generator().manual_seed(0)
     updates = torch.randn(3, 300, 700, generator=draw) * torch.logspace(0, -2, 300)[None, :, None]
     levels = updates.square().sum((1, 2)) * torch.tensor([1e-4, 1e-3, 1e-2])
-    host = updates + corrections(updates, levels)
+    host = updates + torch.stack(corrections([*updates], levels))
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        found = updates + corrections(updates.to(device), levels).cpu()
+        found = updates + torch.stack(corrections([*updates.to(device)], levels.to(device))).cpu()
     finally:
         torch.set_float32_matmul_precision(before)
     assert float((found - host).norm() / host.norm()) < 0.01

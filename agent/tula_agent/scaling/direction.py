@@ -26,6 +26,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from torch.nn import functional
 
 from tula_agent.guard import logger
 from tula_agent.scaling.ranks import Ranks, owners
+from tula_agent.torch_private import foreach_subtract_, norms, to_device
 
 DAMPING = 0.25
 """c: flat between 1/4 and 1 with batch normalization; chosen among 0, 1/4, 1 and 4 on development cases."""
@@ -40,6 +42,8 @@ ROWS = 256
 """A matrix with more rows is cut into blocks of rows, each with its own D: the root costs the cube of the rows."""
 MOST_OPERATIONS = 0.05
 """Most operations of turning, as a share of the forward and backward passes; above it the largest matrices stay."""
+_HEIGHTS = 64
+"""Blocks on a GPU have a multiple of this number of rows, so that few heights occur."""
 POSITIONS = 64
 """Positions at which a convolution is assumed to use its weight for each example (8 x 8); a dense layer has one."""
 
@@ -58,29 +62,70 @@ def noise_level(noise: float, momentum: float, rows: int, damping: float = DAMPI
     return damping * noise / (kept * rows) if kept > 0.0 else math.inf
 
 
-def corrections(updates: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    """Return D - U of each matrix U of `updates` (k, m, n), m <= n, with nu of each in `levels` (k,);
-    float32, |D| = |U|.
+def corrections(updates: Sequence[torch.Tensor], levels: torch.Tensor) -> list[torch.Tensor]:
+    """Return D - U of each matrix U (m, n), m <= n, with nu of each in `levels` (k,); float32, |D| = |U|.
 
     Zeros for a matrix of zeros, one with NaN or infinity, and one whose level is not finite
-    or far above it: these keep the step that SGD took.
+    or far above it: these keep the step that SGD took. All matrices are on one device. Consecutive matrices of one
+    shape are multiplied together, and the inverse roots of all blocks of one height are found together: on a GPU,
+    starting the operations takes longer than the operations.
     """
-    count, rows, columns = updates.shape
-    updates = updates.float()
-    length = torch.linalg.vector_norm(updates, dim=(1, 2), keepdim=True)
-    damping = levels.to(updates)[:, None, None] / length.square()
-    usable = (damping < _NOISY) & torch.isfinite(length)
-    damping = torch.where(usable, damping.clamp_min(_LEAST), 1.0)
-    unit = torch.where(usable, updates / length, 0.0)
+    matrices = [update.float() for update in updates]
+    lengths = torch.stack(norms(matrices))
+    damping = levels.to(lengths) / lengths.square()
+    kept = ~((damping < _NOISY) & torch.isfinite(lengths))  # `masked_fill` starts one operation, `where` two
+    damping = damping.clamp_min(_LEAST).masked_fill_(kept, 1.0)
+    stacks: list[_Stack] = []
+    for shape, members in groupby(range(len(matrices)), key=lambda place: matrices[place].shape):
+        start, *rest = members
+        part = slice(start, start + 1 + len(rest))
+        whole = torch.stack(matrices[part])
+        unit = (whole / lengths[part, None, None]).masked_fill_(kept[part, None, None], 0.0)
+        stacks.append(_Stack(part, whole, *_in_blocks(unit, shape[0])))
+    for height in dict.fromkeys(stack.height for stack in stacks):
+        same = [stack for stack in stacks if stack.height == height]
+        grams = torch.cat([_product(stack.unit, stack.unit.mT) for stack in same])
+        diagonal = torch.cat([damping[stack.part, None].expand(-1, stack.blocks).reshape(-1) for stack in same])
+        grams.diagonal(dim1=-2, dim2=-1).add_(diagonal[:, None])
+        roots = torch.split(inverse_root(grams), [len(stack.unit) for stack in same])
+        for stack, root in zip(same, roots, strict=True):
+            stack.turned = stack.joined(_product(root, stack.unit))
+    sizes = torch.cat([torch.linalg.vector_norm(stack.turned, dim=(1, 2)) for stack in stacks])
+    kept = kept | ~((sizes > 0.0) & torch.isfinite(sizes))
+    scales = lengths / sizes
+    changes: list[torch.Tensor] = []
+    for stack in stacks:
+        change = stack.turned * scales[stack.part, None, None] - stack.whole
+        changes += change.masked_fill_(kept[stack.part, None, None], 0.0).unbind()
+    return changes
+
+
+class _Stack:
+    """Matrices of one shape, in their order: `whole` (k, m, n), and `unit` of length 1 in blocks of rows."""
+
+    def __init__(self, part: slice, whole: torch.Tensor, unit: torch.Tensor, blocks: int) -> None:
+        self.part, self.whole, self.unit, self.blocks = part, whole, unit, blocks
+        self.height = unit.shape[1]
+        self.turned = whole
+
+    def joined(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return matrices (k, m, n) of their blocks."""
+        count, rows, columns = self.whole.shape
+        return blocks.reshape(count, self.blocks * self.height, columns)[:, :rows]
+
+
+def _in_blocks(unit: torch.Tensor, rows: int) -> tuple[torch.Tensor, int]:
+    """Return matrices (k, m, n) in equal blocks of rows (k blocks, height, n), filled up by zeros, and their number."""
+    blocks, height = _block(rows, host=unit.is_cpu)
+    filled = functional.pad(unit, (0, 0, 0, blocks * height - rows)) if blocks * height > rows else unit
+    return filled.reshape(-1, height, unit.shape[-1]), blocks
+
+
+def _block(rows: int, *, host: bool) -> tuple[int, int]:
+    """Return into how many blocks of rows a matrix is cut, and their height; on a GPU one of few heights."""
     blocks = -(-rows // ROWS)
     height = -(-rows // blocks)
-    unit = functional.pad(unit, (0, 0, 0, blocks * height - rows)).reshape(count * blocks, height, columns)
-    diagonal = damping.repeat_interleave(blocks, 0) * torch.eye(height, device=unit.device)
-    root = inverse_root(_product(unit, unit.mT) + diagonal)
-    turned = _product(root, unit).reshape(count, blocks * height, columns)[:, :rows]
-    size = torch.linalg.vector_norm(turned, dim=(1, 2), keepdim=True)
-    usable = usable & (size > 0.0) & torch.isfinite(size)
-    return torch.where(usable, turned * (length / size) - updates, 0.0)
+    return blocks, height if host else -(-height // _HEIGHTS) * _HEIGHTS
 
 
 def inverse_root(matrices: torch.Tensor) -> torch.Tensor:
@@ -101,14 +146,13 @@ def newton_inverse_root(matrices: torch.Tensor) -> torch.Tensor:
     size = torch.linalg.matrix_norm(matrices, keepdim=True)
     y = matrices / size
     identity = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)
-    z: torch.Tensor | None = None
-    *scales, last = _scales(math.sqrt(_LEAST))
+    first, *scales = _scales(math.sqrt(_LEAST))
+    z = t = torch.sub(1.5 * first * identity, y, alpha=0.5 * first**3)
     for scale in scales:
-        t = 1.5 * scale * identity - 0.5 * scale**3 * (y if z is None else _product(z, y))
-        y, z = _product(y, t), t if z is None else _product(t, z)
-    assert z is not None
-    t = 1.5 * last * identity - 0.5 * last**3 * _product(z, y)
-    root: torch.Tensor = _product(t, z) / size.sqrt()
+        y = _product(y, t)
+        t = _less_product(identity, z, y, scale)
+        z = _product(t, z)
+    root: torch.Tensor = z / size.sqrt()
     return root
 
 
@@ -129,10 +173,23 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     Rounding would exceed the smallest eigenvalues and make the iteration diverge. Each factor is then the sum of its
     first 11 bits and the rest; the product of both rests is below float32.
     """
-    if not left.is_cuda or torch.get_float32_matmul_precision() == "highest":
+    if _exact(left):
         return left @ right
     (a, rest), (b, other) = _halves(left), _halves(right)
     return a @ b + (a @ other + rest @ b)
+
+
+def _less_product(identity: torch.Tensor, z: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return T of the iteration, (3 a I - a^3 Z Y) / 2 for the scale a."""
+    beta, alpha = 1.5 * scale, -0.5 * scale**3
+    if _exact(z):
+        return torch.baddbmm(identity, z, y, beta=beta, alpha=alpha)
+    return torch.add(beta * identity, _product(z, y), alpha=alpha)
+
+
+def _exact(factor: torch.Tensor) -> bool:
+    """Return True where torch multiplies in float32."""
+    return not factor.is_cuda or torch.get_float32_matmul_precision() == "highest"
 
 
 def _halves(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,8 +212,7 @@ class Shape:
 
         The eigenvectors of a symmetric matrix count as 9 m^3 (Golub and Van Loan 2013, section 8.3).
         """
-        blocks = -(-self.rows // ROWS)
-        height = -(-self.rows // blocks)
+        blocks, height = _block(self.rows, host=host)
         root = 9 + 2 if host else 2 * (3 * len(_scales(math.sqrt(_LEAST))) - 2)
         return blocks * (4 * height**2 * self.columns + root * height**3)
 
@@ -250,11 +306,10 @@ class _Matrix:
         update = sgd_update(self.parameter, self.group, buffer, self.group["lr"] * factor).flatten(1)
         return update.mT if self.shape.transposed else update
 
-    def step(self, correction: torch.Tensor, factor: float) -> None:
-        """Apply w <- w - rate (D - U), which turns the step taken along U into a step along D."""
+    def shaped(self, correction: torch.Tensor) -> torch.Tensor:
+        """Return D - U of the matrix, in any shape, as the weight's."""
         matrix = correction.view(self.shape.rows, self.shape.columns)
-        change = (matrix.mT if self.shape.transposed else matrix).reshape(self.parameter.shape)
-        self.parameter.sub_((self.group["lr"] * factor * change).to(self.parameter.dtype))
+        return (matrix.mT if self.shape.transposed else matrix).reshape(self.parameter.shape)
 
 
 class Directions:
@@ -272,6 +327,7 @@ class Directions:
         self.left_out = 0
         self._tables: frozenset[int] = frozenset()
         self._searched = 0
+        self._levels: dict[torch.device, tuple[list[float], torch.Tensor]] = {}
 
     @property
     def acts(self) -> bool:
@@ -313,8 +369,12 @@ class Directions:
             corrected = self._correct(shares[self._ranks.rank], factor, noise)
         if self._ranks.size > 1:
             corrected = self._exchange(shares, corrected)
-        for matrix in matrices:
-            matrix.step(corrected[matrix.index], factor)
+        # w <- w - rate (D - U) turns the step taken along U into a step along D.
+        foreach_subtract_(
+            [matrix.parameter for matrix in matrices],
+            [matrix.shaped(corrected[matrix.index]) for matrix in matrices],
+            [matrix.group["lr"] * factor for matrix in matrices],
+        )
 
     def _matrices(self) -> list[_Matrix]:
         """Return all matrices of torch's own SGD, in the order of parameters; none of another optimizer."""
@@ -341,17 +401,25 @@ class Directions:
     def _correct(
         self, matrices: Sequence[_Matrix], factor: float, noise: Mapping[int, float]
     ) -> dict[int, torch.Tensor]:
-        """Return D - U of each matrix, by its place; each shape and device takes one batch of products."""
-        groups: dict[tuple[int, int, torch.device], list[_Matrix]] = {}
-        for matrix in matrices:
-            groups.setdefault((matrix.shape.rows, matrix.shape.columns, matrix.parameter.device), []).append(matrix)
+        """Return D - U of each matrix, by its place."""
+        by_device: dict[torch.device, list[_Matrix]] = {}
+        for matrix in sorted(matrices, key=lambda matrix: (matrix.shape.rows, matrix.shape.columns)):
+            by_device.setdefault(matrix.parameter.device, []).append(matrix)
         corrected: dict[int, torch.Tensor] = {}
-        for group in groups.values():
-            updates = torch.stack([matrix.update(self._inner, factor) for matrix in group])
-            levels = torch.tensor([self._level(matrix, noise) for matrix in group], dtype=torch.float32, device="cpu")
+        for device, group in by_device.items():
+            updates = [matrix.update(self._inner, factor) for matrix in group]
+            levels = self._levels_on(device, [self._level(matrix, noise) for matrix in group])
             changes = corrections(updates, levels)
             corrected |= {matrix.index: change for matrix, change in zip(group, changes, strict=True)}
         return corrected
+
+    def _levels_on(self, device: torch.device, levels: list[float]) -> torch.Tensor:
+        """Return `levels` on `device`; those of the step before where no measurement came between."""
+        before, tensor = self._levels.get(device, ([], None))
+        if tensor is None or before != levels:
+            tensor = to_device(levels, torch.float32, device)
+            self._levels[device] = levels, tensor
+        return tensor
 
     def _level(self, matrix: _Matrix, noise: Mapping[int, float]) -> float:
         """Return nu of a matrix; NaN for one that was added since the last measurement."""
@@ -363,16 +431,16 @@ class Directions:
     ) -> dict[int, torch.Tensor]:
         """Return the corrections of all ranks by place, the same on all; `corrected` has those of this rank's share."""
         most = max(sum(matrix.parameter.numel() for matrix in share) for share in shares)
+        own = [corrected[matrix.index].reshape(-1) for matrix in shares[self._ranks.rank]]
         device = shares[0][0].parameter.device
         parcel = torch.zeros(most, dtype=torch.bfloat16, device=device)
-        place = 0
-        for matrix in shares[self._ranks.rank]:
-            correction = corrected[matrix.index].reshape(-1)
-            parcel[place : place + correction.numel()] = correction
-            place += correction.numel()
+        if own:
+            packed = torch.cat([piece.to(device) for piece in own])
+            parcel[: len(packed)] = packed
         everything: dict[int, torch.Tensor] = {}
         for share, received in zip(shares, self._ranks.gather(parcel), strict=True):
             sizes = [matrix.parameter.numel() for matrix in share]
-            for matrix, piece in zip(share, torch.split(received[: sum(sizes)], sizes), strict=True):
-                everything[matrix.index] = piece.to(matrix.parameter.device, torch.float32)
+            pieces = torch.split(received[: sum(sizes)].float(), sizes)
+            for matrix, piece in zip(share, pieces, strict=True):
+                everything[matrix.index] = piece.to(matrix.parameter.device)
         return everything

@@ -9,6 +9,7 @@ loss scale, clipping by global norm, averages); it is found by projections, so t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tula_agent.guard import logger
 from tula_agent.scaling.policies import SERVED_SLOTS, Served
 from tula_agent.scaling.ranks import Ranks
 from tula_agent.scaling.taps import CALIBRATORS, Gradients, GradientTap
-from tula_agent.torch_private import norm_squared, norms, wide_dtype
+from tula_agent.torch_private import norm_squared, norms, to_device, wide_dtype
 
 _MAX_RESIDUAL = 0.01  # relative error of `common_factor`, above which gradients were changed by more than one factor
 _HEAD = 7  # numbers of a measurement before its projections
@@ -50,6 +51,17 @@ def common_factor(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tens
     factor = torch.dot(before, after) / torch.dot(before, before)
     factor = torch.where(factor > 0.0, factor, math.nan)
     return factor, torch.linalg.vector_norm(after - factor * before) / torch.linalg.vector_norm(after)
+
+
+def _stack(numbers: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return 0-d tensors as one on `device`, in the widest of their types."""
+    widest = max({number.dtype for number in numbers}, key=lambda dtype: dtype.itemsize)
+    return torch.stack(
+        [
+            number if number.dtype == widest and number.device == device else number.to(device, widest)
+            for number in numbers
+        ]
+    )
 
 
 class Reading:
@@ -254,24 +266,25 @@ class GradientStatistics:
         # `full` writes on the device; `tensor` would copy each number there, one transfer each.
         slots = (small, parts, large, parts / size, parts, self.examples, float(tap.uneven))
         head = [s if isinstance(s, torch.Tensor) else torch.full_like(zero, s) for s in slots]
-        projections = [zero if x is None else x.to(zero) for x in tap.projections()]
-        served = torch.zeros(SERVED_SLOTS, dtype=zero.dtype, device="cpu")
-        if self.ranks.is_first and self.pulled != self.served:
-            served = torch.tensor(self.pulled.to_vector(), dtype=zero.dtype, device="cpu")
-        served = served.to(self.device)
-        return torch.cat([torch.stack(head), torch.stack(projections) / size, served, *self._by_matrix(zero, portion)])
+        single = zero.float()
+        projections = _stack([single if x is None else x for x in tap.projections()], self.device).to(zero.dtype)
+        new = self.ranks.is_first and self.pulled != self.served
+        served = to_device(self.pulled.to_vector(), zero.dtype, self.device) if new else zero.expand(SERVED_SLOTS)
+        return torch.cat([torch.stack(head), projections / size, served, *self._by_matrix(zero, portion)])
 
     def _by_matrix(self, zero: torch.Tensor, portion: list[bool]) -> list[torch.Tensor]:
         """Return for each of `matrices` the squares of its parts and, on one rank, of its reduced gradient."""
         if not self.matrices:
             return []
         squares, gradients = self.tap.squares, self.gradients()
-        usable = [(i, g) for i in self.matrices if (g := gradients[i]) is not None and not g.is_sparse and portion[i]]
-        large = dict(zip((i for i, _ in usable), norms([g for _, g in usable]), strict=True))
-        small = [zero if (s := squares[i]) is None else s.to(zero) for i in self.matrices]
+        usable = {i: g for i in self.matrices if (g := gradients[i]) is not None and not g.is_sparse and portion[i]}
+        large = dict(zip(usable, norms([*usable.values()]), strict=True))
+        # Stacked in float32 first: on a device, converting each number by itself would be as many kernels.
+        single = zero.float()
+        small = [single if (s := squares[i]) is None else s for i in self.matrices]
         return [
-            torch.stack(small),
-            torch.stack([large[i].to(zero).square() if i in large else zero for i in self.matrices]),
+            _stack(small, self.device).to(zero.dtype),
+            _stack([large.get(i, single) for i in self.matrices], self.device).to(zero.dtype).square(),
         ]
 
     def reading(self, vector: torch.Tensor) -> Reading:

@@ -53,7 +53,7 @@ def turned(update: torch.Tensor, level: float) -> torch.Tensor:
 
 def corrected(updates: torch.Tensor, *levels: float) -> torch.Tensor:
     """D - U of matrices with these levels."""
-    return corrections(updates, torch.tensor(levels))
+    return torch.stack(corrections([*updates], torch.tensor(levels)))
 
 
 def relative(found: torch.Tensor, right: torch.Tensor) -> float:
