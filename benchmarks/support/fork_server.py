@@ -40,7 +40,7 @@ SERVICE = (
     "uvicorn.protocols.http.httptools_impl",
     "uvloop",
     "altair",
-    "scipy.stats",
+    "kneed",  # with most of SciPy, for the first answer
     "scipy.optimize",
     "psycopg",
 )

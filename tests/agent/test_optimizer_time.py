@@ -14,7 +14,7 @@ from tula_agent.run import Run
 from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.step_time_model import fit_step_time
 
-STEPS = 25
+STEPS = 10
 
 
 def measured(sink: Sink, folder: Path, micro_steps: int) -> tuple[float, float]:

@@ -53,7 +53,7 @@ def test_a_step_that_only_computes_asks_for_nothing(sink: Sink, launch: Launch) 
     assert served(sink) == "compute_bound"
 
 
-def test_four_hundred_tiny_layers_are_bound_by_starting_them(sink: Sink, launch: Launch) -> None:
+def test_two_hundred_tiny_layers_are_bound_by_starting_them(sink: Sink, launch: Launch) -> None:
     verdicts = said(launch("bound.py", "launches"))
     assert {name for name, _ in verdicts} == {"Launch-bound"}
     assert served(sink) == "launch_bound"

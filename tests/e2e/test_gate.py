@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support.forked import Server
-from tests.e2e.command import BATCH, Tula
+from tests.e2e.command import BATCH, ONE_RANK, Tula
 from tula_client.launch.gate import slower
 
 SCRIPT = """
@@ -27,7 +27,7 @@ for batch in run.steps(loader):
     optimizer.step()
     optimizer.zero_grad()
 """
-COMMAND = ["--", "torchrun", "--standalone", "--nproc-per-node={world_size}", "train.py", *BATCH]
+COMMAND = ["--", "env", *ONE_RANK, "python", "train.py", *BATCH]
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.invalid", "-c", "commit.gpgsign=false"]
 
 

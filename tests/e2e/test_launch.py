@@ -17,10 +17,10 @@ from tests.e2e.slurm import slurm
 
 def test_kill_9_of_tune_leaves_no_process_and_the_same_command_continues(server: Server, tmp_path: Path) -> None:
     tula = Tula(server, tmp_path)
-    command = ["tune", tula.spec("killed"), *TORCHRUN, *BATCH, "--step-s=0.05", "--steps=200"]
+    command = ["tune", tula.spec("killed", nodes=1), *TORCHRUN, *BATCH, "--step-s=0.05", "--steps=200"]
     first = tula.start(*command)
     wait_until(lambda: "starts at step" in tula.logs())
-    assert len(tula.processes()) >= 3  # two ranks and torchrun, at least
+    assert len(tula.processes()) >= 2  # a rank and torchrun, at least
     first.send_signal(signal.SIGKILL)
     first.communicate()
     wait_until(lambda: not tula.processes())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from tula_client import Client
 from tula_wire import Configuration, JobSpec, TokenCreate
 from tula_wire import Run as WireRun
 
-BIN = Path(sys.executable).parent
 UNEDITED = Path(__file__).parent / "scripts" / "unedited"
+WITH_HOOK = Path(__file__).parents[1] / "agent" / "scripts" / "with_hook.py"
 SHORT = ("--batch-size=8", "--epochs=4")
 SCRIPT = """
 import torch, torch.distributed as dist, tula_agent
@@ -142,32 +141,24 @@ def check_one_run_of_two_ranks(client: Client, job: str) -> None:
     assert run.num_samples >= 8
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("torchrun", "--standalone", "--nproc-per-node=2", str(UNEDITED / "plain_ddp.py")),
-        ("python", str(UNEDITED / "mp_spawn.py")),
-    ],
-    ids=["torchrun", "mp.spawn"],
-)
 def test_a_script_without_an_edit_joins_the_job_in_its_environment(
-    client: Client, server: Server, tmp_path: Path, command: tuple[str, ...]
+    client: Client, server: Server, tmp_path: Path
 ) -> None:
-    job = f"no line under {command[0]}"
-    client.register(spec(job, cluster={"max_nodes": 1, "ranks_per_node": 2}))
+    client.register(spec("no line", cluster={"max_nodes": 1, "ranks_per_node": 2}))
     # torchrun is forked; it starts the interpreters of ranks, into which the start-up hook gets
-    folder = launchers() if command[0] == "torchrun" else BIN
-    without_an_edit(server, job, tmp_path, str(folder / command[0]), *command[1:], *SHORT)
-    check_one_run_of_two_ranks(client, job)
+    command = [str(launchers() / "torchrun"), "--standalone", "--nproc-per-node=2", str(UNEDITED / "plain_ddp.py")]
+    without_an_edit(server, "no line", tmp_path, *command, *SHORT)
+    check_one_run_of_two_ranks(client, "no line")
 
 
 @pytest.mark.cluster("slurm")
 def test_ranks_that_srun_starts_join_the_job_in_their_environment(
     client: Client, server: Server, tmp_path: Path
 ) -> None:
+    """Forked ranks take the start-up hook as `with_hook.py` has it."""
     client.register(spec("no line under srun", cluster={"max_nodes": 1, "ranks_per_node": 2}))
     rank = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS"
-    script = f"{rank} {BIN / 'python'} {UNEDITED / 'plain_ddp.py'} {' '.join(SHORT)}"
+    script = f"{rank} {launchers() / 'python'} {WITH_HOOK} {UNEDITED / 'plain_ddp.py'} {' '.join(SHORT)}"
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with slurm() as cluster:
         srun = ["srun", "--ntasks=2", "--overcommit", "bash", "-c", script]

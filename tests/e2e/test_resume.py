@@ -16,7 +16,7 @@ STEPS = 200
 
 
 def test_the_remaining_steps_are_counted_from_the_checkpoint(server: Server, tmp_path: Path) -> None:
-    tula = Tula(server, tmp_path)
+    tula = Tula(server, tmp_path, forked=True)
     tula.register("goes-on", nodes=1, dataset=STEPS * 8)
     command = ["run", "goes-on", *ALONE, *BATCH, f"--steps={STEPS}", "--checkpoint-at=100", "--step-s=0.02"]
     first = tula.start(*command)

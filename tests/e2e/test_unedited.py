@@ -18,7 +18,7 @@ def test_one_launch_of_a_plain_script_measures_every_batch_and_ends_when_there_i
     server: Server, tmp_path: Path
 ) -> None:
     tula = Tula(server, tmp_path)
-    tuned, _ = tula("tune", tula.spec("unedited", least_batch=2), *START, *BATCH)
+    tuned, _ = tula("tune", tula.spec("unedited", nodes=1, least_batch=2), *START, *BATCH)
     runs = tula.runs("unedited")
     assert {(run.state, run.configuration_mismatch) for run in runs} == {("succeeded", None)}, tula.logs()
     assert {run.configuration.local_batch_size for run in runs} == {2, 8}  # what the plan wants

@@ -80,7 +80,7 @@ def everything(job_id: str, run_ids: list[str]) -> list[str]:
     return asked
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), phases=NO_SHRINKING)
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), phases=NO_SHRINKING)
 @given(profiled=batches, trained=batches, series=chunks, state=st.sampled_from(["succeeded", "out_of_memory"]))
 @example(
     profiled={"step_time_s": [0.1] * ROWS, "straggler_rank": [2**53] * ROWS},
@@ -259,7 +259,7 @@ HUGE = {
 }
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(body=specs)
 @example(body=HUGE)
 def test_any_specification_is_answered_or_refused_in_a_sentence(service: Service, body: dict[str, Any]) -> None:

@@ -101,7 +101,7 @@ def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 FEW = settings(
-    max_examples=int(os.environ.get("TULA_SCHEMA_EXAMPLES", "5")),
+    max_examples=int(os.environ.get("TULA_SCHEMA_EXAMPLES", "3")),
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,

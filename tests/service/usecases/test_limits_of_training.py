@@ -16,8 +16,8 @@ LARGE = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=128)
 
 
 def registered(cluster: Cluster, **limits: float | str) -> str:
-    """A profiled job of 10 epochs over 100,000 examples with limits that are set once it is profiled."""
-    job_id = cluster.register(spec(limits=limits)).job.id
+    """A job of 10 epochs over 100,000 examples with these limits, of which one configuration was profiled."""
+    job_id = cluster.register(spec(limits=limits, profiling={"share_launches": False, "max_runs": 1})).job.id
     cluster.work(job_id)
     return job_id
 

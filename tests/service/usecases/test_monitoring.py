@@ -12,10 +12,9 @@ from tests.service.usecases.cluster import Cluster, overlapping, spec
 
 
 @pytest.fixture
-def trained(cluster: Cluster) -> tuple[Cluster, str, wire.Run]:
+def trained(profiled: tuple[Cluster, str]) -> tuple[Cluster, str, wire.Run]:
     """A profiled job with its recommended configuration in training."""
-    job_id = cluster.register().job.id
-    cluster.work(job_id)
+    cluster, job_id = profiled
     chosen = cluster.recommendation(job_id).chosen
     assert chosen is not None
     return cluster, job_id, cluster.train(job_id, chosen.configuration)
@@ -103,7 +102,7 @@ def test_recovery_is_announced(trained: tuple[Cluster, str, wire.Run]) -> None:
 def test_a_limit_that_will_not_hold_is_announced_once(
     cluster: Cluster, limits: dict[str, float], kind: str, limit: float
 ) -> None:
-    job_id = cluster.register(spec(limits=limits)).job.id
+    job_id = cluster.register(spec(limits=limits, profiling={"max_runs": 2})).job.id
     cluster.work(job_id)
     run = cluster.train(job_id, wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=32))
     feed(cluster, run, 300)

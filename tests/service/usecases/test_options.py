@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tula_wire as wire
 from tests.service.usecases.cluster import Cluster, overlapping, spec
+from tests.support.clock import ManualClock
 from tula_service.analysis.questions import WhatIf
 from tula_service.errors import InvalidInput
+from tula_service.store import Store
 from tula_service.usecases import recommendations, runs
 from tula_service.usecases.access import ANONYMOUS
 
@@ -41,8 +45,22 @@ def launches(cluster: Cluster) -> list[tuple[object, ...]]:
     return [one for one, before in zip(ran, [None, *ran], strict=False) if one != before]
 
 
-def test_a_plan_launches_the_base_first_and_then_finds_what_pays(cluster: Cluster) -> None:
+@pytest.fixture(scope="module")
+def finished(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, wire.Recommendation]:
+    """The cluster and the recommendation of a job with two options whose plan is done."""
+    path = tmp_path_factory.mktemp("options") / "tula.db"
+    shutil.copy(sqlite_template, path)
+    store = Store.open(f"sqlite:///{path}", now=ManualClock())
+    cluster = Cluster(store)
     answer = worked(cluster)
+    store.close()
+    return cluster, answer
+
+
+def test_a_plan_launches_the_base_first_and_then_finds_what_pays(
+    finished: tuple[Cluster, wire.Recommendation],
+) -> None:
+    cluster, answer = finished
     assert answer.chosen is not None
     assert answer.with_base_options is not None
     assert [options for _, options in launches(cluster)[:2]] == [BASE, BASE]
@@ -60,8 +78,10 @@ def test_an_option_that_is_not_to_vary_keeps_its_first_value(cluster: Cluster) -
     assert [effect.value for effect in answer.options] == ["bf16"]
 
 
-def test_each_value_says_what_it_is_worth_in_time_money_and_memory(cluster: Cluster) -> None:
-    answer = worked(cluster)
+def test_each_value_says_what_it_is_worth_in_time_money_and_memory(
+    finished: tuple[Cluster, wire.Recommendation],
+) -> None:
+    _, answer = finished
     by_value = {effect.value: effect for effect in answer.options}
     assert set(by_value) == {"bf16", "on"}
     bf16 = by_value["bf16"]
@@ -81,7 +101,8 @@ def test_each_value_says_what_it_is_worth_in_time_money_and_memory(cluster: Clus
 
 def test_a_cluster_that_costs_nothing_is_answered_without_ratios_of_its_cost(cluster: Cluster) -> None:
     price = {"usd_per_node_hour": 0.0}
-    answer = worked(cluster, cluster=[{"max_nodes": 8, "memory_bytes_per_rank": 16 * 2**30, "price": price}])
+    free = [{"max_nodes": 2, "memory_bytes_per_rank": 16 * 2**30, "price": price}]
+    answer = worked(cluster, cluster=free, options={"kernel": ["a", "b"]})
     assert answer.chosen is not None
     assert all(effect.cost is None and effect.time is not None for effect in answer.options)
 
@@ -212,10 +233,10 @@ def test_a_value_that_needs_less_memory_reaches_for_its_own_largest_batch(cluste
     assert answer.chosen.configuration.local_batch_size > answer.with_base_options.configuration.local_batch_size
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_job_may_have_five_options_and_launches_at_most_fourteen_times(cluster: Cluster, shared: bool) -> None:
+@pytest.mark.slow
+def test_a_job_may_have_five_options_and_launches_at_most_fourteen_times(cluster: Cluster) -> None:
     options = {name: ["off", "on"] for name in ("compile", "fused", "pinned", "channels", "amp")}
-    worked(cluster, options=options, profiling={"share_launches": shared})
+    worked(cluster, options=options, batch={"max_local_batch_size": 64})
     assert len(launches(cluster)) <= 14
 
 
