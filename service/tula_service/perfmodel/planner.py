@@ -252,10 +252,11 @@ def _first_launches(state: _State) -> list[PlannedRun]:
 
     These are of the largest cluster of each instance type or, where a probe told the links between nodes, of its
     smallest. Where the job has options, whose effects are read against the base, a launch of the smallest cluster
-    follows that of the largest, unless that one told compute from communication. If one cluster has several launches,
-    the one with the least accumulation counts as the largest.
+    follows that of the largest. A type with a launch that told compute from communication needs no further one. If one
+    cluster has several launches, the one with the least accumulation counts as the largest.
     """
     begun = launches_of(state.used)
+    told = {launch.instance_type for launch in begun if launch.options == state.base and state.tells_split(launch)}
     sizes, among = [c.world_size for c in state.candidates], (*state.used, *state.affordable)
     needed: list[Launch] = []
     for name in sorted({c.instance_type for c in state.of_base}):
@@ -264,10 +265,7 @@ def _first_launches(state: _State) -> list[PlannedRun]:
             key=lambda launch: (launch.world_size, -launch.grad_accum_steps, launch),
         )
         ends = launches[:1] if name in state.priors.probed else list(dict.fromkeys((launches[-1], launches[0])))
-        enough = [launch for launch in begun if (launch.instance_type, launch.options) == (name, state.base)]
-        if state.base:
-            enough = [launch for launch in enough if state.tells_split(launch)]
-        needed += [launch for launch in (ends if state.base else ends[:1]) if launch in begun or not enough]
+        needed += [launch for launch in (ends if state.base else ends[:1]) if launch in begun or name not in told]
     first = sorted(needed, key=lambda launch: launch not in begun)
     missing = [launch for launch in first if launch not in begun]
     runs = []

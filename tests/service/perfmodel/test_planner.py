@@ -304,7 +304,7 @@ def test_a_launch_that_was_cut_short_is_completed_with_what_the_design_still_nee
     assert [run.configuration for run in rest.runs] == first[:1]
 
 
-def test_a_launch_that_nothing_pays_for_is_left_out():
+def test_a_launch_of_the_design_that_nothing_pays_for_is_left_out():
     smallest = [c for c in GRID if c.num_nodes == 1]
     model = fitted([*smallest, make_configuration(2, 4, 32)], GRID)
     (cost,) = 30 * 32 * model.predict([make_configuration(8, 4, 32)]).mean_s
