@@ -222,8 +222,7 @@ def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]
 
 
 def tuned(spec: str, script: Sequence[str], read: Callable[[Client], T]) -> tuple[float, T]:
-    """Return the seconds of `tula tune` on a script with its options, and what `read` answers;
-    RuntimeError if it fails."""
+    """Return the seconds of `tula tune` on a script, and what `read` answers. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as name, Server(f"sqlite:///{name}/tula.db") as server:
         start = ["--launcher", "torchrun", "--", *script]
         Path(name, "job.toml").write_text(spec)

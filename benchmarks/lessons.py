@@ -63,8 +63,7 @@ class Score:
 
 
 def read(path: Path, ranks: int) -> dict[str, list[Job]]:
-    """Read the jobs by cluster, where there are enough networks;
-    of each the grid with most rows among those on few ranks."""
+    """Read the jobs by cluster, where it has enough networks: of each, the grid with most rows on few ranks."""
     about = {row["workload"]: row for row in read_rows(path)}
     best: dict[tuple[str, str], Job] = {}
     for workload in read_step_time(path):

@@ -102,8 +102,10 @@ def static_bytes(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
 
 
 def _family(name: str) -> str:
-    """Return the letters that a network's name begins with;
-    a workload is SOURCE/.../NETWORK/PRECISION or SOURCE/NETWORK."""
+    """Return the letters that a network's name begins with.
+
+    A workload is SOURCE/.../NETWORK/PRECISION or SOURCE/NETWORK.
+    """
     parts = name.lower().split("/")
     letters = re.match("[a-z]+", parts[-2] if len(parts) > 2 else parts[-1])
     return letters.group() if letters else name

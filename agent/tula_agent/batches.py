@@ -147,8 +147,9 @@ def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def first_examples(value: Any, size: int, count: int) -> Any:
-    """Return the first `count` of the `size` examples in a batch:
-    tensors and lists whose leading length is `size` are cut.
+    """Return the first `count` of the `size` examples in a batch.
+
+    It cuts tensors and lists whose leading length is `size`.
 
     Containers are copied, not changed. Raises TypeError where a part has another leading length, or may be either a
     list of examples or a list of tensors.

@@ -358,8 +358,9 @@ def _new_folder(root: Path, facts: dict[str, Any]) -> str:
 
 
 def _delete_superseded(folder: Path) -> None:
-    """Delete older checkpoints once `folder` is complete:
-    keep the newest of each of the last KEEP steps, and no older unfinished one.
+    """Delete older checkpoints once `folder` is complete.
+
+    The newest of each of the last KEEP steps stays, and no older unfinished one.
 
     A failure must not end the training.
     """

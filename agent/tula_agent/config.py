@@ -85,8 +85,7 @@ class AgentConfig:
 
 
 def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None = None) -> AgentConfig | None:
-    """Return the configuration, or None for an agent that does nothing:
-    no TULA_URL, TULA_DISABLED, or no run to report to.
+    """Return the configuration, or None: no TULA_URL, TULA_DISABLED, or no run to report to.
 
     job: whose run the agent makes by itself where no launcher has made one; without a name, that in TULA_JOB. Never
     raises: an invalid value is logged and treated as absent.

@@ -39,7 +39,7 @@ class Launch:
         return self._due[0][1] if self._due else self.own_run_id
 
     def use(self, smaller: Sequence[tuple[int, str]]) -> None:
-        """Measure these batches, then the whole one; what was measured of others stays theirs."""
+        """Measure these batches, then the whole one; measurements of other batches stay theirs."""
         self._due = list(smaller) if self.whole is not None else []
         self._runs.update(self._due)
         self.cut_to = self._due[0][0] if self._due else None
@@ -71,7 +71,7 @@ class Launch:
         return self._runs.get(local_batch_size or 0, self.own_run_id)
 
     def batch_share(self, local_batch_size: int | None) -> float:
-        """Return which share of the whole batch this is; 1 for any that is not cut."""
+        """Return the share of the whole batch that this batch is; 1 where none is cut."""
         if self.whole is None or local_batch_size not in self._runs:
             return 1.0
         return local_batch_size / self.whole

@@ -90,8 +90,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 def capture_randomness(loader: Any = None) -> dict[str, Any]:
-    """Return the state of every generator that a step may draw from:
-    torch (CPU, CUDA), NumPy, Python, the loader's own."""
+    """Return the state of every generator that a step may use: torch (CPU, CUDA), NumPy, Python, the loader's own."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()

@@ -181,8 +181,7 @@ def with_group_place(config: AgentConfig) -> AgentConfig:
 
 
 def _list_hosts(store: Any) -> list[str]:
-    """Return the names by which other ranks may reach this one;
-    it hosts the group's store too, if that is a TCPStore."""
+    """Return the names by which other ranks may reach this one; it hosts a TCPStore of the group too."""
     while isinstance(store, _stores.PrefixStore):
         store = getattr(store, "underlying_store", None)  # absent in old versions
     named = str(store.host) if isinstance(store, _stores.TCPStore) else os.environ.get("MASTER_ADDR")

@@ -590,8 +590,7 @@ class Recorder:
         return not quiet and self._do_what_is_due(step, warmup, timing.step_time_s if usual else None)
 
     def _of_another_size(self, timing: StepTiming) -> StepTiming:
-        """Return what counts of a step with another batch than the usual one:
-        three such steps in a row do not end an epoch.
+        """Return what counts of a step of an unusual batch; three such steps in a row do not end an epoch.
 
         If these steps have one size, that is the usual batch from then on. If they have several, sizes vary, and each
         step counts as a step of the run's configured batch, or of the mean.
@@ -618,8 +617,7 @@ class Recorder:
             logger.warning("%s%s; %s, or tula_agent.init(batch_size=...)", what, counted, remedy)
 
     def _do_what_is_due(self, step: int, warmup: bool, step_time_s: float | None) -> bool:
-        """Do what is not done after every step, and find which steps have none of it;
-        return True where that takes long."""
+        """Do what is due after some steps, and find which steps have nothing due; return True where that takes long."""
         since, profiling = step - self.launch.first_step, self.profiling
         if self.leads and step <= COUNTED_STEP:
             self._count_operations(step)
@@ -666,7 +664,7 @@ class Recorder:
         return True
 
     def measured_enough(self) -> bool:
-        """Return True where a profiling run has what it can get, and an exception is due to its repeating the loader.
+        """Return True where a profiling run has measured all it can, and repeating the loader caused an exception.
 
         A schedule that was made for the script's own steps raises after the last of them: the script is not at fault.
         """
@@ -729,7 +727,7 @@ class Recorder:
                 logger.warning(text, batches, seen)
 
     def _say_what_changes(self, step: int, warmup: bool) -> None:
-        """Warn of what suggests that later steps differ: a profiling run sees only the beginning of a training."""
+        """Warn of signs that later steps will differ: a profiling run sees only the beginning of a training."""
         if warmup:
             self.timer.rose_from = 0
         if self.timer.rose_from and not self._said_rise:

@@ -63,8 +63,7 @@ def bring(requirements: set[str], site: Path) -> None:
 
 
 def isolated(folder: Path, requirements: set[str], wheel: Path) -> Path:
-    """Make a virtual environment with the closure of `requirements` and the wheel installed by pip;
-    return its `bin`."""
+    """Make a virtual environment with the closure of `requirements` and the wheel, by pip, and return its `bin`."""
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     bring(requirements, site)

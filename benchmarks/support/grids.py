@@ -66,8 +66,10 @@ class Workload:
         return StepTimeObservations.at(configurations, seconds, exposed_comm_time_s=self.measured_sync(configurations))
 
     def measured_sync(self, configurations: Sequence[Configuration]) -> list[float]:
-        """Return the exposed communication as profiling reads it, s, NaN where unknown:
-        a slow run is slow in all parts."""
+        """Return the exposed communication in seconds as profiling reads it, NaN where unknown.
+
+        A slow run is slow in all parts.
+        """
         observed = self.observed_s or self.step_time_s
         return [
             self.sync_time_s[c] * observed[c] / self.step_time_s[c] if c in self.sync_time_s else math.nan
@@ -164,8 +166,7 @@ def middle_launch(candidates: Sequence[Configuration]) -> list[Launch]:
 
 
 def read_memory(path: Path) -> list[MemoryWorkload]:
-    """Return the workloads of a memory table, in the order of the file;
-    `analytic_bytes` and `parameters` may be there."""
+    """Return the workloads of a memory table in the order of the file, with further columns if it has them."""
     readings: dict[tuple[str, str, str], dict[int, float]] = {}
     parameters: dict[tuple[str, str, str], float] = {}
     counted: dict[tuple[str, str, str], dict[int, float]] = {}

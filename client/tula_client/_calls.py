@@ -313,8 +313,7 @@ class Calls(Unsent):
         first_step: int | None = None,
         last_step: int | None = None,
     ) -> Call[wire.TelemetrySeries]:
-        """Return one column of a run, down-sampled by the service to `max_points`;
-        without `column`, only the names of all."""
+        """Return one column of a run in at most `max_points`; without `column`, only the names of all columns."""
 
     @_endpoint("GET", routes.JOB_EVENTS + "?after=0&follow=false")
     def past_events(self, job_id: str) -> Call[list[wire.Event]]:
@@ -322,8 +321,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.JOB_RECOMMENDATION)
     def recommendation(self, job_id: str, objective: wire.Objective | None = None) -> Call[wire.Recommendation]:
-        """Return the recommended configuration with predictions, frontier and reason;
-        by default for the job's objective."""
+        """Return the recommended configuration with predictions and reason, by default for the job's objective."""
 
     @_endpoint("GET", routes.JOB_PREDICTIONS)
     def predictions(
@@ -354,8 +352,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.JOB_SCALING)
     def scaling(self, job_id: str, *, policy: wire.ScalingPolicy = "gain", etag: str | None = None) -> Call[Scaling]:
-        """Return the numbers of gradient scaling of a policy;
-        with the last `etag`, unchanged ones are not sent again."""
+        """Return the gradient scaling of a policy; with the last `etag`, unchanged numbers are not sent again."""
 
     @_endpoint("PATCH", routes.JOB_SCALING)
     def patch_scaling(

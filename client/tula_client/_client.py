@@ -146,13 +146,14 @@ class Client(Calls, Blocking):
         return JobHandle(self, self.send(_flows.resolve_job(job)))
 
     def profile_run(self, job: str, configuration: Configuration) -> ProfileRun:
-        """Return a profiling run whose steps the caller measures itself, for use in `with`;
-        `job` is an id or a name."""
+        """Return a profiling run whose steps the caller measures, for use in `with`; `job` is an id or a name."""
         return ProfileRun(self, job, configuration)
 
     def events(self, job_id: str, *, last_id: int | None = None) -> Iterator[Event]:
-        """Yield the events of a job, each once, until the caller stops;
-        after a lost connection, reconnect and resume after the last event. `past_events` returns those until now."""
+        """Yield the events of a job, each once, until the caller stops.
+
+        After a lost connection, it reconnects and resumes after the last event. `past_events` returns those until now.
+        """
         reader = EventReader(last_id=last_id)
         while True:
             arguments = _arguments(events(job_id, last_id=reader.last_id))

@@ -109,7 +109,7 @@ def plot(
     quantity: Literal["time", "cost"] = "time",
     objective: Objective | None = None,
 ) -> Flow[Any]:
-    """Return the chart as an Altair object, for notebooks; with `output`, written as PNG, SVG or JSON instead."""
+    """Return the chart as an Altair object, for notebooks; with `output`, write it as PNG, SVG or JSON instead."""
     spec = yield from calls.chart(job_id, name, quantity=quantity, objective=objective)
     if output is None:
         with needs_extra("a plot in a notebook"):
@@ -238,8 +238,7 @@ def save(spec: dict[str, Any], path: Path) -> None:
 
 
 def check_suffix(path: Path, *kinds: str) -> str:
-    """Return the suffix of a file to write, without its point;
-    raises `UsageError` for one that is not among `kinds`."""
+    """Return the suffix of a file to write, without its point. Raises `UsageError` for one not among `kinds`."""
     if path.suffix.lower() not in kinds:
         raise UsageError(f"--output: {path.name!r} must end in one of {', '.join(kinds)}")
     return path.suffix.lower()[1:]

@@ -159,8 +159,10 @@ class Method(Generic[P, T]):
 
 
 def _signature(build: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of the method that sends what `build` makes, for notebooks and `help`;
-    annotations are objects."""
+    """Return the signature of the method that sends what `build` makes, for notebooks and `help`.
+
+    Its annotations are objects.
+    """
     hints = get_type_hints(build)
     owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     others = list(inspect.signature(build).parameters.values())[1:]

@@ -35,7 +35,8 @@ _NOTHING: Final = Access("", "", "")
 
 
 def access(url: str | None = None, token: str | None = None) -> Access:
-    """Return the address without a trailing slash, and the token, each from the first place that has it;
+    """Return the address without a trailing slash, and the token, each from the first place that has it.
+
     `token=""` sends none.
 
     A token is sent only to the address of its own place, the default one where that names none: the `.env` of a

@@ -38,8 +38,7 @@ Timestamp = AwareDatetime
 
 
 def _open(part: Any) -> Any:
-    """Return the schema with every closed set of words open to readers:
-    within a version of the wire, sets only grow."""
+    """Return the schema with every closed set of words open to readers, since such sets may grow."""
     if isinstance(part, list):
         return [_open(inner) for inner in part]
     if not isinstance(part, dict):

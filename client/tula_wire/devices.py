@@ -73,7 +73,8 @@ DEVICES: Final = {
 
 
 def known_device(accelerator: str | None) -> str | None:
-    """Return the device in `DEVICES` that a name means, the longest of several;
+    """Return the device in `DEVICES` that a name means, the longest of several.
+
     V100 is in v100-16GB, A40 is not in A4000.
 
     Marks between letters and digits do not count, nor do words of form factor between A100 and 80GB: A100-SXM4-80GB.

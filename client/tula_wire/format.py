@@ -20,8 +20,10 @@ _STEPS: Final = (
 
 
 def duration(seconds: float | None) -> str:
-    """Format seconds with three figures, or in two units from a minute on:
-    `512 us`, `41.3 ms`, `2.05 s`, `3 min 20 s`, `5 h 12 min`."""
+    """Format seconds with three figures, or in two units from a minute on.
+
+    For example: `512 us`, `41.3 ms`, `2.05 s`, `3 min 20 s`, `5 h 12 min`.
+    """
     if seconds is None or not math.isfinite(seconds):
         return NOTHING
     if seconds < 0:

@@ -76,8 +76,7 @@ _REMEDIES: Final = {
 
 
 def remedy(error: Mapping[str, Any]) -> str:
-    """Return one sentence on an entry of `pydantic.ValidationError.errors()`;
-    it goes after the field's name and a colon."""
+    """Return one sentence on an entry of `ValidationError.errors()`, to go after the field's name and a colon."""
     kind = str(error.get("type", ""))
     if kind in _REMEDIES:
         return _REMEDIES[kind].format_map(error.get("ctx") or {})

@@ -17,8 +17,7 @@ def backoff_s(failures: int, jitter: float, *, base_s: float, cap_s: float, aske
 
 
 def retry_after_s(header: str | None, now: datetime) -> float | None:
-    """Return the seconds that a `Retry-After` header asks for, from seconds or an HTTP date;
-    None when absent or unreadable.
+    """Return the seconds that a `Retry-After` header asks for, as seconds or a date; None if absent or unreadable.
 
     `now` has a time zone.
     """

@@ -309,7 +309,7 @@ def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Esti
 
 
 def _fast_compute_s(steps: Steps) -> float:
-    """Return the compute time of a quick step, as the time of a launch is the fastest of several too."""
+    """Return the compute time of a quick step, since the time of a launch is the fastest of several too."""
     rows = zip(steps.step_time_s, steps.input_time_s, steps.exposed_comm_time_s, steps.skew_s, strict=True)
     compute = [t - (data or 0.0) - comm - (skew or 0.0) for t, data, comm, skew in rows if comm is not None]
     return max(1e-9, quantiles(compute, n=4)[0])

@@ -72,7 +72,7 @@ class Fits:
         return self._ready
 
     def close(self) -> None:
-        """End the process once it has computed what it is at."""
+        """End the process once it has finished its present fit."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -80,7 +80,7 @@ class Fits:
     def turn(self) -> Iterator[Compute]:
         """Wait until no other thread has its turn; yields what computes. Raises Busy after `_LONGEST_QUEUE_S`.
 
-        Whoever takes the turn before it reads, and looks for a stored answer then, computes nothing twice.
+        A caller that takes the turn, and only then reads and looks for a stored answer, computes nothing twice.
         """
         if not self._turn.acquire(timeout=_LONGEST_QUEUE_S):
             raise Busy(

@@ -21,8 +21,10 @@ _KNOWN = {
 
 
 def columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers and one-element tensors of `metrics` by column name:
-    lower-case letters, digits and underscores."""
+    """Return the numbers and one-element tensors of `metrics` by column name.
+
+    A column name has lower-case letters, digits and underscores.
+    """
     numbers: dict[str, Any] = {}
     for name, value in metrics.items():
         numeric = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -36,7 +36,7 @@ class Finding:
 
 
 def _check(name: str, passed: bool, fact: str, remedy: str, otherwise: State = "wrong") -> Finding:
-    """Return what was found of `name`: ok, or `otherwise` with its remedy."""
+    """Return the finding of a check called `name`: ok, or `otherwise` with its remedy."""
     return Finding(name, "ok", fact) if passed else Finding(name, otherwise, fact, remedy)
 
 

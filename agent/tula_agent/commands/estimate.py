@@ -117,7 +117,7 @@ def _read(path: Path) -> str:
 
 
 def _made(factory: str, batch: int) -> tuple[torch.nn.Module, Any, torch.optim.Optimizer | None]:
-    """Model, batch and optimizer that the user's factory returns. Raises `typer.BadParameter`."""
+    """Return model, batch and optimizer from the user's factory. Raises `typer.BadParameter`."""
     module, _, name = factory.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # the working directory, as `python -m` has it

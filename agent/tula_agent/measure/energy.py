@@ -30,7 +30,7 @@ class EnergyMeter:
         self._steps, self._in_steps_s = 0, 0.0
 
     def begin(self, local_batch_size: int | None, device: torch.device | None) -> None:
-        """Begin with the measured steps of a batch."""
+        """Begin to count, with the first measured step of a batch."""
         joules = self._read_j(device)
         self._begin = None if joules is None else (local_batch_size, self._clock(), joules)
         self._steps, self._in_steps_s = 0, 0.0

@@ -37,8 +37,7 @@ def _parameter_bytes(models: Iterable[torch.nn.Module]) -> int:
 
 
 def _gradient_bytes(models: Iterable[torch.nn.Module]) -> int:
-    """Return the bytes of the gradients as they stand now;
-    DDP's buckets, where they are a copy, count as activations."""
+    """Return the bytes of the gradients as they stand now; DDP's own copies in buckets count as activations."""
     return held_bytes(p.grad for model in models for p in model.parameters() if p.grad is not None)
 
 
@@ -191,8 +190,7 @@ class MemoryMonitor:
         self._counted["gradient_bytes"] = _gradient_bytes(models)
 
     def saw_batch(self, size: int, batch: Any, loader: Any) -> None:
-        """Note a batch of `size` examples, larger than all before it;
-        count it with those that the loader prefetches."""
+        """Note a batch of `size` examples, larger than all before; count it with the prefetched ones."""
         self.largest_seen = size
         ahead = (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", None) or 0)
         self._counted["batch_bytes"] = batch_bytes(batch) * (1 + int(ahead))

@@ -120,8 +120,10 @@ class AgsRule:
         return numbers.static_scale
 
     def _refresh(self, reading: Reading, ags: Ags, numbers: Numbers) -> None:
-        """Refresh the factors (UPDATEGRADSCALE of Algorithm 1):
-        by a probe where the script allows one, else from ranks and micro-steps."""
+        """Refresh the factors (UPDATEGRADSCALE of Algorithm 1).
+
+        A probe finds them where the script allows one, else ranks and micro-steps.
+        """
         statistics = self._statistics
         statistics.count(reading.examples)
         factors: Gradients = []

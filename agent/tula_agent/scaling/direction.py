@@ -129,8 +129,10 @@ def _block(rows: int, *, host: bool) -> tuple[int, int]:
 
 
 def inverse_root(matrices: torch.Tensor) -> torch.Tensor:
-    """Return A^(-1/2) of symmetric matrices A (k, m, m) whose eigenvalues are at least 1e-6 |A|_F;
-    NaN where there is none."""
+    """Return A^(-1/2) of symmetric matrices A (k, m, m), or NaN where there is none.
+
+    Their eigenvalues are at least 1e-6 |A|_F.
+    """
     if not matrices.is_cpu:
         return newton_inverse_root(matrices)
     try:
@@ -207,8 +209,9 @@ class Shape:
     positions: int
 
     def operations(self, *, host: bool) -> int:
-        """Return the floating-point operations of D, by blocks of rows:
-        U U^T, the inverse root, and its product with U.
+        """Return the floating-point operations of D, by blocks of rows.
+
+        They are of U U^T, the inverse root, and its product with U.
 
         The eigenvectors of a symmetric matrix count as 9 m^3 (Golub and Van Loan 2013, section 8.3).
         """

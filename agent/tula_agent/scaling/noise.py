@@ -15,8 +15,7 @@ _SLOW, _FAST = 0.9, 0.5  # of averages over measured steps
 
 
 def gradient_variability(norm_sq: float, previous_norm_sq: float) -> float:
-    """Return Delta(G_i) = | (|G_i|^2 - |G_{i-1}|^2) / |G_{i-1}|^2 | (equation 5);
-    infinite when the last gradient was zero."""
+    """Return Delta(G_i) = | (|G_i|^2 - |G_{i-1}|^2) / |G_{i-1}|^2 | (equation 5), infinite after a zero gradient."""
     if previous_norm_sq <= 0.0:
         return math.inf if norm_sq > 0.0 else 0.0
     return abs((norm_sq - previous_norm_sq) / previous_norm_sq)

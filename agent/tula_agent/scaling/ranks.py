@@ -51,8 +51,9 @@ class Ranks:
         return self.size == 1 or dist.get_rank(self._group) == 0
 
     def portion(self, sizes: Sequence[int]) -> list[bool]:
-        """Return, for each tensor of these sizes, whether this rank reads it for a sum over ranks;
-        every rank holds the same tensors.
+        """Return, for each tensor of these sizes, whether this rank reads it for a sum over ranks.
+
+        Every rank holds the same tensors.
 
         Exactly one rank reads each, and all read about as much: N ranks need an Nth of the time.
         """

@@ -105,7 +105,7 @@ class Reading:
 
     @property
     def unit(self) -> float:
-        """By which a sum of micro-steps was multiplied between backward and step."""
+        """The factor on a sum of micro-steps between backward and step."""
         return float(self._factor)
 
     @property
@@ -163,7 +163,7 @@ class GradientStatistics:
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter: numbers for reductions over ranks are on it."""
+        """The device of the first parameter: numbers for reductions over ranks are on it."""
         return self.parameters()[0].device
 
     def warn(self, sentence: str) -> None:
@@ -196,7 +196,7 @@ class GradientStatistics:
 
     @property
     def observed(self) -> float:
-        """Size of this step's batch on this rank, for a sum over ranks; 0 where none was observed.
+        """Size of this step's batch on this rank, for a sum over ranks; 0 where no batch was observed.
 
         At most as many as micro-steps explain: a batch of a step that a GradScaler skipped, or one that came twice,
         does not count.
@@ -216,8 +216,11 @@ class GradientStatistics:
         return self.global_batch_size if self.counted_batch_size is None else self.counted_batch_size
 
     def count(self, examples: float) -> None:
-        """Take a sum of `examples` as B. A smaller count of whole examples only the second time: a last batch may be
-        short. Sizes that the script gives, such as tokens, vary by nature: their average counts."""
+        """Take a sum of `examples` as B.
+
+        A smaller count of whole examples counts only the second time: a last batch may be short. Sizes that the script
+        gives, such as tokens, vary by nature: their average counts.
+        """
         if examples <= 0:
             return
         if self._sized and self.global_batch_size is None:

@@ -188,8 +188,11 @@ class GradientTap:
                 calibrator.total = part.projection if total is None else total + part.projection
 
     def _hold(self, index: int, gradient: torch.Tensor) -> None:
-        """Keep a gradient until the next sum. Autograd copied it into `.grad`, since it was in use, and nothing changes
-        it: neither a further micro-step nor DDP's average."""
+        """Keep a gradient until the next sum.
+
+        Autograd copied it into `.grad`, since it was in use, and nothing changes it: neither a further micro-step nor
+        DDP's average.
+        """
         if index in self._held:  # of the micro-step before
             self.sum_held()
         self._held[index] = gradient

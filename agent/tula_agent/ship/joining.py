@@ -30,7 +30,7 @@ _JOBS_READ: Final = 2
 
 
 class Process(Protocol):
-    """What is asked of the recorder: its place among the ranks, and what it has seen."""
+    """What the recorder is asked: its place among the ranks, and what it has seen."""
 
     config: AgentConfig
     boot_id: str
@@ -199,8 +199,7 @@ class Joining:
         return {"continues": before} if latest else {}
 
     def _nodes(self) -> tuple[int, int]:
-        """Return nodes and ranks per node; a rank is a replica of the model. They come from host names, or else from
-        the launcher."""
+        """Return nodes and ranks (replicas of the model) per node, by host names, or else as the launcher says."""
         per_replica = self._process.model_parallel_size
         processes = self._process.config.ranks_per_node
         channel = self._process.channel()

@@ -366,8 +366,9 @@ class MetricNames:
 
 
 def sample_bodies(rows: list[SampleRow], identity: Identity, sequence: int) -> list[dict[str, Any]]:
-    """Return the bodies of `POST .../samples`: one per batch size, accumulation, phase and method;
-    row 0 is number `sequence`.
+    """Return the bodies of `POST .../samples`, one per batch size, accumulation, phase and method.
+
+    Row 0 is number `sequence`.
 
     A row keeps its number however rows are grouped.
     """

@@ -60,7 +60,7 @@ class SpooledRequest:
 
 
 def encode(body: dict[str, Any]) -> bytes:
-    """Compact JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
+    """Return compact JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
     return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -141,6 +141,6 @@ def read_records(path: Path) -> Iterator[SpooledRequest]:
 
 
 def spool_files(directory: Path) -> list[Path]:
-    """Spool files in `directory`, oldest first."""
+    """Return the spool files in `directory`, oldest first."""
     paths = [path for path in directory.iterdir() if path.suffix in (SUFFIX, TAKEN)]
     return sorted(paths, key=lambda path: (path.stat().st_mtime, path.name))

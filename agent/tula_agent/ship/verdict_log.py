@@ -1,4 +1,4 @@
-"""What the log of a training says of its speed: the verdict after 100 steps, and at its end."""
+"""The line on a training's speed in its log: the verdict after 100 steps, and at its end."""
 
 from __future__ import annotations
 

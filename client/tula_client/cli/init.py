@@ -75,8 +75,7 @@ def _devices() -> list[tuple[str, int]]:
 
 
 def _varied(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the command as a template, and its numbers by name of `_OPTIONS`;
-    raises `UsageError` without a batch size."""
+    """Return the command as a template, and its numbers by name. Raises `UsageError` without a batch size."""
     words, values = list(command), dict[str, int]()
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")

@@ -361,7 +361,7 @@ def run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:
 
 
 def _verdict_on(client: Client, run: Run | None) -> list[tuple[Run, Verdict]]:
-    """Return the run with its verdict; nothing where there is none, since a command has done its work without it."""
+    """Return the run with its verdict, else nothing: the command has done its work without one."""
     if run is None:
         return []
     with suppress(TulaError):

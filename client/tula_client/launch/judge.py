@@ -178,8 +178,7 @@ class _LastException:
 
 
 def relevant_lines(lines: list[str], count: int = 4) -> list[str]:
-    """Return the last lines with an error, without the launcher's own frames and tables;
-    without an error, the last lines."""
+    """Return the last lines with an error, without the launcher's frames and tables; else the last lines."""
     own = [
         f"{rank[1]} {text}" if (rank := _RANK.match(line)) else text
         for line in lines

@@ -264,8 +264,7 @@ class Runner:
         return active
 
     def poll(self, active: ActiveRun) -> int | None:
-        """Return the exit status if the command has ended;
-        else enforce the time limits, renew the lease, and return None.
+        """Return the exit status of an ended command; else enforce the time limits, renew the lease, and return None.
 
         The limit of the runner makes each rank print its stack; that of a training (`limits.on_breach`) asks it to end.
 
@@ -370,8 +369,7 @@ class Runner:
                 self.service.patch_run(run.id, stopped if run.kind == "train" else patch)
 
     def _agent_token(self, job_id: str) -> str | None:
-        """Return a token that may report for this one job:
-        the user's would give the job's code all that the user may do.
+        """Return a token that may report for this one job, not the user's own, which would give its code all rights.
 
         None where `tula` itself has none.
         """

@@ -216,8 +216,7 @@ class _PlanLoop:
         return _WAIT_BESIDE_RUNS_S if runner.active else self._wait_s(claimed)
 
     def _next_again(self, free: int) -> Run | None:
-        """Create a run of the next configuration to measure again that needs at most `free` nodes;
-        return None without one."""
+        """Create a run of the next configuration to measure again on at most `free` nodes; return None without one."""
         fitting = [one for one in self.again if one.num_nodes <= free]
         if self.again and not fitting and not self.runner.active:
             raise LaunchError(f"--again needs {self.again[0].num_nodes} nodes, but --nodes is {self.budget}: raise it")

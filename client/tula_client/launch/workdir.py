@@ -134,8 +134,7 @@ class WorkDir:
         (self.path / f"{name}.json").unlink(missing_ok=True)
 
     def _make(self) -> None:
-        """Make the folder, and its parent where that is missing, for the user alone:
-        logs and states may hold secrets."""
+        """Make the folder, and its parent if need be, for the user alone: logs and states may hold secrets."""
         if not self.path.parent.exists():
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.mkdir(exist_ok=True)

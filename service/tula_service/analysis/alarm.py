@@ -1,7 +1,7 @@
 """The alarm of a training whose speed changes, and the projection of its deadline and budget. Pure.
 
-A `Monitor` is what is known of a training between two batches of samples. `usecases/monitoring.py` stores it with the
-run and announces what the functions here find.
+A `Monitor` holds the state of a training between two batches of samples. `usecases/monitoring.py` stores it with the
+run and announces what the functions here detect.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class DriftState:
         return cls(centre, max(0.5 * (math.log(high_s) - math.log(low_s)), _LEAST_HALF_WIDTH))
 
     def confirmed_by(self, recent_s: FloatArray) -> bool:
-        """Return True if the newest steps bear the alarm out:
-        their mean is off the centre by 10 % and twice its standard error.
+        """Return True if the newest steps confirm the alarm: their mean is off the centre by 10 % and twice its error.
 
         The sums look at single steps. Where fast and slow ones alternate, a few of one speed in a row do not count as a
         change.
@@ -184,8 +183,7 @@ class Monitor:
         return replace(self, step=step, epochs_before=epochs_before)
 
     def examples_left(self, spec: wire.JobSpec, c: Configuration) -> float | None:
-        """Return the examples that the training still has to read;
-        None before a step, or where its first epoch is unknown."""
+        """Return the examples still to be read; None before a step, or where the first epoch is unknown."""
         if self.step is None or (self.epochs_before is None and self.spent_s > 0.0):
             return None
         return examples_left(spec, c, self.step, self.epochs_before)
@@ -226,8 +224,7 @@ class Monitor:
         return self.detector is not None and self.detector.alarm is not None
 
     def limits_due(self, step: int) -> bool:
-        """Return True if deadline and budget are to be projected at this step;
-        steps restart with the run's processes."""
+        """Return True if limits are to be projected at this step; steps restart with the run's processes."""
         return step < self.checked_at or step >= self.checked_at + CHECK_EVERY_STEPS
 
 
@@ -235,8 +232,7 @@ _MONITOR = TypeAdapter(Monitor)
 
 
 def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
-    """Return the examples that the training still has to read after `step`, which each process counts from zero;
-    E * D at first.
+    """Return the examples still to be read after `step`, which each process counts from zero; E * D at first.
 
     Earlier progress is reported in epochs, which do not depend on the batch size; None counts as none.
     """
@@ -258,8 +254,7 @@ def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) ->
 
 
 def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> float | None:
-    """Return the seconds that deadline and budget leave to a training that is about to start;
-    None if it need not stop at them.
+    """Return the seconds that deadline and budget leave a training about to start; None if it need not stop.
 
     Zero or less: one of them is spent. A budget limits nothing where the price of a second is unknown.
     """

@@ -43,8 +43,8 @@ _RESTS_ON = {
 def recommendation_fields(answer: Answer, cross_validated_error: float | None) -> dict[str, object]:
     """Return the fields of `wire.Recommendation` that follow from an answer: all but `id`, `job_id` and `created_at`.
 
-    Candidates are listed where their options are the base or were launched: of others, `options` says what they may be
-    worth.
+    It lists the candidates whose options are the base or were launched; `options` says what other options may be worth.
+
     `cross_validated_error` belongs to exactly the runs and the model of this answer; None without one.
     """
     choice, evidence, base = answer.choice, answer.evidence, answer.spec.base_options
@@ -122,7 +122,7 @@ def _menu(answer: Answer) -> list[wire.MenuPoint]:
 def render_candidates(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Candidate]:
     """Return the estimates as candidates of the wire, with everything that is predicted, in the order given.
 
-    Without those that spot interruptions would practically never let finish: JSON has no infinite time.
+    Candidates that spot interruptions would practically never let finish are left out: JSON has no infinite time.
     """
     frontier = {each.key for each in answer.choice.frontier}
     broken, limits = reversed(answer.choice.excluded), answer.choice.goal.limits  # decisive ones last
@@ -219,10 +219,7 @@ def why(answer: Answer) -> str:
 
 
 def explain_choice(choice: Choice) -> str:
-    """Return why the chosen candidate is chosen, as the end of a sentence.
-
-    Where none is, say so, and what its limits would have to be.
-    """
+    """Say why the chosen candidate wins or, if none does, what its limits would have to be; the end of a sentence."""
     chosen, least = choice.chosen, _least(choice)
     if chosen is None:
         limits = ", ".join(sorted({exclusion.limit for exclusion in choice.excluded}))
@@ -556,7 +553,7 @@ def suggest_learning_rate(
 
 
 def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
-    """Return for each limit that excludes candidates the one that breaks the limit by least, among equals the best.
+    """Return, for each limit that excludes candidates, the one that breaks it by least; among equals, the best.
 
     Candidates that no deadline or budget lets in come last, since they miss neither limit narrowly.
     """

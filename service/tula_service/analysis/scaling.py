@@ -71,8 +71,8 @@ def noise_curve(
 ) -> NoiseCurve:
     """Return the noise scale over a training of `examples` examples from its telemetry, both columns of shape (n,).
 
-    Each part has the geometric mean of its steps. A part of whose steps most show no signal is above what the run can
-    measure: it takes the value of the part before it, the first parts that of the first one that was measured.
+    Each part has the geometric mean of its steps. If most steps of a part show no signal, its noise is above what the
+    run can measure, and it takes the value of the part before it; the first parts take the first measured value.
     """
     begun = np.asarray(steps, dtype=np.float64).ravel() * global_batch_size / examples
     column = np.asarray(values, dtype=np.float64).ravel()
@@ -100,8 +100,10 @@ class StatisticalEfficiency:
     base_batch_size: float
 
     def of(self, global_batch_size: float) -> float:
-        """Return the progress per example: (B_noise + B_0) / (B_noise + B) (Pollux 2021, equation 7);
-        1 at B_0, falling with B."""
+        """Return the progress per example, 1 at B_0 and falling with B.
+
+        It is (B_noise + B_0) / (B_noise + B) (Pollux 2021, equation 7).
+        """
         return (self.noise_scale + self.base_batch_size) / (self.noise_scale + global_batch_size)
 
     def learning_rate_factor(self, global_batch_size: float) -> float:

@@ -260,7 +260,7 @@ def _schedule_fields(answer: Answer, chosen: Estimate, beta2: float, curves: Seq
 def _candidates(answer: Answer, chosen: Estimate) -> list[Estimate]:
     """Return what a stage may take: candidates of the recommended variant and market that keep every limit.
 
-    A mixture of what keeps a deadline and a budget keeps them too, but for the relaunches.
+    A mixture of candidates that keep a deadline and a budget keeps them too, apart from the relaunches.
     """
     out = {exclusion.estimate.key for exclusion in answer.choice.excluded}
     return [

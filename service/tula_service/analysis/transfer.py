@@ -76,8 +76,8 @@ class EarlierEvidence:
 def earlier_evidence(data: JobData, figures: Figures) -> EarlierEvidence:
     """Sort what earlier jobs learned by network and hardware.
 
-    An earlier job whose first values of options are others than this job's teaches what is believed to be left of its
-    step after these switches, with their uncertainty.
+    An earlier job may have other first values of options than this job. Its lessons then change by what is believed of
+    these switches, with their uncertainty.
     """
     same: dict[str, list[StepTimePrior]] = {}
     related: dict[str, list[tuple[StepTimePrior, float | None]]] = {}
@@ -209,7 +209,7 @@ def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:
 
 
 def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
-    """Return True when the names agree, what a step does, and parameter counts and precisions where both give them."""
+    """Return True when names and steps agree, and parameter counts and precisions where both give them."""
     if any(getattr(one, name) != getattr(other, name) for name in _STEP_DEFINING_FIELDS):
         return False
     pairs = ((one.parameters, other.parameters), (one.precision, other.precision))

@@ -63,7 +63,7 @@ async def stream_events(
     start: Annotated[int, Depends(_opened)],
     follow: Annotated[bool, Query(description="False: end after the events until now.")] = True,
 ) -> AsyncIterator[ServerSentEvent]:
-    """State changes, samples, recommendations, thresholds, drift and advice as they happen, from now on.
+    """Stream state changes, samples, recommendations, thresholds, drift and advice as they happen, from now on.
 
     With `Last-Event-ID` (or `after`) also the events since that one; 0 is from the beginning. `data` is an `Event`.
     """

@@ -219,8 +219,7 @@ def quality_page(
     run: Annotated[list[str], Query(max_length=MAX_COMPARED)] = [],  # noqa: B006 - FastAPI copies defaults
     cursor: Cursor = None,
 ) -> HTMLResponse:
-    """Show training runs side by side, by any column that they reported:
-    a table of all, and a chart of all or of `run`."""
+    """Show training runs side by side by any reported column: a table of all, and a chart of all or of `run`."""
     job = jobs.get(*user, job_id)
     comparison = compare_runs(user, job_id, column, trend=trend, cursor=cursor)
     view = {"column": comparison.column, "logarithmic": logarithmic, "trend": trend, "over": over, "cursor": cursor}
@@ -320,8 +319,7 @@ class Comparison(NamedTuple):
 def compare_runs(
     user: User, job_id: str, column: str | None, *, trend: int, cursor: str | None, only: Collection[str] = ()
 ) -> Comparison:
-    """Compare the newest 200 training runs, or those before the cursor, that reported `column`;
-    `only` some of them, by id.
+    """Compare the newest 200 training runs that reported `column`, or those before the cursor; `only` has ids.
 
     Without a column, the one that `compare` chooses. The more runs, the fewer points of each.
     """
@@ -363,8 +361,7 @@ def _by_cost(recommendation: Recommendation) -> bool:
 
 
 def _ranked(recommendation: Recommendation) -> list[Candidate]:
-    """Return the chosen candidate, the runner-up, then the rest by time or, for objectives of cost, by cost;
-    excluded last."""
+    """Return the chosen candidate, the runner-up, then the rest by time (or by cost), excluded last."""
     by_cost = _by_cost(recommendation)
 
     def place(candidate: Candidate) -> tuple[int, bool, float]:

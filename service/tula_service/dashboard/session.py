@@ -74,8 +74,7 @@ async def _signed_in(request: Request, secret: str) -> str:
 
 
 def error_page(scope: Scope, problem: Problem, headers: Mapping[str, str]) -> Response | None:
-    """Return a problem as a page, and a missing token as the login form, for a person who navigates;
-    None for a program."""
+    """Return a problem as a page for a person who navigates, a missing token as the login form; None for a program."""
     sent = Headers(scope=scope)
     by_script = sent.get("sec-fetch-dest") == "empty" or scope["path"].startswith("/v1/")
     if by_script or "text/html" not in sent.get("accept", ""):

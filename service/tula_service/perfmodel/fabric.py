@@ -31,8 +31,10 @@ _SHARED_LINK_SD = 0.05  # of k_share: the probe had as many ranks on each node's
 
 @dataclass(frozen=True)
 class AllReduceCost:
-    """Logarithms of alpha in seconds and beta in seconds per byte, shape (2,), and their covariance, shape (2, 2);
-    `log_readings`, shape (2, n): logarithms of the sizes that were probed, ascending, and of their seconds."""
+    """Logarithms of alpha in seconds and beta in seconds per byte, shape (2,), with their covariance, shape (2, 2).
+
+    `log_readings`, shape (2, n), has the logarithms of the sizes that were probed, ascending, and of their seconds.
+    """
 
     mean: FloatArray
     covariance: FloatArray

@@ -34,8 +34,7 @@ class PaperFit:
     dof: float
 
     def predict_step(self, points: Points) -> LogStepTimes:
-        """Predict what one run would measure at n points;
-        the interval grows with the distance from the data (leverage)."""
+        """Predict what one run would measure at n points; intervals grow with the distance from the data (leverage)."""
         columns = _columns(points, self.form)
         parts = columns * self.coefficients
         mean = np.maximum(parts.sum(axis=1), _LEAST)

@@ -74,7 +74,7 @@ class Estimate:
     energy_kwh: Interval | None = None
 
     def narrowed(self, value: Interval, log_sd: float) -> Interval:
-        """Return one of its values as if the logarithm of its time had at most this standard deviation."""
+        """Return this estimate as if the logarithm of its time had at most this standard deviation."""
         if log_sd >= self.time_s.log_sd or value.low <= 0.0:
             return value
         share = log_sd / self.time_s.log_sd
@@ -83,7 +83,7 @@ class Estimate:
 
     @property
     def key(self) -> tuple[Configuration, bool]:
-        """Unique among the estimates of one choice."""
+        """The key of an estimate, unique among those of one choice."""
         return self.configuration, self.spot
 
 

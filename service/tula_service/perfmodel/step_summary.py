@@ -43,8 +43,7 @@ def _relative_sd(mean: float, error: float | None, steps: int) -> float:
 
 
 def robust_mean(values: FloatArray) -> tuple[float | None, float | None]:
-    """Return the mean of `values` and its standard error, robust against one outlier:
-    time and money are sums over steps.
+    """Return the mean of `values`, robust against one outlier, and its standard error.
 
     Where the largest value lies farther above the second largest than all others spread, it counts as the second
     largest: one checkpoint or collector pause. Two such values are a pattern and count in full.

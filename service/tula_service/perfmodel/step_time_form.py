@@ -189,8 +189,10 @@ def hypotheses(scales: ResidualScales) -> tuple[tuple[ResidualScales, float], ..
 
 
 def residual_covariance(first: Points, second: Points, scales: ResidualScales) -> FloatArray:
-    """Return the covariance without `own` and `noise`, shape (len(first), len(second));
-    exponential in log2 distance."""
+    """Return the covariance without `own` and `noise`, shape (len(first), len(second)).
+
+    It is exponential in log2 distance.
+    """
     ranks, nodes = _distance(first.world_size, second.world_size), _distance(first.num_nodes, second.num_nodes)
     batch = np.exp(-_distance(first.local_batch_size, second.local_batch_size) / scales.batch_doublings)
     cluster = np.exp(-(ranks + 0.5 * nodes) / scales.cluster_doublings)

@@ -58,8 +58,7 @@ class Ledger(Repository):
         self._put(ledger_outcomes, key, values | {"at": self._now()})
 
     def list(self, job_id: str, *, followed: bool = False, limit: int = 200) -> Sequence[LedgerRecord]:
-        """List entries of a job, newest first; one row for each outcome of an entry;
-        `followed`: only those with one."""
+        """List entries of a job, newest first, one row for each outcome; with `followed`, only those with one."""
         conditions = [ledger.c.job_id == job_id, *([ledger_outcomes.c.run_id.is_not(None)] if followed else [])]
         return self._records(*conditions, limit=limit)
 

@@ -64,8 +64,10 @@ def check_month(engine: sa.Engine) -> None:
 
 
 def refusal(engine: sa.Engine, run_key: int, error: sa.exc.IntegrityError) -> ServiceError:
-    """Return the error of a chunk that Postgres refused:
-    NotFound for a run or month that is gone, StoreUnavailable for one to come."""
+    """Return the error of a chunk that Postgres refused.
+
+    It is NotFound for a run or month that is gone, StoreUnavailable for one to come.
+    """
     if getattr(error.orig, "sqlstate", None) != _NO_PARTITION:
         return NotFound(GONE)
     with engine.connect() as connection:

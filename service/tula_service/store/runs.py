@@ -92,8 +92,7 @@ class Runs(Repository):
         return [_run_record(row) for row in self._rows(statement.order_by(*order))]
 
     def running_trainings(self, project_id: str | None, *, limit: int) -> Sequence[RunRecord]:
-        """Return the newest trainings that run, without those whose lease has expired;
-        without a project, of all projects."""
+        """Return the newest trainings that run, of all projects or one, without those whose lease has expired."""
         held = runs.c.lease_expires_at.is_(sa.null()) | (runs.c.lease_expires_at >= self._now())
         statement = _SELECT_RUNS.where(runs.c.state == "running", runs.c.kind == "train", held)
         if project_id is not None:

@@ -82,7 +82,7 @@ class SampleFilter(BaseModel):
 
     @property
     def of_rows(self) -> list[sa.ColumnElement[bool]]:
-        """The conditions on rows, without those on processes."""
+        """The conditions on rows, without the conditions on processes."""
         table = step_samples.c
         conditions: list[sa.ColumnElement[bool]] = []
         if self.warmup is not None:

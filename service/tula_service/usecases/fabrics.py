@@ -47,7 +47,7 @@ def to_launch(tx: Transaction, job: JobRecord, run: wire.Run) -> wire.Run:
 
 
 def is_probed(tx: Transaction, job: JobRecord, configuration: wire.Configuration) -> bool:
-    """Return True if a probe of as many ranks or more is stored for the configuration's cluster, or that is gone.
+    """Return True if the cluster has a probe of as many ranks or more, or the job has dropped the cluster.
 
     The probe of most ranks counts (`fit_fabric`), so that another of fewer ranks would be in vain.
     """

@@ -250,8 +250,10 @@ class Pruned:
 
 
 def delete_job(store: Store, caller: Principal, job_id: str) -> None:
-    """Delete a job with all its data: invisible at once, removed in pieces so that ingest does not wait. Raises
-    NotFound."""
+    """Delete a job with all its data. Raises NotFound.
+
+    It is invisible at once, and removed in pieces so that ingest does not wait.
+    """
     with store.transaction() as tx:
         job = visible_job(tx, caller, job_id)
         tx.jobs.begin_delete(job.id)

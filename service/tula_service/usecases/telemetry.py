@@ -181,8 +181,7 @@ def read_memory(store: Store, principal: Principal, run_id: str, *, limit: int =
 def _series(
     query: SeriesQuery, available: list[str], total: int, steps: IntArray, values: FloatArray
 ) -> TelemetrySeries:
-    """Return as the wire's model some of the `total` points that a query asks for;
-    `available` are the run's columns."""
+    """Return some of the `total` points that a query asks for, on the wire; `available` are the run's columns."""
     return TelemetrySeries(
         run_id=query.run_id,
         column=query.column,

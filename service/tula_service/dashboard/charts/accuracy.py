@@ -20,7 +20,7 @@ _NONE_FOLLOWED = "No training run has followed a recommendation yet:\ntula run s
 
 
 def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
-    """Step time measured against step time predicted before the run; on the diagonal the prediction was right.
+    """Draw the measured against the predicted step time; on the diagonal the prediction was right.
 
     Runs of the plan and `trainings` count, where a prediction preceded the measurement.
     """
@@ -43,8 +43,7 @@ def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
 
 
 def calibration(entries: Sequence[LedgerEntry]) -> Spec:
-    """Draw the share of measurements inside of intervals of every width;
-    on the diagonal intervals hold what they say."""
+    """Draw the share of measurements inside intervals of every width; on the diagonal they hold what they say."""
     title = "All jobs: how often intervals hold"
     scores = [score for entry in entries if (score := _score(entry)) is not None]
     if not scores:
@@ -77,8 +76,7 @@ def calibration(entries: Sequence[LedgerEntry]) -> Spec:
 
 
 def _score(entry: LedgerEntry) -> float | None:
-    """Return how far the measurement lies from the median, in standard deviations of that side's log;
-    None if unknown."""
+    """Return the distance from the median, in standard deviations of that side's log; None if unknown."""
     predicted, measured = entry.predicted_step_time_s, entry.measured_step_time_s
     if predicted is None or measured is None or not 0 < predicted.low < predicted.value < predicted.high:
         return None

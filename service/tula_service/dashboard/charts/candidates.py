@@ -41,8 +41,7 @@ _BAR: Final = 46
 
 
 def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
-    """Return the candidates that have a name, from the recommended one to the knee;
-    one with several names comes once."""
+    """Return the named candidates, from the recommended one to the knee; one with several names comes once."""
     at_knee = recommendation.knee.configuration
     named = (
         ("recommended", recommendation.chosen),
@@ -310,8 +309,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
 
 
 def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
-    """Draw stacked parts of the predicted step time:
-    landmarks first, then the rest of the frontier, then the quickest."""
+    """Draw stacked parts of the predicted step time: landmarks, then the rest of the frontier, then the quickest."""
     title = f"{job.name}: where a step's time goes"
     drawn = [candidate for candidate in _interesting(recommendation) if candidate.terms is not None]
     if not drawn:
@@ -426,8 +424,7 @@ def _by_cluster(candidates: Iterable[Candidate], *, lines: bool) -> tuple[Spec, 
 
 
 def _rings(marked: Sequence[Row], x: Spec, y: Spec) -> Spec:
-    """Draw a large symbol around each row of the data set `landmarks`, which is `marked`;
-    a legend names it by `label`."""
+    """Draw a large symbol around each row of the data set `landmarks`, whose rows are `marked`, with a legend."""
     labels = [row["label"] for row in marked]
     shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(labels))]
     named = vega.legend(labels, lines=False) | {"orient": "bottom", "symbolSize": 120, "labelLimit": 0}

@@ -64,7 +64,7 @@ def bytes_unit(sizes: Iterable[float]) -> Unit:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two positive ends, three to nine of them where the range allows; none for a narrow one."""
+    """Return round numbers between two positive ends: three to nine where the range allows, none if it is narrow."""
     for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         ticks = [float(f"{digit * 10.0**power:.6g}") for power in powers for digit in digits]
