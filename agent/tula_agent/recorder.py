@@ -542,10 +542,10 @@ class Recorder:
             models = ddp_models(self.objects.models)
             if self._bucket_timer is None:
                 self._bucket_timer = BucketTimer(models[0]) if len(models) == 1 else None
-            elif (found := self._bucket_timer.end()) is not None:
+            elif (timeline := self._bucket_timer.end()) is not None:
                 self._bucket_timer = None
-                if found:
-                    self.readings.timelines[local_batch_size] = found
+                if timeline:
+                    self.readings.timelines[local_batch_size] = timeline
 
     def _stop_timing_buckets(self) -> None:
         if self._bucket_timer is not None:
@@ -650,8 +650,8 @@ class Recorder:
                 with self.guard("probing the links between ranks"):  # between two steps, which all reach at this time
                     from tula_agent.measure.all_reduces import time_all_reduces  # most runs probe nothing
 
-                    found = time_all_reduces(find_device(self.objects.models), self.profiling.probe_s)
-                    self.readings.all_reduces = found if self.leads else None
+                    reading = time_all_reduces(find_device(self.objects.models), self.profiling.probe_s)
+                    self.readings.all_reduces = reading if self.leads else None
         if self.plan is None:
             return pending
         if self.profiling.ends(step, step_time_s, self.launch.run_id):
@@ -853,8 +853,8 @@ class Recorder:
         if (numbers := self._served_numbers) is not None and not last:  # `finish` clears it on another thread
             numbers.poll(transport)
         trainjob, part = self._trainjob, "the TrainJob's status"
-        known = self.joining is None or self.joining.run_id is not None
-        if trainjob is not None and known and self.plan is None and self.guard.works(part):
+        has_run = self.joining is None or self.joining.run_id is not None
+        if trainjob is not None and has_run and self.plan is None and self.guard.works(part):
             with self.guard(part):
                 trainjob.report(transport, self.launch.own_run_id, last=last)
             if last:

@@ -89,8 +89,8 @@ class UneditedLoop:
         self._replaying: str | None = None  # the run whose batches the script keeps and takes again
         self._sees_backwards = False
         objects = gc.get_objects()  # some tens of milliseconds, once
-        models = [one for one in objects if issubclass(type(one), torch.nn.parallel.DistributedDataParallel)]
-        self._loads = any(has_yielded(one) for one in objects)
+        models = [thing for thing in objects if issubclass(type(thing), torch.nn.parallel.DistributedDataParallel)]
+        self._loads = any(has_yielded(thing) for thing in objects)
         del objects
         self._models = len(models)
         self._joins = any(joins_uneven_inputs(model) for model in models)
@@ -186,12 +186,12 @@ class UneditedLoop:
             self._recent.append(self._last)
         if self._training and self._last not in self._training:
             self._recorder.measure_whole_batches("batches come from one loader after another")
-        known = self._main in self._training and self._main in self._sizes
+        settled = self._main in self._training and self._main in self._sizes
         self._training = {*self._recent, *(self._asked_before & self._sizes.keys())}
         self._asked_before = set(self._sizes)
-        if not known:
-            wanted = self._recorder.local_configured
-            self._main = next((key for key, size in self._sizes.items() if size == wanted), self._last)
+        if not settled:
+            configured = self._recorder.local_configured
+            self._main = next((key for key, size in self._sizes.items() if size == configured), self._last)
             self._size, self._batches = self._sizes[self._main], self._counts[self._main]
         self._sizes.clear()
         self._counts.clear()

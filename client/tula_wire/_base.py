@@ -48,9 +48,9 @@ def _open(part: Any) -> Any:
     return {name: inner if name == "metadata" else _open(inner) for name, inner in part.items()}
 
 
-def _known_word(value: Any, known: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+def _known_word(value: Any, parse: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
     is_reader = bool(info.context and info.context.get("reader"))
-    return value if is_reader and isinstance(value, str) else known(value)
+    return value if is_reader and isinstance(value, str) else parse(value)
 
 
 class WireModel(BaseModel):

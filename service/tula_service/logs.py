@@ -45,12 +45,12 @@ def _details(record: logging.LogRecord) -> dict[str, Any]:
     return {name: getattr(record, name) for name in _FIELDS if getattr(record, name, None) is not None}
 
 
-def logging_config(level: str, wanted: str, *, terminal: bool) -> dict[str, Any]:
+def logging_config(level: str, style: str, *, terminal: bool) -> dict[str, Any]:
     """Configure logging for `logging.config.dictConfig`: everything to standard error, uvicorn's own lines included.
 
-    `wanted` is the format, json or text; with auto it is text where standard error is a `terminal`.
+    `style` is the format, json or text; with auto it is text where standard error is a `terminal`.
     """
-    text = wanted == "text" or (wanted == "auto" and terminal)
+    text = style == "text" or (style == "auto" and terminal)
     return {
         "version": 1,
         "disable_existing_loggers": False,

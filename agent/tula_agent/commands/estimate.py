@@ -99,7 +99,7 @@ def with_model(text: str, facts: Mapping[str, str]) -> str:
         if name == "name" and re.search(r"^name[ \t]*=", body, re.M):
             continue
         if line.search(body):
-            body = line.sub(lambda _, each=f"{name} = {value}": each, body, count=1)
+            body = line.sub(lambda _, assignment=f"{name} = {value}": assignment, body, count=1)
         else:
             body = f"{body.rstrip()}\n{name} = {value}\n{body[len(body.rstrip()) :].removeprefix(chr(10))}"
     return text[: table.start(2)] + body + text[table.end(2) :]

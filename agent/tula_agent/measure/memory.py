@@ -28,7 +28,7 @@ from tula_wire.memory import (
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes that this rank holds of these, each once: with FSDP 2 and tensor parallelism, of its shards."""
-    parts = [local_part(tensor) for tensor in {id(each): each for each in tensors}.values()]
+    parts = [local_part(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
     return sum(part.numel() * part.element_size() for part in parts)
 
 

@@ -132,7 +132,7 @@ class Exporter:
             for request in self._collect(last):
                 self.put(request)
         with self._guard("shipping"):
-            for request in [each for due in take(self._finals) for each in due()] if final else []:
+            for request in [request for due in take(self._finals) for request in due()] if final else []:
                 self.put(request)
 
     # On the shipping thread.

@@ -79,7 +79,7 @@ def _varied(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
     words, values = list(command), dict[str, int]()
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
-        option = next((one for one, pattern in _OPTIONS.items() if pattern.fullmatch(_bare(name, equals))), None)
+        option = next((key for key, pattern in _OPTIONS.items() if pattern.fullmatch(_bare(name, equals))), None)
         at = index if equals else index + 1
         if option is None or at == len(words):
             continue

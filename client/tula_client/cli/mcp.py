@@ -224,7 +224,7 @@ class Tools:
         usd_per_node_hour: Annotated[float | None, Field(description="Another price.")] = None,
         deadline_s: Annotated[float | None, Field(description="Another limit of the duration.")] = None,
     ) -> Facts:
-        """Predict all combinations of the values (what if), each with its ratios to the recommended one (2: twice as much)."""
+        """Predict all combinations of the values (what if), each with `ratios` to the recommended one (2: double)."""
         handle = self._client.handle(job)
         answer = handle.predict(
             num_nodes, global_batch_size, usd_per_node_hour=usd_per_node_hour, deadline_s=deadline_s

@@ -53,8 +53,14 @@ class Side:
     def peak_bytes(self, configuration: Configuration) -> float | None:
         """Return the peak memory of a rank in the launches so far, None where none was reported."""
         answer = self.runner.retrying(self.runner.service.recommendation, self.job.id)
-        measured = [one for one in answer.candidates if one.configuration == configuration and one.profiled]
-        return next((one.memory_bytes.value for one in measured if one.memory_bytes is not None), None)
+        measured = [
+            candidate
+            for candidate in answer.candidates
+            if candidate.configuration == configuration and candidate.profiled
+        ]
+        return next(
+            (candidate.memory_bytes.value for candidate in measured if candidate.memory_bytes is not None), None
+        )
 
 
 def alternate(

@@ -183,7 +183,7 @@ def run_variables(
         variables["TULA_OPTIONS"] = ",".join(f"{name}={value}" for name, value in configuration.options)
     if smaller:
         variables["TULA_SMALLER_BATCHES"] = ",".join(
-            f"{each.configuration.local_batch_size}={each.id}" for each in smaller
+            f"{other.configuration.local_batch_size}={other.id}" for other in smaller
         )
     if token:
         variables["TULA_TOKEN"] = token

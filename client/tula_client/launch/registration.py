@@ -43,11 +43,11 @@ def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Re
     usable = [(job, changes) for job, changes in differing if not _fixed(changes)]
     notes: list[str] = []
     if usable:
-        job, changes = next((one for one in usable if not one[1]), usable[0])
+        job, changes = next((entry for entry in usable if not entry[1]), usable[0])
     else:
         job = client.register(spec).job
         changes = _differences(job, spec)
-        if differing and job.id not in {one.id for one, _ in differing}:
+        if differing and job.id not in {other.id for other, _ in differing}:
             notes.append(_explain_new_job(spec.name, job, differing))
     retried = retry_failed and any(run.state in ("failed", "out_of_memory") for run in job.plan)
     if changes or retried:
@@ -74,7 +74,7 @@ def _jobs_named(client: Client, name: str) -> list[Job]:
     """Return the newest jobs of that name that are not archived."""
     if not name.isprintable():  # no search takes it
         return []
-    return [client.job(one.id) for one in client.send(_flows.jobs_named(name, _MAX_JOBS))]
+    return [client.job(summary.id) for summary in client.send(_flows.jobs_named(name, _MAX_JOBS))]
 
 
 def _differences(job: Job, spec: JobSpec) -> Differences:
@@ -134,7 +134,7 @@ def _text(value: Any) -> str:
 
 def _explain_new_job(name: str, job: Job, differing: list[tuple[Job, Differences]]) -> str:
     """Say why another job of this name was registered, and how to address each."""
-    nearest, differences = min(differing, key=lambda each: len(_fixed(each[1])))
+    nearest, differences = min(differing, key=lambda entry: len(_fixed(entry[1])))
     return (
         f"Registered a new job {name!r} ({job.id}): the existing job {nearest.id} differs in "
         f"{', '.join(_fixed(differences))}, which cannot be changed. Use the ids of these jobs instead of their name, "

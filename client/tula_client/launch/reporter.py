@@ -115,7 +115,7 @@ class Reporter:
         job = self._job
         if job is None:
             return
-        text = ", ".join(configuration(each) for each in self._running.values()) or "nothing running"
+        text = ", ".join(configuration(running) for running in self._running.values()) or "nothing running"
         left = job.runs_planned - job.runs_done
         if left > 0:
             seconds = job.profiling_cost.left_s / max(1, len(self._running)) - (time.monotonic() - self._job_known_at)

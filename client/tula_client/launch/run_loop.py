@@ -220,10 +220,10 @@ class Runner:
         )
         stop = self.stop_template
         templates = (template,) if stop is None else (template, stop)
-        needs_file = any("env_file" in each.placeholders for each in templates)
+        needs_file = any("env_file" in template.placeholders for template in templates)
         env_file = str(self.work.env_file(run.id, variables)) if needs_file else ""
         command, *stop_commands = [
-            each.fill(
+            template.fill(
                 run.configuration,
                 run_id=run.id,
                 launch_id=launch_id,
@@ -233,7 +233,7 @@ class Runner:
                 learning_rate_factor=learning_rate_factor,
                 examples=examples,
             )
-            for each in templates
+            for template in templates
         ]
         stop_command = next(iter(stop_commands), None)
         if stop_command is not None:

@@ -164,7 +164,11 @@ def _learning_rate_factor(runner: Runner, job: Job, template: Template, configur
     if "learning_rate_factor" not in template.placeholders:
         return 1.0
     candidates = runner.retrying(runner.service.recommendation, job.id).candidates
-    factors = (one.learning_rate_factor for one in candidates if _steps_alike(one.configuration, configuration))
+    factors = (
+        candidate.learning_rate_factor
+        for candidate in candidates
+        if _steps_alike(candidate.configuration, configuration)
+    )
     factor = next(factors, None)  # a candidate has options that were launched; this configuration may have others
     if factor is None:
         runner.reporter.note("No learning rate factor is known for this batch: {learning_rate_factor} is 1.")
@@ -173,7 +177,7 @@ def _learning_rate_factor(runner: Runner, job: Job, template: Template, configur
 
 def _steps_alike(one: Configuration, other: Configuration) -> bool:
     """Return True where both have the same global batch, and both or neither divide it: that decides the factor."""
-    divided, also = (each.world_size * each.grad_accum_steps > 1 for each in (one, other))
+    divided, also = (c.world_size * c.grad_accum_steps > 1 for c in (one, other))
     return one.global_batch_size == other.global_batch_size and divided == also
 
 
@@ -196,10 +200,11 @@ def _fall_back(runner: Runner, job: Job, template: Template, failed: Configurati
     """
     bound = max(
         (
-            one.configuration.local_batch_size
-            for one in runner.retrying(runner.service.recommendation, job.id).candidates
-            if (one.configuration.instance_type, one.configuration.options) == (failed.instance_type, failed.options)
-            and _fits(one, job)
+            candidate.configuration.local_batch_size
+            for candidate in runner.retrying(runner.service.recommendation, job.id).candidates
+            if (candidate.configuration.instance_type, candidate.configuration.options)
+            == (failed.instance_type, failed.options)
+            and _fits(candidate, job)
         ),
         default=None,
     )
@@ -213,11 +218,11 @@ def _fall_back(runner: Runner, job: Job, template: Template, failed: Configurati
     return smaller
 
 
-def _fits(one: Candidate, job: Job) -> bool:
+def _fits(candidate: Candidate, job: Job) -> bool:
     """Return whether it fits into memory; what a limit excludes may fit too, where the probability is known."""
-    if one.memory_fits is None:
-        return one.excluded_by is None
-    return one.memory_fits >= job.spec.profiling.memory_safety
+    if candidate.memory_fits is None:
+        return candidate.excluded_by is None
+    return candidate.memory_fits >= job.spec.profiling.memory_safety
 
 
 def next_smaller(

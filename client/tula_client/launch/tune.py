@@ -83,7 +83,7 @@ def to_measure_again(
     configurations: list[Configuration] = []
     for word in words:
         if word in ("failed", "all"):
-            configurations += [one for one, run in ended.items() if word == "all" or run.state == "failed"]
+            configurations += [c for c, run in ended.items() if word == "all" or run.state == "failed"]
         else:
             configurations.append(named_configuration(word, newest, candidates, options))
     return tuple(dict.fromkeys(configurations))
@@ -103,12 +103,12 @@ def named_configuration(
     """
     numbers_word, *pairs = word.split(",")
     shape = _SHAPE.fullmatch(numbers_word)
-    fitting = [one for one, run in newest.items() if run.id == word]
+    fitting = [c for c, run in newest.items() if run.id == word]
     if shape is not None:
         numbers = (int(shape[1]), int(shape[2]), int(shape[3] or 1))
         chosen = _chosen_options(pairs, options, f"{flag} {word}")
-        choices = dict.fromkeys(replace(one, options=chosen) for one in (*newest, *candidates))
-        fitting = [one for one in choices if (one.num_nodes, one.local_batch_size, one.grad_accum_steps) == numbers]
+        choices = dict.fromkeys(replace(c, options=chosen) for c in (*newest, *candidates))
+        fitting = [c for c in choices if (c.num_nodes, c.local_batch_size, c.grad_accum_steps) == numbers]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -145,7 +145,7 @@ def to_explain(job: Job, chosen: Configuration | None) -> tuple[Configuration, .
     if not at_base:
         return ()
     cluster = None if chosen is None else (chosen.instance_type, chosen.num_nodes)
-    start = max(at_base, key=lambda one: ((one.instance_type, one.num_nodes) == cluster, one.local_batch_size, one))
+    start = max(at_base, key=lambda c: ((c.instance_type, c.num_nodes) == cluster, c.local_batch_size, c))
     launched = {pair for run in job.plan if run.state in _ENDED for pair in run.configuration.options}
     return tuple(
         replace(start, options=complete(job.spec.options, ((name, word),)))
@@ -163,9 +163,9 @@ def cost_of_explaining(job: Job, configurations: Sequence[Configuration]) -> str
         if run.state == "succeeded" and run.started_at is not None and run.finished_at is not None
     ]
     launch_s, number = max(took_s, default=0.0), len(configurations)
-    values = ", ".join(option(*_difference(one, job)) for one in configurations)
+    values = ", ".join(option(*_difference(c, job)) for c in configurations)
     prices = {cluster.instance_type: cluster.price.usd_per_node_hour for cluster in job.spec.cluster}
-    rates = [(prices[one.instance_type], one.num_nodes) for one in configurations]
+    rates = [(prices[c.instance_type], c.num_nodes) for c in configurations]
     usd = math.fsum(rate * nodes for rate, nodes in rates if rate is not None) * launch_s / 3600
     priced = f" and {money(usd)}" if usd else ""
     return (
@@ -217,7 +217,7 @@ class _PlanLoop:
 
     def _next_again(self, free: int) -> Run | None:
         """Create a run of the next configuration to measure again on at most `free` nodes; return None without one."""
-        fitting = [one for one in self.again if one.num_nodes <= free]
+        fitting = [c for c in self.again if c.num_nodes <= free]
         if self.again and not fitting and not self.runner.active:
             raise LaunchError(f"--again needs {self.again[0].num_nodes} nodes, but --nodes is {self.budget}: raise it")
         if not fitting:
@@ -254,7 +254,7 @@ class _PlanLoop:
                 "`tula tune` tries these values again."
             )
             return
-        any_success = any(one.state == "succeeded" for one in self.job.plan)
+        any_success = any(run.state == "succeeded" for run in self.job.plan)
         self.failures = self.failures + 1 if outcome.state == "failed" else 0
         if self.failures and (not any_success or self.failures >= self.max_failures):
             repeated = f" {self.failures} runs in a row have failed." if self.failures > 1 else ""

@@ -117,7 +117,7 @@ def gather_evidence(data: JobData) -> Evidence:
     memory = _memory_evidence(data.spec, rows, standing)
     failed, retried = _failed(data, misconfigured | contradicted)
     candidates, ruled_out = _feasible(data, memory)
-    ran = {c.variant for c in (*(c for c, _ in rows), *(each.configuration for each in standing))}
+    ran = {c.variant for c in (*(c for c, _ in rows), *(run.configuration for run in standing))}
     crashes = _crashes(data, ran)
     failed |= {c for c in candidates if any(crash.bars(c.variant) for crash in crashes)}
     timed = [(c, s) for c, s in rows if s.run_id not in data.ignored_step_times]
@@ -219,18 +219,18 @@ def _crashes(data: JobData, ran: set[Variant]) -> list[_Crash]:
     enough = 1 if data.spec.profiling.share_launches else 2
     at_fault: dict[Options, dict[str, RunRecord]] = {}
     changed = {c: tuple(pair for pair in c.options if pair not in base) for c in failed}
-    for c, run in sorted(failed.items(), key=lambda each: len(changed[each[0]])):
+    for c, run in sorted(failed.items(), key=lambda failure: len(changed[failure[0]])):
         values, name = changed[c], c.instance_type
         explained = any(name in types and set(fewer) <= set(values) for fewer, types in at_fault.items())
-        proved = any(each.instance_type == name and each.options_include(values) for each in ran)
-        alike = [each for each in failed if each.instance_type == name and set(values) <= set(each.options)]
+        proved = any(variant.instance_type == name and variant.options_include(values) for variant in ran)
+        alike = [other for other in failed if other.instance_type == name and set(values) <= set(other.options)]
         if not explained and not proved and len(alike) >= enough:
             at_fault.setdefault(values, {})[name] = run
     return [
         _Crash(
             values,
             frozenset(types),
-            everywhere=not any(each.options_include(values) for each in ran),
+            everywhere=not any(variant.options_include(values) for variant in ran),
             message=next(iter(types.values())).message,
         )
         for values, types in at_fault.items()
@@ -354,12 +354,12 @@ class MemoryEvidence:
         smallest, base = spec.batch.min_local_batch_size, spec.base_options
         remedy = f"use a larger instance type, or {'raise cluster.min_nodes' if _shares(spec) else _SHARD_ALL}"
         reasons = []
-        needed = {each.instance_type: _counted_bytes(spec.model, _fewest_ranks(each)) for each in spec.cluster}
+        needed = {cluster.instance_type: _counted_bytes(spec.model, _fewest_ranks(cluster)) for cluster in spec.cluster}
         if any(needed[name] <= self.capacity_bytes.get(name, math.inf) for name in needed):
             remedy = f"lower min_local_batch_size, {remedy}"
         for cluster in spec.cluster:
             name = cluster.instance_type
-            failed = [each for each in self.out_of_memory if each.configuration.instance_type == name]
+            failed = [run for run in self.out_of_memory if run.configuration.instance_type == name]
             if failed:
                 reasons.append(f"{_run_name(min(failed, key=failed_batch))} ran out of memory")
             elif name in self.capacity_bytes and needed[name] > self.capacity_bytes[name]:
@@ -395,7 +395,7 @@ def _out_of_memory_runs(
             if c.variant == variant and batch < c.local_batch_size < bound.get(variant, math.inf)
         ]
         if larger:
-            c, run_id = max(larger, key=lambda each: each[0].local_batch_size)
+            c, run_id = max(larger, key=lambda row: row[0].local_batch_size)
             contradicted.add(summary.run_id)
             warnings.append(
                 f"Memory: {_run_name(summary)} ran out of memory, but {_name(run_id, c, c.local_batch_size)} fitted on "
@@ -418,7 +418,7 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
     for cluster in spec.cluster:
         name = cluster.instance_type
         rows = [(c, s.memory) for c, s in measured if c.instance_type == name]
-        failed = [each for each in failures if each.configuration.instance_type == name]
+        failed = [run for run in failures if run.configuration.instance_type == name]
         capacity = _capacity(cluster, [memory for _, memory in rows if memory is not None])
         fitted, notes = _memory_models(spec, cluster, rows, failed, capacity)
         models |= fitted
@@ -435,7 +435,7 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
             usable = [(c, memory) for c, memory in ran if memory is not None and memory.peak_bytes > 0]
             safety = _plan_safety(spec, len({c.local_batch_size for c, _ in usable}), of_base=options == base)
             model = fitted.get(variant)
-            largest = [failed_batch(each) - 1 for each in failed if each.configuration.options == options]
+            largest = [failed_batch(run) - 1 for run in failed if run.configuration.options == options]
             if model is not None and capacity is not None and safety is not None:
                 room = _room(model, capacity, _fewest_ranks(cluster))
                 fits = model.max_local_batch_size(room, safety_probability=safety)
@@ -459,12 +459,12 @@ def _memory_models(
     warnings: list[str] = []
     base, *further = spec.option_combinations
     read = {c.options for c, memory in rows if memory is not None and memory.peak_bytes > 0}
-    for options in (base, *sorted(further, key=lambda each: each not in read)):
+    for options in (base, *sorted(further, key=lambda choice: choice not in read)):
         variant = Variant(cluster.instance_type, options)
         start = nearest(variant, models)
         if options == base or options in read:
             own = [(c, memory) for c, memory in rows if c.options == options]
-            batches = [failed_batch(each) for each in failed if each.configuration.options == options]
+            batches = [failed_batch(run) for run in failed if run.configuration.options == options]
             static_bytes = None if start is None else models[start].static_bytes
             try:
                 models[variant] = _memory_model(spec, cluster, own, batches, capacity, static_bytes)
@@ -514,7 +514,7 @@ def _unsure(
     """Return a warning if all readings are too far below the largest batch to show how memory grows, else nothing."""
     if capacity is None or bound is None or not usable:
         return []
-    c, reading = max(usable, key=lambda each: each[0].local_batch_size)
+    c, reading = max(usable, key=lambda row: row[0].local_batch_size)
     if reading.peak_bytes >= _TELLING_SHARE * capacity or bound < c.local_batch_size / _TELLING_SHARE:
         return []
     return [
@@ -593,7 +593,7 @@ def _memory_observations(
     counted = _counted_bytes(model, shards.most_ranks)
     static = counted + context if model.parameters is not None else None
     sd = math.hypot(_COUNTING_SD * counted, _CONTEXT_SD * context) / static if static else _COUNTING_SD
-    read = [each for each in readings if each[1].parameter_bytes is not None and each[1].optimizer_bytes is not None]
+    read = [row for row in readings if row[1].parameter_bytes is not None and row[1].optimizer_bytes is not None]
     if read and read[0][1].method == "cuda_allocator":
         amount = sum(getattr(read[0][1], part) or 0 for part in _PARTS)
         static = of_most_ranks(read[0][0], amount) if amount else static

@@ -51,7 +51,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
     knee, chosen = choice.knee.estimate, choice.chosen
     shown = {base, *(c.options for c, _ in evidence.rows)}
     ruled_out = tuple(c for c in evidence.ruled_out if c.options in shown)
-    estimates = [each for each in answer.estimates if each.configuration.options in shown]
+    estimates = [estimate for estimate in answer.estimates if estimate.configuration.options in shown]
     candidates = render_candidates(answer, (*estimates, *answer.estimate(ruled_out)))
     by_key = {(candidate.configuration, candidate.spot): candidate for candidate in candidates}
 
@@ -124,10 +124,10 @@ def render_candidates(answer: Answer, estimates: Sequence[Estimate]) -> list[wir
 
     Candidates that spot interruptions would practically never let finish are left out: JSON has no infinite time.
     """
-    frontier = {each.key for each in answer.choice.frontier}
+    frontier = {estimate.key for estimate in answer.choice.frontier}
     broken, limits = reversed(answer.choice.excluded), answer.choice.goal.limits  # decisive ones last
     breaches = {exclusion.estimate.key: breach(exclusion, limits) for exclusion in broken}
-    finite = [each for each in estimates if math.isfinite(each.time_s.mean)]
+    finite = [estimate for estimate in estimates if math.isfinite(estimate.time_s.mean)]
     return [_candidate(answer, estimate, frontier, breaches) for estimate in finite]
 
 
@@ -246,13 +246,13 @@ def _least(choice: Choice) -> str:
     near = [e for e in choice.estimates if e.configuration not in choice.ineligible and e.key not in barred]
     if not near:
         return ""
-    time_s = min((each.time_s for each in near), key=lambda value: value.high)
+    time_s = min((estimate.time_s for estimate in near), key=lambda value: value.high)
     high = duration(time_s.high)
     if time_s.high >= 60.0:  # as a deadline is written, since the text is rounded
         high += f" ({math.ceil(time_s.high):,} s)"
     least = f"the fastest takes {duration(time_s.mean)}, {high} at the upper end"
     if any(exclusion.limit == "budget_usd" for exclusion in choice.excluded):
-        cost = min((each.cost_usd for each in near), key=lambda value: value.high)
+        cost = min((estimate.cost_usd for estimate in near), key=lambda value: value.high)
         least += f"; the cheapest costs {money(cost.mean)}, {money(cost.high)} at the upper end"
     return least
 
@@ -443,11 +443,16 @@ def find_gaps(model: StepTimeModel) -> list[str]:
 
 def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
     """Return a warning about the worst pair of runs in which the one with less to do took far longer."""
-    pairs = ((slow / fast, one, other) for one, slow in rows for other, fast in rows if _has_less_to_do(one, other))
-    ratio, one, other = max(pairs, default=(0.0, None, None))
-    if one is None or other is None or ratio <= _IMPLAUSIBLE:
+    pairs = (
+        (slow / fast, smaller, larger)
+        for smaller, slow in rows
+        for larger, fast in rows
+        if _has_less_to_do(smaller, larger)
+    )
+    ratio, smaller, larger = max(pairs, default=(0.0, None, None))
+    if smaller is None or larger is None or ratio <= _IMPLAUSIBLE:
         return []
-    said = [f"{n:.0f} node{'s' if n > 1 else ''} at local batch {batch:.0f}" for _, n, _, batch, _ in (one, other)]
+    said = [f"{n:.0f} node{'s' if n > 1 else ''} at local batch {batch:.0f}" for _, n, _, batch, _ in (smaller, larger)]
     return [
         f"A step of {said[0]} took {multiple(ratio)} times as long as one of {said[1]}, which has more to do: one of "
         "them ran under other conditions (threads of a process, other work on the node); measure both again (tula tune "
@@ -558,9 +563,15 @@ def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
     Candidates that no deadline or budget lets in come last, since they miss neither limit narrowly.
     """
     barred = choice.barred
-    missed = [each for each in choice.excluded if each.estimate is not choice.chosen]
-    missed.sort(key=lambda each: (each.estimate.key in barred, each.share, choice.goal.value(each.estimate).mean))
-    return {each.limit: each for each in reversed(missed)}
+    missed = [exclusion for exclusion in choice.excluded if exclusion.estimate is not choice.chosen]
+    missed.sort(
+        key=lambda exclusion: (
+            exclusion.estimate.key in barred,
+            exclusion.share,
+            choice.goal.value(exclusion.estimate).mean,
+        )
+    )
+    return {exclusion.limit: exclusion for exclusion in reversed(missed)}
 
 
 def _difference(choice: Choice, chosen: Estimate, other: Estimate) -> str:

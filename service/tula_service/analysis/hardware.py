@@ -237,9 +237,9 @@ def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str
 def fit_cost(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
     """Return the line through the readings of one group of ranks."""
     return fit_all_reduce(
-        [each.size_bytes for each in readings],
-        [each.time_s for each in readings],
-        [each.relative_sd / each.repeats**0.5 for each in readings],
+        [reading.size_bytes for reading in readings],
+        [reading.time_s for reading in readings],
+        [reading.relative_sd / reading.repeats**0.5 for reading in readings],
     )
 
 
@@ -250,7 +250,7 @@ def fit_fabric(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) ->
     """
     if not (mine := select_probes(probes, cluster)):
         return None
-    probe = max(mine, key=lambda each: each.num_nodes * each.ranks_per_node)
+    probe = max(mine, key=lambda probe: probe.num_nodes * probe.ranks_per_node)
     in_node = None if probe.in_node is None else fit_cost(probe.in_node)
     return Fabric(probe.num_nodes, probe.ranks_per_node, fit_cost(probe.all_ranks), in_node, probe.launch_time_s)
 

@@ -263,7 +263,7 @@ def _on(cluster: wire.ClusterSpec, batch: wire.BatchSpec, memory_bound: int | No
     batches = powers_of_two(batch.min_local_batch_size, largest)
     # Only the largest batch is accumulated: the same global batch from smaller ones takes longer.
     steps = powers_of_two(2, batch.max_grad_accum_steps) if batches else ()
-    shapes = [*((each, batch.grad_accum_steps or 1) for each in batches), *((batches[-1], number) for number in steps)]
+    shapes = [*((size, batch.grad_accum_steps or 1) for size in batches), *((batches[-1], number) for number in steps)]
     for nodes in powers_of_two(cluster.min_nodes, cluster.max_nodes):
         world = nodes * cluster.ranks_per_node
         if batch.global_batch_size is not None:

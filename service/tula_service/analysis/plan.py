@@ -63,7 +63,10 @@ def decide_plan(analysis: Analysis) -> PlanDecision:
     except ObservationError as error:  # every candidate is infeasible, or failed
         return PlanDecision((), tuple(sorted(run.id for run in waiting)), bool(begun), str(error))
     again = _to_repeat(analysis, [run.configuration for run in (*kept, *begun)])
-    left = [*(each.configuration for each in new_plan.runs), *(run.configuration for run in (*again, *kept, *begun))]
+    left = [
+        *(planned.configuration for planned in new_plan.runs),
+        *(run.configuration for run in (*again, *kept, *begun)),
+    ]
     over = analysis.evidence.observed is not None and not left
     reason = new_plan.stop_reason or (
         _progress(left, analysis.spec.profiling.share_launches)
@@ -73,7 +76,10 @@ def decide_plan(analysis: Analysis) -> PlanDecision:
     # A repeated run takes the place of the failed one, so that it comes before what waits.
     last = max((run.position for run in analysis.data.profile_runs), default=-1)
     new = [_new(analysis, run.configuration, f"Repeats {run.id}, which failed.", run.position) for run in again]
-    new += [_new(analysis, each.configuration, each.purpose, last + row) for row, each in enumerate(new_plan.runs, 1)]
+    new += [
+        _new(analysis, planned.configuration, planned.purpose, last + row)
+        for row, planned in enumerate(new_plan.runs, 1)
+    ]
     return PlanDecision(
         new=tuple(new),
         cancelled=tuple(sorted({run.id for run in waiting} - {run.id for run in kept})),
@@ -329,8 +335,8 @@ def _failures(answer: Answer) -> str:
     failed = {run.configuration for run in runs if run.state == "failed"} & answer.evidence.failed
     if not failed:
         return ""
-    one = len(failed) == 1
+    single = len(failed) == 1
     return (
-        f" {len(failed)} configuration{'' if one else 's'} failed to run: fix the cause and register the job again to "
-        f"retry {'it' if one else 'them'}."
+        f" {len(failed)} configuration{'' if single else 's'} failed to run: fix the cause and register the job again "
+        f"to retry {'it' if single else 'them'}."
     )

@@ -161,7 +161,7 @@ def _select_configurations(answer: Answer, question: WhatIf) -> tuple[Configurat
     fitting = {c for c in configurations if c.global_batch_size <= size}
     if not configurations:
         ranks = {cluster.ranks_per_node for cluster in spec.cluster}
-        worlds = sorted({nodes * each for nodes in question.num_nodes or (1,) for each in ranks})
+        worlds = sorted({nodes * number for nodes in question.num_nodes or (1,) for number in ranks})
         most = max(cluster.max_nodes for cluster in spec.cluster)
         beyond = f" The job goes up to {most} nodes." if max(question.num_nodes, default=0) > most else ""
         raise InvalidInput(
@@ -224,8 +224,8 @@ def _on_cluster(
     if question.num_nodes and not (totals or batches):
         batches = [c.local_batch_size for c in candidates if c.grad_accum_steps == (held or 1)]
     asked = [c for c in candidates if c.num_nodes == nodes and not question.local_batch_size]
-    found = {c for c in asked if not totals or c.global_batch_size in totals}
-    return found | {
+    matching = {c for c in asked if not totals or c.global_batch_size in totals}
+    return matching | {
         Configuration(
             num_nodes=nodes,
             ranks_per_node=cluster.ranks_per_node,

@@ -193,8 +193,8 @@ def lost_regularisation(outcomes: Sequence[Outcome]) -> str | None:
     """
     if not outcomes:
         return None
-    base = min(outcomes, key=lambda each: (each.global_batch_size, -each.validation_accuracy))
-    for other in sorted(outcomes, key=lambda each: each.global_batch_size):
+    base = min(outcomes, key=lambda outcome: (outcome.global_batch_size, -outcome.validation_accuracy))
+    for other in sorted(outcomes, key=lambda outcome: outcome.global_batch_size):
         lost = base.validation_accuracy - other.validation_accuracy
         if (
             other.global_batch_size > base.global_batch_size

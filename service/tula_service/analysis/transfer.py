@@ -173,7 +173,7 @@ def export_posteriors(model: StepTimeModel) -> dict[str, dict[str, Any]]:
     """
     learned = {
         variant.instance_type: posterior.without_prior()
-        for variant, posterior in sorted(model.posteriors.items(), key=lambda each: each[0])
+        for variant, posterior in sorted(model.posteriors.items(), key=lambda entry: entry[0])
         if variant.options == model.priors.base
     }
     return {
@@ -191,10 +191,10 @@ def _find_buckets(data: JobData) -> dict[str, Buckets]:
 
     Such a run waits least for others. Among several, the one with the largest batch counts.
     """
-    of_base = [each for each in data.summaries if each.configuration.options == data.spec.base_options]
-    timed = [(each.configuration, each.timeline) for each in of_base if each.timeline is not None]
+    of_base = [run for run in data.summaries if run.configuration.options == data.spec.base_options]
+    timed = [(run.configuration, run.timeline) for run in of_base if run.timeline is not None]
     usable = [(c, timeline) for c, timeline in timed if min(*timeline.bucket_bytes, *timeline.ready_s) > 0.0]
-    best_first = sorted(usable, key=lambda each: (each[0].world_size, -each[0].local_batch_size))
+    best_first = sorted(usable, key=lambda row: (row[0].world_size, -row[0].local_batch_size))
     return {c.instance_type: Buckets(np.array(t.bucket_bytes), np.array(t.ready_s)) for c, t in reversed(best_first)}
 
 

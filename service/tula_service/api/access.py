@@ -15,9 +15,9 @@ router = APIRouter(route_class=JsonRoute, tags=["access"], dependencies=[Depends
 
 
 @router.post(routes.TOKENS, status_code=201)
-def create_token(wanted: TokenCreate, caller: Caller, services: AppServices) -> TokenCreated:
+def create_token(request: TokenCreate, caller: Caller, services: AppServices) -> TokenCreated:
     """Make a token; its secret is in this answer and nowhere else."""
-    issued = access.issue_token(services.store, caller, **dict(wanted))
+    issued = access.issue_token(services.store, caller, **dict(request))
     services.access.forget(None)
     return issued
 
@@ -37,9 +37,9 @@ def delete_token(token_id: str, caller: Caller, services: AppServices) -> Token:
 
 
 @router.post(routes.PROJECTS, status_code=201)
-def create_project(wanted: ProjectCreate, user: CurrentUser) -> Project:
+def create_project(request: ProjectCreate, user: CurrentUser) -> Project:
     """Make a project; administrators only."""
-    return access.create_project(*user, wanted.name)
+    return access.create_project(*user, request.name)
 
 
 @router.get(routes.PROJECTS)

@@ -119,7 +119,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {each.__name__: each for each in _FILTERS}
+    environment.filters |= {filter_.__name__: filter_ for filter_ in _FILTERS}
     environment.filters |= {"share": percent, "percent": functools.partial(percent, digits=0)}
     return environment
 

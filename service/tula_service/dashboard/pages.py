@@ -198,9 +198,10 @@ def what_if(
     )
     candidates = read(Predictions, recommendations.predict(*user, job_id, question)).candidates
     asked = [
-        each
-        for each in candidates
-        if (not micro_steps or each.configuration.grad_accum_steps in micro_steps) and spot in (None, each.spot)
+        candidate
+        for candidate in candidates
+        if (not micro_steps or candidate.configuration.grad_accum_steps in micro_steps)
+        and spot in (None, candidate.spot)
     ]
     ranked = sorted(asked, key=lambda candidate: (candidate.excluded_by is not None, candidate.total_time_s.value))
     best = read(Recommendation, recommendations.get(*user, job_id, objective)).chosen
@@ -392,10 +393,10 @@ def _accuracy(network: str, device: str, outcomes: list[ledger.Outcome]) -> dict
 def _compared(runs: list[QualityRun], column: str) -> list[dict[str, Any]]:
     """Return a row per run, the least loss first, else the greatest value."""
     rows: list[dict[str, Any]] = []
-    for each in runs:
-        values = [value for value in each.series.values if value is not None]
+    for entry in runs:
+        values = [value for value in entry.series.values if value is not None]
         if values:
-            rows.append({"run": each.run, "last": values[-1], "least": min(values), "most": max(values)})
+            rows.append({"run": entry.run, "last": values[-1], "least": min(values), "most": max(values)})
     return sorted(rows, key=lambda row: row["last"], reverse="loss" not in column)
 
 

@@ -221,8 +221,8 @@ def with_fabric(
         in_seconds.add(AT.intra)
     if fabric.num_nodes > 1 and max_nodes > 1:
         nodes = 2 ** np.arange(1, max(math.ceil(math.log2(max_nodes)), 2) + 1)
-        each = (fabric.between(int(n), ranks_per_node, gradient_bytes, messages) for n in nodes)
-        seconds, log_sds = zip(*each, strict=True)
+        costs = (fabric.between(int(n), ranks_per_node, gradient_bytes, messages) for n in nodes)
+        seconds, log_sds = zip(*costs, strict=True)
         line = np.polyfit(np.log(nodes / 2.0), np.log(seconds), 1)[::-1]
         line_sd = np.array([math.hypot(max(log_sds), _OF_A_STEP_SD), min(sd[AT.inter_growth], _GROWTH_SD)])
     if buckets.ready_s is not None and nodes[-1] * ranks_per_node > 1 and sd[AT.overlap] > _OVERLAP_SD:

@@ -102,9 +102,9 @@ class Posterior:
 
     def predict(self, points: Points) -> tuple[FloatArray, FloatArray]:
         """Return the mean of log step time and the variance of the noise-free value around it, shape (n,) each."""
-        known = self.points, self.reference_batch_size, self.prior.slow_from
-        each = [member.predict(points, *known) for member in self.members]
-        means, variances = np.array([mean for mean, _ in each]), np.array([variance for _, variance in each])
+        shared = self.points, self.reference_batch_size, self.prior.slow_from
+        moments = [member.predict(points, *shared) for member in self.members]
+        means, variances = np.array([mean for mean, _ in moments]), np.array([variance for _, variance in moments])
         mean = self.member_weights @ means
         return mean, np.asarray(self.member_weights @ (variances + (means - mean) ** 2), dtype=np.float64)
 

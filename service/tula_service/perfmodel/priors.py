@@ -469,16 +469,16 @@ def _predictive(
     belief without these.
     """
     usual = np.minimum(_BETWEEN_JOBS_SD, 0.5 * sd)
-    known = precision > 0.0
-    own = np.where(known, 1.0 / np.maximum(precision, 1e-12), 0.0)
-    share = known * usual**2 / (own + usual**2)  # how much of a job a vague estimate counts for
+    informed = precision > 0.0
+    own = np.where(informed, 1.0 / np.maximum(precision, 1e-12), 0.0)
+    share = informed * usual**2 / (own + usual**2)  # how much of a job a vague estimate counts for
     count = share.sum(axis=0)
     middle = np.sum(share * means, axis=0) / np.maximum(count, 1e-12)
     excess = np.maximum(np.sum(share * ((means - middle) ** 2 - own), axis=0), 0.0)
     between = (_WORTH_OF_BETWEEN_SD * usual**2 + excess) / (_WORTH_OF_BETWEEN_SD + np.maximum(count - 1.0, 0.0))
-    weight = np.where(known, 1.0 / (own + between), 0.0)
+    weight = np.where(informed, 1.0 / (own + between), 0.0)
     prior_weight = 1.0 / (sd**2 - usual**2)
     prior_weight[AT.compute] = 1e-6  # c has a unit: it is known from jobs of the same network, or not at all
     total = weight.sum(axis=0) + prior_weight
     mean = (np.sum(weight * means, axis=0) + prior_weight * centre) / total
-    return mean, np.sqrt(np.where(known.any(axis=0), between, usual**2) + 1.0 / total)
+    return mean, np.sqrt(np.where(informed.any(axis=0), between, usual**2) + 1.0 / total)

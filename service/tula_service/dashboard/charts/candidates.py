@@ -186,12 +186,12 @@ def _best_of_places(candidates: Sequence[Candidate], quantity: Quantity) -> list
 def _marked(recommendation: Recommendation, quantity: Quantity, unit: Unit) -> list[Row]:
     return [
         {
-            "batch": each.global_batch_size,
+            "batch": candidate.global_batch_size,
             "value": estimate.value / unit.size,
-            "label": f"{name} (spot)" if each.spot else name,
+            "label": f"{name} (spot)" if candidate.spot else name,
         }
-        for name, each in named_candidates(recommendation)
-        if (estimate := _estimate(each, quantity)) is not None
+        for name, candidate in named_candidates(recommendation)
+        if (estimate := _estimate(candidate, quantity)) is not None
     ]
 
 
@@ -263,7 +263,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
     if not predicted:
         return vega.message(title, "No memory reading yet: the first profiling runs bring them.")
     profiled = [c.configuration for c in alike if c.profiled]
-    read = {(each.instance_type, each.local_batch_size) for each in profiled}
+    read = {(point.instance_type, point.local_batch_size) for point in profiled}
     ceilings = {c.instance_type: c.memory_bytes_per_rank for c in job.spec.cluster if c.memory_bytes_per_rank}
     unit = vega.bytes_unit([*(e.value for e in predicted.values()), *ceilings.values()])
     curve: list[Row] = [
@@ -275,14 +275,14 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
         for kind, most in ceilings.items()
     ]
     ran = [run.configuration for run in job.plan if run.state == "out_of_memory"]
-    over = [each for each in ran if each.options == options]
+    over = [point for point in ran if point.options == options]
     crashes: list[Row] = [
         {
-            "batch": each.local_batch_size,
-            "value": ceilings.get(each.instance_type, curve[-1]["high"] * unit.size) / unit.size,
-            "label": f"out of memory at {each.local_batch_size} a rank",
+            "batch": point.local_batch_size,
+            "value": ceilings.get(point.instance_type, curve[-1]["high"] * unit.size) / unit.size,
+            "label": f"out of memory at {point.local_batch_size} a rank",
         }
-        for each in over
+        for point in over
     ]
     kinds = sorted({row["type"] for row in curve})
     x = vega.batch_axis("Local batch size (examples a rank and micro-step)", sorted({row["batch"] for row in curve}))
@@ -320,7 +320,7 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
     rows: list[Row] = []
     for place, candidate in enumerate(drawn):
         name = configuration(candidate.configuration)
-        marks = ", ".join(mark for mark, each in named if each.configuration == candidate.configuration)
+        marks = ", ".join(mark for mark, other in named if other.configuration == candidate.configuration)
         labels.append({"place": place, "name": name, "landmarks": marks})
         for order, (term, part) in enumerate(_PARTS):
             value = getattr(candidate.terms, term) / unit.size
