@@ -107,9 +107,7 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
     process, _, measured = read.text(MEASURED_BY).partition(":")
     if measured == (job_to_join.name if makes_run else run_id) and process != str(os.getpid()):
         remedy = "call tula_agent.init() in the processes that train, not in a process that starts them"
-        logger.warning(
-            "this process is left alone, since process %s, which started it, is measured: %s", process, remedy
-        )
+        logger.warning("this process is not measured, since process %s, which started it, is: %s", process, remedy)
         return None
     job_id = read.text("TULA_JOB_ID")
     nodes, ranks_per_node = read.number(int, 1, "TULA_NUM_NODES"), read.number(int, 1, "TULA_RANKS_PER_NODE")

@@ -328,7 +328,7 @@ class UneditedLoop:
         if not self._models and current_group() is not None and torch.distributed.get_world_size() > 1:
             missing.append("communication, since no DistributedDataParallel model holds the optimizer's parameters")
         if missing:
-            logger.warning("the script calls no tula_agent.init(), and not seen is %s", ", and ".join(missing))
+            logger.warning("the script calls no tula_agent.init(), so the agent cannot see %s", ", and ".join(missing))
         if self._joins:
             logger.warning(
                 "under model.join() ranks step unequally often and can't end after the same step: the first rank's "

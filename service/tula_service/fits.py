@@ -68,7 +68,9 @@ class Fits:
         except _NOT_STARTED as error:
             self._drop()
             remedy = "allow the service one process for each worker, and restart it"
-            _LOG.warning("The process of fits cannot be started (%s), so fits slow other requests: %s.", error, remedy)
+            _LOG.warning(
+                "The process that computes fits cannot start (%s), so they slow other requests: %s.", error, remedy
+            )
         return self._ready
 
     def close(self) -> None:
@@ -116,7 +118,7 @@ class Fits:
             except BrokenProcessPool:
                 self._drop()
         raise Busy(
-            "The process of fits was ended twice, or cannot start, maybe for want of memory: retry, or give the "
+            "The process that computes fits ended twice or cannot start, maybe for lack of memory: retry, or give the "
             "service more.",
             retry_after_s=5.0,
         )

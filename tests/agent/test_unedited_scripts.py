@@ -60,7 +60,7 @@ def test_a_profiling_run_measures_and_leaves_on_all_ranks(sink: Sink, launch: La
     assert len(sink.steps()) >= 19  # all but those of the last, smaller batch of an epoch
     # Lightning's callback sees the script's first step, too, so that step 21 is the last, smaller batch of an epoch.
     assert sink.steps()[-1] == (20 if script == "lightning_trainer.py" else 21)
-    assert done.stderr.count("not seen is " + NOT_SEEN.get(script, "")) == (script in NOT_SEEN)
+    assert done.stderr.count("cannot see " + NOT_SEEN.get(script, "")) == (script in NOT_SEEN)
     assert "failed" not in done.stderr
 
 

@@ -68,7 +68,7 @@ def test_a_refused_export_says_why_in_one_sentence(tula: Tula, profiled: Job, mo
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
     code, _, err = tula("export", profiled.id, "--to", "mlflow")
     assert code == 1
-    assert "MLflow did not take the runs: " in err
+    assert "MLflow refused the runs: " in err
     assert err.count("\n") == 1
     monkeypatch.setitem(sys.modules, "mlflow", None)
     code, _, err = tula("export", profiled.id, "--to", "mlflow")

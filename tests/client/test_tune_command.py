@@ -147,13 +147,13 @@ def test_a_configuration_that_was_measured_is_measured_again(tula: Tula, tmp_pat
 
 def test_what_the_agent_says_reaches_the_terminal_and_a_failure_is_told_once(tula: Tula, tmp_path: Path) -> None:
     path = spec_file(tmp_path, tmp_path.name)
-    script = "from tula_agent.guard import logger; logger.warning('not seen is %s', 'the batches'); raise SystemExit(3)"
+    script = "from tula_agent.guard import logger; logger.warning('cannot see %s', 'the batches'); raise SystemExit(3)"
     command = ["--", sys.executable, "-c", script, "{local_batch_size}", "{num_nodes}"]
     where = ["--work-dir", str(tmp_path / "w")]
     code, out, err = tula("tune", path, *where, *command)
     assert code == 1
     assert "note      Run run-" in out
-    assert "not seen is the batches" in " ".join(out.split())
+    assert "cannot see the batches" in " ".join(out.split())
     assert "exit code 3" in out
     assert "exit code" not in err
     assert "finished measurements are kept" in err

@@ -74,7 +74,7 @@ def estimate(
     typer.echo(f"parameters: {estimated.parameters:,}")
     typer.echo(f"FLOPs of an example, forward and backward: {estimated.flops_per_sample:.3g}")
     typer.echo(f"activations of an example: {format_size(estimated.activation_bytes_per_sample)}")
-    typer.echo(f"memory at batch {batch}: {total}, of it {static} {state}")
+    typer.echo(f"memory at batch {batch}: {total}, of which {static} {state}")
     for name, most in largest.items():
         typer.echo(f"largest batch on {name}: {safe[name]} (safe), {most} (expected)")
     if write is not None:

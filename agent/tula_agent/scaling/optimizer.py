@@ -336,8 +336,8 @@ def _refuse_unusable(optimizer: Any) -> None:
         raise TypeError("optimizer is LBFGS, whose line search undoes any scaling: use a first-order optimizer")
     if is_sharded(p for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
-            "optimizer holds sharded parameters: FSDP reduces the gradient within the backward pass and keeps none of "
-            "a rank's own, with which TulaOptimizer compares it; use DDP, or train without TulaOptimizer"
+            "optimizer holds sharded parameters: FSDP keeps no rank's own gradient, which TulaOptimizer needs for "
+            "comparison; use DDP, or train without TulaOptimizer"
         )
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise ValueError(

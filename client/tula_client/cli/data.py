@@ -133,7 +133,7 @@ def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
                 single[f"predicted_{column}"] = estimate and estimate.value
             _write_run(store, experiment, run, measured[run.id] | {(key, 0): value for key, value in single.items()})
     except Exception as error:  # of MLflow, of its database, of the network: whatever its store raises
-        raise TulaError(f"MLflow did not take the runs: {' '.join(str(error).split())}") from error
+        raise TulaError(f"MLflow refused the runs: {' '.join(str(error).split())}") from error
     return name, len(runs)
 
 

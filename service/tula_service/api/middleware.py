@@ -171,7 +171,7 @@ class RequestMiddleware:
                 if len(body) > limit:
                     raise _too_large(limit)
                 if self._arriving[sender] > ARRIVING_BYTES:
-                    raise _busy("Too many bodies of this sender are on their way", limited=True)
+                    raise _busy("This sender has too many requests under way", limited=True)
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise HTTPException(408)

@@ -276,8 +276,8 @@ class Samples(Repository):
             return int(source["key"])
         if int(self._scalar(sa.select(sa.func.count()).where(table.run_key == run_key))) >= MAX_PROCESSES:
             raise InvalidInput(
-                f"Samples of {MAX_PROCESSES} processes of this run are stored: send boot_id, which names a process, "
-                "once per start of it.",
+                f"Samples of {MAX_PROCESSES} processes of this run are stored: make a new boot_id only when a process "
+                "starts.",
                 field="boot_id",
             )
         statement = (

@@ -186,7 +186,7 @@ def _check_model(spec: wire.JobSpec) -> None:
     """Refuse a model that contradicts itself or its devices. Only at registration: older jobs may still be changed."""
     if spec.model.activation_bytes_per_sample == 0:
         raise InvalidInput(
-            "activation_bytes_per_sample is 0, and every network keeps some: give bytes, for example those of "
+            "activation_bytes_per_sample is 0, but every network keeps some: give bytes, for example those of "
             "tula_agent.estimate_memory, or leave it out.",
             field="model.activation_bytes_per_sample",
         )
