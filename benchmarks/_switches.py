@@ -73,8 +73,8 @@ def main() -> int:
         "switches.launches": launches(runs["adaptive"]),
         "switches.exhaustive": launches(runs["full"]),
     }
-    for name, one in (("chosen", choice), ("best of all", best)):
-        print(f"{name:<12} {configuration(one)}: {duration(3600 * took[one])}")
+    for name, shown in (("chosen", choice), ("best of all", best)):
+        print(f"{name:<12} {configuration(shown)}: {duration(3600 * took[shown])}")
     share = figures["switches.launches"] / figures["switches.exhaustive"]
     print(f"{percent(figures['switches.regret'])} longer than the best, with {percent(share)} of all launches")
     if arguments.json:

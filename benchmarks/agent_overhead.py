@@ -120,10 +120,10 @@ class Agent:
         """Wrap `read` of the gradients; note how many steps lie between two pairs, as a pair's second step decides."""
 
         def noting(step: int, *rest: Any) -> Any:
-            found = read(step, *rest)
+            values = read(step, *rest)
             if self._recorder.gradients.due > step:
                 self._norms_every = self._recorder.gradients.due - step + 1
-            return found
+            return values
 
         return noting
 

@@ -168,8 +168,8 @@ class Bench:
     def compare(self) -> dict[str, float]:
         """Return the errors, regrets and costs of both searches against every candidate measured."""
         before = self.tune("full", project="before") if self.size.full else None
-        found = {search: self.tune(search) for search in ("adaptive", "partial")}
-        after = self.tune("full", project="after") if self.size.full else found["partial"]
+        tuned_by = {search: self.tune(search) for search in ("adaptive", "partial")}
+        after = self.tune("full", project="after") if self.size.full else tuned_by["partial"]
         before = before or after
         first, again = _step_times(before), _step_times(after)
         truth = {key: min(first[key], again[key]) for key in first if key in again}
@@ -184,10 +184,10 @@ class Bench:
                 for (nodes, batch), by in zip(truth, moved, strict=True)
             ],
         )
-        for search, tuned in found.items():
+        for search, tuned in tuned_by.items():
             answer = tuned["recommendation"]
-            predicted = {_key(one["configuration"]): one for one in answer["candidates"]}
-            unseen = [key for key, one in predicted.items() if key in truth and not one["profiled"]]
+            predicted = {_key(candidate["configuration"]): candidate for candidate in answer["candidates"]}
+            unseen = [key for key, candidate in predicted.items() if key in truth and not candidate["profiled"]]
             errors = [abs(predicted[key]["step_time_s"]["value"] / truth[key] - 1) for key in unseen]
             chosen, best = _key(answer["chosen"]["configuration"]), min(truth, key=lambda key: _total_s(key, truth))
             rows = [
@@ -221,7 +221,9 @@ class Bench:
             "columns.node_seconds_fraction": 2
             * _launch_node_seconds(shared)
             / (_node_seconds(single) + _node_seconds(repeat)),
-            "columns.agreement": median([abs(joint[key] / each[key] - 1) for each in (apart, again) for key in joint]),
+            "columns.agreement": median(
+                [abs(joint[key] / alone[key] - 1) for alone in (apart, again) for key in joint]
+            ),
             "columns.repeat": median([abs(again[key] / apart[key] - 1) for key in joint]),
             "columns.same_choice": float(len(set(chosen)) == 1),
             "columns.launches": len({nodes for nodes, _ in joint}),
@@ -240,19 +242,19 @@ class Bench:
     def both_ways(self, name: str, command: list[str], space: str, *, repeats: int) -> list[dict[str, Any]]:
         """Work through a plan of shared launches, and `repeats` times through a launch for each of its runs."""
         budget = min(RUNS_COMPARED, self.size.num_candidates)
-        found = [self.work(name, command, space, budget)]
-        wanted = sorted(_step_times(found[0]), reverse=True)  # largest first, so that one launch probes the links
-        found += [self.work(f"{name}-{i}", command, space, len(wanted), wanted) for i in range(repeats)]
-        times = [_step_times(each) for each in found]
+        jobs = [self.work(name, command, space, budget)]
+        shapes = sorted(_step_times(jobs[0]), reverse=True)  # largest first, so that one launch probes the links
+        jobs += [self.work(f"{name}-{i}", command, space, len(shapes), shapes) for i in range(repeats)]
+        times = [_step_times(answers) for answers in jobs]
         print_table(
             f"{name}: every configuration in a shared launch, and by itself",
             ["configuration", "shared launch", *["own launch"] * repeats],
             [
                 [f"{nodes} nodes, {batch}", *(f"{t[nodes, batch] * 1e3:.1f} ms" for t in times)]
-                for nodes, batch in sorted(wanted)
+                for nodes, batch in sorted(shapes)
             ],
         )
-        return found
+        return jobs
 
     def drift(self) -> dict[str, float]:
         """Return the steps from the cut of the links to the alarm, and the alarms before it."""
@@ -280,18 +282,18 @@ class Bench:
             cut_at = _last_step(log)
             self.cluster.set_rate(RATE_MBIT / SLOWER)
             until = cut_at + STEPS_TO_NOTICE
-            found: list[dict[str, Any]] = []
-            while not found and _last_step(log) < until:
+            alarms: list[dict[str, Any]] = []
+            while not alarms and _last_step(log) < until:
                 time.sleep(0.5)
-                found = [one for one in self.drifts(job_id, run.id) if one not in early]
-            for one in self.events(job_id, run.id):
-                print(f"  {one['kind']}: {one['data'].get('sentence', one['data'])}")
+                alarms = [event for event in self.drifts(job_id, run.id) if event not in early]
+            for event in self.events(job_id, run.id):
+                print(f"  {event['kind']}: {event['data'].get('sentence', event['data'])}")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(training.pid, 9)
             training.wait()
             self.cluster.set_rate(RATE_MBIT)
-        noticed = found[0]["data"]["step"] - cut_at if found else float("nan")
+        noticed = alarms[0]["data"]["step"] - cut_at if alarms else float("nan")
         return {
             "drift.steps_to_notice": noticed,
             "drift.false_alarms": len(early),
@@ -300,7 +302,7 @@ class Bench:
 
     def drifts(self, job_id: str, run_id: str) -> list[dict[str, Any]]:
         """Return the drift events of a run so far."""
-        return [one for one in self.events(job_id, run_id) if one["kind"] == "drift"]
+        return [event for event in self.events(job_id, run_id) if event["kind"] == "drift"]
 
     def events(self, job_id: str, run_id: str) -> list[dict[str, Any]]:
         """Return the drift and advice events of a run so far, read from the stream that a dashboard reads."""
@@ -308,7 +310,7 @@ class Bench:
 
         client, environment = self.project("adaptive")
         headers = {"Authorization": f"Bearer {environment['TULA_TOKEN']}", "Last-Event-ID": "0"}
-        found: list[dict[str, Any]] = []
+        read: list[dict[str, Any]] = []
         with (
             contextlib.suppress(httpx.ReadTimeout),
             httpx.stream(
@@ -319,8 +321,8 @@ class Bench:
                 if line.startswith("data:"):
                     event = json.loads(line[5:])
                     if event["kind"] in ("drift", "advice") and event.get("run_id") == run_id:
-                        found.append(event)
-        return found
+                        read.append(event)
+        return read
 
     def tune(self, search: str, *, project: str = "") -> dict[str, Any]:
         """Run one `tula tune` of the whole space, in the project of its name or another one; return its JSON."""
@@ -357,14 +359,14 @@ class Bench:
         """Do what `tula tune` does, with shared launches or a launch for each of `again`, and return what it prints."""
         client, environment = self.project(project)
         folder = self.folder / project
-        wanted = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in again)
+        configurations = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in again)
         began = time.monotonic()
         job = register(client, load_spec(self.spec(folder, "adaptive", space, budget, share_launches=not again))).job
         work = WorkDir(folder, job.id)
         with work.locked() as holder:
             reporter, template = Reporter(Console(quiet=True)), Template(tuple(command))
             with Runner(client, work, holder, reporter, inherited=environment) as runner:
-                tuned = work_through(runner, job, template, again=wanted)
+                tuned = work_through(runner, job, template, again=configurations)
         took_s = time.monotonic() - began
         print(f"{project}: {len(tuned.finished)} runs in {took_s:.1f} s", flush=True)
         return {
@@ -425,7 +427,7 @@ def show_progress(search: str, client: Client, tuning: subprocess.Popen[bytes]) 
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             tuning.wait(timeout=PROGRESS_S)
-        for job in [client.job(one.id) for one in client.jobs().jobs]:
+        for job in [client.job(summary.id) for summary in client.jobs().jobs]:
             for run in job.plan:
                 if run.state not in _ENDED or run.id in printed:
                     continue
@@ -496,7 +498,7 @@ def _launch_node_seconds(tuned: dict[str, Any]) -> float:
     """Return the node-seconds where each cluster had one launch, whose runs overlap in time."""
     spans = _spans(tuned)
     total = 0.0
-    for nodes in {each for each, _, _ in spans}:
+    for nodes in {count for count, _, _ in spans}:
         of_cluster = [span for span in spans if span[0] == nodes]
         total += nodes * (max(ends for _, _, ends in of_cluster) - min(began for _, began, _ in of_cluster))
     return total

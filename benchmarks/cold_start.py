@@ -74,7 +74,7 @@ def parse_precision(row: Mapping[str, str]) -> Precision:
 
 def read(path: Path) -> list[Timing]:
     """Read every row with its guess from hardware figures; leave out devices of which no data sheet is kept."""
-    found = []
+    timings = []
     for row in read_rows(path):
         precision = parse_precision(row)
         cluster = wire.ClusterSpec(instance_type="one", max_nodes=1, accelerator=row["gpu"])
@@ -101,16 +101,16 @@ def read(path: Path) -> list[Timing]:
         guess = prior_from_hardware(read_facts(model), hardware, reference_batch_size=batch)
         guess = replace(guess, slow_from=slow_from(model, [cluster]).get(cluster.instance_type, math.inf))
         log_ratio = math.log(float(row["step_time_s"])) - log_step_s(guess)
-        found.append(Timing(row["source"], row["gpu"], row["network"], row["precision"], batch, guess, log_ratio))
-    return found
+        timings.append(Timing(row["source"], row["gpu"], row["network"], row["precision"], batch, guess, log_ratio))
+    return timings
 
 
 def of_largest_batch(timings: Sequence[Timing]) -> list[Timing]:
     """Return the rows of the largest batch of each network and precision on a device, in order."""
     largest: dict[tuple[str, ...], float] = {}
-    for each in timings:
-        largest[_of(each)] = max(each.batch, largest.get(_of(each), 0.0))
-    return [each for each in timings if each.batch == largest[_of(each)]]
+    for timing in timings:
+        largest[_of(timing)] = max(timing.batch, largest.get(_of(timing), 0.0))
+    return [timing for timing in timings if timing.batch == largest[_of(timing)]]
 
 
 def _of(timing: Timing) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ def every_batch(timings: Sequence[Timing]) -> dict[str, float]:
     """Return the errors without history over all batches, and over the small ones."""
     figures: dict[str, float] = {}
     for name, most in (("all", math.inf), ("small", _SMALL_BATCH)):
-        factors = [math.exp(abs(each.log_ratio)) - 1.0 for each in timings if each.batch <= most]
+        factors = [math.exp(abs(timing.log_ratio)) - 1.0 for timing in timings if timing.batch <= most]
         if factors:
             figures |= {f"cold.{name}.median": median(factors), f"cold.{name}.p90": percentile(factors, 0.9)}
     return figures
@@ -136,7 +136,7 @@ def log_step_s(guess: StepTimePrior) -> float:
 
 def mixed(timings: Sequence[Timing]) -> dict[str, float]:
     """Return the errors of the rows in mixed precision without history; empty where there are none."""
-    factors = [math.exp(abs(each.log_ratio)) - 1.0 for each in timings if each.precision in MIXED]
+    factors = [math.exp(abs(timing.log_ratio)) - 1.0 for timing in timings if timing.precision in MIXED]
     if not factors:
         return {}
     return {"cold.mixed.0.0.median": median(factors), "cold.mixed.0.0.p90": percentile(factors, 0.9)}
@@ -149,14 +149,14 @@ def histories(
     dice = random.Random(SEED)
     for target in timings[::every]:
         others = [
-            each
-            for each in timings
-            if each.source == target.source
-            and each.network != target.network
-            and (each.precision == target.precision or not same)
+            timing
+            for timing in timings
+            if timing.source == target.source
+            and timing.network != target.network
+            and (timing.precision == target.precision or not same)
         ]
-        near = [each for each in others if each.gpu == target.gpu]
-        far = [each for each in others if each.gpu != target.gpu]
+        near = [timing for timing in others if timing.gpu == target.gpu]
+        far = [timing for timing in others if timing.gpu != target.gpu]
         if len(near) >= num_same_gpu and len(far) >= num_other_gpu:
             for _ in range(draws):
                 yield target, dice.sample(near, num_same_gpu) + dice.sample(far, num_other_gpu)
@@ -168,7 +168,7 @@ def score(
     """Return the errors and coverage over all targets and histories; empty where no target has such a history."""
     factors, inside, without = [], [], []
     for target, history in histories(timings, num_same_gpu, num_other_gpu, same, draws, every):
-        earlier = [ScaleError(each.log_ratio, each.gpu, rule_sd=float(each.guess.sd[0])) for each in history]
+        earlier = [ScaleError(timing.log_ratio, timing.gpu, rule_sd=float(timing.guess.sd[0])) for timing in history]
         own = float(target.guess.sd[0])
         corrected = scale_from_jobs(target.guess, ScaleError(0.0, target.gpu, rule_sd=own), earlier)
         off = abs(target.log_ratio + log_step_s(target.guess) - log_step_s(corrected))
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         families = read(FAMILIES) if options.steps is None else timings
     except ValueError as error:
         parser.error(f"--steps: {error}")
-    timings = [each for each in timings if not options.only or each.source in options.only]
+    timings = [timing for timing in timings if not options.only or timing.source in options.only]
     if not timings:
         parser.error("no row is left; check --steps and --only.")
     figures = mixed(of_largest_batch(families)) | every_batch(timings)
@@ -208,11 +208,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for same in (True, False):
         for num_same_gpu, num_other_gpu in HISTORIES:
-            found = score(timings, num_same_gpu, num_other_gpu, same, draws, every)
-            if not found:
+            scores = score(timings, num_same_gpu, num_other_gpu, same, draws, every)
+            if not scores:
                 continue
-            figures |= found
-            cases, middle, tail, coverage, without = found.values()
+            figures |= scores
+            cases, middle, tail, coverage, without = scores.values()
             cells = [f"x {1.0 + value:.2f}" for value in (middle, tail, without)]
             rows.append(
                 [

@@ -87,16 +87,16 @@ def embedded(source: str) -> str:
         module = "__import__('tula_agent.callbacks.transformers').callbacks.transformers"
         return source.replace("eval_dataset=", f"callbacks=[{module}.TulaTrainerCallback()], eval_dataset=")
     begins = "__import__('tula_agent').init(); run.watch(model, getattr(optimizer, 'optimizer', optimizer))"
-    found = re.sub(r"^( +)(for \w+ in range\(options\.epochs\))", rf"\1run = {begins}\n\1\2", source, flags=re.M)
+    edited = re.sub(r"^( +)(for \w+ in range\(options\.epochs\))", rf"\1run = {begins}\n\1\2", source, flags=re.M)
     if "get_batch()" in source:
-        found = found.replace(begins, f"{begins}; run.begin_loop()")
+        edited = edited.replace(begins, f"{begins}; run.begin_loop()")
         pattern, lines = r"^( +)(loss = )", r"\1run.batch_done(); run.batch_arrived(x)\n\1\2"
     else:
         pattern, lines = r"((?: in |enumerate\(|iter\())loader\b", r"\1run.steps(loader)"
-    found, loops = re.subn(pattern, lines, found, flags=re.M)
+    edited, loops = re.subn(pattern, lines, edited, flags=re.M)
     if loops != 1:
         raise ValueError("no loop over `loader` was found, and none over `get_batch`")
-    return found
+    return edited
 
 
 def clocked(source: str) -> str:
@@ -201,11 +201,11 @@ def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]
                 for _ in range(rounds):
                     lines.append(bench.run(edited, hook=False))
                     plain.append(bench.run(timed, hook=True))
-                whole = all(one.seen == expected and len(one.step_time_s) >= 0.8 * MEASURE_STEPS for one in plain)
+                whole = all(run.seen == expected and len(run.step_time_s) >= 0.8 * MEASURE_STEPS for run in plain)
                 measured += whole
-                ours, theirs = (median([one.by_the_clock for one in each]) for each in (plain, lines))
+                ours, theirs = (median([run.by_the_clock for run in runs]) for runs in (plain, lines))
                 figures[f"no_edit.{script.stem}.step_time_error"] = abs(ours / theirs - 1.0)
-                times_s = [median([one.step_s for one in each]) for each in (plain, lines)]
+                times_s = [median([run.step_s for run in runs]) for runs in (plain, lines)]
                 across.append(abs(times_s[0] / times_s[1] - 1.0))
                 times = [f"{1e3 * value:.2f} ms" for value in times_s]
                 rows.append([script.stem, *times, f"{100 * (ours / theirs - 1.0):+.1f} %", "yes" if whole else "NO"])
@@ -258,10 +258,13 @@ def fresh(folder: Path) -> Path:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(build, stdout=subprocess.DEVNULL, check=True)
     needed = {
-        str(each)
-        for each in map(Requirement, requires("tula") or [])
-        if each.name != "tula"
-        and (each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("agent", "service")))
+        str(requirement)
+        for requirement in map(Requirement, requires("tula") or [])
+        if requirement.name != "tula"
+        and (
+            requirement.marker is None
+            or any(requirement.marker.evaluate({"extra": extra}) for extra in ("agent", "service"))
+        )
     }
     (wheel,) = folder.glob("*.whl")
     bin = isolated(folder / ENVIRONMENT, needed | {"lightning", "accelerate", "transformers"}, wheel)

@@ -81,14 +81,14 @@ def main() -> int:
             bench = Bench(cluster, Client(admin.url, token), {**environment, "TULA_TOKEN": token}, size)
             cases.append(case := bench.measure(rate, parameter_bytes))
             estimates = case.from_two.value, case.from_all.value, case.added_s
-            errors = [f"{1e3 * each:.1f} ms ({each / case.truth_s - 1:+.1%})" for each in estimates]
+            errors = [f"{1e3 * estimate:.1f} ms ({estimate / case.truth_s - 1:+.1%})" for estimate in estimates]
             rows.append([f"{rate:g} Mbit/s, {parameter_bytes / 2**20:g} MiB", f"{1e3 * case.truth_s:.1f} ms", *errors])
     print(f"{stolen_share(clock):.0%} of the processors went to other machines of the host")
     header = ["links, gradients", "measured", "from two", "from all", "added"]
     print_table(f"step time on {size.nodes} nodes", header, rows)
     two, every, added = (
-        [abs(predicted / case.truth_s - 1.0) for case, predicted in zip(cases, found, strict=True)]
-        for found in zip(*((c.from_two.value, c.from_all.value, c.added_s) for c in cases), strict=True)
+        [abs(predicted / case.truth_s - 1.0) for case, predicted in zip(cases, estimated, strict=True)]
+        for estimated in zip(*((c.from_two.value, c.from_all.value, c.added_s) for c in cases), strict=True)
     )
     figures = {
         "from_two.median_error": median(two),
@@ -137,8 +137,8 @@ class Bench:
 
     def predicted(self, job_id: str) -> Estimate:
         """Return the service's step time for all nodes."""
-        found = self.client.predictions(job_id, num_nodes=self.size.nodes, local_batch_size=LOCAL_BATCH)
-        return found.candidates[0].step_time_s
+        answer = self.client.predictions(job_id, num_nodes=self.size.nodes, local_batch_size=LOCAL_BATCH)
+        return answer.candidates[0].step_time_s
 
     def step_time_s(self, job_id: str, nodes: int, parameter_bytes: int) -> float:
         """Return the step time in seconds that a profiling run on `nodes` nodes measures."""
@@ -155,10 +155,10 @@ class Bench:
         }
         words = [f"--nodes={nodes}", f"--batch-size={LOCAL_BATCH}", f"--parameter-bytes={parameter_bytes}"]
         self.run("benchmarks._cluster_job", words, environment)
-        found = self.client.run(run.id).step_time_s
-        if found is None:
+        measured = self.client.run(run.id).step_time_s
+        if measured is None:
             raise RuntimeError(f"the run on {nodes} nodes sent no step time")
-        return found
+        return measured
 
     def probe(self, nodes: int, rate: float) -> FabricProbe:
         """Probe `nodes` nodes, and give the service what they measured."""

@@ -150,8 +150,8 @@ def measure(databases: Databases, server: Server, load: Load, kind: str, steps: 
     """Load the service; return what was measured, and CPU seconds per request."""
     requests = KINDS[kind](databases.run_ids, steps)
     before = cpu_s(server)
-    found = drive("127.0.0.1", server.port, databases.header, requests, load)
-    return found, (cpu_s(server) - before) / max(1, found.answered)
+    measured = drive("127.0.0.1", server.port, databases.header, requests, load)
+    return measured, (cpu_s(server) - before) / max(1, measured.answered)
 
 
 KINDS = {"telemetry": telemetry_requests, "samples": sample_requests, "agents": agent_requests}
@@ -186,7 +186,7 @@ def beside_fits(
     engine: str, databases: Databases, load: Load, figures: dict[str, float], rows: list[tuple[str, ...]]
 ) -> None:
     """Measure one agent alone, and again while users ask questions that each take a fit."""
-    one = replace(load, processes=1, connections=1)
+    single = replace(load, processes=1, connections=1)
     with databases.serve(1) as server:
         alone, _ = measure(databases, server, one, "agents", AGENT_STEPS)
         with questions(server, databases.header, 12 if load.requests is None else 1) as statuses:
@@ -209,8 +209,8 @@ def replicas(databases: Databases, servers: Sequence[Server], load: Load) -> lis
 
 def cpu_s(server: Server) -> float:
     """Return the user and system seconds of the processes that answer requests."""
-    times = [psutil.Process(each).cpu_times() for each in server.worker_ids()]
-    return float(sum(one.user + one.system for one in times))
+    times = [psutil.Process(worker).cpu_times() for worker in server.worker_ids()]
+    return float(sum(cpu.user + cpu.system for cpu in times))
 
 
 def raw_commits_per_s(databases: Databases, steps: int, seconds: float) -> float:
@@ -250,15 +250,15 @@ def raw_commits_per_s(databases: Databases, steps: int, seconds: float) -> float
 def all_databases(engines: Sequence[str]) -> Iterator[dict[str, Databases]]:
     """Yield databases of each engine."""
     with tempfile.TemporaryDirectory(prefix="tula-bench-") as name, ExitStack() as stack:
-        folder, found = Path(name), {}
+        folder, databases = Path(name), {}
         if "sqlite" in engines:
-            found["sqlite"] = Databases(folder, None)
+            databases["sqlite"] = Databases(folder, None)
         if "postgres" in engines:
             postgres = PostgresServer.start(folder / "pg")
             folder.chmod(0o755)
             stack.callback(postgres.stop)
-            found["postgres"] = Databases(folder, postgres)
-        yield found
+            databases["postgres"] = Databases(folder, postgres)
+        yield databases
 
 
 def main() -> None:
@@ -267,24 +267,24 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--engines", nargs="*", default=["sqlite", "postgres"], choices=["sqlite", "postgres"])
     parser.add_argument("--only", default="all", choices=["all", "fits"])
-    wanted = parser.parse_args()
-    load = SMOKE if wanted.smoke else Load(measure_s=wanted.seconds)
+    options = parser.parse_args()
+    load = SMOKE if options.smoke else Load(measure_s=options.seconds)
     figures: dict[str, float] = {}
     rows: list[tuple[str, ...]] = []
-    with all_databases(wanted.engines) as found:
-        for engine, databases in found.items():
-            if wanted.only == "all":
-                _engine(engine, databases, load, 1 if wanted.smoke else 2, figures, rows)
+    with all_databases(options.engines) as by_engine:
+        for engine, databases in by_engine.items():
+            if options.only == "all":
+                _engine(engine, databases, load, 1 if options.smoke else 2, figures, rows)
             beside_fits(engine, databases, load, figures, rows)
     print_table("Ingest", ("case", "requests/s", "step values/s", "p50 ms", "p99 ms", "failed", "CPU us/request"), rows)
     for key, value in figures.items():
         print(f"{key} = {value:,.3f}")
-    write_json(wanted.json, figures)
+    write_json(options.json, figures)
 
 
-def _show(name: str, found: Measured, values_per_s: float, cpu_us: str, rows: list[tuple[str, ...]]) -> None:
-    cells = (f"{found.per_s:,.0f}", f"{values_per_s:,.0f}", f"{found.p50_ms:.2f}", f"{found.p99_ms:.2f}")
-    rows.append((name, *cells, str(found.failed), cpu_us))
+def _show(name: str, measured: Measured, values_per_s: float, cpu_us: str, rows: list[tuple[str, ...]]) -> None:
+    cells = (f"{measured.per_s:,.0f}", f"{values_per_s:,.0f}", f"{measured.p50_ms:.2f}", f"{measured.p99_ms:.2f}")
+    rows.append((name, *cells, str(measured.failed), cpu_us))
     print(" ", rows[-1], flush=True)
 
 
@@ -292,50 +292,50 @@ def _engine(
     engine: str, databases: Databases, load: Load, workers: int, figures: dict[str, float], rows: list[tuple[str, ...]]
 ) -> None:
     def case(server: Server, key: str, name: str, kind: str, steps: int) -> Measured:
-        found, cpu_s_per_request = measure(databases, server, load, kind, steps)
+        result, cpu_s_per_request = measure(databases, server, load, kind, steps)
         values_per_request = steps * (1 if kind in ("samples", "agents") else len(COLUMNS))
-        values = found.per_s * values_per_request
+        values = result.per_s * values_per_request
         figures[f"{key}.cpu_s_per_million"] = cpu_s_per_request / values_per_request * 1e6
-        _show(f"{engine}, {name}", found, values, f"{cpu_s_per_request * 1e6:,.0f}", rows)
-        return found
+        _show(f"{engine}, {name}", result, values, f"{cpu_s_per_request * 1e6:,.0f}", rows)
+        return result
 
     def agents(server: Server, key: str, name: str) -> None:
-        found = case(server, f"{engine}.agents{key}", f"an agent's requests, {name}", "agents", AGENT_STEPS)
-        figures[f"{engine}.agents{key}.requests_per_s"] = found.per_s
-        figures[f"{engine}.agents{key}.p99_ms"] = found.p99_ms
+        result = case(server, f"{engine}.agents{key}", f"an agent's requests, {name}", "agents", AGENT_STEPS)
+        figures[f"{engine}.agents{key}.requests_per_s"] = result.per_s
+        figures[f"{engine}.agents{key}.p99_ms"] = result.p99_ms
 
     def raw(steps: int = 1000) -> float:
         return raw_commits_per_s(databases, steps, load.measure_s / 2)
 
-    with databases.serve(1) as one:
+    with databases.serve(1) as single:
         limits = [raw()]  # the driver alone between and around the cases, since a machine's pace changes
-        measured = {engine: case(one, engine, "1,000 x 4, 1 worker", "telemetry", 1000)}
+        measured = {engine: case(single, engine, "1,000 x 4, 1 worker", "telemetry", 1000)}
         limits.append(raw())
-        with nullcontext(one) if workers == 1 else databases.serve(workers) as two:
+        with nullcontext(single) if workers == 1 else databases.serve(workers) as two:
             key = f"{engine}.workers_2"
             measured[key] = case(two, key, "1,000 x 4, 2 workers", "telemetry", 1000)
             agents(two, ".workers_2", "2 workers")
         limits.append(raw())
         rows += [
-            (f"{engine}, driver alone, 1,000 x 4", f"{each:,.0f}", f"{each * 4000:,.0f}", "", "", "", "")
-            for each in limits
+            (f"{engine}, driver alone, 1,000 x 4", f"{limit:,.0f}", f"{limit * 4000:,.0f}", "", "", "", "")
+            for limit in limits
         ]
-        for (key, found), around in zip(measured.items(), itertools.pairwise(limits), strict=True):
-            figures[f"{key}.step_values_per_s"] = found.per_s * 4000
-            figures[f"{key}.p50_ms"], figures[f"{key}.p99_ms"] = found.p50_ms, found.p99_ms
-            figures[f"{key}.fraction_of_raw"] = 2 * found.per_s / sum(around)
+        for (key, result), around in zip(measured.items(), itertools.pairwise(limits), strict=True):
+            figures[f"{key}.step_values_per_s"] = result.per_s * 4000
+            figures[f"{key}.p50_ms"], figures[f"{key}.p99_ms"] = result.p50_ms, result.p99_ms
+            figures[f"{key}.fraction_of_raw"] = 2 * result.per_s / sum(around)
         figures[f"{engine}.raw_step_values_per_s"] = sum(limits) / len(limits) * 4000
-        large = case(one, f"{engine}.large", "10,000 x 4, 1 worker", "telemetry", 10_000)
+        large = case(single, f"{engine}.large", "10,000 x 4, 1 worker", "telemetry", 10_000)
         figures[f"{engine}.large.step_values_per_s"] = large.per_s * 40_000
         figures[f"{engine}.large.fraction_of_raw"] = large.per_s / raw(10_000)
-        stored = case(one, f"{engine}.samples", f"samples, {SAMPLES} a request", "samples", SAMPLES)
+        stored = case(single, f"{engine}.samples", f"samples, {SAMPLES} a request", "samples", SAMPLES)
         figures[f"{engine}.samples_per_s"] = stored.per_s * SAMPLES
-        agents(one, "", "1 worker")
+        agents(single, "", "1 worker")
         if workers > 1 and engine == "postgres":
-            with Server(one.database, ingest_per_minute=10**9) as other:
-                both = replicas(databases, (one, other), load)
-            figures[f"{engine}.agents.replicas_2.requests_per_s"] = sum(each.per_s for each in both)
-            figures[f"{engine}.agents.replicas_2.p99_ms"] = max(each.p99_ms for each in both)
+            with Server(single.database, ingest_per_minute=10**9) as other:
+                both = replicas(databases, (single, other), load)
+            figures[f"{engine}.agents.replicas_2.requests_per_s"] = sum(replica.per_s for replica in both)
+            figures[f"{engine}.agents.replicas_2.p99_ms"] = max(replica.p99_ms for replica in both)
     if workers > 1:
         with databases.serve(4) as four:
             agents(four, ".workers_4", "4 workers")

@@ -86,8 +86,10 @@ def score(job: Job, others: Sequence[Job], ranks: int, learned: Mapping[str, Ste
     few, candidates = job.small(ranks), job.workload.candidates
     large = [c for c in candidates if c.world_size >= LARGE]
     truth = np.array([job.workload.step_time_s[c] for c in large])
-    ratios = [job.parameters / each.parameters if job.parameters and each.parameters else None for each in others]
-    prior = prior_from_jobs([learned[each.workload.name] for each in others], scale=_scale(job), gradient_ratios=ratios)
+    ratios = [job.parameters / other.parameters if job.parameters and other.parameters else None for other in others]
+    prior = prior_from_jobs(
+        [learned[other.workload.name] for other in others], scale=_scale(job), gradient_ratios=ratios
+    )
     for believed in (Priors(dict.fromkeys((c.instance_type for c in candidates), prior)), Priors()):
         predicted = fit_step_time(job.workload.measure(few), prior=believed, candidates=candidates).predict(large)
         inside = (predicted.low_s <= truth) & (truth <= predicted.high_s)
@@ -118,13 +120,16 @@ def main() -> None:
     rows, total = [], {"lessons": Score([], []), "without": Score([], [])}
     for name, jobs in sorted(clusters.items()):
         learned = {job.workload.name: job.learned() for job in jobs}
-        found: dict[str, list[Score]] = defaultdict(list)
+        scores_by_kind: dict[str, list[Score]] = defaultdict(list)
         for job in jobs:
-            others = [each for each in jobs if each is not job]
-            for kind, one in zip(total, score(job, others, ranks, learned), strict=True):
-                found[kind].append(one)
-        for kind, scores in found.items():
-            on_cluster = Score([e for one in scores for e in one.errors], [i for one in scores for i in one.inside])
+            others = [other for other in jobs if other is not job]
+            for kind, job_score in zip(total, score(job, others, ranks, learned), strict=True):
+                scores_by_kind[kind].append(job_score)
+        for kind, scores in scores_by_kind.items():
+            on_cluster = Score(
+                [e for job_score in scores for e in job_score.errors],
+                [i for job_score in scores for i in job_score.inside],
+            )
             total[kind] = Score([*total[kind].errors, *on_cluster.errors], [*total[kind].inside, *on_cluster.inside])
             rows.append([name, str(len(jobs)), kind, *_cells(on_cluster)])
     rows += [["all", "", kind, *_cells(all_)] for kind, all_ in total.items()]

@@ -45,8 +45,8 @@ _APART = 4
 
 def capacity_bytes(gpu: str) -> float:
     """Return the capacity by the GPU's name ("A100-40GB"); infinite when the name does not say."""
-    found = re.search(r"(\d+)GB", gpu)
-    return float(found.group(1)) * _GIB if found else float("inf")
+    match = re.search(r"(\d+)GB", gpu)
+    return float(match.group(1)) * _GIB if match else float("inf")
 
 
 def valid_readings(workload: MemoryWorkload, *, near_capacity: bool = True) -> int:
@@ -89,7 +89,7 @@ def static_bytes(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
         batches, read = np.array(workload.local_batch_size[:valid]), np.array(workload.memory_bytes[:valid])
         start = float(np.polyfit(batches, read, 1, w=1.0 / read)[1]) if valid > 2 else 0.0
         rows.append((workload, _family(workload.name), start))
-    found = {}
+    by_workload = {}
     for gpu, family in {(workload.gpu, family) for workload, family, _ in rows}:
         others = [(w.parameters, start) for w, f, start in rows if f != family and w.gpu == gpu and start > 0.0]
         if len(others) < _FEWEST_OTHERS:
@@ -97,8 +97,8 @@ def static_bytes(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
         parameters, starts = np.array(others).T
         fit = QuantileRegressor(alpha=0.0).fit(parameters[:, None] / 1e6, starts / _GIB, sample_weight=_GIB / starts)
         for workload in (w for w, f, _ in rows if (w.gpu, f) == (gpu, family)):
-            found[workload.name] = float(fit.predict([[workload.parameters / 1e6]])[0]) * _GIB  # type: ignore[operator]
-    return found
+            by_workload[workload.name] = float(fit.predict([[workload.parameters / 1e6]])[0]) * _GIB  # type: ignore[operator]
+    return by_workload
 
 
 def _family(name: str) -> str:
@@ -144,7 +144,7 @@ def score(
         counted = static.get(workload.name)
         model = fit_memory(MemoryObservations(first, read[rows], static_bytes=counted, bytes_per_sample=slope))
         predicted = [model.predict(batch) for batch in batches[rows[-1] + 1 :]]
-        errors = abs(np.array([each.mean for each in predicted]) / read[rows[-1] + 1 :] - 1.0)
+        errors = abs(np.array([interval.mean for interval in predicted]) / read[rows[-1] + 1 :] - 1.0)
         largest.append(float(errors[-1]))
         beyond.extend(errors.tolist())
         inside.append(float(predicted[-1].low <= read[-1] <= predicted[-1].high))

@@ -104,10 +104,10 @@ def kneedle(seen: Workload, runs: Sequence[Placement]) -> Placement:
     batches, times = dense_curve(seen.candidates, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = KneeLocator(np.log2(batches), np.log2(times), curve="convex", direction="decreasing").knee
-    if found is None:
+        knee = KneeLocator(np.log2(batches), np.log2(times), curve="convex", direction="decreasing").knee
+    if knee is None:
         return min(total, key=lambda c: (total[c], c))
-    return min(total, key=lambda c: (round(abs(np.log2(c.global_batch_size) - found), 6), total[c], c))
+    return min(total, key=lambda c: (round(abs(np.log2(c.global_batch_size) - knee), 6), total[c], c))
 
 
 def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[FloatArray, FloatArray]:
@@ -118,11 +118,11 @@ def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[
     for nodes, ranks in {(c.num_nodes, c.world_size) for c in candidates}:
         sizes = [c.global_batch_size for c in candidates if (c.num_nodes, c.world_size) == (nodes, ranks)]
         at = np.flatnonzero((batches >= min(sizes) * (1 - 1e-9)) & (batches <= max(sizes) * (1 + 1e-9)))
-        each = np.ones(at.size)
-        points = Points(nodes * each, ranks * each, np.maximum(batches[at] / ranks, 1.0))
+        ones = np.ones(at.size)
+        points = Points(nodes * ones, ranks * ones, np.maximum(batches[at] / ranks, 1.0))
         times[at] = np.minimum(times[at], model.predict(points).mean_s / batches[at])
-    known = np.isfinite(times)
-    return batches[known], times[known]
+    measured = np.isfinite(times)
+    return batches[measured], times[measured]
 
 
 def judge(workload: Workload, noise: float, examples: float) -> Judged:
@@ -131,7 +131,7 @@ def judge(workload: Workload, noise: float, examples: float) -> Judged:
     cost = {c: time[c] * c.world_size for c in workload.candidates}
     batches = [c.global_batch_size for c in workload.candidates]
     span = np.log(max(batches) / min(batches)) or 1.0
-    draws, found = [noisy(workload, noise, draw) for draw in range(_DRAWS)], Judged()
+    draws, judged = [noisy(workload, noise, draw) for draw in range(_DRAWS)], Judged()
     for seen in draws:
         chosen: dict[str, Placement] = {name: answer(seen, name, examples) for name in OBJECTIVES}
         chosen |= {"known": known(workload, examples), "measured": known(seen, examples)}
@@ -139,7 +139,7 @@ def judge(workload: Workload, noise: float, examples: float) -> Judged:
             beaten = any(max(time[o] / time[c], cost[o] / cost[c]) < 1.0 - noise for o in workload.candidates)
             place = float(np.log(c.global_batch_size / min(batches)) / span)
             ratios = time[c] / min(time.values()), cost[c] / min(cost.values())
-            found.answers[name].append((*ratios, float(beaten), place))
+            judged.answers[name].append((*ratios, float(beaten), place))
     product = {c: time[c] * cost[c] for c in workload.candidates}
     rules: dict[str, Callable[[list[Placement]], Placement]] = {
         "balanced": lambda rows: answer(only(draws[0], rows), "balanced", examples),
@@ -154,8 +154,8 @@ def judge(workload: Workload, noise: float, examples: float) -> Judged:
             old, new = rule(before), rule(after)
             measures = (time,) if name == "balanced.least" else (time, cost)
             factors[name] = _change(old, new, *measures), old in after
-        found.moved.append((inward, factors))
-    return found
+        judged.moved.append((inward, factors))
+    return judged
 
 
 def _change(old: Placement, new: Placement, *measures: dict[Placement, float]) -> float:
@@ -193,23 +193,23 @@ def moves(candidates: Sequence[Placement]) -> list[tuple[bool, list[Placement], 
     def rows(ends: Sequence[Callable[[Placement], bool]]) -> list[Placement]:
         return [c for c in candidates if all(end(c) for end in ends)]
 
-    found = [(True, rows([]), rows([end])) for end in inside]
-    found += [(False, rows(inside), rows([each for each in inside if each is not end])) for end in inside]
-    return [move for move in found if len(move[1]) != len(move[2]) and min(map(len, move[1:])) >= _LEAST_CANDIDATES]
+    moved = [(True, rows([]), rows([end])) for end in inside]
+    moved += [(False, rows(inside), rows([other for other in inside if other is not end])) for end in inside]
+    return [move for move in moved if len(move[1]) != len(move[2]) and min(map(len, move[1:])) >= _LEAST_CANDIDATES]
 
 
 def sensitivity(moved: Sequence[tuple[bool, dict[str, tuple[float, bool]]]]) -> dict[str, list[float]]:
     """Return the factors of all moves by key; see above."""
-    found = {}
+    figures = {}
     for name in SENSITIVE:
         every = [(inward, *factors[name]) for inward, factors in moved]
-        found[f"sensitivity.{name}.p90"] = [factor for _, factor, _ in every]
-        found[f"sensitivity.{name}.allowed.p90"] = [factor for _, factor, allowed in every if allowed]
+        figures[f"sensitivity.{name}.p90"] = [factor for _, factor, _ in every]
+        figures[f"sensitivity.{name}.allowed.p90"] = [factor for _, factor, allowed in every if allowed]
         if name == "balanced":
-            found["sensitivity.balanced.inward.p90"] = [factor for inward, factor, _ in every if inward]
-            found["sensitivity.balanced.outward.p90"] = [factor for inward, factor, _ in every if not inward]
-            found["sensitivity.balanced.answer_kept.p90"] = [f for inward, f, allowed in every if inward and allowed]
-    return found
+            figures["sensitivity.balanced.inward.p90"] = [factor for inward, factor, _ in every if inward]
+            figures["sensitivity.balanced.outward.p90"] = [factor for inward, factor, _ in every if not inward]
+            figures["sensitivity.balanced.answer_kept.p90"] = [f for inward, f, allowed in every if inward and allowed]
+    return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -220,11 +220,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known_options = parser.parse_known_args(arguments)[0]
     measure = partial(judge, noise=known_options.noise, examples=known_options.examples)
     options, pairs = over_workloads(parser, measure, arguments)
-    results = [found for _, found in pairs]
+    results = [judged for _, judged in pairs]
     figures: dict[str, float] = {}
     rows = []
     for name in (*OBJECTIVES, *ALSO):
-        times, costs, dominated, places = zip(*(each for found in results for each in found.answers[name]), strict=True)
+        times, costs, dominated, places = zip(*(row for judged in results for row in judged.answers[name]), strict=True)
         for key, values in (("time", times), ("cost", costs)):
             figures[f"{name}.{key}_over_least.mean"] = mean(values)
             figures[f"{name}.{key}_over_least.geometric"] = geometric_mean(values)
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     header = ["objective", "time: mean", "geometric", "p90", "cost: mean", "geometric", "p90", "dominated", "place"]
     print_table(f"over {len(results)} workloads, times the least", header, rows)
     print(f"the least-time answers are dominated as often by noise alone: {figures['time.dominated']:.3f}")
-    for key, factors in sensitivity([move for found in results for move in found.moved]).items():
+    for key, factors in sensitivity([move for judged in results for move in judged.moved]).items():
         figures[key] = percentile(factors, 0.9)
         print(f"{key}: {figures[key]:.3f} ({len(factors)} moves)")
     write_json(options.json, figures)

@@ -80,8 +80,8 @@ def made_by_the_service(store: Store, number: int, samples_per_run: int) -> tupl
     """Make a job with profiled runs and their samples; return the job and one of its runs."""
     steps = list(range(samples_per_run))
     with store.transaction() as tx:
-        wanted = spec(f"job-{number}")
-        job, _ = tx.jobs.create(DEFAULT_PROJECT_ID, wanted.model_dump(mode="json") | {"objective": "knee"})
+        specification = spec(f"job-{number}")
+        job, _ = tx.jobs.create(DEFAULT_PROJECT_ID, specification.model_dump(mode="json") | {"objective": "knee"})
         run_id = ""
         for place, configuration in enumerate(CONFIGURATIONS):
             run = tx.runs.create(job.id, NewRun("profile", configuration))
@@ -96,8 +96,8 @@ def made_by_the_service(store: Store, number: int, samples_per_run: int) -> tupl
 def copies(connection: sa.Connection, job_id: str, numbers: range, samples_per_run: int) -> list[tuple[str, str]]:
     """Return jobs like this one, by their numbers, as (job, one of its runs) each."""
 
-    def rows(table: sa.Table, wanted: sa.ColumnElement[bool]) -> list[dict[str, Any]]:
-        return [dict(row) for row in connection.execute(sa.select(table).where(wanted)).mappings()]
+    def rows(table: sa.Table, condition: sa.ColumnElement[bool]) -> list[dict[str, Any]]:
+        return [dict(row) for row in connection.execute(sa.select(table).where(condition)).mappings()]
 
     def next_key(table: sa.Table) -> int:
         return int(connection.execute(sa.select(sa.func.max(table.c.key))).scalar_one()) + 1
@@ -110,9 +110,13 @@ def copies(connection: sa.Connection, job_id: str, numbers: range, samples_per_r
     samples: list[tuple[object, ...]] = []
     made = []
     for place, number in enumerate(numbers):
-        wanted = spec(f"job-{number}")
-        own: dict[str, object] = {"id": f"job-{number:016x}", "name": wanted.name, "model_name": wanted.model.name}
-        own |= {"key": shift[tables.jobs] + place, "spec": wanted.model_dump(mode="json")}
+        specification = spec(f"job-{number}")
+        own: dict[str, object] = {
+            "id": f"job-{number:016x}",
+            "name": specification.name,
+            "model_name": specification.model.name,
+        }
+        own |= {"key": shift[tables.jobs] + place, "spec": specification.model_dump(mode="json")}
         new[tables.jobs].append(job | own)
         for which, (run, source) in enumerate(zip(runs, sources, strict=True)):
             run_key = shift[tables.runs] + place * RUNS + which
@@ -133,12 +137,12 @@ def latencies_ms(ask: Callable[[int], None], times: int) -> list[float]:
     """Return how long each of `times` questions took, after a few that are not counted."""
     for number in range(5):
         ask(number)
-    found = []
+    times_ms = []
     for number in range(times):
         began = time.perf_counter()
         ask(5 + number)
-        found.append((time.perf_counter() - began) * 1e3)
-    return found
+        times_ms.append((time.perf_counter() - began) * 1e3)
+    return times_ms
 
 
 def measure(client: httpx.Client, made: list[tuple[str, str]], times: int) -> dict[str, list[float]]:
@@ -161,19 +165,19 @@ def measure(client: httpx.Client, made: list[tuple[str, str]], times: int) -> di
 
     for number in range(len(chosen)):
         get(job(number, routes.JOB_RECOMMENDATION))
-    found = {"cached": latencies_ms(lambda number: get(job(number, routes.JOB_RECOMMENDATION)), times)}
+    latencies = {"cached": latencies_ms(lambda number: get(job(number, routes.JOB_RECOMMENDATION)), times)}
     fresh = []
     for number in range(times // 2):
         disturb(number)
         began = time.perf_counter()
         get(job(number, routes.JOB_RECOMMENDATION))
         fresh.append((time.perf_counter() - began) * 1e3)
-    found["fresh"] = fresh
-    found["list"] = latencies_ms(lambda _: get(routes.JOBS + "?limit=50"), times)
-    found["search"] = latencies_ms(lambda number: get(f"{routes.JOBS}?search=job-{number}"), times // 2)
-    found["job page"] = latencies_ms(lambda number: get(f"/jobs/{chosen[number % len(chosen)][0]}"), times // 2)
-    found["front page"] = latencies_ms(lambda _: get("/"), times // 2)
-    return found
+    latencies["fresh"] = fresh
+    latencies["list"] = latencies_ms(lambda _: get(routes.JOBS + "?limit=50"), times)
+    latencies["search"] = latencies_ms(lambda number: get(f"{routes.JOBS}?search=job-{number}"), times // 2)
+    latencies["job page"] = latencies_ms(lambda number: get(f"/jobs/{chosen[number % len(chosen)][0]}"), times // 2)
+    latencies["front page"] = latencies_ms(lambda _: get("/"), times // 2)
+    return latencies
 
 
 def main() -> None:
@@ -182,11 +186,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--times", type=int, default=300)
-    wanted = parser.parse_args()
-    few = min(FEW, wanted.jobs)
-    if wanted.smoke:
-        few, wanted.jobs, wanted.samples, wanted.times = 5, 10, 500, 4
-    per_run = max(1, wanted.samples // (wanted.jobs * RUNS))
+    options = parser.parse_args()
+    few = min(FEW, options.jobs)
+    if options.smoke:
+        few, options.jobs, options.samples, options.times = 5, 10, 500, 4
+    per_run = max(1, options.samples // (options.jobs * RUNS))
     rows: list[tuple[str, ...]] = []
     p99: dict[tuple[str, str], float] = {}
     figures: dict[str, float] = {}
@@ -196,19 +200,19 @@ def main() -> None:
         store = Store.open(database)
         made: list[tuple[str, str]] = []
         token = make_token(database)
-        for size, jobs in ((f"{FEW}", few), ("10000", wanted.jobs)):
+        for size, jobs in ((f"{FEW}", few), ("10000", options.jobs)):
             made += fill(store, range(len(made), jobs), per_run)
             headers = {"Authorization": f"Bearer {token}"}
             with Server(database, requests_per_minute=10**9) as server, httpx.Client(base_url=server.url) as client:
                 client.headers.update(headers)
                 client.timeout = httpx.Timeout(60)
-                for name, found in measure(client, made, wanted.times).items():
-                    p99[name, size] = percentile(found, 0.99)
-                    row = (name, f"{jobs:,}", f"{percentile(found, 0.5):.2f}", f"{p99[name, size]:.2f}")
+                for name, latencies in measure(client, made, options.times).items():
+                    p99[name, size] = percentile(latencies, 0.99)
+                    row = (name, f"{jobs:,}", f"{percentile(latencies, 0.5):.2f}", f"{p99[name, size]:.2f}")
                     rows.append(row)
                     key = name.replace(" ", "_")
-                    figures[f"{key}.p50_ms"], figures[f"{key}.p99_ms"] = percentile(found, 0.5), p99[name, size]
-                    figures[f"{key}.p50_ms_at_{size}"] = percentile(found, 0.5)
+                    figures[f"{key}.p50_ms"], figures[f"{key}.p99_ms"] = percentile(latencies, 0.5), p99[name, size]
+                    figures[f"{key}.p50_ms_at_{size}"] = percentile(latencies, 0.5)
         store.close()
     growth = {name: p99[name, "10000"] / p99[name, f"{FEW}"] for name, _ in p99}
     figures |= {f"{name.replace(' ', '_')}.growth_100_to_10000": ratio for name, ratio in growth.items()}
@@ -218,7 +222,7 @@ def main() -> None:
     for name, ratio in growth.items():
         print(f"{name.replace(' ', '_')}.growth_100_to_10000 = {ratio:.3f}")
     print(f"growth_100_to_10000 = {figures['growth_100_to_10000']:.3f}")
-    write_json(wanted.json, figures)
+    write_json(options.json, figures)
 
 
 if __name__ == "__main__":

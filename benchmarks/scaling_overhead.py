@@ -51,7 +51,7 @@ def measure(*, depth: int, width: int, batch: int, side: int, steps: int) -> dic
     def loss(module: nn.Module, data: Any) -> torch.Tensor:
         return F.cross_entropy(module(data[0]), data[1])
 
-    found: dict[str, list[float]] = {}
+    seconds_by_part: dict[str, list[float]] = {}
     policies: dict[str, Policy] = {
         "measure": _every(10_000, Measure),
         "measure_measured": _every(1, Measure),
@@ -81,7 +81,7 @@ def measure(*, depth: int, width: int, batch: int, side: int, steps: int) -> dic
         rows["hooks"] = clock.replay_hooks(device)
         optimizer.close()
         for part, values in rows.items():
-            found[f"{name}.{part}"] = values[1:] or values
+            seconds_by_part[f"{name}.{part}"] = values[1:] or values
     directions = Directions(inner, Ranks())
     noise = dict.fromkeys(directions.plan(None), 1e-3)
     seconds = []
@@ -90,9 +90,9 @@ def measure(*, depth: int, width: int, batch: int, side: int, steps: int) -> dic
         with torch.no_grad():
             directions.turn(1.5, noise, batch * ranks)
         seconds.append(_now(device) - began)
-    found["direction.added"] = seconds[1:] or seconds
-    found["direction.left_out"] = [float(directions.left_out)]
-    medians = {name: statistics.median(values) for name, values in found.items()}
+    seconds_by_part["direction.added"] = seconds[1:] or seconds
+    seconds_by_part["direction.left_out"] = [float(directions.left_out)]
+    medians = {name: statistics.median(values) for name, values in seconds_by_part.items()}
     slowest = torch.tensor(list(medians.values()), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return dict(zip(medians, slowest.tolist(), strict=True))

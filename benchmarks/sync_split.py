@@ -263,8 +263,8 @@ def measure(steps: int, groups: list[list[Scenario]], rate_mbit: float) -> dict[
     with link(rate_mbit) as cluster:
         where = f"a link of {rate_mbit:g} Mbit/s" if cluster else "the loopback, not limited"
         print(f"2 ranks over {where}, {steps} steps each; agent / truth in ms")
-        found = (pair for group in groups for pair in run_scenarios(group, steps, cluster))
-        for scenario, (agent, true) in zip(SCENARIOS, found, strict=True):
+        measured = (pair for group in groups for pair in run_scenarios(group, steps, cluster))
+        for scenario, (agent, true) in zip(SCENARIOS, measured, strict=True):
             cells = []
             for name in worst:
                 error = abs(agent[name] / true[name] - 1)

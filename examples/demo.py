@@ -124,8 +124,12 @@ def demonstrate(folder: Path, output: Path, epochs: int, most: int) -> None:
 
 def unprofiled(recommendation: Recommendation) -> list[Candidate]:
     """Two allowed candidates that were not profiled, the smallest and the largest global batch."""
-    open_ = [one for one in recommendation.candidates if not one.profiled and one.excluded_by is None and not one.spot]
-    ordered = sorted(open_, key=lambda one: (one.global_batch_size, one.configuration.num_nodes))
+    open_ = [
+        candidate
+        for candidate in recommendation.candidates
+        if not candidate.profiled and candidate.excluded_by is None and not candidate.spot
+    ]
+    ordered = sorted(open_, key=lambda candidate: (candidate.global_batch_size, candidate.configuration.num_nodes))
     return [ordered[0], ordered[-1]] if len(ordered) > 1 else ordered
 
 
@@ -134,8 +138,8 @@ def measure(client: Client, job: JobHandle, candidate: Candidate, root: Path) ->
     words, _ = with_launcher("torchrun", SCRIPT)
     work = WorkDir(root, job.id)
     with work.locked() as holder, Runner(client, work, holder, Reporter(Console(quiet=True))) as runner:
-        wanted = RunCreate(kind="profile", configuration=candidate.configuration, holder=holder)
-        active = runner.start(client.create_run(job.id, wanted), Template(tuple(words)))
+        request = RunCreate(kind="profile", configuration=candidate.configuration, holder=holder)
+        active = runner.start(client.create_run(job.id, request), Template(tuple(words)))
         while (status := runner.poll(active)) is None:
             time.sleep(0.1)
         ((_, outcome),) = runner.finish(active, status)
@@ -167,7 +171,7 @@ def compare(before: Recommendation, pairs: Sequence[tuple[Candidate, Run]]) -> N
 
 def reconsidered(before: Recommendation, now: Recommendation) -> str:
     """Whether two more measurements changed the recommendation, which the training follows."""
-    was, is_now = (None if each.chosen is None else each.chosen.configuration for each in (before, now))
+    was, is_now = (None if answer.chosen is None else answer.chosen.configuration for answer in (before, now))
     if was == is_now:
         return "With these two measured as well, the recommendation stays."
     return f"With these two measured as well, the recommendation changes. {now.why}"

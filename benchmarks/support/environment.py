@@ -22,19 +22,19 @@ __all__ = ["bring", "closure", "isolated"]
 
 def closure(requirements: set[str]) -> dict[str, Distribution]:
     """Return every distribution that these requirements bring, by name, on this machine and interpreter."""
-    found: dict[str, Distribution] = {}
+    packages: dict[str, Distribution] = {}
     seen: set[tuple[str, str]] = set()
     todo = [Requirement(line) for line in requirements]
     while todo:
-        wanted = todo.pop()
-        installed = found.setdefault(canonicalize_name(wanted.name), distribution(wanted.name))
-        for extra in ("", *wanted.extras):
-            if (wanted.name, extra) in seen:
+        requirement = todo.pop()
+        installed = packages.setdefault(canonicalize_name(requirement.name), distribution(requirement.name))
+        for extra in ("", *requirement.extras):
+            if (requirement.name, extra) in seen:
                 continue
-            seen.add((wanted.name, extra))
+            seen.add((requirement.name, extra))
             inner = [Requirement(line) for line in installed.requires or []]
-            todo += [each for each in inner if each.marker is None or each.marker.evaluate({"extra": extra})]
-    return found
+            todo += [needed for needed in inner if needed.marker is None or needed.marker.evaluate({"extra": extra})]
+    return packages
 
 
 def link(source: str, target: Path) -> None:
@@ -51,8 +51,8 @@ def link(source: str, target: Path) -> None:
 def bring(requirements: set[str], site: Path) -> None:
     """Link the closure of `requirements` into a folder of packages, file by file."""
     real: dict[Path, str] = {}  # by folder, the one that its files are in
-    for each in closure(requirements).values():
-        for file in each.files or []:
+    for package in closure(requirements).values():
+        for file in package.files or []:
             if ".." in file.parts:  # scripts
                 continue
             folder = site / file.parent

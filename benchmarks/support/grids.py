@@ -106,7 +106,7 @@ def read_step_time(path: Path, sync: Sequence[Path] = ()) -> list[Workload]:
     network (the table's cluster), model, num_nodes, num_replicas, local_batch and sync_time_s. Where several of these
     tables have a configuration, the first one counts.
     """
-    known = _sync_times(sync)
+    sync_times = _sync_times(sync)
     measured: dict[str, dict[Placement, list[float]]] = {}
     about: dict[str, tuple[str, str]] = {}
     waits: dict[str, dict[Placement, list[float]]] = {}
@@ -122,17 +122,17 @@ def read_step_time(path: Path, sync: Sequence[Path] = ()) -> list[Workload]:
         times = measured.setdefault(row["workload"], {})
         times.setdefault(placement, []).append(float(row["step_time_s"]))
         place = (row.get("gpu"), row.get("cluster"), row.get("model"), nodes, ranks, placement.local_batch_size)
-        found = [float(row["sync_time_s"])] if row.get("sync_time_s") else known.get(place, [])
-        if found:
-            waits.setdefault(row["workload"], {}).setdefault(placement, []).extend(found)
+        seconds = [float(row["sync_time_s"])] if row.get("sync_time_s") else sync_times.get(place, [])
+        if seconds:
+            waits.setdefault(row["workload"], {}).setdefault(placement, []).extend(seconds)
     return [
-        Workload(name, *about[name], _means(found), sync_time_s=_means(waits.get(name, {})))
-        for name, found in measured.items()
+        Workload(name, *about[name], _means(seconds), sync_time_s=_means(waits.get(name, {})))
+        for name, seconds in measured.items()
     ]
 
 
 def _means(values: dict[Placement, list[float]]) -> dict[Placement, float]:
-    return {where: sum(found) / len(found) for where, found in values.items()}
+    return {where: sum(times) / len(times) for where, times in values.items()}
 
 
 def _sync_times(tables: Sequence[Path]) -> dict[tuple[object, ...], list[float]]:
@@ -179,12 +179,12 @@ def read_memory(path: Path) -> list[MemoryWorkload]:
         if row.get("parameters"):
             parameters[key] = float(row["parameters"])
     workloads = []
-    for key, found in readings.items():
-        batches = tuple(sorted(found))
+    for key, peaks in readings.items():
+        batches = tuple(sorted(peaks))
         analytic = counted.get(key, {})
-        known = tuple(analytic[batch] for batch in batches) if set(analytic) == set(found) else None
-        read = tuple(found[batch] for batch in batches)
-        workloads.append(MemoryWorkload(*key, batches, read, known, parameters.get(key)))
+        bytes_counted = tuple(analytic[batch] for batch in batches) if set(analytic) == set(peaks) else None
+        read = tuple(peaks[batch] for batch in batches)
+        workloads.append(MemoryWorkload(*key, batches, read, bytes_counted, parameters.get(key)))
     return workloads
 
 

@@ -83,7 +83,7 @@ def drive(host: str, port: int, headers: str, requests: Sequence[Request], load:
     collected = [results.get() for _ in clients]
     for client in clients:
         client.join()
-    latencies = np.array([one for found, _, _ in collected for one in found])
+    latencies = np.array([latency for latencies_s, _, _ in collected for latency in latencies_s])
     failed = sum(number for _, number, _ in collected)
     answered = sum(number for _, _, number in collected)
     if not latencies.size:
@@ -210,5 +210,5 @@ def _head(host: str, port: int, headers: str, request: Request) -> bytes:
 
 
 def _length(head: bytes) -> int:
-    found = _LENGTH.search(head)
-    return int(found[1]) if found else 0
+    match = _LENGTH.search(head)
+    return int(match[1]) if match else 0

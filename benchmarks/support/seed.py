@@ -72,9 +72,9 @@ def seed(url: str) -> Seeded:
         if claimed is None:
             break
         _profile(made, claimed)
-    found = httpx.get(url + routes.JOB_RECOMMENDATION.format(job_id=made.job_id), timeout=60).json()
+    answer = httpx.get(url + routes.JOB_RECOMMENDATION.format(job_id=made.job_id), timeout=60).json()
     for method, level in METHODS.items():
-        body = {"kind": "train", "configuration": found["chosen"]["configuration"], "method": method, "holder": "seed"}
+        body = {"kind": "train", "configuration": answer["chosen"]["configuration"], "method": method, "holder": "seed"}
         run_id = made.post(routes.JOB_RUNS.format(job_id=made.job_id), body)["id"]
         made.runs[method] = run_id
         made.patch(run_id, state="running")

@@ -110,8 +110,8 @@ def progressed(senders: list[Sender], by: int = 2) -> None:
 def nothing_lost_nothing_twice(prepared: Prepared, senders: list[Sender]) -> None:
     """Assert that every acknowledged row is there once; what was not acknowledged may be there or not."""
     samples, chunks = map(Counter, prepared.stored())
-    wanted = Counter((one.rank, number) for one in senders for number in range(one.acknowledged * STEPS))
-    wanted_chunks = Counter((one.rank, number) for one in senders for number in range(one.acknowledged))
-    lost = len(wanted.keys() - samples.keys()) + len(wanted_chunks.keys() - chunks.keys())
+    acknowledged = Counter((sender.rank, number) for sender in senders for number in range(sender.acknowledged * STEPS))
+    wanted_chunks = Counter((sender.rank, number) for sender in senders for number in range(sender.acknowledged))
+    lost = len(acknowledged.keys() - samples.keys()) + len(wanted_chunks.keys() - chunks.keys())
     doubled = samples.total() - len(samples) + chunks.total() - len(chunks)
-    assert (lost, doubled) == (0, 0), f"of {wanted.total() + wanted_chunks.total()} acknowledged rows"
+    assert (lost, doubled) == (0, 0), f"of {acknowledged.total() + wanted_chunks.total()} acknowledged rows"

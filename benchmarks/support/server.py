@@ -107,9 +107,9 @@ class Server:
     def _wait_for_address(self) -> str:
         ends = time.monotonic() + 60
         while time.monotonic() < ends:
-            found = _RUNNING.search(self.log())
-            if found is not None and _answers(found[1]):
-                return found[1]
+            match = _RUNNING.search(self.log())
+            if match is not None and _answers(match[1]):
+                return match[1]
             if self.process.poll() is not None:
                 raise RuntimeError(f"the service ended with {self.process.returncode}: {self.log()}")
             time.sleep(0.05)

@@ -37,7 +37,10 @@ def secret(name: str, variables: dict[str, str]) -> dict[str, Any]:
 
 def environment(name: str, variables: dict[str, str]) -> list[dict[str, Any]]:
     """Each variable, from the secret."""
-    return [{"name": each, "valueFrom": {"secretKeyRef": {"name": name, "key": each}}} for each in sorted(variables)]
+    return [
+        {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": variable}}}
+        for variable in sorted(variables)
+    ]
 
 
 def train_job(name: str, options: argparse.Namespace, env: list[dict[str, Any]]) -> dict[str, Any]:
@@ -75,8 +78,8 @@ def pytorch_job(name: str, options: argparse.Namespace, env: list[dict[str, Any]
 def wait(kind: str, name: str) -> int:
     """0 once the job is complete, 1 once it has failed."""
     while True:
-        found = json.loads(kubectl("get", kind, name, "--output=json")).get("status", {}).get("conditions", [])
-        for condition in found:
+        conditions = json.loads(kubectl("get", kind, name, "--output=json")).get("status", {}).get("conditions", [])
+        for condition in conditions:
             if condition["type"] in DONE and condition["status"] == "True":
                 return DONE[condition["type"]]
         time.sleep(2)
