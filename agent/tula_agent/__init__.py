@@ -31,7 +31,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is not needed by every script only when it is asked for."""
+    """Import a name only when a script asks for it, since most scripts need few."""
     if name in _LAZY:
         from importlib import import_module
 

@@ -167,7 +167,7 @@ class AllocationModel:
             raise ValueError("the model allocates in another order at another batch size")
 
     def events(self, local_batch_size: int) -> list[Allocation]:
-        """Return what is allocated and released at `local_batch_size` examples, in order."""
+        """Return the allocations and releases at `local_batch_size` examples, in order."""
         share = (local_batch_size - self.first_batch) / (self.second_batch - self.first_batch)
         first = self._sizes(self.first)
         return [

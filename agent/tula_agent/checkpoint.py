@@ -185,7 +185,7 @@ def resume(
 
 
 def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return model and optimizer as `torch.distributed.checkpoint` keeps them; the tensors are those of training."""
+    """Return model and optimizer as `torch.distributed.checkpoint` keeps them, with training's own tensors."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
     if optimizer is None:

@@ -191,7 +191,7 @@ def _options(text: str) -> tuple[tuple[str, str], ...]:
 
 
 class _Environment:
-    """Reads variables; what is invalid is logged and treated as absent."""
+    """Reads variables; an invalid value is logged and treated as absent."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ

@@ -49,7 +49,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def caught_by_the_script() -> str | None:
-    """Return the out-of-memory that the script caught last, as far as it is known; for the thread that trains."""
+    """Return the last out-of-memory that the script caught, if known; for the thread that trains."""
     lowered_for = getattr(sys.modules.get("tula_startup"), "lowered_for", None)
     if lowered_for:
         return str(lowered_for[0])

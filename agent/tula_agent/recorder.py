@@ -1,4 +1,4 @@
-"""What is measured in a run and when: wires `measure/` to `ship/`, on the training thread."""
+"""Decides what is measured in a run and when: wires `measure/` to `ship/`, on the training thread."""
 
 from __future__ import annotations
 
@@ -466,7 +466,7 @@ class Recorder:
         return step
 
     def finish(self, state: str, message: str | None = None, failed_local_batch_size: int | None = None) -> None:
-        """Report how the run ended, send what is left, and drop every reference to the job.
+        """Report how the run ended, send the rest, and drop every reference to the job.
 
         A model that lives until the interpreter shuts down can abort it (gloo). Optimizer hooks stay and do nothing:
         the out-of-memory watch may call this while an optimizer iterates over its hooks, and removing one then raises.
@@ -485,7 +485,7 @@ class Recorder:
             logger.warning("%d measurements were dropped", self.dropped)
 
     def _finish_in_child(self) -> None:
-        """Measure nothing in a forked child (a data loading process); the parent sends what was queued."""
+        """Measure nothing in a forked child (a data loading process); the parent sends the queued measurements."""
         self.finished = True
 
     # Process groups.
@@ -641,7 +641,7 @@ class Recorder:
         return took_long
 
     def _profile(self, step: int, step_time_s: float | None) -> bool:
-        """Let ranks agree on what is pending, and the plan see a step after warm-up; return True if that took time."""
+        """Settle what is pending among ranks, and show the plan a step after warm-up; return True if that took time."""
         pending = self.profiling.pending
         if pending:
             self.profiling.agree()

@@ -258,7 +258,7 @@ class Run:
                 recorder.want_batch()
 
     def cut(self, batch: Any) -> Any:
-        """Return the examples of `batch` to work on: the first ones where a smaller batch is to be measured."""
+        """Return the examples of `batch` to work on: only the first ones while a smaller batch is measured."""
         return batch if self.recorder is None else self.recorder.cut(batch, None)
 
     def batch_arrived(self, batch: Any, loader: Any = None, micro_steps: int = 1) -> None:
@@ -326,7 +326,7 @@ class Run:
             run.log(own | {"tula/step": step})
 
     def finish(self, *, succeeded: bool = True, message: str | None = None) -> None:
-        """Send what is left, within a few seconds, and report how the run ended. Called automatically at exit.
+        """Send the rest, within a few seconds, and report how the run ended. Called automatically at exit.
 
         Afterwards the agent holds no reference to the model, the optimizer or the ranks' store.
         """

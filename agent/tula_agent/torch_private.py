@@ -317,7 +317,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.step_flops = self.step_operations = self.step_transposed = 0
 
     def events_with_step_repeated(self, times: int) -> list[Allocation]:
-        """Return the events, followed by those of the last step `times` more.
+        """Return the events, followed by the last step's events `times` more.
 
         Each repeat releases what the step before it left: a step leaves its gradients to the next one, in the same
         order.

@@ -105,7 +105,7 @@ class UneditedLoop:
         _see_batches(self, run.guard)
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the steps of `optimizer` for those of training, and backwards that reach it for their micro-steps."""
+        """Take `optimizer`'s steps as steps of training, and backward passes that reach it as micro-steps."""
         self._optimizer = weakref.ref(optimizer)
         self._steps_of_others.clear()
         self._run.watch(None, optimizer)
@@ -179,7 +179,7 @@ class UneditedLoop:
         return False
 
     def _learn_loaders(self) -> None:
-        """Find out which loaders are those of training, and which of them says how large a step is."""
+        """Find out which loaders belong to training, and which of them says how large a step is."""
         if self._last is None or not self._sizes:
             return
         if self._last not in self._recent:
@@ -310,7 +310,7 @@ class UneditedLoop:
         self._forget_step()
 
     def _begin_again(self) -> None:
-        """Drop what was measured of a step, and begin another one now."""
+        """Drop the measurements of this step, and begin another one now."""
         if not self._recorder.timer.between_steps:
             self._leave_loop()
         self._run.batch_done()

@@ -269,7 +269,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.RUN_PROGRESS)
     def progress(self, run_id: str) -> Call[wire.Progress]:
-        """Return where a training stands: what is read, left and spent."""
+        """Return where a training stands: its examples read, seconds left and money spent."""
 
     @_endpoint("GET", routes.RUN_VERDICT)
     def verdict(self, run_id: str) -> Call[wire.Verdict]:

@@ -221,7 +221,7 @@ class AsyncClient(Calls, Awaited):
             return error
 
     async def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> AsyncJobHandle:
-        """Return a handle as `Client.handle` does; its methods are to be awaited."""
+        """Return a handle as `Client.handle` does; its methods are awaited."""
         return AsyncJobHandle(self, await self.send(_flows.resolve_job(job)))
 
     async def events(self, job_id: str, *, last_id: int | None = None) -> AsyncIterator[Event]:

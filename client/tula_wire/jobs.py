@@ -96,7 +96,7 @@ class RunList(WireModel):
 
 
 class Progress(WireModel):
-    """Where a training stands. Earlier starts of it count toward what is read and spent."""
+    """Where a training stands. Its earlier starts count as read and spent."""
 
     done: float | None = optional("Share of the examples that were read, 0 to 1; null before the first step.")
     left_s: float | None = optional("Seconds that the rest takes at the speed of the newest steps.")

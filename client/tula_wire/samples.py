@@ -177,7 +177,7 @@ class SampleBatch(WireModel):
 
 
 class SamplesAccepted(WireModel):
-    """What was stored; a resend counts as duplicates."""
+    """The numbers of stored rows and of duplicates, which a resend makes."""
 
     stored: int = Field(description="Number of samples stored.")
     duplicates: int = Field(description="Number of samples that were stored before.")
@@ -227,7 +227,7 @@ COLUMNS = (
 
 
 class ChunkIdentity(WireModel):
-    """Which chunk of which process: a chunk with an identity that is stored already counts as a resend."""
+    """The identity of a chunk of a process: a chunk whose identity is stored already counts as a resend."""
 
     rank: Rank = Field(0, description="Global rank of the process.")
     boot_id: Name = Field(description="Random per process start, so that a restart never collides.")

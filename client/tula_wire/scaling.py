@@ -27,7 +27,7 @@ class ScalingPatch(WireModel):
 
 
 class ScalingThresholds(ScalingPatch):
-    """The numbers of one policy; the training script decides what is null here or what it passed explicitly."""
+    """The numbers of one policy; the training script decides a null one, and any that it passed explicitly."""
 
     version: int = Field(1, ge=0, le=MAX_NUMBER, description="Grows with every change; also the ETag.")
     policy: ScalingPolicy = Field("gain", description="Whose numbers these are.")

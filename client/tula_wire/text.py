@@ -14,7 +14,7 @@ _REST = re.compile(f"[{UNPRINTABLE}\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Return `text` on one line: U+FFFD for what is not printable, a space for tabs and line breaks."""
+    """Return `text` on one line: U+FFFD for characters that are not printable, a space for tabs and line breaks."""
     return _REST.sub("\ufffd", _SPACES.sub(" ", text))
 
 

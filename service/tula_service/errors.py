@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ServiceError(Exception):
-    """Base of every error that is meant for a person: one sentence saying what was wrong, where, and the remedy."""
+    """Base of every error meant for a person: one sentence that says what was wrong, where, and what to do."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)

@@ -63,7 +63,7 @@ class Settings(BaseSettings):
 
     @property
     def max_ordinary_in_flight(self) -> int:
-        """Requests held at once other than those of agents, which are counted separately."""
+        """Requests held at once, without those of agents, which are counted separately."""
         return self.max_in_flight - self.max_in_flight // 4
 
     @property

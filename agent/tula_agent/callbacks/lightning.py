@@ -125,7 +125,7 @@ class UneditedCallback(TulaCallback):
     _of_script: ClassVar[Run] = Run(None)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start the agent's run, or go on with that of the fit before."""
+        """Start the agent's run, or continue the run of an earlier `fit`."""
         self.run = UneditedCallback._of_script
         if not self.run.active:
             super().on_fit_start(trainer, pl_module)

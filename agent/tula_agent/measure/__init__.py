@@ -1,1 +1,1 @@
-"""What is measured inside the training process: time, communication, memory, gradients."""
+"""Measures inside the training process: time, communication, memory, gradients."""

@@ -235,7 +235,7 @@ class _DryRun:
 
 
 def _dry_run(model: torch.nn.Module, sample: Any, times: int, state_ratios: Sequence[float]) -> _DryRun:
-    """Return what training takes at `times` the sample's batch, from two steps, the second of which is repeated.
+    """Return what training takes at `times` the sample's batch, by two steps; the second one is repeated.
 
     The first step also makes the optimizer's state. `state_ratios`: what the function of that name returned.
     """

@@ -179,7 +179,7 @@ class MemoryMonitor:
         self._retries_reported = False
 
     def before_training(self, models: list[torch.nn.Module], *, first: bool = True) -> None:
-        """Count the parameters and, before the first forward pass of the process (`first`), what is resident."""
+        """Count the parameters and, before the first forward pass of the process (`first`), the resident memory."""
         if first:
             self._resident_before = resident_bytes()
         if models:

@@ -148,7 +148,7 @@ class StepTimer:
         self._left_at = self._clock()
 
     def count_again(self) -> None:
-        """Move the step's begin, and that of its wait for data, by the time since `leave_out`."""
+        """Move the begin of the step, and of its wait for data, by the time since `leave_out`."""
         now, left_at = self._clock(), self._left_at
         self._left_at = None
         if left_at is not None and self._started is not None:

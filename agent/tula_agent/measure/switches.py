@@ -64,7 +64,7 @@ class SwitchWatch:
 
 
 def contradictions(options: Mapping[str, str], seen: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each of `options` that a step did not follow, by what was `seen` of it.
+    """Yield a sentence for each of `options` that a step did not follow, according to what was `seen`.
 
     What other options and other words mean, the script knows.
     """
@@ -99,7 +99,7 @@ def contradictions(options: Mapping[str, str], seen: Mapping[str, Any]) -> Itera
 
 
 def _precision(word: str, seen: str | None) -> str | None:
-    """Return what was seen instead of a precision; None where it agrees, and where either is unknown."""
+    """Return the observed precision where it contradicts the asked one; None where either is unknown."""
     asked = next((name for part, name in _HALVES.items() if part in word), None)
     if seen is None or (asked is None and word not in _SINGLES):
         return None
@@ -109,7 +109,7 @@ def _precision(word: str, seen: str | None) -> str | None:
 
 
 def _switch(asked_on: bool, asked_off: bool, seen: bool | None, on: str, off: str) -> str | None:
-    """Return what was seen, in words, where it is the opposite of what was asked for."""
+    """Return the observed switch, in words, where it is the opposite of the asked one."""
     if seen is None or not (asked_on or asked_off) or seen is asked_on:
         return None
     return on if seen else off

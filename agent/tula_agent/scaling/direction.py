@@ -359,7 +359,7 @@ class Directions:
         return [matrix for matrix, use in zip(matrices, chosen, strict=True) if use]
 
     def turn(self, factor: float, noise: Mapping[int, float], batch_size: float | None) -> None:
-        """Turn the step just taken at `factor` times the learning rates. `noise`: V by place, as far as it is known."""
+        """Turn the step just taken at `factor` times the learning rates. `noise`: V by place, where known."""
         matrices = self._choose(self._matrices(), batch_size)
         if not matrices:
             return
@@ -432,7 +432,7 @@ class Directions:
     def _exchange(
         self, shares: Sequence[Sequence[_Matrix]], corrected: Mapping[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Return the corrections of all ranks by place, the same on all; `corrected` has those of this rank's share."""
+        """Return the corrections of all ranks by place, the same on all; `corrected` is this rank's share."""
         most = max(sum(matrix.parameter.numel() for matrix in share) for share in shares)
         own = [corrected[matrix.index].reshape(-1) for matrix in shares[self._ranks.rank]]
         device = shares[0][0].parameter.device

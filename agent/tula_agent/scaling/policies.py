@@ -191,7 +191,7 @@ SERVED_SLOTS = len(fields(Served))
 
 @dataclass(frozen=True)
 class Numbers:
-    """What is in force. `s_max` None: the default of the policy."""
+    """The numbers in force. `s_max` None: the default of the policy."""
 
     small_batch_size: int | None
     delta: float

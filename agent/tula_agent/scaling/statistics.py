@@ -1,4 +1,4 @@
-"""Compares the gradient of a small batch with that of the large one in the same step, and counts the size of both.
+"""Compares the gradients of a small and of the large batch in the same step, and counts both sizes.
 
     large = |g|^2        small = mean over parts of |g_i|^2        g = f sum_i g_i / N
 
@@ -121,7 +121,7 @@ class Reading:
 
 
 class GradientStatistics:
-    """Hooks, the batch of the current step, and what is measured from both.
+    """Hooks, the batch of the current step, and the measurements from both.
 
     `counted_batch_size`: examples per step over all ranks, by the last reading. A rank's batch would not do: the last
     one of an epoch may be shorter on some ranks, and their factors would differ.
@@ -206,7 +206,7 @@ class GradientStatistics:
 
     @property
     def examples(self) -> float:
-        """This rank's summand of B: its part of the global batch that the script gives, else what was observed."""
+        """This rank's summand of B: its part of the given global batch, else its observed examples."""
         given = self.global_batch_size
         return self.observed if given is None else given * self.share / self.ranks.size
 

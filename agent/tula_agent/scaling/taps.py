@@ -53,7 +53,7 @@ def squares(gradient: torch.Tensor, mode: Literal["tensor", "element"]) -> torch
 
 
 class _Part(NamedTuple):
-    """What was read of one gradient that is not accumulated yet: its square or, to be squared later, itself."""
+    """The reading of a gradient that is not accumulated yet: its square or, to be squared later, itself."""
 
     square: torch.Tensor | None
     held: torch.Tensor | None
@@ -171,7 +171,7 @@ class GradientTap:
         self._pending[index] = _Part(square, gradient if holds else None, projection)
 
     def count(self, index: int) -> None:
-        """Add what was read of the gradient that has been accumulated now."""
+        """Add the reading of the gradient that has been accumulated now."""
         part = self._pending.pop(index, None)
         if part is None:
             return

@@ -95,7 +95,7 @@ class Exporter:
         self._wake.set()
 
     def flush(self, within_s: float) -> None:
-        """Wait at most `within_s` seconds until what was measured so far is sent, or on disk: the process may end."""
+        """Wait at most `within_s` seconds until all measurements so far are sent, or on disk: the process may end."""
         done = threading.Event()
         self._flushes.append(done)
         self.wake()
@@ -127,7 +127,7 @@ class Exporter:
         self._spool_all()
 
     def _put_due(self, last: bool, final: bool) -> None:
-        """Queue what is due; with `final`, what reports the end of the run, even if the rest can't be collected."""
+        """Queue due requests and, with `final`, the report of the end, even if the rest can't be collected."""
         with self._guard("shipping"):
             for request in self._collect(last):
                 self.put(request)
@@ -237,7 +237,7 @@ class Exporter:
 
 
 def pause_s(failures: int, reply: Reply) -> float:
-    """Return the seconds until the next try, after `failures` failures, of which `reply` is the last."""
+    """Return the seconds until the next try, after `failures` failures, the last of them `reply`."""
     bounds = {"base_s": FIRST_PAUSE_S, "cap_s": LONGEST_PAUSE_S}
     return backoff_s(failures, _JITTER.random(), **bounds, asked_s=reply.retry_after_s)
 

@@ -401,7 +401,7 @@ def sample_bodies(rows: list[SampleRow], identity: Identity, sequence: int) -> l
 
 
 def telemetry_bodies(values: list[tuple[int, str, float]], identity: Identity, sequence: int) -> list[dict[str, Any]]:
-    """Return the bodies of `POST .../telemetry`, numbered from `sequence`; what is not finite becomes null."""
+    """Return the bodies of `POST .../telemetry`, numbered from `sequence`; numbers that are not finite become null."""
     by_step: dict[int, dict[str, float]] = {}
     for step, name, value in values:
         by_step.setdefault(step, {})[name] = value

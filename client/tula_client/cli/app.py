@@ -1,4 +1,4 @@
-"""The `tula` command: our sub-commands and those of other packages; a failure becomes one sentence and an exit code."""
+"""The `tula` command: our sub-commands and other packages'; a failure becomes one sentence and an exit code."""
 
 from __future__ import annotations
 

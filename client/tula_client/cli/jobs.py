@@ -595,7 +595,7 @@ def _state(candidate: Candidate) -> dict[str, bool]:
 
 
 def show_scaling(job: JobName, policy: Policy = "gain", as_json: Json = False) -> None:
-    """Show the numbers set for a policy; what is not set follows the script."""
+    """Show the numbers set for a policy; the script decides the others."""
     with Client() as client:
         thresholds = client.scaling(client.handle(job).id, policy=policy).thresholds
     assert thresholds is not None  # None answers only a request with an ETag

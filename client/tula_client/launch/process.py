@@ -47,7 +47,7 @@ _TEE: Final = ",".join(f"{local_rank}:3" for local_rank in range(1, 10))
 
 
 def of_first_rank(lines: Iterable[str]) -> list[str]:
-    """Return the lines that are not marked as those of a rank other than the first.
+    """Return the lines without those that are marked as another rank's than the first.
 
     Of a line in whose middle such a mark stands, its beginning: torchrun wrote behind a progress bar.
     """
@@ -56,7 +56,7 @@ def of_first_rank(lines: Iterable[str]) -> list[str]:
 
 
 class LogLines:
-    """The lines of a log, as they come, without lines that are marked as those of a rank other than the first."""
+    """The lines of a log, as they come, without lines that are marked as another rank's than the first."""
 
     def __init__(self, log: Path) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""What `tula tune` and `tula run` print while they work: runs, what is left of the plan, and messages."""
+"""What `tula tune` and `tula run` print while they work: runs, the rest of the plan, and messages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Reporter:
         self._progress.stop()
 
     def job(self, job: Job) -> None:
-        """Update the bar after a change of the job, and print what is left of the plan and what it costs."""
+        """Update the bar after a change of the job, and print the rest of the plan with its cost."""
         self._job, self._job_known_at = job, time.monotonic()
         self._describe()
         if job.profiling_cost.launches_left:
@@ -111,7 +111,7 @@ class Reporter:
         self._console.print(f"note      {text}", highlight=False, markup=False)
 
     def _describe(self) -> None:
-        """Draw what runs and what is left of the plan, once the job is known."""
+        """Draw the runs in progress and the rest of the plan, once the job is known."""
         job = self._job
         if job is None:
             return
@@ -139,7 +139,7 @@ def _place(log: Path) -> str:
 
 
 def rest_of_plan(cost: ProfilingCost) -> str:
-    """Return what is left of a plan: `2 launches, 8 configurations, about 3 min 20 s and $0.21`.
+    """Describe the rest of a plan: `2 launches, 8 configurations, about 3 min 20 s and $0.21`.
 
     Without prices it names no money. Where the search may add launches, what all of them take follows.
     """

@@ -167,7 +167,7 @@ class Runner:
                 self.sleep(_RETRY_INTERVAL_S)
 
     def claim(self, job: Job, max_nodes: int, *, whole_launch: bool = False) -> RunClaimed:
-        """Lease the next runs of `job`'s plan and check them; raises `LaunchError` for what was not asked for."""
+        """Lease the next runs of `job`'s plan and check them; raises `LaunchError` for runs that were not asked for."""
         claim = ClaimRequest(holder=self.holder, lease_s=LEASE_S, max_nodes=max_nodes, whole_launch=whole_launch)
         claimed = self.retrying(self.service.claim, job.id, claim)
         if claimed.run is not None:

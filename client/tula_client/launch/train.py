@@ -22,7 +22,7 @@ _PREEMPTED = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGUSR1, 1
 
 @dataclass
 class _State:
-    """What is kept on disk between attempts and between calls of `tula run`."""
+    """The state that stays on disk between attempts and between calls of `tula run`."""
 
     configuration: Configuration
     training: int = 1

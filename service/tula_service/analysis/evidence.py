@@ -189,7 +189,7 @@ class _Crash:
 
     @property
     def sentence(self) -> str:
-        """Return what is left out, why, and how to retry it."""
+        """Name the values that the plan leaves out, why, and how to retry them."""
         where = "" if self.everywhere else f" on {' and '.join(sorted(self.types))}"
         why = f": {self.message.rstrip('.')}." if self.message else "."
         return (

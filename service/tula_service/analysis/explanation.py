@@ -544,7 +544,7 @@ def _max_sensible_batch_size(answer: Answer) -> int | None:
 def suggest_learning_rate(
     answer: Answer, c: Configuration, efficiency: StatisticalEfficiency | None = None
 ) -> LearningRate:
-    """Return the learning rate of a configuration; `efficiency` replaces that of the whole training."""
+    """Return the learning rate of a configuration, by `efficiency` or else the whole training's efficiency."""
     batch, base, efficiency = c.global_batch_size, answer.base_batch_size, efficiency or answer.efficiency
     by_noise_scale = None if efficiency is None else efficiency.learning_rate_factor(batch)
     return LearningRate(

@@ -310,7 +310,7 @@ def _stages(answer: Answer, ramp: Ramp, beta2: float) -> list[wire.BatchStage]:
 
 
 def _not_measured(curves: Sequence[NoiseCurve]) -> str:
-    """Say what is missing where no training measured its noise scale throughout, and how to get it."""
+    """Say that no training measured its noise scale throughout, what is missing, and how to get it."""
     seen = max((curve.covered for curve in curves), default=0.0)
     has = "No training has measured its gradient noise scale, which says when a batch may grow"
     if seen >= LEAST_COVERED:
@@ -368,7 +368,7 @@ def _compared(ramp: Ramp, constant: Ramp, goal: Goal) -> str:
 
 
 def _saves(value: Interval, show: Callable[[float], str], loss: str) -> str:
-    """Say what is saved, with its interval; `loss` is what to say of an amount below zero."""
+    """Say how much a schedule saves, with its interval, or by `loss` how much it loses."""
     if value.mean < 0.0:
         return f"{loss.format(show(-value.mean))} ({show(-value.high)} to {show(-value.low)})"
     return f"saves {show(value.mean)} ({show(value.low)} to {show(value.high)})"

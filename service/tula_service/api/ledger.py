@@ -20,5 +20,5 @@ def get_ledger(
     user: CurrentUser,
     limit: Annotated[int, Query(ge=1, le=1000, description="Most entries.")] = 200,
 ) -> Ledger:
-    """List predictions with what was measured, newest first; entries are never changed."""
+    """List predictions with their measurements, newest first; entries never change."""
     return ledger.entries(*user, job_id, limit=limit)

@@ -1,4 +1,4 @@
-"""`/v1/runs/{run_id}/samples` stores step samples of one rank; `/v1/jobs/{job_id}/samples` lists those of a job."""
+"""`/v1/runs/{run_id}/samples` stores step samples of one rank; `/v1/jobs/{job_id}/samples` lists a job's samples."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def tone(error: float | None) -> str:
 
 
 def tone_against(value: float, other: float) -> str:
-    """Return the class of a value of which less is better, compared with another value."""
+    """Return the class of a value, the less the better, compared with another value."""
     return "good" if value < 0.9995 * other else "bad" if value > 1.0005 * other else ""
 
 

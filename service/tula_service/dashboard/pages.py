@@ -65,7 +65,7 @@ _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 400, 30, 6_000
 
 
 def _several(given: Any) -> Any:
-    """Return what was typed into one field, `2, 4`, as the values it names."""
+    """Return the values typed into one field, such as `2, 4`."""
     return [value for text in given for value in re.split(r"[\s,;]+", text) if value]
 
 

@@ -229,7 +229,7 @@ class _Balanced(_Compromise):
         )
 
     def _kept(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
-        """Return the estimates whose batch keeps the accuracy; those of the smallest batch where none does."""
+        """Return the estimates whose batch keeps the accuracy, or the smallest batch's where none does."""
         kept = [e for e in allowed if self.may_choose(goal, e.configuration.global_batch_size)]
         least = min(e.configuration.global_batch_size for e in allowed)
         return kept or [e for e in allowed if e.configuration.global_batch_size == least]

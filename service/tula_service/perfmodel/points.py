@@ -1,4 +1,4 @@
-"""What was measured, as columns: points of the configuration space and step times, with and without repeats."""
+"""Measurements as columns: points of the configuration space and step times, with and without repeats."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class StepTimeModel:
         return posterior
 
     def _input_wait(self, variant: Variant) -> InputWait:
-        """Return the waits of a variant: as measured, or as those of the nearest one with the loader that it has."""
+        """Return the waits of a variant: as measured, else as the nearest one's, with its own loader."""
         start = nearest_for_waits(variant, self.input_waits)
         if start is None:
             return NO_WAIT
@@ -188,7 +188,7 @@ class StepTimeModel:
         return wait.with_loader(math.exp(faster)) if faster else wait
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
-        """Return which points lie outside the box of what was measured of their variant: all, where nothing was."""
+        """Return which points lie outside the measured box of their variant: all, where nothing was measured."""
         outside = np.ones(len(points), dtype=np.bool_)
         seen = Points.of([]) if self.observations is None else self.observations.points
         for variant in set(seen.variant):

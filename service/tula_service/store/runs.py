@@ -144,11 +144,11 @@ class Runs(Repository):
             self.bump(changed[0])
 
     def put_output(self, run_key: int, text: str) -> None:
-        """Replace what is stored of a run's output."""
+        """Replace the stored output of a run."""
         self._put(run_outputs, {"run_key": run_key}, {"text": text})
 
     def output(self, run_key: int) -> str | None:
-        """Return what is stored of a run's output."""
+        """Return the stored output of a run."""
         text: str | None = self._scalar(sa.select(run_outputs.c.text).where(run_outputs.c.run_key == run_key))
         return text
 

@@ -260,7 +260,7 @@ class KnownRuns:
 
 
 class _Trusted(NamedTuple):
-    """The principal of a secret, when it is to be checked, and until when it is trusted meanwhile."""
+    """The principal of a secret, when to check it again, and until when to trust it meanwhile."""
 
     check_at: float
     ends_at: float

@@ -114,7 +114,7 @@ def read_spec(job: JobRecord) -> wire.JobSpec:
 
 
 def read_stored(model: type[M], stored: Mapping[str, Any]) -> M:
-    """Return the model of what was valid when it was stored.
+    """Return the model of a stored value, which was valid when it was stored.
 
     Unknown fields are ignored. A number beyond a bound that is newer becomes that bound, so that the job stays readable
     and a change can correct it.

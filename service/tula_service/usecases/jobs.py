@@ -241,7 +241,7 @@ def _check(spec: wire.JobSpec) -> None:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was deleted, or would be in a dry run."""
+    """What a prune deleted, or would delete in a dry run."""
 
     job_ids: Sequence[str]
     num_events: int

@@ -90,7 +90,7 @@ def _uncalibrated(value: float, low: float, high: float, scale: float) -> tuple[
 
 
 def enter(tx: Transaction, job: JobRecord, findings: Findings, data_version: int) -> LedgerRecord:
-    """Return the newest entry if it says the same as this answer, else a new one. Its prices are those of the job."""
+    """Return the newest entry if it says the same as this answer, else a new entry with the job's prices."""
     chosen = findings.chosen
     entry = LedgerRecord(
         created_at=tx.now(),

@@ -115,7 +115,7 @@ def _check_limits(tx: Transaction, run: RunRecord, monitor: Monitor, step: int) 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training stands; None where it is not known. Earlier starts count toward what is done and spent."""
+    """Where a training stands; unknown values are None. Earlier starts count as done and spent."""
 
     job_id: str
     job_name: str

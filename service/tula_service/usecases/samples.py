@@ -25,7 +25,7 @@ _CURSOR: Final = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 
 
 class SampleIngest:
-    """Stores batches of samples, and has monitoring look at those of training runs."""
+    """Stores batches of samples, and has monitoring look at a training's samples."""
 
     def __init__(self, store: Store, runs: KnownRuns) -> None:
         self._store = store

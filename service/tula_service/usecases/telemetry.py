@@ -81,7 +81,7 @@ class TelemetryIngest:
 def _accepted(
     chunk: TelemetryChunk, columns: Collection[str], *, stored: int, duplicate: bool = False
 ) -> TelemetryAccepted:
-    """Return the answer to a chunk of which only these columns were taken."""
+    """Return the answer to a chunk of which the service took only these columns."""
     refused = [name[:64] for name in chunk.columns if name not in columns][:_MOST_NAMED]
     return TelemetryAccepted(stored=stored, duplicate=duplicate, refused=refused)
 

@@ -69,7 +69,7 @@ _UNITS: Final = {"step_time_s": vega.time_unit, "skew_s": vega.time_unit, "memor
 
 
 def _chart(name: str) -> tuple[str, str, tuple[Panel, ...]]:
-    """Return the entry of a chart; a name without an entry is that of a column."""
+    """Return the entry of a chart; a name without an entry names a column."""
     words = name.replace("_", " ")
     source = f"run.log({name}=...) in the training script reports it."
     return _CHARTS.get(name) or (words, source, (Panel(words[:1].upper() + words[1:], (name,)),))

@@ -189,7 +189,7 @@ def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> Spec:
 
 
 def finish(chart: Spec, title: str, subtitle: str, datasets: Mapping[str, Sequence[Row]]) -> Spec:
-    """Return the chart with its title and data; the dictionary that it gets stays as it is."""
+    """Return the chart with its title and data; leave the dictionary that it gets unchanged."""
     many = sum(map(len, datasets.values())) > _MANY
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
