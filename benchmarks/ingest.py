@@ -188,9 +188,9 @@ def beside_fits(
     """Measure one agent alone, and again while users ask questions that each take a fit."""
     single = replace(load, processes=1, connections=1)
     with databases.serve(1) as server:
-        alone, _ = measure(databases, server, one, "agents", AGENT_STEPS)
+        alone, _ = measure(databases, server, single, "agents", AGENT_STEPS)
         with questions(server, databases.header, 12 if load.requests is None else 1) as statuses:
-            busy, _ = measure(databases, server, one, "agents", AGENT_STEPS)
+            busy, _ = measure(databases, server, single, "agents", AGENT_STEPS)
     for name, measured in (("alone", alone), ("beside_fits", busy)):
         figures[f"{engine}.{name}.p50_ms"], figures[f"{engine}.{name}.p99_ms"] = measured.p50_ms, measured.p99_ms
         _show(f"{engine}, one agent, {name}", measured, measured.per_s * AGENT_STEPS, "", rows)

@@ -110,7 +110,7 @@ def test_a_fit_that_hangs_is_ended_and_the_next_one_gets_another_process(caplog:
 def test_a_process_that_cannot_be_started_is_one_sentence_and_threads_compute() -> None:
     done = subprocess.run([sys.executable, "-c", HAS_NO_FILE_LEFT], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["None", "True"]
-    assert done.stderr.splitlines() == [line for line in done.stderr.splitlines() if "cannot be started" in line]
+    assert done.stderr.splitlines() == [line for line in done.stderr.splitlines() if "cannot start" in line]
     assert done.stderr.count("allow the service one process") == 1
 
 
