@@ -11,7 +11,6 @@ this machine lacks and what checks the block instead: `NEEDS` lists these, and e
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import os
@@ -28,8 +27,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.support import clean_environment
-from benchmarks.support.fork_server import ForkServer
-from benchmarks.support.forked import Server
+from benchmarks.support.forked import Server, fork_server
 from benchmarks.support.forked_programs import programs
 from benchmarks.support.postgres import PostgresServer
 from tests.support.forked_commands import launchers
@@ -382,9 +380,7 @@ def check_programs(document: Path, programs: list[str], server: Server, folder: 
 @functools.cache
 def forked_command() -> Path:
     """A folder with `tula`, forked from a process that has imported it: documents type it a hundred times."""
-    forks = ForkServer(["tula_client.cli.app", "tula_service.cli"])
-    atexit.register(forks.close)
-    return programs(forks, {"tula": ["-m", "tula_client.cli"]})
+    return programs(fork_server(), {"tula": ["-m", "tula_client.cli"]})
 
 
 def environment(server: Server, folder: Path) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,8 @@ def test_the_packages_that_a_part_lacks_are_named() -> None:
     hidden = (
         "import sys; sys.modules['kneed'] = None\nfrom benchmarks.gpu.__main__ import lacking\nprint(lacking('tune'))"
     )
-    done = subprocess.run([sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True, check=True)
+    python = str(launchers() / "python")
+    done = subprocess.run([python, "-c", hidden], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['kneed']"
 
 

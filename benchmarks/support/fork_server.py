@@ -43,6 +43,7 @@ SERVICE = (
     "kneed",  # with most of SciPy, for the first answer
     "scipy.optimize",
     "psycopg",
+    "tula_client.cli.app",
 )
 AGENT = (
     "httpcore",  # what httpx imports when a client is made

@@ -60,7 +60,7 @@ def test_an_interrupted_demonstration_cleans_up(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_whole_demonstration_trains_what_it_recommends_and_draws_the_curve(tmp_path: Path) -> None:
-    # Of `make demo`, one rank at each of its batches and fewer epochs; test_loop trains the same script with two ranks.
+    # Of `make demo`, one rank at each of its batches and fewer epochs; others train two ranks (test_one_line.py).
     command = [sys.executable, "-m", "examples.demo", "--max-nodes", "1", "--epochs", "5", "--output", str(tmp_path)]
     forked = os.environ | {"PYTHON_EXEC": str(launchers() / "python")}  # ranks, which torchrun starts from it
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=forked, timeout=590, check=False)
