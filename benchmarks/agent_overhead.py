@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from benchmarks.support import PYTHON, clean_environment
-from benchmarks.support.report import parser_of, write_json
+from benchmarks.support.report import make_parser, write_json
 from benchmarks.support.sink import Sink
 
 TENSORS, PARAMETERS = 161, 25_557_032
@@ -302,7 +302,7 @@ def measure(
 
 def main() -> None:
     """Measure, print, and compare with the target."""
-    parser = parser_of("agent_overhead", __doc__)
+    parser = make_parser("agent_overhead", __doc__)
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--turn", type=int, default=8, help="steps before the other process has its turn")
     options = parser.parse_args()

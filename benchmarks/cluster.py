@@ -36,7 +36,7 @@ from rich.console import Console
 
 from benchmarks.support import PYTHON, clean_environment, tune_words
 from benchmarks.support.cluster import Cluster, why_no_delay, why_not
-from benchmarks.support.report import median, parser_of, print_table, write_json
+from benchmarks.support.report import make_parser, median, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
 from tula_client import Client
 from tula_client._spec import load_spec
@@ -114,7 +114,7 @@ SMOKE = Size(max_nodes=2, max_batch=16, steady_steps=30, max_runs=1, full=False)
 
 def main() -> int:
     """Run everything; 1 when no cluster can be built on this machine."""
-    parser = parser_of("cluster", __doc__)
+    parser = make_parser("cluster", __doc__)
     parser.add_argument("--steady-steps", type=int, help="steps before the links slow down")
     parser.add_argument("--only", choices=("tune", "drift", "launches"))
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of each link, where the kernel has netem")

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import tula_wire as wire
 from benchmarks.support.grids import DATA, read_rows
-from benchmarks.support.report import mean, median, parser_of, percentile, print_table, write_json
+from benchmarks.support.report import make_parser, mean, median, percentile, print_table, write_json
 from tula_service.analysis.hardware import BYTES_PER_NUMBER, RECOMPUTED, look_up_hardware, read_facts, slow_from
 from tula_service.perfmodel.points import Points
 from tula_service.perfmodel.priors import (
@@ -189,7 +189,7 @@ def score(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    parser = parser_of("cold_start", __doc__)
+    parser = make_parser("cold_start", __doc__)
     parser.add_argument("--steps", type=Path, help="table of single-device step times (CSV)")
     parser.add_argument("--only", action="append", default=[], help="only rows of this source")
     parser.add_argument("--draws", type=int, default=20, help="histories drawn for each row (20)")

@@ -40,7 +40,7 @@ from benchmarks.support import PYTHON, clean_environment
 from benchmarks.support.environment import isolated
 from benchmarks.support.fork_server import AGENT, FRAMEWORKS, ForkServer
 from benchmarks.support.gloo import free_port
-from benchmarks.support.report import median, parser_of, print_table, write_json
+from benchmarks.support.report import make_parser, median, print_table, write_json
 from benchmarks.support.server import Server
 from benchmarks.support.sink import Sink
 from examples.demo import SPEC
@@ -276,7 +276,7 @@ def fresh(folder: Path) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; answers the exit status."""
-    parser = parser_of("ease", __doc__)
+    parser = make_parser("ease", __doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each script, with and without the lines (3)")
     parser.add_argument("--fresh", action="store_true", help="in a new virtual environment with a new wheel")
     options = parser.parse_args(arguments)

@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.cluster import processor_clock, served, stolen_share
 from benchmarks.support import PYTHON
 from benchmarks.support.cluster import Cluster, why_not
-from benchmarks.support.report import median, parser_of, print_table, write_json
+from benchmarks.support.report import make_parser, median, print_table, write_json
 from tula_client import Client
 from tula_service.analysis.hardware import fit_cost
 from tula_wire import Configuration, Estimate, ProjectCreate, RunCreate, TokenCreate
@@ -65,7 +65,7 @@ class Case:
 
 def main() -> int:
     """Run every case; 1 when no cluster can be built on this machine."""
-    options = parser_of("fabric", __doc__).parse_args()
+    options = make_parser("fabric", __doc__).parse_args()
     if (reason := why_not()) is not None:
         print(f"{reason}: run it where root may make them", file=sys.stderr)
         return 1

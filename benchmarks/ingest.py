@@ -35,7 +35,7 @@ import sqlalchemy as sa
 
 from benchmarks.support.load import Load, Measured, Request, drive
 from benchmarks.support.postgres import PostgresServer
-from benchmarks.support.report import parser_of, print_table, write_json
+from benchmarks.support.report import make_parser, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
 from tula_service.domain import NewChunk, NewRun
 from tula_service.store import DEFAULT_PROJECT_ID, Store
@@ -263,7 +263,7 @@ def all_databases(engines: Sequence[str]) -> Iterator[dict[str, Databases]]:
 
 def main() -> None:
     """Measure, print a table, and write the figures."""
-    parser = parser_of("ingest", __doc__)
+    parser = make_parser("ingest", __doc__)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--engines", nargs="*", default=["sqlite", "postgres"], choices=["sqlite", "postgres"])
     parser.add_argument("--only", default="all", choices=["all", "fits"])

@@ -51,7 +51,7 @@ import numpy as np
 
 from benchmarks.gpu.store import H100
 from benchmarks.support.grids import end_launches, middle_launch, read_rows
-from benchmarks.support.report import mean, median, parser_of, percentile, print_table, write_json
+from benchmarks.support.report import make_parser, mean, median, percentile, print_table, write_json
 from tula_service.perfmodel.choice import Choice, recommend
 from tula_service.perfmodel.memory_model import MemoryObservations, fit_memory
 from tula_service.perfmodel.objectives import Goal
@@ -60,7 +60,7 @@ from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
-from tula_service.perfmodel.variants import Launch, launch_of, launches_of
+from tula_service.perfmodel.variants import Launch, find_launch, find_launches
 from tula_wire import Configuration
 from tula_wire.enums import Objective
 from tula_wire.options import Options, combinations
@@ -323,10 +323,10 @@ def replay(job: Job, objective: Objective, factors: Mapping[Configuration, float
             assert choice is not None
             assert choice.chosen is not None
             assert model is not None
-            launches = len(launches_of(launched))
+            launches = len(find_launches(launched))
             return Planned(tuple(launched), launches, choice.chosen.configuration, model)
-        first = launch_of(asked[0])
-        launched += [c for c in asked if launch_of(c) == first]
+        first = find_launch(asked[0])
+        launched += [c for c in asked if find_launch(c) == first]
         model = fit_step_time(job.measure(launched, factors), prior=priors, candidates=job.candidates)
         choice = recommend(job.candidates, model, goal)
 
@@ -339,12 +339,12 @@ def regret(job: Job, chosen: Configuration, objective: Objective) -> float:
 def regrets_of_everything(job: Job, objective: Objective, noise: float) -> list[float]:
     """Return the regret of the least reading where each configuration was measured once, in each draw of the noise."""
     values = {c: job.value(c, objective) for c in job.candidates}
-    draws = (noise_of(job, noise, draw) for draw in range(_EXHAUSTIVE_DRAWS))
+    draws = (draw_noise(job, noise, draw) for draw in range(_EXHAUSTIVE_DRAWS))
     least = [min(values, key=lambda c: values[c] * factors[c]) for factors in draws]
     return [values[c] / min(values.values()) - 1.0 for c in least]
 
 
-def noise_of(job: Job, sd: float, draw: int) -> dict[Configuration, float]:
+def draw_noise(job: Job, sd: float, draw: int) -> dict[Configuration, float]:
     """Return the factor of each configuration's measurement; the same for the same job and draw."""
     dice = np.random.default_rng((zlib.crc32(job.name.encode()), draw))
     return {c: float(np.exp(sd * dice.standard_normal())) for c in job.candidates}
@@ -388,7 +388,7 @@ def judge_effects(
         for launches, errors in (([smallest], after_one), ([smallest, *largest], after_two)):
             ran = [c for launch in (*of_base, *launches) for c in _batches(job, launch)]
             taken = set(launches)
-            left = [c for c in job.candidates if c.options == options and launch_of(c) not in taken]
+            left = [c for c in job.candidates if c.options == options and find_launch(c) not in taken]
             if left and (launches != [smallest] or largest):
                 errors.add(fit_step_time(job.measure(ran, factors), prior=priors, candidates=job.candidates), job, left)
     return after_one, after_two
@@ -399,7 +399,7 @@ def judge_batches(job: Job, factors: Mapping[Configuration, float], errors: Erro
     of_base, of_variant = ([c for c in job.candidates if (c.options == job.base) is base] for base in (True, False))
     shared = [c for c in of_variant if c.local_batch_size == of_base[-1].local_batch_size]
     own = list(dict.fromkeys([of_variant[0], of_variant[-1], *shared, of_variant[len(of_variant) // 2]]))[:3]
-    ran = [*_batches(job, launch_of(of_base[0])), *own]
+    ran = [*_batches(job, find_launch(of_base[0])), *own]
     model = fit_step_time(job.measure(ran, factors), prior=Priors(base=job.base), candidates=job.candidates)
     errors.add(model, job, [c for c in of_variant if c not in own])
 
@@ -411,7 +411,7 @@ def _ends(candidates: Sequence[Configuration]) -> list[Launch]:
 
 def _batches(job: Job, launch: Launch) -> list[Configuration]:
     """Return up to three batches of a launch: the smallest, the middle and the largest."""
-    batches = [c for c in job.candidates if launch_of(c) == launch]
+    batches = [c for c in job.candidates if find_launch(c) == launch]
     return sorted({batches[0], batches[len(batches) // 2], batches[-1]})[:_BATCHES_OF_A_LAUNCH]
 
 
@@ -440,7 +440,7 @@ def largest_batch_below(job: Job, peaks: Mapping[Configuration, float]) -> float
     middle one where the base's is no smaller than its own largest.
     """
     of_base, of_variant = ([c for c in job.candidates if (c.options == job.base) is base] for base in (True, False))
-    base = fit_memory(_read(_batches(job, launch_of(of_base[0])), peaks))
+    base = fit_memory(_read(_batches(job, find_launch(of_base[0])), peaks))
     *smaller, largest = of_variant
     second = next(
         (c for c in smaller if c.local_batch_size == of_base[-1].local_batch_size), smaller[len(smaller) // 2]
@@ -474,10 +474,10 @@ class Figures:
         for objective in _OBJECTIVES:
             self.everything[objective].append(regrets_of_everything(job, objective, noise))
         for draw, objective in itertools.product(range(draws), _OBJECTIVES):
-            planned = replay(job, objective, noise_of(job, noise, draw))
+            planned = replay(job, objective, draw_noise(job, noise, draw))
             regrets[objective].append(regret(job, planned.chosen, objective))
             self.launches[len(job.options)].append(planned.launches)
-            self.exhaustive[len(job.options)].append(len(launches_of(job.candidates)))
+            self.exhaustive[len(job.options)].append(len(find_launches(job.candidates)))
             if memory is not None:
                 self.largest_batch += largest_batches(planned, memory, job)
 
@@ -485,7 +485,7 @@ class Figures:
         """Predict the variants of one switch of a table's job."""
         for suffix, sd, num_draws in (("", noise, draws), (".noiseless", 0.0, 1), (".base_thrice", noise, draws)):
             for draw in range(num_draws):
-                factors = noise_of(job, sd, draw)
+                factors = draw_noise(job, sd, draw)
                 after_one, after_two = judge_effects(job, factors, third_of_base=suffix == ".base_thrice")
                 self.effects[f"all{suffix}"].extend(after_one)
                 self.effects[f"end{suffix}"].extend(after_two)
@@ -495,7 +495,7 @@ class Figures:
     def judge_device(self, job: Job, peaks: Mapping[Configuration, float], noise: float, draws: int) -> None:
         """Follow the planner on one device, and predict batches and memory that were not measured."""
         for draw in range(draws):
-            factors = noise_of(job, noise, draw)
+            factors = draw_noise(job, noise, draw)
             self.h100_regrets.append(regret(job, replay(job, "time", factors).chosen, "time"))
             judge_batches(job, factors, self.h100)
         self.h100_largest_batch.append(largest_batch_below(job, peaks))
@@ -512,7 +512,9 @@ class Figures:
                 list(itertools.chain(*self.everything[objective]))
             )
             figures[f"options.regret.{objective}.everything.max"] = median(worst)
-            figures[f"options.regret.{objective}.everything.above_ten"] = mean([float(each > 0.1) for each in worst])
+            figures[f"options.regret.{objective}.everything.above_ten"] = mean(
+                [float(regret > 0.1) for regret in worst]
+            )
             for source, of_source in self.regrets.items():
                 figures[f"source.{source}.regret.{objective}.mean"] = mean(of_source[objective])
                 figures[f"source.{source}.regret.{objective}.max"] = max(of_source[objective])
@@ -538,7 +540,7 @@ class Figures:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the figures; see the module."""
-    parser = parser_of("options", __doc__)
+    parser = make_parser("options", __doc__)
     parser.add_argument("--tables", type=Path, metavar="FOLDER", help="folder with the three tables (default: none)")
     parser.add_argument("--noise", type=float, default=0.03, help="standard deviation of a run's log step time")
     parser.add_argument("--draws", type=int, default=5, help="draws of the noise for each job of the tables")
@@ -553,11 +555,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for job in [] if options.tables is None else table_jobs(options.tables):
         figures.judge_choice(job, None, options.noise, 1 if options.smoke else options.draws)
         figures.judge_effects(job, options.noise, 1 if options.smoke else _EFFECT_DRAWS)
-    found = figures.as_json()
+    printed = figures.as_json()
     print_table(
-        "One choice over nodes, batch and options", ("key", "value"), [(k, f"{v:.4g}") for k, v in found.items()]
+        "One choice over nodes, batch and options", ("key", "value"), [(k, f"{v:.4g}") for k, v in printed.items()]
     )
-    write_json(options.json, found)
+    write_json(options.json, printed)
 
 
 if __name__ == "__main__":

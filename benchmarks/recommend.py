@@ -19,7 +19,7 @@ import httpx
 import numpy as np
 import sqlalchemy as sa
 
-from benchmarks.support.report import parser_of, percentile, print_table, write_json
+from benchmarks.support.report import make_parser, percentile, print_table, write_json
 from benchmarks.support.server import Server, make_token, migrate
 from tula_service.domain import NewRun
 from tula_service.store import DEFAULT_PROJECT_ID, Store, tables
@@ -182,7 +182,7 @@ def measure(client: httpx.Client, made: list[tuple[str, str]], times: int) -> di
 
 def main() -> None:
     """Fill, measure with few jobs and with all, print and write."""
-    parser = parser_of("recommend", __doc__)
+    parser = make_parser("recommend", __doc__)
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--times", type=int, default=300)

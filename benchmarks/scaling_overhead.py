@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.support.gloo import fork_ranks, leave_group
-from benchmarks.support.report import parser_of, write_json
+from benchmarks.support.report import make_parser, write_json
 from benchmarks.support.resnet import resnet
 from tula_agent.scaling import Ags, Gain, Measure, Policy, TulaOptimizer
 from tula_agent.scaling.direction import Directions, affordable, matrix_shape
@@ -209,7 +209,7 @@ def rank_main(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Start the ranks and wait for them."""
-    parser = parser_of("scaling_overhead", __doc__)
+    parser = make_parser("scaling_overhead", __doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4, help="examples per rank")
     parser.add_argument("--side", type=int, default=128, help="pixels; 224 is ImageNet's")

@@ -26,7 +26,7 @@ import torch
 
 import tula_agent
 from benchmarks.support.forked import Server
-from benchmarks.support.report import parser_of, print_table, write_json
+from benchmarks.support.report import make_parser, print_table, write_json
 from benchmarks.support.server import make_token, migrate
 from tula_client import Client
 from tula_client.launch.process import run_variables
@@ -173,7 +173,7 @@ def measure(steps: int, smoke: bool) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, and compare with the target."""
-    parser = parser_of("stalls", __doc__)
+    parser = make_parser("stalls", __doc__)
     parser.add_argument("--steps", type=int, default=STEPS, help="of each training")
     options = parser.parse_args()
     for name in [name for name in os.environ if name.startswith("TULA_")]:

@@ -50,7 +50,7 @@ from tula_service.perfmodel.planner import PlanBudget, corner_design, design, pl
 from tula_service.perfmodel.pricing import Limits, Offer, Training
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time
-from tula_service.perfmodel.variants import Launch, launch_of, launches_of
+from tula_service.perfmodel.variants import Launch, find_launch, find_launches
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Objective, StepTimeForm
 
@@ -132,16 +132,15 @@ def profile(
             return done
         asked = [run.configuration for run in step.runs]
         if share_launches:  # one launch at a time, as `tula tune` works through a plan
-            asked = [c for c in asked if launch_of(c) == launch_of(asked[0])]
+            asked = [c for c in asked if find_launch(c) == find_launch(asked[0])]
         done += asked  # type: ignore[arg-type]
         if launches is not None:
-            launches += launches_of(asked)
+            launches += find_launches(asked)
         model = fit_step_time(workload.measure(done), candidates=workload.candidates)
 
 
 def designed(workload: Workload, runs: int) -> list[Placement]:
-    """Return the most informative configurations about all others,
-    of which the planner's first four are those of no goal."""
+    """Return the configurations that tell most of all others; the planner's first four serve no goal."""
     return design(workload.candidates, Priors(), runs)  # type: ignore[return-value]
 
 
@@ -175,7 +174,7 @@ def held_out(workload: Workload, profiled: Sequence[Placement], form: StepTimeFo
 
 def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
     """Measure everything on one workload; `noise` is the log standard deviation of a run in each draw."""
-    found = Figures(workload.name, workload.grid)
+    figures = Figures(workload.name, workload.grid)
     profiled = {
         "ring": corners(workload),
         "partial": corners(workload),
@@ -188,37 +187,39 @@ def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
     for name, runs in RANDOM.items():
         scores[name] = [held_out(workload, at_random(workload, runs, draw)) for draw in range(_RANDOM_DRAWS)]
     for name, of_draws in scores.items():
-        found.error[name] = mean([median(score.errors) for score in of_draws])
-        found.configurations[name] = functools.reduce(HeldOut.__add__, of_draws)
-    left_out = [held_out(workload, [c for c in workload.candidates if c != one]) for one in workload.candidates]
-    found.configurations["full"] = functools.reduce(HeldOut.__add__, left_out)
-    found.error["full"] = median(found.configurations["full"].errors)
-    found.coverage = {name: mean(score.inside) for name, score in found.configurations.items()}
-    found.fit_ms = time_fit(workload, profiled["adaptive6"])
-    regret(workload, profiled["adaptive6"], found)
-    shared_launches(workload, found)
-    noisy_choices(workload, found, noise, draws)
-    return found
+        figures.error[name] = mean([median(score.errors) for score in of_draws])
+        figures.configurations[name] = functools.reduce(HeldOut.__add__, of_draws)
+    left_out = [held_out(workload, [c for c in workload.candidates if c != out]) for out in workload.candidates]
+    figures.configurations["full"] = functools.reduce(HeldOut.__add__, left_out)
+    figures.error["full"] = median(figures.configurations["full"].errors)
+    figures.coverage = {name: mean(score.inside) for name, score in figures.configurations.items()}
+    figures.fit_ms = time_fit(workload, profiled["adaptive6"])
+    regret(workload, profiled["adaptive6"], figures)
+    shared_launches(workload, figures)
+    noisy_choices(workload, figures, noise, draws)
+    return figures
 
 
-def noisy_choices(workload: Workload, found: Figures, noise: float, draws: int) -> None:
+def noisy_choices(workload: Workload, figures: Figures, noise: float, draws: int) -> None:
     """Add the regret of choices from noisy runs, by true times, and how often their intervals hold the true time."""
-    each, inside = [], []
+    regrets, inside = [], []
     for draw in range(draws):
         table = workload.noisy(noise, np.random.default_rng([draw, zlib.crc32(workload.name.encode())]))
         drawn = Figures(workload.name, workload.grid)
         value = training_values(workload)
         for name in ("time", "cost"):
-            _, choice = recommended(table, goal_of(name))
+            _, choice = recommended(table, make_goal(name))
             chosen = choice.chosen
             assert chosen is not None
             drawn.regret[name] = value[name][chosen.configuration] / min(value[name].values()) - 1.0  # type: ignore[index]
             truth = value["time"][chosen.configuration]  # type: ignore[index]
             inside.append(float(chosen.time_s.low <= truth <= chosen.time_s.high))
         best_num_nodes(table, designed(table, _RUNS), drawn)
-        each.append(drawn.regret)
-    found.noisy = {name: mean([one[name] for one in each if name in one]) for name in NOISY}
-    found.noisy_coverage = mean(inside)
+        regrets.append(drawn.regret)
+    figures.noisy = {
+        name: mean([drawn_regret[name] for drawn_regret in regrets if name in drawn_regret]) for name in NOISY
+    }
+    figures.noisy_coverage = mean(inside)
 
 
 def training_values(workload: Workload) -> dict[str, dict[Placement, float]]:
@@ -227,37 +228,36 @@ def training_values(workload: Workload) -> dict[str, dict[Placement, float]]:
     return {"time": spent, "cost": {c: spent[c] * c.world_size for c in spent}}
 
 
-def goal_of(name: str, limits: Limits | None = None) -> Goal:
+def make_goal(name: str, limits: Limits | None = None) -> Goal:
     """Return the goal of that name; prices are per GPU-hour."""
     objective: Objective = "time" if name == "time" else "cost"
     return Goal(objective, Training(_DATASET), {"default": Offer(usd_per_rank_hour=3600.0)}, limits or Limits())
 
 
-def shared_launches(workload: Workload, found: Figures) -> None:
+def shared_launches(workload: Workload, figures: Figures) -> None:
     """Add the errors after one, two and three launches with every batch, and regret and number of planned launches."""
     ordered = [*end_launches(workload.candidates), *middle_launch(workload.candidates)]
     for number, name in enumerate(LAUNCHES, 1):
         chosen = {*ordered[:number]}
-        errors = held_out(workload, [c for c in workload.candidates if launch_of(c) in chosen]).errors
-        found.error[name] = median(errors)
+        errors = held_out(workload, [c for c in workload.candidates if find_launch(c) in chosen]).errors
+        figures.error[name] = median(errors)
     launched: list[list[Launch]] = []
     measured: list[float] = []
     for table, suffix in ((workload, ""), (workload.noisy(_NOISE, np.random.default_rng(1)), ".noisy")):
         for name, value in training_values(workload).items():
             launches: list[Launch] = []
-            runs, choice = recommended(table, goal_of(name), share_launches=True, launches=launches)
+            runs, choice = recommended(table, make_goal(name), share_launches=True, launches=launches)
             chosen_value = value[choice.chosen.configuration]  # type: ignore[union-attr, index]
-            found.launch_regret[name + suffix] = chosen_value / min(value.values()) - 1.0
+            figures.launch_regret[name + suffix] = chosen_value / min(value.values()) - 1.0
             if not suffix:
                 launched.append(launches)
                 measured.append(float(len(runs)))
-    found.launches = mean([float(len(each)) for each in launched])
-    found.launched_batches = mean(measured)
+    figures.launches = mean([float(len(launches_taken)) for launches_taken in launched])
+    figures.launched_batches = mean(measured)
 
 
 def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
-    """Return the milliseconds to fit the model and to predict a job of 64 candidates;
-    best of three, as others share the core."""
+    """Return the milliseconds to fit and to predict 64 candidates: the best of three, as others share the core."""
     observed = workload.measure(profiled)
     candidates = [workload.candidates[i % len(workload.candidates)] for i in range(_TIMED_CANDIDATES)]
     taken = []
@@ -278,17 +278,17 @@ def time_plan(clusters: int) -> dict[str, float]:
     taken = []
     for _ in range(3):
         started = time.perf_counter()
-        plan("adaptive", candidates, goal=goal_of("time"))
+        plan("adaptive", candidates, goal=make_goal("time"))
         taken.append(time.perf_counter() - started)
     tracemalloc.start()
-    plan("adaptive", candidates, goal=goal_of("time"))
+    plan("adaptive", candidates, goal=make_goal("time"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     size = _PLANNED_SIDE**2
     return {f"plan_ms.{size}": 1000.0 * min(taken), f"plan_mib.{size}": peak / 2**20}
 
 
-def regret(workload: Workload, planned: Sequence[Placement], found: Figures) -> None:
+def regret(workload: Workload, planned: Sequence[Placement], figures: Figures) -> None:
     """Measure how much worse than the best in the table the recommended configurations are; prices are per GPU-hour."""
     values = training_values(workload)
     spent, paid = values["time"], values["cost"]
@@ -296,16 +296,16 @@ def regret(workload: Workload, planned: Sequence[Placement], found: Figures) -> 
     deadline = _DEADLINE * min(spent.values())
     cases = {"time": (Limits(), spent), "cost": (Limits(), paid), "deadline": (Limits(deadline_s=deadline), paid)}
     for name, (limits, value) in cases.items():
-        runs, choice = recommended(workload, goal_of(name, limits))
+        runs, choice = recommended(workload, make_goal(name, limits))
         chosen = choice.chosen.configuration if choice.chosen else largest
         allowed = [c for c in workload.candidates if name != "deadline" or spent[c] <= deadline]
-        found.regret[name] = value[chosen] / min(value[c] for c in allowed) - 1.0  # type: ignore[index]
-        found.largest[name] = value[largest] / min(value[c] for c in allowed) - 1.0
-        found.runs[name] = len(runs)
+        figures.regret[name] = value[chosen] / min(value[c] for c in allowed) - 1.0  # type: ignore[index]
+        figures.largest[name] = value[largest] / min(value[c] for c in allowed) - 1.0
+        figures.runs[name] = len(runs)
         if name == "deadline":
-            found.violated = float(spent[chosen] > deadline)  # type: ignore[index]
-            found.promised = float(choice.within_limits_is_likely)
-    best_num_nodes(workload, planned, found)
+            figures.violated = float(spent[chosen] > deadline)  # type: ignore[index]
+            figures.promised = float(choice.within_limits_is_likely)
+    best_num_nodes(workload, planned, figures)
 
 
 def recommended(
@@ -317,7 +317,7 @@ def recommended(
     return runs, recommend(workload.candidates, model, goal)
 
 
-def best_num_nodes(workload: Workload, planned: Sequence[Placement], found: Figures) -> None:
+def best_num_nodes(workload: Workload, planned: Sequence[Placement], figures: Figures) -> None:
     """Score which cluster is fastest, for every global batch that several clusters can run.
 
     `best_num_nodes`: each batch is a separate job that may profile any configuration, at most six in all, the
@@ -337,10 +337,10 @@ def best_num_nodes(workload: Workload, planned: Sequence[Placement], found: Figu
         always.append(step_time[max(members, key=lambda c: (c.world_size, c.num_nodes))] / best - 1.0)
         spent.append(len(runs))
     if verified:
-        found.regret["best_num_nodes"], found.largest["best_num_nodes"] = mean(verified), mean(always)
-        found.regret["best_num_nodes_planned"] = found.largest["best_num_nodes_planned"] = mean(unverified)
-        found.largest["best_num_nodes_planned"] = mean(always)
-        found.runs["best_num_nodes"] = mean([float(n) for n in spent])
+        figures.regret["best_num_nodes"], figures.largest["best_num_nodes"] = mean(verified), mean(always)
+        figures.regret["best_num_nodes_planned"] = figures.largest["best_num_nodes_planned"] = mean(unverified)
+        figures.largest["best_num_nodes_planned"] = mean(always)
+        figures.runs["best_num_nodes"] = mean([float(n) for n in spent])
 
 
 def same_batch(candidates: Sequence[Placement]) -> list[list[Placement]]:
@@ -451,7 +451,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured = functools.partial(replay, noise=options.noise, draws=options.draws)
     smoke = functools.partial(replay, noise=options.noise, draws=1)
     _, pairs = over_workloads(parser, measured, arguments, smoke=smoke)
-    results = [found for _, found in pairs]
+    results = [replayed for _, replayed in pairs]
     figures = summarise(results) | time_plan(8 if options.smoke else _PLANNED_SIDE)
     show(figures)
     write_json(options.json, figures)

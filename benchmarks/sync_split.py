@@ -34,7 +34,7 @@ import torch.distributed as dist
 import tula_agent
 from benchmarks.support.cluster import Cluster, enter, why_not
 from benchmarks.support.gloo import fork_ranks, free_port, leave_group
-from benchmarks.support.report import parser_of, write_json
+from benchmarks.support.report import make_parser, write_json
 from benchmarks.support.sink import Sink
 
 FLOATS = 500_000  # per layer: two layers, 4 MB of gradients in all
@@ -279,7 +279,7 @@ def measure(steps: int, groups: list[list[Scenario]], rate_mbit: float) -> dict[
 
 def main() -> None:
     """Measure, print, and compare with the target: 5 % for both."""
-    parser = parser_of("sync_split", __doc__)
+    parser = make_parser("sync_split", __doc__)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     for name in [name for name in os.environ if name.startswith("TULA_")]:

@@ -13,11 +13,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from benchmarks.support.report import parser_of
+from benchmarks.support.report import make_parser
 from tula_service.perfmodel.points import Points, StepTimeObservations
 from tula_service.perfmodel.priors import generic_prior
 from tula_service.perfmodel.step_time_form import AT, hypotheses, log_terms, residual_covariance
-from tula_service.perfmodel.variants import Launch, launches_of
+from tula_service.perfmodel.variants import Launch, find_launches
 from tula_wire import Configuration
 
 Found = TypeVar("Found")
@@ -153,14 +153,16 @@ def end_launches(candidates: Sequence[Configuration]) -> list[Launch]:
 
     If one cluster has several launches, the one with the least accumulation counts as the largest.
     """
-    ordered = sorted(launches_of(candidates), key=lambda launch: (launch.world_size, -launch.grad_accum_steps, launch))
+    ordered = sorted(
+        find_launches(candidates), key=lambda launch: (launch.world_size, -launch.grad_accum_steps, launch)
+    )
     return list(dict.fromkeys((ordered[-1], ordered[0])))
 
 
 def middle_launch(candidates: Sequence[Configuration]) -> list[Launch]:
     """Return the launch whose size is nearest the geometric mean of smallest and largest; empty where those are all."""
     ends = end_launches(candidates)
-    rest = launches_of(candidates) - set(ends)
+    rest = find_launches(candidates) - set(ends)
     centre = math.prod(launch.world_size for launch in ends) ** (1.0 / len(ends))
     return sorted(rest, key=lambda launch: (abs(math.log(launch.world_size / centre)), launch))[:1]
 
@@ -246,7 +248,7 @@ def smallest_of_each_grid(workloads: Sequence[Workload]) -> list[Workload]:
 
 def grids_parser(name: str, description: str | None, table: Path) -> argparse.ArgumentParser:
     """Return the options of a benchmark over a table."""
-    parser = parser_of(name, description)
+    parser = make_parser(name, description)
     parser.add_argument("--grids", type=Path, default=table, help=f"table of measured grids (CSV; {table.name})")
     return parser
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 
-def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
+def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Return the options that every benchmark has; `options.json` goes to `write_json`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",

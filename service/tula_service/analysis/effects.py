@@ -23,13 +23,15 @@ def best_with(answer: Answer, options: Options) -> Estimate | None:
     """
     failed = answer.evidence.failed
     alike = [
-        each for each in answer.estimates if each.configuration.options == options and each.configuration not in failed
+        estimate
+        for estimate in answer.estimates
+        if estimate.configuration.options == options and estimate.configuration not in failed
     ]
-    sure = [each for each in alike if each.configuration not in answer.doubtful]
+    sure = [estimate for estimate in alike if estimate.configuration not in answer.doubtful]
     return choose(answer.choice.goal, sure or alike).chosen if alike else None
 
 
-def effects_of(answer: Answer) -> list[wire.OptionEffect]:
+def find_effects(answer: Answer) -> list[wire.OptionEffect]:
     """Return the effect of each value but the first of each option; empty before a run was measured."""
     chosen = answer.choice.chosen
     if answer.evidence.observed is None or chosen is None:
@@ -54,10 +56,10 @@ def _effect(
     ratios: dict[str, Interval] = {}
     most_gain = None
     if before is not None and after is not None:
-        known = {"time": _ratio(after, before, lambda each: each.time_s), "memory": _memory(answer, before, after)}
+        measures = {"time": _ratio(after, before, lambda e: e.time_s), "memory": _memory(answer, before, after)}
         if answer.choice.goal.priced:
-            known["cost"] = _ratio(after, before, lambda each: each.cost_usd)
-        ratios = {of: ratio for of in ("time", "cost", "memory") if (ratio := known.get(of)) is not None}
+            measures["cost"] = _ratio(after, before, lambda e: e.cost_usd)
+        ratios = {of: ratio for of in ("time", "cost", "memory") if (ratio := measures.get(of)) is not None}
         if not launched:
             goal = answer.choice.goal
             gain = goal.value(after).over(goal.value(chosen))
@@ -101,8 +103,10 @@ def _compared(
     launched_options: Collection[Options],
     possible: Collection[Options],
 ) -> tuple[Options, Options]:
-    """Return the options with and without a value to compare: both with candidates, then both launched, then as near as
-    may be to the recommended ones, `held`."""
+    """Return the options with and without a value to compare.
+
+    Both with candidates come first, then both launched, then as near as may be to the recommended ones, `held`.
+    """
 
     def distance(pair: tuple[Options, Options]) -> tuple[int, int, int, Options]:
         gone = sum(options not in possible for options in pair)
@@ -120,16 +124,16 @@ def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | Non
     """Return the ratio of the peaks of two variants at the local batch of the former; None where one is unknown."""
     batch, models = before.configuration.local_batch_size, answer.evidence.memory.models
     peaks = [
-        None if (model := models.get(each.configuration.variant)) is None else model.predict(batch)
-        for each in (before, after)
+        None if (model := models.get(estimate.configuration.variant)) is None else model.predict(batch)
+        for estimate in (before, after)
     ]
     return None if peaks[0] is None or peaks[1] is None else peaks[1].over(peaks[0])
 
 
 def _ratio(after: Estimate, before: Estimate, value: Callable[[Estimate], Interval]) -> Interval | None:
     """Return the ratio of a value of both, without the noise of a run: what may be told of the effect itself."""
-    known = (each.narrowed(value(each), each.known_sd) for each in (after, before))
-    return next(known).over(next(known))
+    narrowed = (estimate.narrowed(value(estimate), estimate.known_sd) for estimate in (after, before))
+    return next(narrowed).over(next(narrowed))
 
 
 def _sentences(

@@ -13,7 +13,7 @@ from scipy import special
 import tula_wire as wire
 from tula_service.analysis import hardware, job_data
 from tula_service.analysis.answer import MODEL_VERSION, Answer, Infeasible
-from tula_service.analysis.effects import best_with, effects_of
+from tula_service.analysis.effects import best_with, find_effects
 from tula_service.analysis.evidence import Evidence
 from tula_service.analysis.scaling import LearningRate, StatisticalEfficiency
 from tula_service.perfmodel.choice import Choice, Exclusion
@@ -69,7 +69,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
             reason=choice.knee.reason,
         ),
         "with_base_options": found(best_with(answer, base)) if base else None,
-        "options": effects_of(answer),
+        "options": find_effects(answer),
         "quality": assess_quality(answer),
         "why": why(answer),
         "scaling_rule": None if chosen is None else suggest_learning_rate(answer, chosen.configuration).rule,

@@ -19,7 +19,7 @@ from tula_service.analysis.transfer import export_posteriors
 from tula_service.domain import NewRun, RunRecord
 from tula_service.perfmodel.planner import Plan, PlanBudget, counted_launches, plan
 from tula_service.perfmodel.points import ObservationError
-from tula_service.perfmodel.variants import launch_of, launches_of
+from tula_service.perfmodel.variants import find_launch, find_launches
 from tula_wire import Configuration
 from tula_wire.bounds import FURTHER_WARMUP_STEPS
 from tula_wire.enums import FINAL_STATES
@@ -134,7 +134,7 @@ def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunReco
     if waiting:
         fresh = _plan(answer, in_use)
         asked = {planned.configuration for planned in fresh.runs} | fixed
-        unasked = launches_of(run.configuration for run in waiting) - launches_of(asked)
+        unasked = find_launches(run.configuration for run in waiting) - find_launches(asked)
         if len(fresh.runs) < len(waiting) - len(fixed) or (unasked and answer.spec.profiling.share_launches):
             kept = [run for run in waiting if run.configuration in asked]
             present = {run.configuration for run in kept}
@@ -251,7 +251,7 @@ def _launches_to_add(spec: wire.JobSpec, plan: Sequence[RunRecord]) -> int:
 
 
 def _launch(run: RunRecord, spec: wire.JobSpec) -> object:
-    return launch_of(run.configuration) if spec.profiling.share_launches else run.id
+    return find_launch(run.configuration) if spec.profiling.share_launches else run.id
 
 
 def _launches(runs: Iterable[RunRecord], spec: wire.JobSpec, now_s: float | None = None) -> list[list[Span]]:
@@ -321,7 +321,7 @@ def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> 
 
 def _progress(waiting: Sequence[Configuration], share_launches: bool) -> str:
     """Return a sentence that says how much is left to measure."""
-    total, launches = len(waiting), len(launches_of(waiting))
+    total, launches = len(waiting), len(find_launches(waiting))
     within = f" in {launches} launch{'es' if launches != 1 else ''}" if share_launches else ""
     return f"{total} profiling run{'s are' if total != 1 else ' is'} still to be measured{within}."
 

@@ -140,7 +140,7 @@ def build_priors(
     for cluster in spec.cluster:
         name = cluster.instance_type
         batches = [c.local_batch_size for c in candidates if c.instance_type == name]
-        own = None if observed is None else observed.points.take(observed.points.rows_of(Variant(name, base)))
+        own = None if observed is None else observed.points.take(observed.points.find_rows(Variant(name, base)))
         prior = prior_of_type(
             name,
             figures.facts,

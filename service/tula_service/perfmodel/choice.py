@@ -69,8 +69,7 @@ class Choice:
 
     @property
     def barred(self) -> set[tuple[Configuration, bool]]:
-        """Return the keys of estimates that no deadline or budget lets in: their batch is too large, or they never
-        finish."""
+        """Return the keys of estimates that no deadline or budget admits: too large a batch, or an endless training."""
         refused = {e.key for e in self.estimates if not self.goal.may_choose(e.configuration)}
         return _hard(self.excluded) | (refused - ({self.chosen.key} if self.chosen else set()))
 

@@ -19,7 +19,7 @@ from tula_service.perfmodel.pricing import Estimate
 from tula_service.perfmodel.priors import Priors, generic_prior
 from tula_service.perfmodel.step_time_form import log_terms, residual_covariance, same_points
 from tula_service.perfmodel.step_time_model import StepTimeModel, unmeasured_model
-from tula_service.perfmodel.variants import Launch, launch_of, launches_of, switches
+from tula_service.perfmodel.variants import Launch, find_launch, find_launches, switches
 from tula_wire.configurations import Configuration
 from tula_wire.enums import Search
 
@@ -172,16 +172,18 @@ class _State:
 
     def launch(self, asked: Configuration, purpose: str) -> Plan:
         """Return the plan of the launch that measures this configuration, with further local batches."""
-        batches = self.batches_of(self.affordable, launch_of(asked), asked)
+        batches = self.choose_batches(self.affordable, find_launch(asked), asked)
         return Plan(tuple(PlannedRun(c, purpose) for c in batches), None)
 
-    def batches_of(self, among: Iterable[Configuration], launch: Launch, *asked: Configuration) -> list[Configuration]:
+    def choose_batches(
+        self, among: Iterable[Configuration], launch: Launch, *asked: Configuration
+    ) -> list[Configuration]:
         """Return a launch's batches: `asked`, then the smallest, largest and middle batch while there is room.
 
         With other options than the base, the largest batch of the base comes before the middle one.
         """
-        batches = sorted(c for c in among if launch_of(c) == launch)
-        of_base = [c.local_batch_size for c in self.of_base if launch_of(c) == launch._replace(options=self.base)]
+        batches = sorted(c for c in among if find_launch(c) == launch)
+        of_base = [c.local_batch_size for c in self.of_base if find_launch(c) == launch._replace(options=self.base)]
         shared = [c for c in batches if c.local_batch_size == max(of_base, default=0) and c.options != self.base]
         chosen = [*asked, *batches[:1], *batches[-1:], *shared, *batches[len(batches) // 2 :][:1]]
         return sorted([*dict.fromkeys(chosen)][: self.batches])
@@ -198,8 +200,8 @@ class _State:
             for variant, n, ranks, _, steps in rows
         }
 
-    def _launch_of(self, c: Configuration) -> object:
-        return launch_of(c) if self.budget.share_launches else c
+    def _counted_launch(self, c: Configuration) -> object:
+        return find_launch(c) if self.budget.share_launches else c
 
     def _affordable(self) -> Iterator[Configuration]:
         """Yield the unused candidates whose run the rest of the GPU-seconds pays for.
@@ -214,7 +216,7 @@ class _State:
             return
         ascending = sorted(self.unused, key=lambda c: c.local_batch_size)
         for c, step_time_s in zip(ascending, self.model.predict(ascending).mean_s.tolist(), strict=True):
-            launch = self._launch_of(c)
+            launch = self._counted_launch(c)
             steps = budget.steps_per_further_run if launch in needed else budget.steps_per_run
             needed[launch] += step_time_s * steps * c.world_size
             if needed[launch] <= left:
@@ -225,7 +227,7 @@ def counted_launches(configurations: Iterable[Configuration], *, share_launches:
     """Return how many launches of the budget these configurations take: each its own, or up to three a launch."""
     if not share_launches:
         return len(frozenset(configurations))
-    counts = Counter(map(launch_of, frozenset(configurations))).values()
+    counts = Counter(map(find_launch, frozenset(configurations))).values()
     return sum(math.ceil(count / _BATCHES_PER_LAUNCH) for count in counts)
 
 
@@ -255,13 +257,13 @@ def _first_launches(state: _State) -> list[PlannedRun]:
     follows that of the largest. A type with a launch that told compute from communication needs no further one. If one
     cluster has several launches, the one with the least accumulation counts as the largest.
     """
-    begun = launches_of(state.used)
+    begun = find_launches(state.used)
     told = {launch.instance_type for launch in begun if launch.options == state.base and state.tells_split(launch)}
     sizes, among = [c.world_size for c in state.candidates], (*state.used, *state.affordable)
     needed: list[Launch] = []
     for name in sorted({c.instance_type for c in state.of_base}):
         launches = sorted(
-            launches_of(c for c in state.of_base if c.instance_type == name),
+            find_launches(c for c in state.of_base if c.instance_type == name),
             key=lambda launch: (launch.world_size, -launch.grad_accum_steps, launch),
         )
         ends = launches[:1] if name in state.priors.probed else list(dict.fromkeys((launches[-1], launches[0])))
@@ -271,7 +273,7 @@ def _first_launches(state: _State) -> list[PlannedRun]:
     runs = []
     for launch in [*first[: len(first) - len(missing)], *missing[: state.runs_left]]:
         purpose = f"Design: {_place(launch.world_size, sizes)} cluster, with its other batches in one launch."
-        runs += [PlannedRun(c, purpose) for c in state.batches_of(among, launch) if c not in state.used]
+        runs += [PlannedRun(c, purpose) for c in state.choose_batches(among, launch) if c not in state.used]
     return runs
 
 
@@ -379,7 +381,7 @@ def greedy_design(
     judged = np.unique(np.linspace(0, len(points) - 1, min(len(points), _MOST_JUDGED)).astype(int))
     covariance, variance = prior_covariance(model, points.take(judged), points), np.zeros(len(points))
     for variant in set(points.variant):
-        at = points.rows_of(variant)
+        at = points.find_rows(variant)
         variance[at] = model.posterior_for(variant).predict(points.take(at))[1]
     opening, left, due = [list(group) for group in first if group], sorted(set(allowed)), list(used)
     removed = np.zeros((len(points), 0))
@@ -408,7 +410,7 @@ def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> Flo
     """
     covariance = np.zeros((len(first), len(second)))
     for variant in set(first.variant) & set(second.variant):
-        rows, columns = first.rows_of(variant), second.rows_of(variant)
+        rows, columns = first.find_rows(variant), second.find_rows(variant)
         one, other, posterior = first.take(rows), second.take(columns), model.posterior_for(variant)
         member = posterior.leading
         slopes, others = (
@@ -506,7 +508,7 @@ def _expected_gains(choice: Choice, runnable: Collection[Configuration]) -> dict
             ahead = (_bound(best, 0.0) - _bound(value, 0.0)) / sd
             density = math.exp(-0.5 * ahead**2) / math.sqrt(2.0 * math.pi)
             gain = sd * (ahead * float(special.ndtr(ahead)) + density)
-            of_launch = gains[launch_of(estimate.configuration)]
+            of_launch = gains[find_launch(estimate.configuration)]
             of_launch[estimate.configuration] = max(gain, of_launch.get(estimate.configuration, 0.0))
     return gains
 

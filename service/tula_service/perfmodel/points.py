@@ -104,7 +104,7 @@ class Points:
         """Return the key of each point."""
         return list(zip(self.variant, *(getattr(self, name).tolist() for name in self.COLUMNS), strict=True))
 
-    def rows_of(self, variant: Variant) -> npt.NDArray[np.intp]:
+    def find_rows(self, variant: Variant) -> npt.NDArray[np.intp]:
         """Return the row numbers of the points of a variant."""
         return self._rows_by_variant.get(variant, np.empty(0, np.intp))
 
@@ -210,4 +210,4 @@ class StepTimeObservations:
 
     def by_variant(self) -> dict[Variant, StepTimeObservations]:
         """Return the observations of each variant, sorted by its names."""
-        return {variant: self.take(self.points.rows_of(variant)) for variant in sorted(set(self.points.variant))}
+        return {variant: self.take(self.points.find_rows(variant)) for variant in sorted(set(self.points.variant))}

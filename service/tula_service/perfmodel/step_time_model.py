@@ -134,7 +134,7 @@ class StepTimeModel:
         extrapolated = self._extrapolated(points)
         mean_s, low_s, high_s, known_sd, compute_s, comm_s, input_s = (np.zeros(len(points)) for _ in range(7))
         for variant in set(points.variant):
-            at = points.rows_of(variant)
+            at = points.find_rows(variant)
             rows = points.take(at)
             step = (self.paper_fits.get(variant) or self.posterior_for(variant)).predict_step(rows)
             whole_s, wait = np.exp(step.mean), self._input_wait(variant)
@@ -192,7 +192,7 @@ class StepTimeModel:
         outside = np.ones(len(points), dtype=np.bool_)
         seen = Points.of([]) if self.observations is None else self.observations.points
         for variant in set(seen.variant):
-            at, rows = points.rows_of(variant), seen.rows_of(variant)
+            at, rows = points.find_rows(variant), seen.find_rows(variant)
             outside[at] = False
             for column in ("num_nodes", "world_size", "local_batch_size"):
                 value, measured = getattr(points, column)[at], getattr(seen, column)[rows]
@@ -227,16 +227,16 @@ def fit_step_time(
         observations = replace(observations, optimizer_time_s=np.full(len(observations), np.nan))
     measured = observations.by_variant()
     merged, repeats, extremes = observations.without_waits().merge_repeats()
-    rows_of = {variant: merged.points.rows_of(variant) for variant in measured}
+    rows_by_variant = {variant: merged.points.find_rows(variant) for variant in measured}
     # The variant with the fewest switches from the base comes first, and of these the variant with most rows.
-    ordered = sorted(measured, key=lambda each: (len(switches(prior.base, each.options)), -rows_of[each].size))
+    ordered = sorted(measured, key=lambda v: (len(switches(prior.base, v.options)), -rows_by_variant[v].size))
     posteriors: dict[Variant, Posterior] = {}
     paper_fits: dict[Variant, PaperFit | None] = {}
     for variant in ordered:
         believed = prior_of_variant(variant, posteriors, prior) or generic_prior()
         start = _of_steps(believed, accumulates, prior.slow_from.get(variant.instance_type, math.inf))
-        rows = merged.take(rows_of[variant])
-        targets = build_targets(rows, repeats[rows_of[variant]], start.scales)
+        rows = merged.take(rows_by_variant[variant])
+        targets = build_targets(rows, repeats[rows_by_variant[variant]], start.scales)
         posteriors[variant] = fit_posterior(targets, start, start.reference_batch_size or largest)
         if form != "overlap":
             paper_fits[variant] = fit_paper_form(rows, form)

@@ -46,15 +46,15 @@ class Launch(NamedTuple):
     options: Options = ()
 
 
-def launch_of(configuration: Configuration) -> Launch:
+def find_launch(configuration: Configuration) -> Launch:
     """Return the launch that can measure a configuration."""
     c = configuration
     return Launch(c.instance_type, c.num_nodes, c.world_size, c.grad_accum_steps, c.options)
 
 
-def launches_of(configurations: Iterable[Configuration]) -> frozenset[Launch]:
+def find_launches(configurations: Iterable[Configuration]) -> frozenset[Launch]:
     """Return the launches that can measure these configurations."""
-    return frozenset(launch_of(c) for c in configurations)
+    return frozenset(find_launch(c) for c in configurations)
 
 
 class Switch(NamedTuple):
@@ -119,8 +119,10 @@ def further_switches(start: Options, base: Options, options: Options) -> int:
 
 
 def nearest(variant: Variant, measured: Iterable[Variant], *, by: frozenset[str] = frozenset()) -> Variant | None:
-    """Return the measured variant to start from: of the same type, then with equal options `by`, then with the fewest
-    switches; the first of equals."""
+    """Return the measured variant to start from; the first of equals.
+
+    One of the same type comes first, then one with equal options `by`, then the one with the fewest switches.
+    """
 
     def distance(other: Variant) -> tuple[bool, int, int]:
         made = switches(other.options, variant.options)

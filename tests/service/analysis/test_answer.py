@@ -13,11 +13,11 @@ import tula_wire as wire
 from tests.service.usecases.cluster import overlapping, spec
 from tula_service.analysis import explanation
 from tula_service.analysis.answer import Answer, Infeasible, analyse
-from tula_service.analysis.effects import effects_of
+from tula_service.analysis.effects import find_effects
 from tula_service.analysis.job_data import JobData
 from tula_service.analysis.plan import PlanDecision, decide_plan
 from tula_service.domain import MemoryReading, RunRecord, RunSummary
-from tula_service.perfmodel.variants import launch_of
+from tula_service.perfmodel.variants import find_launch
 from tula_wire.configurations import Variant
 from tula_wire.enums import RunState
 from tula_wire.format import multiple
@@ -458,7 +458,7 @@ def test_a_combination_that_crashes_condemns_a_value_only_once_that_value_fails_
 
 
 def effect_of(answer: Answer, value: str) -> wire.OptionEffect:
-    (effect,) = (effect for effect in effects_of(answer) if effect.value == value)
+    (effect,) = (effect for effect in find_effects(answer) if effect.value == value)
     return effect
 
 
@@ -530,7 +530,7 @@ def test_launches_that_fail_with_other_values_of_options_count_as_launches(share
                 data = measured(data, c)
             else:
                 data = measured(data, c, state="failed")
-                failed.add(launch_of(c) if shared else c)
+                failed.add(find_launch(c) if shared else c)
     assert 0 < len(failed) <= 4, "the default is six launches, of which the base takes at least two"
 
 
@@ -540,7 +540,7 @@ def test_launches_of_the_first_values_that_fail_count_as_launches_too(shared: bo
     launches: list[object] = []
     while new := decide_plan(analyse(data)).new:
         for run in new:
-            launch = launch_of(run.configuration) if shared else run.configuration
+            launch = find_launch(run.configuration) if shared else run.configuration
             launches += [launch] if launch not in launches else []
             state: RunState = "succeeded" if launch == launches[0] else "failed"
             data = measured(data, run.configuration, state=state)

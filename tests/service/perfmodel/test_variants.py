@@ -17,7 +17,7 @@ from tula_service.perfmodel.points import StepTimeObservations
 from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
-from tula_service.perfmodel.variants import Switch, believed_effect, further_switches, launch_of, nearest
+from tula_service.perfmodel.variants import Switch, believed_effect, find_launch, further_switches, nearest
 from tula_wire import Configuration
 from tula_wire.configurations import Variant
 from tula_wire.options import Options, combinations
@@ -131,7 +131,7 @@ def test_a_plan_launches_the_base_twice_and_then_what_promises_most() -> None:
     prior = Priors(base=BASE)
     first = plan("adaptive", candidates, unmeasured_model(prior, candidates), goal=goal, budget=budget)
     ran = [run.configuration for run in first.runs]
-    assert {launch_of(c).options for c in ran} == {BASE}
+    assert {find_launch(c).options for c in ran} == {BASE}
     assert {c.num_nodes for c in ran} == {1, 4}
     chosen = None
     for _ in range(6):
@@ -139,8 +139,8 @@ def test_a_plan_launches_the_base_twice_and_then_what_promises_most() -> None:
         model = fit_step_time(observed, prior=prior, candidates=candidates)
         chosen = recommend(candidates, model, goal).chosen
         assert chosen is not None
-        shown = {launch_of(c) for c in ran}
-        assert chosen.configuration.options == BASE or launch_of(chosen.configuration) in shown
+        shown = {find_launch(c) for c in ran}
+        assert chosen.configuration.options == BASE or find_launch(chosen.configuration) in shown
         following = plan("adaptive", candidates, model, goal=goal, budget=budget)
         if not following.runs:
             break
