@@ -38,8 +38,28 @@ LONG_FIRST = (
 )  # fmt: skip
 SLOW = (
     "tests/e2e/", "tests/browser/", "tests/experiments/", "tests/service/api/", "tests/service/dashboard/",
-    "tests/service/store/", "tests/test_", "tests/service/perfmodel/test_accuracy.py", "tests/client/test_mlflow.py",
-    "tests/client/launch/test_process.py", "tests/agent/scaling/test_frameworks.py",
+    "tests/service/store/", "tests/test_", "tests/client/launch/test_process.py",
+    *(f"tests/service/perfmodel/test_{name}.py" for name in ("accuracy", "fabric", "optimal_design", "priors")),
+    *(
+        f"tests/client/test_{name}.py"  # with a service
+        for name in (
+            "bad_input", "cli", "client", "mcp", "mlflow", "registration", "schedule", "sdk", "tune_command",
+        )
+    ),
+    *(
+        f"tests/service/usecases/test_{name}.py"  # plans that are worked to their end
+        for name in (
+            "fabrics", "launches", "ledger", "limits_of_training", "monitoring", "options", "planning",
+            "recommendations", "replan", "runs", "state_machine",
+        )
+    ),
+    *(f"tests/agent/test_{name}.py" for name in ("failures", "imports", "lies", "oom_watch", "optimizer_time",
+      "served_numbers")),
+    *(
+        f"tests/agent/scaling/test_{name}.py"  # trainings of hundreds of steps
+        for name in ("beside_torch", "direction", "edges", "frameworks", "guards", "optimizer")
+    ),
+    "tests/agent/commands/test_estimate.py", "tests/agent/measure/test_memory.py", "tests/agent/ship/test_rows.py",
 )  # fmt: skip
 STARTING = {"launch", "forks", "alone", "plain"}
 """Fixtures that start training scripts as processes."""

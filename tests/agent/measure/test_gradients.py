@@ -71,7 +71,7 @@ def test_a_fused_optimizer_that_unscales_by_itself_has_its_true_norm() -> None:
 
 def test_a_step_that_the_optimizer_skips_ends_no_sampling() -> None:
     reader, read, optimizer = GradientReader(), [], optimizer_of(torch.ones(10))
-    for step in range(400):
+    for step in range(2000):
         if step % 2 and step >= reader.due:  # a GradScaler that finds an inf at every even step
             assert len(reader.read(step, 0.1, [], optimizer)) == 1  # never two in a row
             read.append(step)

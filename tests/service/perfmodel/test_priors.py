@@ -39,7 +39,7 @@ TABLE = Path(__file__).parents[2] / "data" / "single_device.csv"
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     out = tmp_path_factory.mktemp("cold") / "out.json"
-    assert cold_start.main(["--steps", str(TABLE), "--json", str(out), "--draws", "5"]) == 0
+    assert cold_start.main(["--steps", str(TABLE), "--json", str(out), "--draws", "2"]) == 0
     return dict(json.loads(out.read_text(encoding="utf-8")))
 
 

@@ -233,7 +233,6 @@ def test_a_value_that_needs_less_memory_reaches_for_its_own_largest_batch(cluste
     assert answer.chosen.configuration.local_batch_size > answer.with_base_options.configuration.local_batch_size
 
 
-@pytest.mark.slow
 def test_a_job_may_have_five_options_and_launches_at_most_fourteen_times(cluster: Cluster) -> None:
     options = {name: ["off", "on"] for name in ("compile", "fused", "pinned", "channels", "amp")}
     worked(cluster, options=options, batch={"max_local_batch_size": 64})
