@@ -510,4 +510,4 @@ def test_a_process_that_a_training_starts_does_not_join_its_run(sink: Sink, laun
     assert sink.steps() == list(range(5))
     assert len({body["boot_id"] for body in sink.samples}) == 1
     assert sink.states == ["running", "succeeded"]
-    assert done.stderr.count("which started it, is measured") == 1
+    assert done.stderr.count("this process is not measured, since process") == 1
