@@ -49,8 +49,8 @@ SLOW = (
     *(
         f"tests/service/usecases/test_{name}.py"  # plans that are worked to their end
         for name in (
-            "fabrics", "launches", "ledger", "limits_of_training", "monitoring", "options", "planning",
-            "recommendations", "replan", "runs", "state_machine",
+            "fabrics", "jobs", "launches", "ledger", "limits_of_training", "monitoring", "options", "out_of_memory",
+            "planning", "recommendations", "replan", "runs", "state_machine",
         )
     ),
     *(f"tests/agent/test_{name}.py" for name in ("failures", "imports", "lies", "oom_watch", "optimizer_time",
@@ -60,6 +60,7 @@ SLOW = (
         for name in ("beside_torch", "direction", "edges", "frameworks", "guards", "optimizer")
     ),
     "tests/agent/commands/test_estimate.py", "tests/agent/measure/test_memory.py", "tests/agent/ship/test_rows.py",
+    "tests/service/analysis/test_schedule.py",
 )  # fmt: skip
 STARTING = {"launch", "forks", "alone", "plain"}
 """Fixtures that start training scripts as processes."""
