@@ -1,7 +1,7 @@
-"""The alarm of a training whose speed changes, and the projection of its deadline and budget. Pure.
+"""The alarm for a training run whose speed changes, and the projection against its deadline and budget. Pure.
 
-A `Monitor` holds the state of a training between two batches of samples. `usecases/monitoring.py` stores it with the
-run and announces what the functions here detect.
+A `Monitor` holds the state of a training run between two batches of samples. `usecases/monitoring.py` stores it with
+the run and announces what the functions in this module detect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tula_wire.bounds import MAX_DURATION_S
 from tula_wire.format import duration, money
 
 CHECK_EVERY_STEPS = 50
-"""Steps between two projections of deadline and budget."""
+"""Steps between two projections against deadline and budget."""
 
 _FROM_START_STEPS = 50
 _THRESHOLD = 30.0
@@ -32,14 +32,14 @@ _LARGEST_SCORE = 2.0
 _LEAST_HALF_WIDTH = 0.05
 _LEAST_CHANGE = 0.1  # of the expected step time
 _BLOCK = 50
-"""Steps whose mean is compared with the interval: where that is wide, a speed just outside adds little to the sums."""
+"""Steps whose mean is compared with the interval: if it is wide, a speed just outside it adds little to the sums."""
 _BYTES_PER_GB = 1e9
 _ADVICE = "`tula predict JOB`, or the what-if on the job's page, says how other configurations compare."
 
 
 @dataclass(frozen=True)
 class DriftState:
-    """A detector: expected range of log step time, two sums, and the alarm once raised; fold steps in by `watch_drift`.
+    """A detector: expected range of log step time, two sums, and the alarm once raised; `watch_drift` folds steps in.
 
     `alarm` is "slower", "faster" or None; `alarm_after_steps` counts the steps seen when it was raised. The `block_*`
     fields count the steps of the current block, and sum their scores and the squares of these.
@@ -63,10 +63,10 @@ class DriftState:
         return cls(centre, max(0.5 * (math.log(high_s) - math.log(low_s)), _LEAST_HALF_WIDTH))
 
     def confirmed_by(self, recent_s: FloatArray) -> bool:
-        """Return True if the newest steps confirm the alarm: their mean is off the centre by 10 % and twice its error.
+        """Return True if the newest steps confirm the alarm: their mean is off centre by 10 % and by twice its error.
 
-        The sums look at single steps. Where fast and slow ones alternate, a few of one speed in a row do not count as a
-        change.
+        The sums look at single steps. If fast and slow steps alternate, a few steps of one speed in a row do not count
+        as a change.
         """
         if self.alarm is None or recent_s.size < 2:
             return False
@@ -87,9 +87,9 @@ def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -
 
     Page's test on the distance of log step time from the interval's centre in half-widths: a step at the interval's end
     adds nothing, one step adds at most 2, and the sum must reach 30. So single stragglers (one in ten, however slow)
-    never accumulate, a speed inside the interval never alarms, and one far outside does after 15 steps. One just
-    outside does after 50 to 99: the mean distance of each 50 steps raises the alarm where it is beyond the interval by
-    twice its standard error. An alarm counts once the newest steps confirm it (`DriftState.confirmed_by`).
+    never accumulate, a speed inside the interval never alarms, and a speed far outside alarms after 15 steps. A speed
+    just outside alarms after 50 to 99 steps: the mean distance of each 50 steps raises the alarm if it lies beyond the
+    interval by twice its standard error. An alarm counts once the newest steps confirm it (`DriftState.confirmed_by`).
     """
     times = column("step_times_s", step_times_s, above=0.0)
     slower, faster, alarm, after = state.slower, state.faster, state.alarm, state.alarm_after_steps
@@ -119,8 +119,8 @@ def _is_off(total: float, squares: float) -> bool:
 class DriftAlarm:
     """A lasting change of speed; `sentence` is None once training runs as predicted again.
 
-    `event` is what its `drift` event says. `from_start` says that the training has never had another speed, so that its
-    samples describe one speed.
+    `event` is the content of its `drift` event. `from_start` says that the training run has never had another speed, so
+    its samples describe a single speed.
     """
 
     sentence: str | None
@@ -134,8 +134,9 @@ class Monitor:
 
     `low_s` and `high_s` are the ends of the predicted step time, and `checked_at` is the step of the last projection.
     `announced` names the limits whose violation was announced. `changed` says that the detector has fired before.
-    `elapsed_s` is the run's own time; `spent_s` and `spent_usd` are those of the runs that it continues. `step` is the
-    newest one, None before any, and `epochs_before` what earlier processes had trained, None where that is not known.
+    `elapsed_s` is the run's own time; `spent_s` and `spent_usd` are the time and money of the runs that it continues.
+    `step` is the newest step, None before the first one, and `epochs_before` is the number of epochs that earlier
+    processes trained, None if unknown.
     """
 
     detector: DriftState | None = None
@@ -164,11 +165,11 @@ class Monitor:
 
     @classmethod
     def read(cls, state: dict[str, Any]) -> Monitor:
-        """Return the inverse of `to_json`, without names that a replica of another version has stored."""
+        """Return the inverse of `to_json`, without names that only a replica of another version knows."""
         return _MONITOR.validate_python(state)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the run stores."""
+        """Return the state as the run stores it."""
         return asdict(self)
 
     def observe(self, step_times_s: FloatArray, *, elapsed_s: float | None, warmup: bool) -> Monitor:
@@ -179,17 +180,17 @@ class Monitor:
         return monitor
 
     def at(self, step: int, epochs_before: float | None) -> Monitor:
-        """Return the state with the newest step."""
+        """Return the state with this step as its newest."""
         return replace(self, step=step, epochs_before=epochs_before)
 
     def examples_left(self, spec: wire.JobSpec, c: Configuration) -> float | None:
-        """Return the examples still to be read; None before a step, or where the first epoch is unknown."""
+        """Return the examples still to be read; None before the first step, or if the first epoch is unknown."""
         if self.step is None or (self.epochs_before is None and self.spent_s > 0.0):
             return None
         return examples_left(spec, c, self.step, self.epochs_before)
 
     def expecting(self, level_s: float) -> Monitor:
-        """Return the state after a confirmed alarm: from now on a change from the new step time raises one."""
+        """Return the state after a confirmed alarm: from now on, a change from the new step time raises an alarm."""
         width = max(self.high_s / self.low_s, 1.0) ** 0.5
         return replace(self, detector=DriftState.expecting(level_s / width, level_s * width), changed=True)
 
@@ -224,7 +225,7 @@ class Monitor:
         return self.detector is not None and self.detector.alarm is not None
 
     def limits_due(self, step: int) -> bool:
-        """Return True if limits are to be projected at this step; steps restart with the run's processes."""
+        """Return True if limits are due for projection at this step; step numbers restart with the run's processes."""
         return step < self.checked_at or step >= self.checked_at + CHECK_EVERY_STEPS
 
 
@@ -232,7 +233,7 @@ _MONITOR = TypeAdapter(Monitor)
 
 
 def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
-    """Return the examples still to be read after `step`, which each process counts from zero; E * D at first.
+    """Return the number of examples still to be read after `step`, which each process counts from zero; E * D at first.
 
     Earlier progress is reported in epochs, which do not depend on the batch size; None counts as none.
     """
@@ -241,9 +242,9 @@ def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before
 
 
 def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) -> float | None:
-    """Return the price of a second of this configuration with its memory; None if a price or the memory is unknown.
+    """Return the price per second of this configuration with its memory, or None if a price or the memory is unknown.
 
-    On demand if that price is known, else on spot capacity. `peak_bytes` is of one rank.
+    It is the on-demand price if that is known, else the spot price. `peak_bytes` is for one rank.
     """
     if not job_data.has_prices(spec):
         return None
@@ -254,9 +255,9 @@ def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) ->
 
 
 def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> float | None:
-    """Return the seconds that deadline and budget leave a training about to start; None if it need not stop.
+    """Return the seconds that deadline and budget leave for a training run about to start, or None if it need not stop.
 
-    Zero or less: one of them is spent. A budget limits nothing where the price of a second is unknown.
+    Zero or less means that one of them is spent. A budget limits nothing if the price per second is unknown.
     """
     if spec.limits.on_breach != "stop":
         return None
@@ -270,7 +271,7 @@ def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> floa
 def broken_limits(
     spec: wire.JobSpec, c: Configuration, monitor: Monitor, step: int, left: float, step_time_s: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield an `advice` event for each limit that the present speed will exceed and that was not announced before."""
+    """Yield an `advice` event for each limit that the present speed will exceed and that was not yet announced."""
     steps_left = left / c.global_batch_size
     run_s = monitor.elapsed_s + steps_left * step_time_s
     rate = None if spec.limits.budget_usd is None else usd_per_s(spec, c, monitor.peak_bytes)

@@ -42,9 +42,9 @@ class Infeasible:
 class Answer:
     """One fit of one version of a job, and the choice that follows from it.
 
-    `spec` is the job's specification as far as it has prices (`job_data.payable`). `doubtful` candidates may be
-    profiled but are not recommended, since they may not fit into memory. `efficiency` is None until a run has reported
-    its gradient noise scale.
+    `spec` is the job's specification, without prices that cannot be applied (`job_data.payable`). `doubtful` candidates
+    may be profiled but are not recommended, since they may not fit into memory. `efficiency` is None until a run has
+    reported its gradient noise scale.
     """
 
     data: JobData
@@ -58,12 +58,12 @@ class Answer:
 
     @property
     def estimates(self) -> tuple[Estimate, ...]:
-        """Every candidate on demand, then on spot capacity."""
+        """The estimates of every candidate, on demand and then on spot capacity."""
         return self.choice.estimates
 
     @cached_property
     def base_batch_size(self) -> int:
-        """Return the global batch for which the learning rate counts as tuned, in examples."""
+        """Return the global batch size for which the learning rate is assumed to be tuned, in examples."""
         return job_data.base_batch_size(self.data, self.evidence.candidates)
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
@@ -72,7 +72,7 @@ class Answer:
         return price_candidates(configurations, self.model, goal, memory=self.evidence.memory.models)
 
     def what_if(self, configurations: Sequence[Configuration]) -> Answer:
-        """Return the answer if only these configurations could be chosen, by the same fit."""
+        """Return the answer if only these configurations could be chosen, from the same fit."""
         choice = choose(self.choice.goal, self.estimate(configurations))
         return replace(self, choice=choice, efficiency=None, doubtful=frozenset())
 
@@ -81,7 +81,7 @@ Analysis: TypeAlias = Answer | Infeasible
 
 
 def analyse(data: JobData, objective: Objective | None = None) -> Analysis:
-    """Fit the evidence of a job once, price every candidate, and choose for this objective or the job's own."""
+    """Fit the evidence of a job once, price every candidate, and choose by this objective or the job's own."""
     asked: Objective = objective or data.objective
     try:
         return _answer(data, asked)

@@ -1,4 +1,4 @@
-"""What each value of a job's options is worth, as the wire's models and in words."""
+"""What each value of a job's options is worth, as wire models and in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHANGES_NUMERICS = frozenset({"precision"})
 
 
 def best_with(answer: Answer, options: Options) -> Estimate | None:
-    """Return what the objective chooses among the candidates with these options; None where none of them is left.
+    """Return the objective's choice among the candidates with these options, or None if no such candidate is left.
 
     Options that were not launched count as well, as predicted.
     """
@@ -32,7 +32,7 @@ def best_with(answer: Answer, options: Options) -> Estimate | None:
 
 
 def find_effects(answer: Answer) -> list[wire.OptionEffect]:
-    """Return the effect of each value but the first of each option; empty before a run was measured."""
+    """Return the effect of each option's values except its first; empty until a run has been measured."""
     chosen = answer.choice.chosen
     if answer.evidence.observed is None or chosen is None:
         return []
@@ -84,7 +84,7 @@ def _effect(
 
 
 def _why_nothing(answer: Answer, name: str, value: str, limited: Options | None) -> str:
-    """Say why no candidate with a value is left; `limited` are options with it that only the limits exclude."""
+    """Say why no candidate with a value is left; `limited` holds the options with it that only the limits exclude."""
     beside = ""
     if limited is not None:
         others = [" ".join(pair) for pair in limited if pair[0] in answer.data.spec.varied_options and pair[0] != name]
@@ -105,7 +105,8 @@ def _compared(
 ) -> tuple[Options, Options]:
     """Return the options with and without a value to compare.
 
-    Both with candidates come first, then both launched, then as near as may be to the recommended ones, `held`.
+    Pairs in which both have candidates come first, then pairs that were both launched, then the pairs nearest to the
+    recommended options, `held`.
     """
 
     def distance(pair: tuple[Options, Options]) -> tuple[int, int, int, Options]:
@@ -121,7 +122,7 @@ def _compared(
 
 
 def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | None:
-    """Return the ratio of the peaks of two variants at the local batch of the former; None where one is unknown."""
+    """Return the ratio of two variants' peak memory at the local batch of the former, or None if either is unknown."""
     batch, models = before.configuration.local_batch_size, answer.evidence.memory.models
     peaks = [
         None if (model := models.get(estimate.configuration.variant)) is None else model.predict(batch)
@@ -131,7 +132,7 @@ def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | Non
 
 
 def _ratio(after: Estimate, before: Estimate, value: Callable[[Estimate], Interval]) -> Interval | None:
-    """Return the ratio of a value of both, without the noise of a run: what may be told of the effect itself."""
+    """Return the ratio of the two values without the noise of single runs, which describes the effect itself."""
     narrowed = (estimate.narrowed(value(estimate), estimate.known_sd) for estimate in (after, before))
     return next(narrowed).over(next(narrowed))
 

@@ -32,17 +32,17 @@ from tula_wire.memory import RESERVED_RATIO, assumed_context_bytes
 from tula_wire.options import Options
 
 _FEWEST_RUNS_TO_VALIDATE, _MOST_RUNS_TO_VALIDATE = 4, 12
-_PARTS = ("optimizer_bytes", "gradient_bytes", "parameter_bytes")  # in the order in which the stages of ZeRO share them
+_PARTS = ("optimizer_bytes", "gradient_bytes", "parameter_bytes")  # in the order in which ZeRO's stages shard them
 _NUM_SHARED = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 _OPTIMIZER_BYTES = {"sgd": 0, "momentum": 4, "adam": 8, "other": 8}
 _AS_LIKELY_AS_NOT = 0.5
-_SHORTEST_STEP_S = 1e-7  # a fit of shorter ones overflows
+_SHORTEST_STEP_S = 1e-7  # a fit to shorter step times overflows
 _COUNTING_SD = 0.1
 _SHARD = "data parallelism keeps a whole copy on every rank, so shard the optimizer or take a larger device"
 _SHARD_ALL = "shard parameters and optimizer state"
 _MORE_SHARDS = "raise cluster.min_nodes, so that more ranks share them, or take a larger device"
-_LEAST_LEFT = 0.1  # of a reading, kept where the count of shared bytes is too high
-_TELLING_SHARE = 0.125  # of the device: a smaller reading says little of a batch that fills the device
+_LEAST_LEFT = 0.1  # share of a reading that is kept if the count of shared bytes is too high
+_TELLING_SHARE = 0.125  # share of the device: a smaller reading says little about a batch that fills the device
 _PROVING_STEPS = 3  # from the third step on, the allocator holds the blocks of every later step
 _CONTEXT_SD = 0.7  # relative error of an assumed context
 _RESERVED_SD = 0.1  # of the log of what the allocator takes over its peak, by 13 rows on an H100
@@ -55,14 +55,14 @@ Rows = Sequence[tuple[Configuration, MemoryReading | None]]
 class Evidence:
     """The evidence that every fit, plan and choice of one job rests on.
 
-    `candidates` fit into memory, and `ruled_out` gives a sentence for each configuration that does not. `doubtful` ones
-    did not run, and fit with less than the required probability. `failed` configurations may be neither planned nor
-    chosen, since their newest run failed for another reason than memory. `retried` are failed runs to repeat, since the
-    job was registered again after them. `rows` names the configuration and the run of each observation, and `measured`
-    the step time of each configuration in seconds. `fitted` holds the configurations that ran and so fit into memory,
-    also those whose step time is ignored. `left_out` gives a sentence for each value of an option whose every launch
-    failed, and `crashed` holds one for each combination, and for each value on some instance types alone, whose every
-    launch failed; what has such values counts as failed.
+    `candidates` fit into memory, and `ruled_out` gives a sentence for each configuration that does not. `doubtful`
+    candidates did not run, and fit with less than the required probability. `failed` configurations may be neither
+    planned nor chosen, since their newest run failed for a reason other than memory. `retried` are failed runs to
+    repeat, since the job was registered again after them. `rows` names the configuration and the run of each
+    observation, and `measured` the step time of each configuration in seconds. `fitted` holds the configurations that
+    ran and so fit into memory, including configurations whose step time is ignored. `left_out` gives a sentence for
+    each value of an option whose every launch failed, and `crashed` holds a sentence for each combination, and for each
+    value on certain instance types, whose every launch failed; a configuration with such values counts as failed.
     """
 
     candidates: tuple[Configuration, ...]
@@ -82,12 +82,12 @@ class Evidence:
 
     @property
     def run_ids(self) -> tuple[str, ...]:
-        """The run of each observation."""
+        """The id of the run behind each observation."""
         return tuple(run_id for _, run_id in self.rows)
 
 
 def gather_evidence(data: JobData) -> Evidence:
-    """Return the evidence of a job's runs. Raises ObservationError when no candidate is left."""
+    """Return the evidence from a job's runs. Raises ObservationError if no candidate is left."""
     warnings: list[str] = []
     if data.drift is not None:
         warnings.append(f"{data.drift}; predictions are for the speed when it was profiled.")
@@ -142,9 +142,9 @@ def gather_evidence(data: JobData) -> Evidence:
 
 
 def leave_one_out(evidence: Evidence, model: StepTimeModel) -> float | None:
-    """Return the median relative error of predicting each run from the others, by the form and the priors of the model.
+    """Return the median relative error of predicting each run from the others, with the form and priors of the model.
 
-    Each run takes one fit, so the answer is None with too few runs to tell, or too many to be quick.
+    Each run takes one fit. The answer is None if there are too few runs to tell, or too many to be quick.
     """
     observed = evidence.observed
     if observed is None or not _FEWEST_RUNS_TO_VALIDATE <= len(observed) <= _MOST_RUNS_TO_VALIDATE:
@@ -162,7 +162,7 @@ def leave_one_out(evidence: Evidence, model: StepTimeModel) -> float | None:
 def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuration, ...], dict[Configuration, str]]:
     """Return the candidates that fit into memory, and a sentence for each configuration that does not."""
     bound = memory.max_local_batch_size
-    everything = job_data.list_candidates(data.spec, {})  # raises where memory is not the reason
+    everything = job_data.list_candidates(data.spec, {})  # raises if memory is not the reason
     if not bound:
         return everything, {}
     try:
@@ -175,7 +175,7 @@ def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuratio
 
 @dataclass(frozen=True)
 class _Crash:
-    """Values of options with which each launch failed: on `types`, or `everywhere` where they have run on no type."""
+    """Option values with which every launch failed: on `types`, or `everywhere` if they have run on no type."""
 
     values: Options
     types: frozenset[str]
@@ -184,7 +184,7 @@ class _Crash:
 
     @property
     def is_of_one_value(self) -> bool:
-        """Return True where one value is left out altogether."""
+        """Return True if a single value is left out altogether."""
         return self.everywhere and len(self.values) == 1
 
     @property
@@ -198,17 +198,17 @@ class _Crash:
         )
 
     def bars(self, variant: Variant) -> bool:
-        """Return True for a variant that has these values, on an instance type on which they fail."""
+        """Return True for a variant that has these values, on an instance type where they fail."""
         return variant.options_include(self.values) and (self.everywhere or variant.instance_type in self.types)
 
 
 def _crashes(data: JobData, ran: set[Variant]) -> list[_Crash]:
-    """Return the values of options that crash, alone or together; `ran` are the variants that have run.
+    """Return the option values that crash, alone or together; `ran` holds the variants that have run.
 
-    Values are at fault on an instance type where a launch failed with every other option at its base, and no variant
-    of that type with them has run: where several values fail together, no single one is known to be the cause. Where
-    each launch measures one configuration, a second one with them must fail as well. Failures before the job was
-    registered again count no longer.
+    Values are at fault on an instance type if a launch failed with every other option at its base, and no variant of
+    that type with these values has run: if several values fail together, no single value is known to be the cause. If
+    each launch measures one configuration, a second configuration with these values must fail as well. Failures from
+    before the job was registered again no longer count.
     """
     base = data.spec.base_options
     failed = {
@@ -238,7 +238,7 @@ def _crashes(data: JobData, ran: set[Variant]) -> list[_Crash]:
 
 
 def _as_run(summary: RunSummary) -> Configuration | None:
-    """Return the configuration that a run's process reported; None where nodes have unequal numbers of ranks."""
+    """Return the configuration that a run's process reported, or None if nodes have unequal numbers of ranks."""
     planned = summary.configuration
     world, batch, steps = summary.world_size, summary.local_batch_size, summary.grad_accum_steps
     batch, steps = batch or planned.local_batch_size, steps or planned.grad_accum_steps
@@ -249,8 +249,8 @@ def _as_run(summary: RunSummary) -> Configuration | None:
 def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list[RunRecord]]:
     """Return the configurations whose newest profiling run failed, and the failed runs to repeat, in plan order.
 
-    `unusable` runs count as failed: they used another configuration, or ran out of memory where larger batches fitted.
-    A failed run is repeated, once, if the job was registered again after it.
+    `unusable` runs count as failed: they used another configuration, or ran out of memory although larger batches
+    fitted. A failed run is repeated once if the job was registered again after the failure.
     """
     by_configuration: dict[Configuration, list[RunRecord]] = {}
     for run in sorted(data.runs, key=lambda run: run.key, reverse=True):
@@ -270,10 +270,10 @@ def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list
 
 
 def _as_usual(rows: Sequence[tuple[Configuration, RunSummary]], relative_sd: FloatArray) -> FloatArray:
-    """Return the relative standard errors, shape (n,), none below what its steps would have at the usual spread.
+    """Return the relative standard errors, shape (n,), none below the error of its steps at the usual spread.
 
-    Usual is the median spread of a step among the batches on one cluster. A few steps that are alike by chance, where
-    slow ones come at random, would otherwise be believed more than all the longer measurements next to them.
+    The usual spread is the median spread of a step over the batches on one cluster. Otherwise, a few steps that agree
+    by chance, while slow steps come at random, would be trusted more than all the longer measurements next to them.
     """
     steps = np.array([float(summary.num_steps or 1) for _, summary in rows])
     spread = relative_sd * np.sqrt(steps)
@@ -300,11 +300,11 @@ def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeO
 
 @dataclass(frozen=True)
 class MemoryEvidence:
-    """What the runs and the specification say of a rank's memory, by variant; an unknown one has no entry.
+    """What the runs and the specification say about a rank's memory, by variant; an unknown variant has no entry.
 
     `models` predict the peak, `max_local_batch_size` is the largest batch that fits, and `capacity_bytes` is the memory
-    of one rank by instance type. `out_of_memory` are the failed runs that rule out their batch and all larger ones.
-    `held` are the configurations that took three steps or more, each with how often its allocator found the device
+    of one rank by instance type. `out_of_memory` lists the failed runs that rule out their batch and all larger
+    batches. `held` maps each configuration that took three steps or more to how often its allocator found the device
     full. `sharded` says that the ranks share state.
     """
 
@@ -317,9 +317,9 @@ class MemoryEvidence:
     sharded: bool = False
 
     def is_proved(self, c: Configuration) -> bool:
-        """Return True where three steps of this local batch or of a larger one ran in this variant.
+        """Return True if three steps of this local batch or a larger one ran in this variant.
 
-        Where ranks share state (`sharded`), only a run on no more ranks than here counts.
+        If ranks share state (`sharded`), only runs on at most as many ranks count.
         """
         return any(
             ran.variant == c.variant
@@ -329,19 +329,19 @@ class MemoryEvidence:
         )
 
     def retries(self, c: Configuration) -> int:
-        """Return how often the device was full when this local batch ran in this variant."""
+        """Return how often the device was full while this local batch ran in this variant."""
         alike = (c.variant, c.local_batch_size)
         return max((n for ran, n in self.held if (ran.variant, ran.local_batch_size) == alike), default=0)
 
     def fit_probability(self, c: Configuration) -> float | None:
-        """Return the probability that a rank's peak fits into its memory; None without a model or a capacity."""
+        """Return the probability that a rank's peak fits into its memory, or None without a model or a capacity."""
         model, capacity = self.models.get(c.variant), self.capacity_bytes.get(c.instance_type)
         if model is None or capacity is None:
             return None
         return model.fits(float(c.local_batch_size), _room(model, capacity, c.world_size))
 
     def why_not(self, c: Configuration) -> str:
-        """Return a sentence that says why this configuration is above the largest batch that fits."""
+        """Return a sentence that says why this configuration exceeds the largest batch that fits."""
         for failed in self.out_of_memory:
             if failed.configuration.variant == c.variant and c.local_batch_size >= failed_batch(failed):
                 batch = failed_batch(failed)
@@ -350,7 +350,7 @@ class MemoryEvidence:
         return f"its local batch {c.local_batch_size} is above {bound}, the largest that safely fits."
 
     def why_nothing_fits(self, spec: wire.JobSpec) -> str:
-        """Return a sentence that says that memory leaves no candidate, why on each instance type, and what to do."""
+        """Return a sentence that says that memory leaves no candidate, why for each instance type, and what to do."""
         smallest, base = spec.batch.min_local_batch_size, spec.base_options
         remedy = f"use a larger instance type, or {'raise cluster.min_nodes' if _shares(spec) else _SHARD_ALL}"
         reasons = []
@@ -378,9 +378,9 @@ def _out_of_memory_runs(
 ) -> tuple[list[RunSummary], set[str], list[str]]:
     """Weigh each out-of-memory failure against larger batches that were measured in the same variant.
 
-    Return the runs that rule out their batch and all above it, the ids of the runs that rule out their own
-    configuration only, since a larger batch fitted, and a warning for each of these ids. A batch at or above a standing
-    failure is no evidence against a smaller one, since it fitted by luck.
+    Return the runs that rule out their batch and all larger ones, the ids of the runs that rule out only their own
+    configuration, since a larger batch fitted, and a warning for each of these ids. A batch that fitted at or above a
+    standing failure is no evidence against a failure at a smaller batch, since it fitted by luck.
     """
     standing: list[RunSummary] = []
     contradicted: set[str] = set()
@@ -409,7 +409,7 @@ def _out_of_memory_runs(
 
 
 def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[RunSummary]) -> MemoryEvidence:
-    """Fit the memory of each variant. `failures` are the standing out-of-memory runs."""
+    """Fit the memory of each variant. `failures` lists the standing out-of-memory runs."""
     models: dict[Variant, MemoryModel] = {}
     bounds: dict[Variant, int] = {}
     capacities: dict[str, float] = {}
@@ -439,7 +439,7 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
             if model is not None and capacity is not None and safety is not None:
                 room = _room(model, capacity, _fewest_ranks(cluster))
                 fits = model.max_local_batch_size(room, safety_probability=safety)
-                largest.append(max([fits, *(c.local_batch_size for c, _ in ran)]))  # what ran fits
+                largest.append(max([fits, *(c.local_batch_size for c, _ in ran)]))  # a batch that ran fits
             if largest:
                 bounds[variant] = min(largest)
             warnings += _unsure(name, usable, capacity, bounds.get(variant))
@@ -452,8 +452,8 @@ def _memory_models(
 ) -> tuple[dict[Variant, MemoryModel], list[str]]:
     """Return the memory model of each variant on one instance type, and warnings of readings that no model can use.
 
-    The base comes first, then what was read, then the rest. Every further variant starts from the nearest one before
-    it: one that was read has that one's static bytes, unless its own were counted.
+    The base comes first, then the variants with readings, then the rest. Every further variant starts from the nearest
+    variant before it: a variant with readings takes the static bytes of that variant, unless its own were counted.
     """
     models: dict[Variant, MemoryModel] = {}
     warnings: list[str] = []
@@ -484,9 +484,9 @@ def _memory_model(
     capacity: float | None,
     static_bytes: float | None,
 ) -> MemoryModel:
-    """Fit the memory of one variant to its runs. Raises ObservationError where there is nothing to fit.
+    """Fit the memory of one variant to its runs. Raises ObservationError if there is nothing to fit.
 
-    `static_bytes` are those of the nearest variant, for a further one: the specification counts for the base alone.
+    For a further variant, `static_bytes` comes from the nearest variant: the specification counts only for the base.
     """
     readings = [(c, memory) for c, memory in rows if memory is not None]
     usable = [(c, memory) for c, memory in readings if memory.peak_bytes > 0]
@@ -503,7 +503,7 @@ def _memory_model(
 
 
 def _counts_static(memory: MemoryReading) -> bool:
-    """Return True where the agent counted parameters and optimizer state, which a peak of the allocator includes."""
+    """Return True if the agent counted parameters and optimizer state, which a peak of the allocator includes."""
     counted = memory.parameter_bytes is not None and memory.optimizer_bytes is not None
     return counted and memory.method == "cuda_allocator"
 
@@ -525,7 +525,7 @@ def _unsure(
 
 
 def state_beyond_memory(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> str | None:
-    """Return a sentence if the model's state alone exceeds the specified memory even on the most ranks, else None."""
+    """Return a sentence if the model's state alone exceeds the specified memory even with the most ranks, else None."""
     capacity = cluster.memory_bytes_per_rank
     needed = _counted_bytes(model, cluster.max_nodes * cluster.ranks_per_node)
     if capacity is None or needed <= capacity:
@@ -555,12 +555,12 @@ def _fewest_ranks(cluster: wire.ClusterSpec) -> int:
 
 
 def _room(model: MemoryModel, capacity: float, world_size: int) -> float:
-    """Return the capacity in bytes, less what one of `world_size` ranks holds beyond a rank of the largest cluster."""
+    """Return the capacity in bytes, minus what one of `world_size` ranks holds beyond a rank of the largest cluster."""
     return max(capacity - model.shards.extra_bytes(world_size), 1.0)
 
 
 def _shared_bytes(model: wire.ModelSpec, readings: Sequence[tuple[Configuration, MemoryReading]]) -> float:
-    """Return the bytes of all shards together: as read or, before a reading, as the specification counts."""
+    """Return the total bytes of all shards, from readings or, before the first reading, from the specification."""
     parts = _PARTS[: _NUM_SHARED[model.sharding]]
     read = [c.world_size * sum(getattr(m, part) or 0 for part in parts) for c, m in readings]
     return float(max(read, default=0)) or _counted_bytes(model, 1) - _counted_bytes(model, math.inf)
@@ -580,7 +580,7 @@ def _memory_observations(
     context: float,
     shards: Shards,
 ) -> MemoryObservations:
-    """Return the readings and the counted bytes that the memory of a variant is fitted to.
+    """Return the readings and the counted bytes to which the memory of a variant is fitted.
 
     The agent counts parameters, gradients and optimizer state; before its first count, the specification gives them in
     single precision, and `context` bytes are added.
@@ -612,8 +612,8 @@ def _plan_safety(spec: wire.JobSpec, num_batches: int, *, of_base: bool) -> floa
     """Return the probability with which a batch must fit to be profiled; None rules no batch out.
 
     Readings at one batch do not identify the growth with the batch. They rule out only a batch that is more likely to
-    fail than not, and without a count of the static share they rule out nothing. The specification counts for the base
-    alone; other variants start from its static bytes, and that the device is full is an answer too.
+    fail than not, and without a count of the static share they rule out nothing. The specification counts only for the
+    base; other variants start from its static bytes, and "the device is full" is also an answer.
     """
     if num_batches > 1 or (of_base and spec.model.activation_bytes_per_sample):
         return required_fit_probability(spec)
@@ -625,7 +625,7 @@ def _plan_safety(spec: wire.JobSpec, num_batches: int, *, of_base: bool) -> floa
 def _counted_bytes(model: wire.ModelSpec, ranks: float) -> float:
     """Return the bytes of parameters, gradients and optimizer state on a device of one of `ranks` ranks.
 
-    They are in single precision; without a count of parameters, the answer is 0.
+    Numbers are in single precision; without a count of parameters, the answer is 0.
     """
     sizes = (_OPTIMIZER_BYTES[model.optimizer], 4, 4)
     shared = _NUM_SHARED[model.sharding]
@@ -644,10 +644,10 @@ def _state_too_large(needed: float, capacity: float) -> str:
 
 
 def _beside(model: wire.ModelSpec, readings: Sequence[MemoryReading], assumed: float) -> Beside:
-    """Return what the device holds outside the allocator's peaks.
+    """Return the bytes that the device holds outside the allocator's peaks.
 
-    It holds the largest context that was read, else the assumed one, and what the allocator takes over its peaks where
-    the device is full. The reserved bytes of a reading say little of the latter: where memory is short, the allocator
+    These are the largest context that was read, else the assumed context, and what the allocator takes beyond its peaks
+    when the device is full. A reading's reserved bytes say little about the latter: when memory is short, the allocator
     gives back what it keeps.
     """
     contexts = [m.context_bytes for m in readings if m.context_bytes is not None]

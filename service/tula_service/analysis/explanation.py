@@ -1,4 +1,4 @@
-"""An answer as the wire's models, and in words: why this candidate, what limits exclude, what the data do not show."""
+"""An answer as wire models, and in words: why this candidate, what limits exclude, what the data do not show."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tula_wire import Configuration
 from tula_wire.configurations import Variant
 from tula_wire.format import cluster_name, duration, money, multiple, option, percent
 
-_EQUAL_LENGTHS = 0.02  # of the mean: the range that is taken for one length
-_NOTABLE_INPUT = 0.1  # of the step
+_EQUAL_LENGTHS = 0.02  # share of the mean: a range this small counts as one length
+_NOTABLE_INPUT = 0.1  # share of the step
 _CHOSEN = ("chosen", "runner_up", "least_time", "least_cost", "balanced")  # fields of a choice and of its wire model
 _LIMITS = {"deadline_s": "deadline", "budget_usd": "budget", "max_global_batch_size": "largest global batch"}
 _CONTRADICTION = 1.25
@@ -45,7 +45,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
 
     It lists the candidates whose options are the base or were launched; `options` says what other options may be worth.
 
-    `cross_validated_error` belongs to exactly the runs and the model of this answer; None without one.
+    `cross_validated_error` belongs to exactly the runs and the model of this answer, and may be None.
     """
     choice, evidence, base = answer.choice, answer.evidence, answer.spec.base_options
     knee, chosen = choice.knee.estimate, choice.chosen
@@ -87,7 +87,7 @@ def recommendation_fields(answer: Answer, cross_validated_error: float | None) -
 
 
 def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
-    """Return the fields of `wire.Recommendation` for a job that has no candidate left."""
+    """Return the fields of `wire.Recommendation` for a job with no candidates left."""
     reason = analysis.reason
     return {
         "basis": "prior",
@@ -101,7 +101,7 @@ def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
 
 
 def _menu(answer: Answer) -> list[wire.MenuPoint]:
-    """Return the points to choose among, each with the price of an hour saved over the next slower one."""
+    """Return the points to choose among, each with the price of an hour saved against the next slower point."""
     menu, priced = answer.choice.menu, answer.choice.goal.priced
     chosen = answer.choice.chosen
     return [
@@ -120,9 +120,10 @@ def _menu(answer: Answer) -> list[wire.MenuPoint]:
 
 
 def render_candidates(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Candidate]:
-    """Return the estimates as candidates of the wire, with everything that is predicted, in the order given.
+    """Return the estimates as wire candidates, with everything that is predicted, in the order given.
 
-    Candidates that spot interruptions would practically never let finish are left out: JSON has no infinite time.
+    Candidates that would practically never finish because of spot interruptions are left out: JSON has no infinite
+    time.
     """
     frontier = {estimate.key for estimate in answer.choice.frontier}
     broken, limits = reversed(answer.choice.excluded), answer.choice.goal.limits  # decisive ones last
@@ -132,7 +133,7 @@ def render_candidates(answer: Answer, estimates: Sequence[Estimate]) -> list[wir
 
 
 def model_report(answer: Answer, cross_validated_error: float | None = None) -> wire.ModelReport:
-    """Return which model predicted, from which data, and the model's warnings."""
+    """Return which model made the predictions, from which data, and the model's warnings."""
     evidence, model = answer.evidence, answer.model
     memory = [note for variant in sorted(evidence.memory.models) for note in evidence.memory.models[variant].notes]
     warnings = [*_warnings(answer), *_unequal_lengths(answer.data.seen_tokens)]
@@ -154,7 +155,7 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
 
 
 def assess_quality(answer: Answer) -> wire.Quality | None:
-    """Return whether the chosen batch is expected to keep the base batch's accuracy; None where nothing is chosen."""
+    """Return whether the chosen batch is expected to keep the base batch's accuracy, or None if nothing is chosen."""
     choice = answer.choice
     guard = choice.goal.guard
     if choice.chosen is None or guard is None:
@@ -179,7 +180,7 @@ def assess_quality(answer: Answer) -> wire.Quality | None:
 
 
 def why(answer: Answer) -> str:
-    """Say why the candidate wins, how the runner-up differs, what was excluded, and what the answer rests on."""
+    """Say why the candidate wins, how the runner-up differs, what the limits exclude, and what the answer rests on."""
     choice, objective = answer.choice, OBJECTIVES[answer.objective]
     parts = []
     chosen = choice.chosen
@@ -219,7 +220,7 @@ def why(answer: Answer) -> str:
 
 
 def explain_choice(choice: Choice) -> str:
-    """Say why the chosen candidate wins or, if none does, what its limits would have to be; the end of a sentence."""
+    """Say why the chosen candidate wins or, if none does, what limits it would need, as the end of a sentence."""
     chosen, least = choice.chosen, _least(choice)
     if chosen is None:
         limits = ", ".join(sorted({exclusion.limit for exclusion in choice.excluded}))
@@ -240,7 +241,7 @@ def explain_choice(choice: Choice) -> str:
 def _least(choice: Choice) -> str:
     """Name the lowest deadline and budget that would admit a candidate: upper end and expected value.
 
-    Candidates that the largest batch or interruptions rule out do not count; where no other is left, the text is empty.
+    Candidates ruled out by the largest batch or by interruptions do not count; if no other is left, the text is empty.
     """
     barred = choice.barred
     near = [e for e in choice.estimates if e.configuration not in choice.ineligible and e.key not in barred]
@@ -270,7 +271,7 @@ def breach(exclusion: Exclusion, limits: Limits) -> str:
         (value, most) for name, value, most in limits.of_totals(exclusion.estimate) if name == exclusion.limit
     )
     mean, high, top = (text(amount) for amount in (value.mean, value.high, most))
-    if top in (mean, high):  # rounded, they are equal
+    if top in (mean, high):  # equal after rounding
         mean, high, top = (f"{amount:,.4f} {unit}" for amount in (value.mean, value.high, most))
     if exclusion.certain:
         return f"its expected {what}, {mean}, is above the {said} of {top}."
@@ -278,7 +279,7 @@ def breach(exclusion: Exclusion, limits: Limits) -> str:
 
 
 def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate]) -> tuple[float | None, float | None]:
-    """Say which share of the training time is saved against the smallest and the largest batch on as many nodes."""
+    """Say what share of the training time is saved against the smallest and the largest batch on as many nodes."""
     if chosen is None:
         return None, None
     mine, time_s = chosen.configuration, chosen.total_time_s.value
@@ -345,7 +346,7 @@ def _candidate(
 
 
 def _energy(answer: Answer, estimate: Estimate) -> dict[str, wire.Estimate]:
-    """Return energy, its price and its CO2 as fields of `wire.Candidate`; none where no run has reported energy."""
+    """Return energy, its price and its CO2 as fields of `wire.Candidate`; no fields if no run has reported energy."""
     kwh, spec = estimate.energy_kwh, answer.data.spec
     if kwh is None:
         return {}
@@ -367,7 +368,7 @@ def _joules_per_example(answer: Answer, estimate: Estimate) -> wire.Estimate | N
 def _excluded_by(answer: Answer, c: Configuration, fits: float | None) -> str | None:
     """Return why this candidate may not be chosen, apart from the limits; None if it may.
 
-    `fits` is the probability that it fits into memory.
+    `fits` is the probability that the candidate fits into memory.
     """
     if c in answer.doubtful:
         return f"it fits into memory with a probability of {percent(fits, digits=0)} only."
@@ -379,17 +380,17 @@ def _excluded_by(answer: Answer, c: Configuration, fits: float | None) -> str | 
 
 
 def to_wire_estimate(value: Interval, per: float = 1.0) -> wire.Estimate:
-    """Return an interval of the wire, in units of `per`."""
+    """Return a wire interval, in units of `per`."""
     return wire.Estimate(value=value.mean / per, low=value.low / per, high=value.high / per)
 
 
 def _ratio(amount: float, per: Interval) -> wire.Estimate:
-    """Return `amount` over an uncertain duration."""
+    """Return `amount` divided by an uncertain duration."""
     return wire.Estimate(value=amount / per.mean, low=amount / per.high, high=amount / per.low)
 
 
 def _warnings(answer: Answer) -> list[str]:
-    """Return warnings of what neither the specification nor the measurements show, each with the remedy."""
+    """Return warnings about what neither the specification nor the measurements show, each with a remedy."""
     spec, bounds = answer.data.spec, answer.evidence.memory.max_local_batch_size
     sentences = [
         f"Nothing bounds the local batch of {name}, so five doublings were tried: give "
@@ -416,7 +417,7 @@ def _warnings(answer: Answer) -> list[str]:
 
 
 def find_gaps(model: StepTimeModel) -> list[str]:
-    """Say what the measurements leave open, one sentence per gap, and which measurements contradict one another."""
+    """Say what the measurements leave open, one sentence per gap, and which measurements contradict each other."""
     if model.observations is None:
         return ["Nothing was measured: every figure comes from hardware data or from other jobs."]
     rows = model.observations.points.rows()
@@ -442,7 +443,7 @@ def find_gaps(model: StepTimeModel) -> list[str]:
 
 
 def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
-    """Return a warning about the worst pair of runs in which the one with less to do took far longer."""
+    """Return a warning about the worst pair of runs in which the run with less to do took far longer."""
     pairs = (
         (slow / fast, smaller, larger)
         for smaller, slow in rows
@@ -461,7 +462,7 @@ def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
 
 
 def _has_less_to_do(one: PointKey, other: PointKey) -> bool:
-    """Return True where `one` has fewer nodes or a smaller batch, and all else is the same."""
+    """Return True if `one` has fewer nodes or a smaller batch, and all else is the same."""
     (variant, nodes, world, batch, steps), (other_variant, other_nodes, other_world, other_batch, other_steps) = (
         one,
         other,
@@ -481,7 +482,7 @@ def _unequal_lengths(seen: Sequence[float]) -> list[str]:
 
 
 def _waits_for_data(answer: Answer) -> list[str]:
-    """Return a warning that says how long the chosen candidate waits for data, and what no wait would save."""
+    """Return a warning that says how long the chosen candidate waits for data, and what ending the wait would save."""
     chosen = answer.choice.chosen
     if chosen is None:
         return []
@@ -498,7 +499,7 @@ def _waits_for_data(answer: Answer) -> list[str]:
 
 
 def _large_convolutions(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
-    """Return a warning that names the local batches at which cuDNN takes slower kernels for a large convolution."""
+    """Return a warning that names the local batches for which cuDNN uses slower kernels in a large convolution."""
     elements = spec.model.convolution_elements_per_sample
     if elements is None or all(c.local_batch_size * elements < hardware.MANY_ELEMENTS for c in evidence.candidates):
         return []
@@ -510,7 +511,7 @@ def _large_convolutions(spec: wire.JobSpec, evidence: Evidence) -> list[str]:
 
 
 def _memory_of_chosen(answer: Answer) -> list[str]:
-    """Return a warning where the chosen local batch has not run, or where it ran on a full device."""
+    """Return a warning if the chosen local batch has not run, or if it ran on a full device."""
     chosen, memory = answer.choice.chosen, answer.evidence.memory
     if chosen is None or not answer.evidence.rows:
         return []
@@ -535,7 +536,7 @@ def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
 
 
 def _max_sensible_batch_size(answer: Answer) -> int | None:
-    """Return the batch that the gradient noise supports; None while only the start of runs has shown it."""
+    """Return the batch that the gradient noise supports, or None while only the start of runs has shown the noise."""
     if answer.efficiency is None or answer.data.settled_noise_scale is None:
         return None
     return answer.efficiency.max_sensible_batch_size
@@ -544,7 +545,7 @@ def _max_sensible_batch_size(answer: Answer) -> int | None:
 def suggest_learning_rate(
     answer: Answer, c: Configuration, efficiency: StatisticalEfficiency | None = None
 ) -> LearningRate:
-    """Return the learning rate of a configuration, by `efficiency` or else the whole training's efficiency."""
+    """Return the learning rate of a configuration, from `efficiency` or else the whole training's efficiency."""
     batch, base, efficiency = c.global_batch_size, answer.base_batch_size, efficiency or answer.efficiency
     by_noise_scale = None if efficiency is None else efficiency.learning_rate_factor(batch)
     return LearningRate(
@@ -558,9 +559,9 @@ def suggest_learning_rate(
 
 
 def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
-    """Return, for each limit that excludes candidates, the one that breaks it by least; among equals, the best.
+    """Return, for each limit that excludes candidates, the candidate that exceeds it least; among equals, the best.
 
-    Candidates that no deadline or budget lets in come last, since they miss neither limit narrowly.
+    Candidates that no deadline or budget would admit come last, since they miss neither limit narrowly.
     """
     barred = choice.barred
     missed = [exclusion for exclusion in choice.excluded if exclusion.estimate is not choice.chosen]

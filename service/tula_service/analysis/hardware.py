@@ -1,4 +1,4 @@
-"""What a specification, data sheets, probes and readings of power say of a job's network, devices and links."""
+"""What a specification, data sheets, probes and power readings say about a job's network, devices and links."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _FLOPS_PER_PARAMETER = 300.0
 _UNKNOWN_FLOPS_SD = 1.0
 _COUNTED = ("precision", "parameters", "activation_bytes_per_sample")
 BYTES_PER_NUMBER = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0}
-RECOMPUTED: Final = 4.0 / 3.0  # a second forward pass, after a forward pass and a backward pass of twice its length
+RECOMPUTED: Final = 4.0 / 3.0  # a second forward pass, besides a forward pass and a backward pass twice as long
 _GUESS: Final = (4.15, 1.02, -0.61)
 """log(bytes kept / bytes per number) = g0 + g1 log F + g2 log parameters, over the networks of the tables that
 `perfmodel.priors` names."""
 _GUESSED_ACTIVATIONS_SD: Final = 0.3
 _READ_AND_WRITTEN: Final = 2.0
 _HALF: Final = ("bf16", "fp16")
-_LEAST_POWER_SD: Final = 0.1  # of the logarithm of power, between configurations
+_LEAST_POWER_SD: Final = 0.1  # of the logarithm of power between configurations
 _OTHER_TYPE_POWER_SD: Final = 0.5
 MANY_ELEMENTS: Final = 2**31
 _SDS_TO_THE_END: Final = 1.645
@@ -44,7 +44,7 @@ _LOG_BYTES: Final = (0.0, 60.0 * math.log(2.0))
 class EarlierFigures:
     """An earlier job with the facts of its network.
 
-    `types` gives the name and the hardware of each of its instance types, and True where this job has that hardware.
+    `types` gives the name and the hardware of each of its instance types, and True if this job has that hardware.
     """
 
     job: EarlierJob
@@ -54,11 +54,11 @@ class EarlierFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """What specifications, data sheets and probes say of a job and of earlier ones, as the performance model takes it.
+    """What specifications, data sheets and probes say about a job and earlier jobs, as input to the performance model.
 
-    Four fields are by instance type: `hardware`; `fabrics`, the probed links of nodes like the job's; `power_w`, the
-    power of a rank's device, for every type or for none; and `slow_from`, the local batch of the function of that name.
-    `earlier` lists earlier jobs, newest first.
+    Four fields are keyed by instance type: `hardware`; `fabrics`, the probed links of nodes like the job's; `power_w`,
+    the power of a rank's device, for every type or for none; and `slow_from`, the local batch that the function of that
+    name returns. `earlier` lists earlier jobs, newest first.
     """
 
     facts: ModelFacts
@@ -70,7 +70,7 @@ class Figures:
 
 
 def look_up_figures(data: JobData) -> Figures:
-    """Return the figures of a job and of the earlier jobs that it may learn from."""
+    """Return the figures of a job and of the earlier jobs from which it may learn."""
     spec = data.spec
     probed = {cluster.instance_type: fit_fabric(data.probes, cluster) for cluster in spec.cluster}
     fabrics = {name: fabric for name, fabric in probed.items() if fabric is not None}
@@ -103,8 +103,8 @@ def look_up_figures(data: JobData) -> Figures:
 def look_up_hardware(cluster: wire.ClusterSpec, precision: Precision | None = None) -> Hardware:
     """Return the figures of an instance type, with the peak at `precision`.
 
-    A figure is None where specification and data sheets leave it open. V100-16GB and Tesla V100 are one device; the
-    processors of two instance types are two.
+    A figure is None if neither specification nor data sheets give it. V100-16GB and Tesla V100 are the same device; the
+    processors of two instance types count as two devices.
     """
     name = cluster.device
     if cluster.accelerator is None or name == PROCESSOR:
@@ -122,9 +122,9 @@ def look_up_hardware(cluster: wire.ClusterSpec, precision: Precision | None = No
 
 
 def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterSpec) -> bool:
-    """Return True when both name the same hardware.
+    """Return True if both name the same hardware.
 
-    If neither names any, the ranks per node must agree as well, and the memory where both are clusters.
+    If neither names any hardware, the ranks per node must agree as well, and the memory if both are clusters.
     """
     if any(getattr(one, name) != getattr(other, name) for name in ("instance_type", "accelerator", "network_gbps")):
         return False
@@ -136,14 +136,14 @@ def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterS
 
 
 def read_facts(model: wire.ModelSpec) -> ModelFacts:
-    """Return what the specification says of a network, and guesses with their widths where it says nothing."""
+    """Return what the specification says about a network, and guesses with their widths for what it leaves out."""
     parameters = float(model.parameters or _UNKNOWN_PARAMETERS)
     counted_flops = model.flops_per_sample
     # The wire counts forward and backward, the performance model one forward pass.
     flops = _FLOPS_PER_PARAMETER * parameters if counted_flops is None else counted_flops / 3.0
     devices = job_data.devices_per_replica(model)
     again = RECOMPUTED if model.activation_checkpointing else 1.0
-    # What a checkpointed network keeps says little of what it computes, so there a count is not used.
+    # What a checkpointed network keeps says little about what it computes, so the count is not used for one.
     counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
     transposed_bytes = None
     if model.transposed_elements_per_sample is not None and model.precision in _HALF:
@@ -176,8 +176,8 @@ def _guessed_activation_bytes(flops_per_sample: float, parameter_count: float, b
 def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> dict[str, float]:
     """Return the smallest local batch at which a convolution has 2^31 elements, by instance type.
 
-    From that batch on cuDNN takes slower kernels. Only known GPUs have an entry: processors have no such limit, and
-    nothing is known of other devices. Without a count of elements, no type has an entry.
+    From that batch on, cuDNN uses slower kernels. Only known GPUs have an entry: processors have no such limit, and
+    nothing is known about other devices. Without a count of elements, no type has an entry.
     """
     elements = model.convolution_elements_per_sample
     if elements is None:
@@ -187,7 +187,7 @@ def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> di
 
 
 def describe_guesses(spec: wire.JobSpec) -> list[str]:
-    """Say what the first guess does not know of the job, in one sentence each with its remedy."""
+    """Say what the first guess does not know about the job, one sentence per gap, each with a remedy."""
     sentences = []
     if spec.model.flops_per_sample is None:
         sentences.append("The model's FLOPs per sample are unknown and were guessed: give model.flops_per_sample.")
@@ -235,7 +235,7 @@ def contradiction(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> tuple[str
 
 
 def fit_cost(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
-    """Return the line through the readings of one group of ranks."""
+    """Return the line fitted to the readings of one group of ranks."""
     return fit_all_reduce(
         [reading.size_bytes for reading in readings],
         [reading.time_s for reading in readings],
@@ -244,9 +244,9 @@ def fit_cost(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
 
 
 def fit_fabric(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> Fabric | None:
-    """Return the fabric of the probe with most ranks on nodes like these, or None without a probe.
+    """Return the fabric from the probe with the most ranks on nodes like these, or None without a probe.
 
-    Among equals the first of `probes` counts.
+    Among equals, the first of `probes` counts.
     """
     if not (mine := select_probes(probes, cluster)):
         return None
@@ -261,7 +261,7 @@ def select_probes(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec)
 
 
 def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
-    """Return True if two probes of equal shape time a bucket of gradients within a factor of two of each other."""
+    """Return True if two probes of equal shape agree on the time of a gradient bucket within a factor of two."""
     shapes = {(probe.instance_type, probe.num_nodes, probe.ranks_per_node) for probe in (one, other)}
     costs = (fit_cost(probe.all_ranks) for probe in (one, other))
     times = sorted(cost.latency_s.mean + cost.seconds_per_byte.mean * BUCKET_BYTES for cost in costs)
@@ -271,10 +271,10 @@ def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
 def build_probe(
     measured: wire.AllReduces, configuration: wire.Configuration, cluster: wire.ClusterSpec
 ) -> wire.FabricProbe | None:
-    """Return what the ranks of a run measured, as a probe of its cluster; None where another number of ranks took part.
+    """Return what the ranks of a run measured, as a probe of its cluster, or None if another number of ranks took part.
 
     The probe takes its nodes from the configuration, as the run's samples do. What the ranks measured within a node
-    counts only where they saw the same nodes.
+    counts only if they saw the same nodes.
     """
     c = configuration
     if measured.num_nodes * measured.ranks_per_node != c.world_size:
@@ -297,7 +297,7 @@ def estimate_power(spec: wire.JobSpec, summaries: Sequence[RunSummary]) -> Mappi
     """Return the watts of a rank's device by instance type, with 90 % intervals.
 
     The power of a run is the energy of a step over its time, and a type takes the geometric mean over its runs. A type
-    without a run takes the mean over all runs, with a wider interval. Where no run has reported energy, no type has an
+    without a run takes the mean over all runs, with a wider interval. If no run has reported energy, no type has an
     entry.
     """
     read: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""`JobData`, everything that an analysis reads of one job, and its specification in the performance model's types."""
+"""`JobData`, all that an analysis reads about one job, and its specification in the performance model's types."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class EarlierJob:
     """An earlier job of the same project, with what it learned.
 
     `analysis.transfer.export_posteriors` makes the `posteriors`, by instance type. Each of the `prediction_pairs`
-    belongs to a training: the step time that the model predicted, both ends of its interval before calibration, and the
-    measured step time, in seconds. `base` are its options with which these posteriors were learned.
+    belongs to a training run: the step time that the model predicted, both ends of its interval before calibration, and
+    the measured step time, in seconds. `base` holds the options with which these posteriors were learned.
     """
 
     model: wire.ModelSpec
@@ -46,11 +46,11 @@ class JobData:
     """One version of a job: its specification, its runs, what they measured, and what earlier jobs learned.
 
     `runs` have the order of the plan; `summaries` cover the runs that have samples or ran out of memory, oldest first.
-    `earlier_jobs` come newest first, and so do `probes`, which the project made on this job's instance types.
-    `trained_noise` (newest first), `profiled_noise` and `token_counts` are columns of telemetry of the newest runs. A
-    `TulaOptimizer` of these runs was the last to report `small_batch_size` (the batch of the learning rate, None: not
-    reported) and `directions` (it turns steps). Failed runs whose key is at most `retried_up_to_key` do not rule out
-    their configuration, since the job was registered again after them. `cross_validated_error` holds for exactly
+    `earlier_jobs` come newest first, and so do `probes`, which were made on this job's instance types. `trained_noise`
+    (newest first), `profiled_noise` and `token_counts` are columns of telemetry of the newest runs. A `TulaOptimizer`
+    of these runs was the last to report `small_batch_size` (the batch of the learning rate, None if not reported) and
+    `directions` (it turns steps). Failed runs whose key is at most `retried_up_to_key` do not rule out their
+    configuration, since the job was registered again after them. `cross_validated_error` holds for exactly
     `cross_validated_runs` and this version of the model.
     """
 
@@ -74,20 +74,20 @@ class JobData:
 
     @property
     def trained_noise_scale(self) -> float | None:
-        """Return the gradient noise scale of the newest training that shows one, in examples."""
+        """Return the gradient noise scale of the newest training run that shows one, in examples."""
         return next(iter(_noise_scales(self.trained_noise)), None)
 
     @property
     def gradient_noise_scale(self) -> float | None:
-        """Return the noise scale of trainings or, before one reported it, the median over profiling runs, in examples.
+        """Return the noise scale of training runs or, before one reports it, the median of profiling runs, in examples.
 
-        A profiling run sees only the start of a training, so shorter runs count only while no run has 100 steps.
+        A profiling run sees only the start of training, so shorter runs count only while no run has 100 steps.
         """
         return self.settled_noise_scale or self._noise_scale(least_steps=1)
 
     @property
     def settled_noise_scale(self) -> float | None:
-        """Return the noise scale from runs of at least 100 measured steps, whose start no longer decides, or None."""
+        """Return the noise scale from runs of at least 100 measured steps, whose start no longer dominates, or None."""
         return self._noise_scale(least_steps=_SETTLED_STEPS)
 
     def _noise_scale(self, least_steps: int) -> float | None:
@@ -98,7 +98,7 @@ class JobData:
 
     @property
     def seen_tokens(self) -> list[float]:
-        """Tokens of an example, by batch, as the agents saw them."""
+        """Tokens per example, by batch, as the agents saw them."""
         return [float(value) for values in self.token_counts for value in values if 1.0 <= value <= 1e12]
 
     @property
@@ -108,7 +108,7 @@ class JobData:
 
     @property
     def drift(self) -> str | None:
-        """How the newest training run differs in speed from its prediction; None if it does not."""
+        """How the newest training run's speed differs from its prediction, or None if it does not."""
         newest = max((run for run in self.runs if run.kind == "train"), key=lambda run: run.key, default=None)
         return None if newest is None else newest.drift_sentence
 
@@ -124,7 +124,7 @@ def devices_per_replica(model: wire.ModelSpec) -> int:
 
 
 def has_prices(spec: wire.JobSpec) -> bool:
-    """Return True when every instance type has a price, so that costs are in USD."""
+    """Return True if every instance type has a price, so that costs are in USD."""
     return all(is_priced(cluster.price) for cluster in spec.cluster)
 
 
@@ -157,12 +157,12 @@ def build_goal(
     base_batch_size: int,
     power_w: Mapping[str, Interval] | None = None,
 ) -> Goal:
-    """Return the goal of a choice: the training, and the prices and limits of the specification as far as it has any.
+    """Return the goal of a choice: the training, and the specification's prices and limits, if it has any.
 
-    The guard says which batches keep the accuracy of the base batch. Where a run of the script has reported that it
-    turns steps, the guard takes the constants of turned steps. Else the optimizer of the specification decides: SGD
-    takes the constants of SGD under the policy `gain` alone, and an optimizer that is not known to be SGD takes those
-    of AdamW. Without prices, the budget limits nothing.
+    The guard says which batches keep the accuracy of the base batch. If a run of the script has reported that it turns
+    steps, the guard uses the constants for turned steps. Otherwise the specification's optimizer decides: SGD takes the
+    constants for SGD under the policy `gain` alone, and an optimizer that is not known to be SGD takes the constants
+    for AdamW. Without prices, the budget limits nothing.
     """
     priced = has_prices(spec)
     by_optimizer = SGD if spec.model.optimizer in ("sgd", "momentum") else CAREFUL
@@ -193,7 +193,7 @@ def build_goal(
 def list_offers(spec: wire.JobSpec) -> dict[str, Offer]:
     """Return the on-demand prices by instance type.
 
-    Without any price a node-hour costs 1, so that cost counts node-hours.
+    Without any price, a node-hour costs 1, so that cost counts node-hours.
     """
     prices = {cluster.instance_type: cluster.price for cluster in spec.cluster}
     if not any(is_priced(price) for price in prices.values()):
@@ -206,7 +206,7 @@ def list_offers(spec: wire.JobSpec) -> dict[str, Offer]:
 
 
 def list_spot_offers(spec: wire.JobSpec) -> dict[str, Offer]:
-    """Return the spot prices by instance type, of the types that have one."""
+    """Return the spot prices by instance type, for the types that have one."""
     prices = {cluster.instance_type: cluster.price.spot for cluster in spec.cluster}
     return {
         name: Offer(price.usd_per_node_hour, spot=Spot(**price.model_dump(exclude={"usd_per_node_hour"})))
@@ -218,9 +218,9 @@ def list_spot_offers(spec: wire.JobSpec) -> dict[str, Offer]:
 def list_candidates(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> tuple[wire.Configuration, ...]:
     """Return every configuration that may be chosen, sorted.
 
-    `memory_bound` is the largest local batch by variant, where memory bounds it. It is rounded down to a
+    `memory_bound` is the largest local batch by variant, for variants that memory bounds. It is rounded down to a
     power-of-two multiple of the smallest batch, so that a refit does not shift every candidate. Without a bound, five
-    doublings are candidates. A global batch never exceeds the data set. Raises ObservationError when no candidate is
+    doublings are candidates. A global batch never exceeds the data set. Raises ObservationError if no candidate is
     left.
     """
     variants = [(cluster, options) for cluster in spec.cluster for options in spec.varied_combinations]
@@ -237,7 +237,8 @@ def list_candidates(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> 
         )
     if not possible:
         raise ObservationError(
-            "candidates: none is left; lower min_local_batch_size, raise the batch limit or use a larger instance type."
+            "batch: no candidates are left; lower min_local_batch_size, raise the batch limit or use a larger "
+            "instance type."
         )
     most_steps = held or spec.batch.max_grad_accum_steps
     accumulated = {c for c in possible if c.grad_accum_steps <= most_steps}
@@ -310,7 +311,7 @@ def _largest_batch(batch: wire.BatchSpec, memory_bound: int | None) -> int:
 
 
 def is_priced(price: wire.Price) -> bool:
-    """Return True when the instance type has any price."""
+    """Return True if the instance type has any price."""
     return price.usd_per_node_hour is not None or price.usd_per_gb_hour is not None or price.spot is not None
 
 

@@ -1,6 +1,6 @@
 """What to profile next: the waiting runs that stay, those to cancel, and new ones.
 
-Also what the launches have cost, start-up included, and what is left of the plan.
+Also the cost of the launches so far, start-up included, and the rest of the plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tula_wire.jobs import ProfilingCost
 _DEFAULT_MAX_RUNS = 8
 _RUNS_WITH_OPTIONS, _RUNS_PER_OPTION, _RUNS_PER_FURTHER_TYPE = 4, 2, 2
 _START_UP_S = 30.0
-"""Seconds that a launch takes before and after its steps, assumed until one has ended."""
+"""Seconds that a launch takes before and after its steps, assumed until a launch has ended."""
 Span: TypeAlias = tuple[RunRecord, float, float]
 """A run with the seconds since 1970 at which it began and ended."""
 
@@ -38,8 +38,8 @@ class PlanDecision:
     """The plan for one version of a job's data; `usecases/planning.py` stores it.
 
     `cancelled` holds the ids of waiting runs. `predicted_step_time_s` has an entry for the id of each waiting run that
-    stays. `active` is False when profiling is over; then `posteriors` are what later jobs learn, and
-    `cross_validated_error` is how well the model predicts runs that it has not seen.
+    stays. `active` is False when profiling is over; then `posteriors` holds what later jobs learn, and
+    `cross_validated_error` says how well the model predicts runs that it has not seen.
     """
 
     new: tuple[NewRun, ...]
@@ -107,7 +107,7 @@ def _step_time_s(answer: Answer, configuration: Configuration) -> float:
 
 
 def build_instruction(spec: wire.JobSpec) -> dict[str, float]:
-    """Return what the agent of a profiling run of this job does."""
+    """Return the instruction for the agent of a profiling run of this job."""
     return spec.profiling.model_dump(include={"profiling_warmup_steps", "measuring_steps", "precision"})
 
 
@@ -121,7 +121,7 @@ def _worth_keeping(answer: Answer, waiting: Sequence[RunRecord]) -> list[RunReco
 
 
 def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunRecord]) -> tuple[list[RunRecord], Plan]:
-    """Return the waiting runs that stay, and the plan of what to add.
+    """Return the waiting runs that stay, and the plan of runs to add.
 
     A run that repeats a failed one stays in any case, and so does a run that lost its lease half-way, to be completed.
     Other waiting runs stay while a plan without them would ask for at least as many: the design that chose them still
@@ -144,7 +144,7 @@ def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunReco
 
 
 def _to_repeat(answer: Answer, in_use: Collection[Configuration]) -> list[RunRecord]:
-    """Return the failed runs to repeat, feasible and not `in_use`; none once the GPU-seconds are spent."""
+    """Return the failed runs to repeat that are feasible and not `in_use`; no runs once the GPU-seconds are spent."""
     budget = _budget(answer.data)
     if budget.max_gpu_seconds is not None and budget.spent_gpu_seconds >= budget.max_gpu_seconds:
         return []
@@ -184,7 +184,7 @@ def _budget(data: JobData) -> PlanBudget:
 
 
 def most_launches(spec: wire.JobSpec) -> int:
-    """Return the most launches of an adaptive search, or its most runs if it does not share launches."""
+    """Return the maximum number of launches of an adaptive search, or of runs if it does not share launches."""
     options = sum(len(values) > 1 for values in spec.varied_options.values())
     further_types = len(spec.cluster) - 1
     with_options = _RUNS_WITH_OPTIONS + _RUNS_PER_OPTION * options + _RUNS_PER_FURTHER_TYPE * further_types
@@ -194,10 +194,11 @@ def most_launches(spec: wire.JobSpec) -> int:
 def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) -> ProfilingCost:
     """Return what the plan's runs have taken by `now_s`, in seconds since 1970, and what the unfinished ones will take.
 
-    A launch takes its start-up and its steps as predicted. The start-up is the median over the launches that ended
-    after measuring something or, before the first such launch, 30 s. A launch whose leases have expired ended with them
-    and has to come again; once its runs are leased again, its first attempt is forgotten. While launches are left, an
-    adaptive search may add some up to its cap: each counts as the longest and the dearest of all launches so far.
+    A launch is assumed to take its start-up and its predicted steps. The start-up is the median over the launches that
+    ended after measuring something or, before the first such launch, 30 s. A launch whose leases have expired ended
+    with them and has to come again; once its runs are leased again, its first attempt is forgotten. While launches are
+    left, an adaptive search may add some up to its cap: each is assumed to take as long and cost as much as the longest
+    and most expensive launch so far.
     """
     launches = _launches(plan, spec, now_s)
     start_ups_s = []
@@ -255,9 +256,9 @@ def _launch(run: RunRecord, spec: wire.JobSpec) -> object:
 
 
 def _launches(runs: Iterable[RunRecord], spec: wire.JobSpec, now_s: float | None = None) -> list[list[Span]]:
-    """Return the spans of the runs that have begun, launch by launch; without `now_s`, of those that have ended.
+    """Return the spans of the runs that have begun, launch by launch; without `now_s`, of the runs that have ended.
 
-    The spans of a launch are at one cluster, and each begins before the ones before it have ended.
+    The spans of a launch are on one cluster, and each begins before the spans before it have ended.
     """
     spans, by_place = [], dict[object, list[list[Span]]]()
     for run in runs:
@@ -320,16 +321,16 @@ def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> 
 
 
 def _progress(waiting: Sequence[Configuration], share_launches: bool) -> str:
-    """Return a sentence that says how much is left to measure."""
+    """Return a sentence that says how many runs are left to measure."""
     total, launches = len(waiting), len(find_launches(waiting))
     within = f" in {launches} launch{'es' if launches != 1 else ''}" if share_launches else ""
     return f"{total} profiling run{'s are' if total != 1 else ' is'} still to be measured{within}."
 
 
 def _failures(answer: Answer) -> str:
-    """Return a sentence that says how many configurations failed for another reason than memory, and the remedy.
+    """Return a sentence that says how many configurations failed for a reason other than memory, and the remedy.
 
-    The sentence is empty where none did.
+    The sentence is empty if none did.
     """
     runs = answer.data.profile_runs
     failed = {run.configuration for run in runs if run.state == "failed"} & answer.evidence.failed

@@ -1,4 +1,4 @@
-"""The three questions that take a fit, each a function from plain data to plain data: another process may answer it."""
+"""The three questions that take a fit, each a function from plain data to plain data, so another process can answer."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _WITHOUT_IDENTITY: Final = {"id": "", "job_id": "", "created_at": "1970-01-01T00
 class Findings:
     """The part of the answer to "which configuration?" that is stored for one version of a job's data.
 
-    `body` is the JSON of a `wire.Recommendation` without `id`, `job_id` and `created_at`. `savings` are the shares of
+    `body` is the JSON of a `wire.Recommendation` without `id`, `job_id` and `created_at`. `savings` holds the shares of
     time saved against the smallest and the largest batch. `run_ids` names the runs that were fitted, and `prices` holds
-    the prices of the specification by instance type. `decision` is the plan, None where the caller asked for none.
+    the prices of the specification by instance type. `decision` is the plan, or None if the caller did not ask for one.
     """
 
     data_version: int
@@ -51,7 +51,7 @@ class WhatIf(BaseModel):
     """A question: every combination of these values; an empty list means every value of the job's candidates.
 
     `global_batch_size` and `local_batch_size` exclude each other; no global batch may exceed the data set. Price and
-    deadline replace those of the job.
+    deadline replace the job's own.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -76,7 +76,7 @@ class WhatIf(BaseModel):
 
 
 def report_findings(data: JobData, objective: Objective | None = None, plan: bool = False) -> Findings:
-    """Fit once, choose for this objective or the job's own, render and, if `plan`, decide what to profile next."""
+    """Fit once, choose by this objective or the job's own, render and, if `plan`, decide what to profile next."""
     analysis = analyse(data, objective)
     decision = decide_plan(analysis) if plan else None
     fields = _WITHOUT_IDENTITY | _rendered(analysis, decision)
@@ -107,9 +107,9 @@ def _rendered(analysis: Analysis, decision: PlanDecision | None) -> dict[str, ob
 
 
 def answer_what_if(data: JobData, job_id: str, question: WhatIf) -> str:
-    """Return the JSON of the `wire.Predictions` of every configuration asked about.
+    """Return the JSON of the `wire.Predictions` for every configuration asked about.
 
-    Raises InvalidInput for a question that no configuration answers, ObservationError where nothing can be predicted.
+    Raises InvalidInput if no configuration answers the question, and ObservationError if nothing can be predicted.
     """
     answer = analyse(replace(data, spec=_specification_at(data.spec, question)))
     if not isinstance(answer, Answer):
@@ -124,7 +124,7 @@ def answer_what_if(data: JobData, job_id: str, question: WhatIf) -> str:
 
 
 def predict_run(data: JobData, configuration: Configuration) -> Estimate | None:
-    """Return the estimate of a run about to start; None where no model can predict it."""
+    """Return the estimate for a run about to start, or None if no model can predict it."""
     answer = analyse(data)
     return answer.estimate([configuration])[0] if isinstance(answer, Answer) else None
 
@@ -194,7 +194,7 @@ def _check(spec: wire.JobSpec, question: WhatIf) -> None:
 
 
 def _select_options(spec: wire.JobSpec, question: WhatIf, recommended: Options) -> Options:
-    """Return the options asked about, and the recommended ones where none are. Raises InvalidInput."""
+    """Return the options asked about, or the recommended options if none are. Raises InvalidInput."""
     asked = {}
     for text in question.option:
         name, equals, value = text.partition("=")

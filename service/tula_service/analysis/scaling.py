@@ -1,7 +1,7 @@
 """Gradient scaling: the noise scale, what an example is worth in a larger batch, and which rule a batch needs. Pure.
 
-The rule for the learning rate of a larger batch is the best of our experiments on such networks. The evidence is
-`experiments/generalization/results/quick.json`.
+The rule for the learning rate of a larger batch is the best rule in our experiments on such networks. The evidence is
+in `experiments/generalization/results/quick.json`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tula_wire.format import multiple
 from tula_wire.jobs import ScalingRule
 
 MOST_TIMES = 16.0
-"""The largest ratio of batches in the experiments; beyond it a reason says so."""
+"""The largest ratio of batches in the experiments; beyond it, the advice says so."""
 PARTS = 20
 """Equal parts of a training's examples, for each of which a `NoiseCurve` has a value."""
 LEAST_COVERED = 0.9
@@ -34,11 +34,11 @@ _MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722
 def estimate_noise_scale(values: ArrayLike) -> Interval | None:
     """Return B_noise = tr(Sigma) / |G|^2 in examples, from a run's `gradient_noise_scale` in step order.
 
-    The geometric mean over the later half: a ratio errs by factors, and it grows during training (McCandlish et al.
-    2018, figure 4). The ends are those of a 90 % interval from means of blocks of about sqrt(n) steps, because
+    It is the geometric mean over the later half: a ratio errs by factors, and it grows during training (McCandlish et
+    al. 2018, figure 4). The ends are those of a 90 % interval from means of blocks of about sqrt(n) steps, because
     neighbouring values share a moving average. Values that are not finite or not positive (steps without a measurable
-    signal) are left out; where they are the majority, the noise scale is above what the run can measure, and the answer
-    is None, as with fewer than eight values.
+    signal) are left out; if they are the majority, the noise scale is above what the run can measure, and the answer is
+    None, as with fewer than eight values.
     """
     column = np.asarray(values, dtype=np.float64).ravel()
     tail = column[column.size // 2 :]
@@ -55,10 +55,10 @@ def estimate_noise_scale(values: ArrayLike) -> Interval | None:
 
 @dataclass(frozen=True)
 class NoiseCurve:
-    """The gradient noise scale over a training: one of `PARTS` values, in examples, for each part of its examples.
+    """The gradient noise scale over a training run: `PARTS` values, in examples, one for each part of its examples.
 
-    `values` is empty where `covered`, the share of the examples that the telemetry reaches, or the number of parts with
-    a measurement is too small.
+    `values` is empty if `covered`, the share of the examples that the telemetry reaches, or the number of parts with a
+    measurement is too small.
     """
 
     run_id: str
@@ -69,7 +69,7 @@ class NoiseCurve:
 def noise_curve(
     run_id: str, steps: ArrayLike, values: ArrayLike, *, global_batch_size: int, examples: float
 ) -> NoiseCurve:
-    """Return the noise scale over a training of `examples` examples from its telemetry, both columns of shape (n,).
+    """Return the noise scale over a training run of `examples` examples from its telemetry, both columns of shape (n,).
 
     Each part has the geometric mean of its steps. If most steps of a part show no signal, its noise is above what the
     run can measure, and it takes the value of the part before it; the first parts take the first measured value.
@@ -141,13 +141,13 @@ class LearningRate:
     def rule(self) -> ScalingRule | None:
         """Return the rule to scale the rate by.
 
-        None at the base batch, where one rank takes one micro-step a step, and for optimizers that no experiment used.
+        None at the base batch, if one rank takes one micro-step a step, and for optimizers that no experiment used.
         """
         return "gain" if self.times > 1.0 and self.divided and self.model.optimizer in _MEASURED_OPTIMIZERS else None
 
     @property
     def factor(self) -> float | None:
-        """Return the rate over the rate of the base batch; None where the noise scale is unknown."""
+        """Return the rate over the rate of the base batch, or None if the noise scale is unknown."""
         if self.times <= 1.0 or not self.divided:
             return 1.0
         gain = self.by_noise_scale
@@ -155,7 +155,7 @@ class LearningRate:
 
     @property
     def advice(self) -> str:
-        """Return what to do with the learning rate of the base batch, in words; nothing at that batch."""
+        """Return advice on the learning rate of the base batch, in words; an empty text at that batch."""
         if self.times <= 1.0:
             return ""
         start = f"Multiply the learning rate of a batch of {self.base_batch_size} by"
@@ -178,7 +178,7 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training ended: its global batch, its training loss, and its accuracy on validation data, in percent."""
+    """How a training run ended: global batch, training loss, and accuracy on validation data in percent."""
 
     global_batch_size: int
     loss: float
@@ -186,10 +186,11 @@ class Outcome:
 
 
 def lost_regularisation(outcomes: Sequence[Outcome]) -> str | None:
-    """Return advice where a larger batch fits the training data as well as a smaller one but validates worse, or None.
+    """Return advice if a larger batch fits the training data as well as a smaller one but validates worse, else None.
 
-    Missing steps do not explain such a gap, and a rule for the step makes up for missing steps only. The best
-    validation of the smallest batch is compared with each larger batch, by 5 % of the loss and a point of accuracy.
+    Missing steps do not explain such a gap, and a rule for the step makes up for missing steps only. The run with the
+    smallest batch that validated best is compared with each larger batch; the tolerances are 5 % of the loss and a
+    point of accuracy.
     """
     if not outcomes:
         return None

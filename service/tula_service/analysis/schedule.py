@@ -1,4 +1,4 @@
-"""A batch schedule: a batch that grows with the gradient noise, in a few stages at the best number of nodes each. Pure.
+"""A batch schedule: the batch grows with the gradient noise, in a few stages, each on the best number of nodes. Pure.
 
 1. The noise scale over a training is known by part of its examples (`scaling.noise_curve`). What a part bears is the
    least noise scale from there on: a plateau at the start promises nothing, and no batch has to shrink again.
@@ -44,7 +44,7 @@ RELAUNCH_S: Final = 120.0
 class Stage:
     """Parts `first` to `end` (exclusive) of a training at one configuration.
 
-    `estimate` has time, cost and energy of this stage alone; `noise_scale` is the least from its beginning on.
+    `estimate` has the time, cost and energy of this stage alone; `noise_scale` is the least from its beginning on.
     """
 
     first: int
@@ -55,7 +55,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Ramp:
-    """One to four stages, no batch smaller than the one before it; `total` has their sums, relaunches included."""
+    """One to four stages, with no batch smaller than the one before; `total` has their sums, relaunches included."""
 
     stages: tuple[Stage, ...]
     total: Estimate
@@ -63,10 +63,10 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Ramps:
-    """The ramps that a training may take.
+    """The ramps that a training run may take.
 
-    `noise_scales`, shape (parts,), are in examples and of equal parts of the training. The `candidates` are estimates
-    of the whole training. `goal` has a guard.
+    `noise_scales`, shape (parts,), in examples, belong to equal parts of the training run. The `candidates` are
+    estimates for the whole training run. `goal` has a guard.
     """
 
     noise_scales: Sequence[float]
@@ -81,7 +81,7 @@ class Ramps:
         return [float(value) for value in np.minimum.accumulate(backwards)[::-1]]
 
     def best(self) -> Ramp | None:
-        """Return the ramp that is the best by the objective; None where the guard allows no candidate at the start."""
+        """Return the ramp that is best by the objective, or None if the guard allows no candidate at the start."""
         chosen = [self._choose(noise) for noise in self.least]
         changes = [part for part in range(1, len(chosen)) if chosen[part] is not chosen[part - 1]]
         ramps = []
@@ -97,14 +97,14 @@ class Ramps:
         return min(ramps, key=lambda r: (self.goal.value(r.total).expected, len(r.stages)), default=None)
 
     def constant(self, estimate: Estimate) -> Ramp:
-        """Return the ramp of one stage, which the others are compared with; the guard is not asked."""
+        """Return the ramp of one stage, with which other ramps are compared; the guard does not apply to it."""
         return self._ramp([(estimate, 0, len(self.least))])
 
     def saved(self, ramp: Ramp, constant: Estimate) -> tuple[Interval, Interval]:
-        """Return the seconds and the money that a ramp saves against a constant configuration.
+        """Return the seconds and the money that a ramp saves over a constant configuration.
 
-        As if predictions of different configurations erred independently: the parts that train at the constant
-        configuration save nothing, whatever its error.
+        Predictions of different configurations are assumed to err independently; the parts that train at the constant
+        configuration save nothing, however large its error.
         """
         changed = [stage for stage in ramp.stages if stage.estimate.key != constant.key]
         if not changed:
@@ -114,7 +114,7 @@ class Ramps:
         return _difference(before.time_s, after.time_s), _difference(before.cost_usd, after.cost_usd)
 
     def _choose(self, noise_scale: float) -> Estimate | None:
-        """Return what the objective chooses among the batches that the guard allows at a noise scale; None for none."""
+        """Return the objective's choice among the batches that the guard allows at a noise scale, or None."""
         assert self.goal.guard is not None
         guard = replace(self.goal.guard, noise_scale=noise_scale)
         allowed = {
@@ -134,14 +134,14 @@ class Ramps:
         return Ramp(stages, _total(stages, [self._relaunch(stage) for stage in stages[1:]]))
 
     def _stage(self, estimate: Estimate, first: int, end: int) -> Stage:
-        """Return the stage of `estimate`, which is of the whole training, in the parts `first` to `end`."""
+        """Return the stage over the parts `first` to `end`, from an `estimate` for the whole training run."""
         share = sum(self._steps_factor(estimate, noise) for noise in self.least[first:end]) / len(self.least)
         return Stage(first, end, self.least[first], _times(estimate, share))
 
     def _steps_factor(self, estimate: Estimate, noise_scale: float) -> float:
-        """Return the steps for the same quality at a noise scale over those that the estimate counts.
+        """Return the ratio of the steps for the same quality at a noise scale to the steps that the estimate counts.
 
-        1 under objectives that count a training's own steps.
+        It is 1 under objectives that count a training run's own steps.
         """
         counted = self.goal.steps_factor.get(estimate.configuration)
         if counted is None or self.goal.guard is None:
@@ -150,14 +150,14 @@ class Ramps:
         return 1.0 / efficiency.of(estimate.configuration.global_batch_size) / counted
 
     def _relaunch(self, stage: Stage) -> Estimate:
-        """Return what the relaunch into a stage takes and costs."""
+        """Return the time and the cost of the relaunch into a stage."""
         seconds = stage.estimate.time_s.mean
         relaunch = _times(stage.estimate, self.relaunch_s / seconds if seconds > 0.0 else 0.0)
         return replace(relaunch, time_s=Interval(self.relaunch_s, self.relaunch_s, self.relaunch_s))
 
 
 def _follows(before: Estimate, after: Estimate) -> bool:
-    """Return True where a stage may follow another: it differs, and its batch is no smaller."""
+    """Return True if a stage may follow another stage: it differs, and its batch is no smaller."""
     return before is not after and before.configuration.global_batch_size <= after.configuration.global_batch_size
 
 
@@ -203,7 +203,7 @@ def plan_schedule(
 ) -> str:
     """Return the JSON of a job's `wire.BatchSchedule`.
 
-    `beta2` is Adam's at the base batch, and `curves` are those of the newest trainings, the newest first.
+    `beta2` is Adam's at the base batch, and `curves` belong to the newest training runs, newest first.
     """
     answer = analyse(data, objective)
     asked = answer.objective
@@ -221,7 +221,7 @@ def plan_schedule(
 
 
 def _schedule_fields(answer: Answer, chosen: Estimate, beta2: float, curves: Sequence[NoiseCurve]) -> dict[str, Any]:
-    """Return the fields of `wire.BatchSchedule` for a job for which `chosen` is recommended."""
+    """Return the fields of `wire.BatchSchedule` for a job whose recommendation is `chosen`."""
     facts: dict[str, Any] = {
         "constant": chosen.configuration,
         "spot": chosen.spot,
@@ -258,7 +258,7 @@ def _schedule_fields(answer: Answer, chosen: Estimate, beta2: float, curves: Seq
 
 
 def _candidates(answer: Answer, chosen: Estimate) -> list[Estimate]:
-    """Return what a stage may take: candidates of the recommended variant and market that keep every limit.
+    """Return the candidates for a stage: those of the recommended variant and market that keep every limit.
 
     A mixture of candidates that keep a deadline and a budget keeps them too, apart from the relaunches.
     """
@@ -275,12 +275,12 @@ def _candidates(answer: Answer, chosen: Estimate) -> list[Estimate]:
 
 def _is_worth_it(ramp: Ramp, constant: Ramp, goal: Goal) -> bool:
     better = goal.value(ramp.total).expected < (1.0 - WORTH) * goal.value(constant.total).expected
-    limits = goal.limits.of_totals(ramp.total)  # which the relaunches may break
+    limits = goal.limits.of_totals(ramp.total)  # limits that the relaunches may break
     return better and len(ramp.stages) > 1 and all(value.high <= limit for _, value, limit in limits)
 
 
 def _stages(answer: Answer, ramp: Ramp, beta2: float) -> list[wire.BatchStage]:
-    """Return the stages on the wire, each of whole steps."""
+    """Return the stages as wire models, each of whole steps."""
     data, base = answer.data, answer.base_batch_size
     examples, parts = data.spec.dataset.size * data.spec.epochs, ramp.stages[-1].end
     stages: list[wire.BatchStage] = []
@@ -310,7 +310,7 @@ def _stages(answer: Answer, ramp: Ramp, beta2: float) -> list[wire.BatchStage]:
 
 
 def _not_measured(curves: Sequence[NoiseCurve]) -> str:
-    """Say that no training measured its noise scale throughout, what is missing, and how to get it."""
+    """Say that no training run measured its noise scale throughout, what is missing, and how to get it."""
     seen = max((curve.covered for curve in curves), default=0.0)
     has = "No training has measured its gradient noise scale, which says when a batch may grow"
     if seen >= LEAST_COVERED:
@@ -359,7 +359,7 @@ def _worth(ramp: Ramp, constant: Ramp, saved: tuple[Interval, Interval], goal: G
 
 
 def _compared(ramp: Ramp, constant: Ramp, goal: Goal) -> str:
-    """Return time and money of a ramp and of the constant batch: `5 h and $10.00 instead of 7 h and $14.00`."""
+    """Return the time and money of a ramp and of the constant batch: `5 h and $10.00 instead of 7 h and $14.00`."""
     both = [
         duration(total.time_s.mean) + (f" and {money(total.cost_usd.mean)}" if goal.priced else "")
         for total in (ramp.total, constant.total)
@@ -368,7 +368,7 @@ def _compared(ramp: Ramp, constant: Ramp, goal: Goal) -> str:
 
 
 def _saves(value: Interval, show: Callable[[float], str], loss: str) -> str:
-    """Say how much a schedule saves, with its interval, or by `loss` how much it loses."""
+    """Say how much a schedule saves, with its interval, or, with the template `loss`, how much it loses."""
     if value.mean < 0.0:
         return f"{loss.format(show(-value.mean))} ({show(-value.high)} to {show(-value.low)})"
     return f"saves {show(value.mean)} ({show(value.low)} to {show(value.high)})"

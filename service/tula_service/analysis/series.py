@@ -11,10 +11,10 @@ TREND_POINTS = 150
 
 
 def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tuple[IntArray, FloatArray] | None:
-    """Return the medians of `points` intervals that hold equally many values, each at the middle step of its interval.
+    """Return the medians of `points` intervals with equally many values, each median at its interval's middle step.
 
     A running mean would follow a single straggling step, and a mean of downsampled points would follow the peaks that
-    downsampling keeps. Return None for no interval, and if an interval would hold fewer than three values.
+    downsampling keeps. Returns None for no intervals, or if an interval would hold fewer than three values.
     """
     has_value = ~np.isnan(values)
     if not bool(has_value.all()):
@@ -23,14 +23,14 @@ def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tu
         return None
     edges = np.linspace(0, steps.size, points + 1).astype(np.int64)
     starts, widths, medians = edges[:-1], np.diff(edges), np.empty(points)
-    for width in np.unique(widths):  # at most two: a median of many rows at once costs little more than of one
+    for width in np.unique(widths):  # at most two: many rows at once cost little more than one
         same = widths == width
         medians[same] = np.median(values[starts[same, None] + np.arange(width)], axis=1)
     return steps[(edges[:-1] + edges[1:]) // 2], medians
 
 
 def downsample(steps: IntArray, values: FloatArray, max_points: int) -> tuple[IntArray, FloatArray]:
-    """Return at most `max_points` of the points: minimum and maximum of every interval, and both ends.
+    """Return at most `max_points` of the points: the minimum and maximum of every interval, and both ends.
 
     Steps without a value are dropped first, so that a column with few values (validation accuracy) keeps them.
     """

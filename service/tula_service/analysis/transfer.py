@@ -42,11 +42,11 @@ _WIDTH_BOUNDS = (0.5, 5.0)
 
 @dataclass(frozen=True)
 class EarlierEvidence:
-    """What earlier jobs of the project learned, as far as a job can use it.
+    """The part of what earlier jobs of the project learned that a job can use.
 
     The scales of `lessons` come from all earlier jobs: for each network the newest job on each device, since repeating
-    one network says nothing about others. `pairs` come from trainings on this hardware, including those of the job
-    itself. `buckets` are the job's gradients by instance type, where a run timed them.
+    one network says nothing about others. `pairs` come from training runs on this hardware, including the job's own.
+    `buckets` holds the job's gradient buckets by instance type, for types on which a run timed them.
     """
 
     lessons: Lessons = field(default_factory=Lessons)
@@ -55,9 +55,9 @@ class EarlierEvidence:
 
     @property
     def interval_scale(self) -> float:
-        """Return the factor on the log width of intervals that lets them hold what trainings measured.
+        """Return the factor on the log width of intervals that makes them hold what training runs measured.
 
-        It is 1 with few pairs.
+        With few pairs, it is 1.
 
         Each pair's score is |log(measured / predicted)| over the half-width of its interval; the factor is the 90 %
         quantile of the scores (split-conformal, Vovk 2005), shrunk towards 1 by ten imagined pairs that the model got
@@ -76,8 +76,8 @@ class EarlierEvidence:
 def earlier_evidence(data: JobData, figures: Figures) -> EarlierEvidence:
     """Sort what earlier jobs learned by network and hardware.
 
-    An earlier job may have other first values of options than this job. Its lessons then change by what is believed of
-    these switches, with their uncertainty.
+    An earlier job may have other first values of options than this job. Its lessons then change by what is believed
+    about these switches, with their uncertainty.
     """
     same: dict[str, list[StepTimePrior]] = {}
     related: dict[str, list[tuple[StepTimePrior, float | None]]] = {}
@@ -128,13 +128,13 @@ def build_priors(
 
     `observed` are the job's own runs. Once there are some, a type starts from the generic prior unless earlier jobs ran
     on its hardware, and lessons of other networks count until three cluster sizes of the type were measured. A probe of
-    the links of a type replaces what the prior knows less well of its collectives; this needs buckets that a run timed,
+    a type's links replaces what the prior knows less well about its collectives; this needs buckets that a run timed,
     or `model.parameters`.
     """
     believed: dict[str, StepTimePrior] = {}
     base = spec.base_options
     probed = set()
-    # The size of an all-reduce that passes as many bytes over a link as a step does.
+    # the size of an all-reduce that sends as many bytes over a link as a step does
     reduced_bytes = figures.facts.parameter_bytes * figures.facts.volumes / 2.0
     counted = None if spec.model.parameters is None else Buckets.of(reduced_bytes)
     for cluster in spec.cluster:
@@ -167,7 +167,7 @@ def build_priors(
 
 
 def export_posteriors(model: StepTimeModel) -> dict[str, dict[str, Any]]:
-    """Return what a job's runs with the base options taught about each instance type, for later jobs, as JSON.
+    """Return what a job's runs with the base options taught about each instance type, as JSON for later jobs.
 
     Parameters have the order of `perfmodel.step_time_form.AT`. `_as_prior` is the inverse.
     """
@@ -189,7 +189,7 @@ def export_posteriors(model: StepTimeModel) -> dict[str, dict[str, Any]]:
 def _find_buckets(data: JobData) -> dict[str, Buckets]:
     """Return the timed buckets of each instance type, from the run of the base options with the fewest ranks.
 
-    Such a run waits least for others. Among several, the one with the largest batch counts.
+    Such a run waits least for others. Among several, the run with the largest batch counts.
     """
     of_base = [run for run in data.summaries if run.configuration.options == data.spec.base_options]
     timed = [(run.configuration, run.timeline) for run in of_base if run.timeline is not None]
@@ -209,7 +209,7 @@ def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:
 
 
 def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
-    """Return True when names and steps agree, and parameter counts and precisions where both give them."""
+    """Return True if names and steps agree, and parameter counts and precisions if both give them."""
     if any(getattr(one, name) != getattr(other, name) for name in _STEP_DEFINING_FIELDS):
         return False
     pairs = ((one.parameters, other.parameters), (one.precision, other.precision))

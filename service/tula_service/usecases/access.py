@@ -34,8 +34,8 @@ ANNOUNCE_EVERY_S: Final = 1.0
 class Principal:
     """The sender of a request: `scope` is agent, read, user or admin.
 
-    Agents are bound to one job; readers and users to one project, to which their lists are narrowed. What a reader may
-    not do, `api/auth.py` refuses.
+    An agent is bound to one job; readers and users are bound to one project, and see only that project in lists.
+    `api/auth.py` refuses what a reader may not do.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Principal:
     project_id: str | None = None
     job_id: str | None = None
     sha256: str | None = field(default=None, repr=False, compare=False)
-    """Of the secret that was sent, of the token or a session: a stream ends with it."""
+    """Digest of the secret that was sent, a token's or a session's: a stream ends when the secret does."""
 
     @property
     def is_admin(self) -> bool:
@@ -53,7 +53,7 @@ class Principal:
 
     @property
     def sender(self) -> str:
-        """What limits count by: the token, or the one user without a token."""
+        """The key under which rate limits count requests: the token, or the one user without a token."""
         return self.token_id or self.name
 
     @property
@@ -71,9 +71,9 @@ class Principal:
 
 
 ANONYMOUS: Final = Principal(name="loopback", scope="admin")
-"""The user of this machine, while no token exists and the service listens on loopback only."""
+"""The user of this machine, as long as no token exists and the service listens on loopback only."""
 PUBLIC: Final = Principal(name="public", scope="public")
-"""Anyone, of a service that only reads: `api/auth.py` lets them see figures of all jobs, and no job."""
+"""Anyone who asks a read-only service: `api/auth.py` shows them figures over all jobs, but no single job."""
 
 
 def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord:
@@ -113,7 +113,7 @@ def issue_token(
 ) -> TokenCreated:
     """Create a token. Administrators create any; users create agent and read tokens in their project.
 
-    Raises Forbidden, NotFound, or InvalidInput when scope, project and job do not go together.
+    Raises Forbidden, NotFound, or InvalidInput if scope, project and job do not fit together.
     """
     if not actor.is_admin and scope not in ("agent", "read"):
         raise Forbidden("Only an administrator makes user and admin tokens: ask one, or make an agent or read token.")
@@ -145,7 +145,7 @@ def issue_token(
 
 
 def visible_tokens(store: Store, caller: Principal) -> Sequence[Token]:
-    """Return all tokens for an administrator, those of the caller's project for a user."""
+    """Return all tokens for an administrator, and the tokens of their project for a user."""
     with store.reading() as tx:
         return tx.tokens.list(project_id=caller.project_id)
 
@@ -162,7 +162,7 @@ def revoke_token(store: Store, actor: Principal, token_id: str) -> Token:
 
 
 def open_session(store: Store, principal: Principal) -> str:
-    """Open a session of pages and return its secret; it may do what its token may until it expires or `end_session`."""
+    """Open a browser session and return its secret, which has the token's rights until it expires or `end_session`."""
     secret = SECRET_PREFIX + "session_" + secrets.token_urlsafe(SECRET_BYTES)
     with store.transaction() as tx:
         tx.sessions.create(
@@ -172,7 +172,7 @@ def open_session(store: Store, principal: Principal) -> str:
 
 
 def end_session(store: Store, secret: str) -> None:
-    """End a session of pages, if there is one with this secret; without one, nothing is written."""
+    """End the browser session with this secret; if there is none, nothing is written."""
     with store.reading() as tx:
         if not tx.sessions.exists(digest(secret)):
             return
@@ -199,7 +199,7 @@ def visible_projects(store: Store, caller: Principal) -> Sequence[Project]:
 
 
 def check_still_valid(tx: Transaction, principal: Principal) -> None:
-    """Raise Unauthenticated if the token or the session of a caller who was authenticated earlier has ended since.
+    """Raise Unauthenticated if the token or session of an already authenticated caller has ended since.
 
     For streams, which stay open longer than a request.
     """
@@ -213,17 +213,16 @@ def check_still_valid(tx: Transaction, principal: Principal) -> None:
 
 
 def token_state(token: Token, now: datetime) -> str:
-    """Return how a token has ended, "valid" before that."""
+    """Return how a token ended, or "valid" if it has not."""
     if token.revoked_at is not None:
         return "revoked"
     return "expired" if token.expires_at is not None and token.expires_at <= now else "valid"
 
 
 class KnownRuns:
-    """What ingest caches of runs: key, job and project, which never change, and when samples were last announced.
+    """Ingest's cache of facts about runs: key, job and project, which never change, and the last event about samples.
 
-    Request threads share an instance: each use of its caches holds `_lock`.
-    """
+    Request threads share an instance: each use of its caches holds `_lock`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -251,7 +250,7 @@ class KnownRuns:
             self._runs.pop(run_id, None)
 
     def should_emit_event(self, run_id: str) -> bool:
-        """Return True once a second for each run: readers of events need no more."""
+        """Return True at most once a second for each run: readers of events need no more."""
         with self._lock:
             is_due = run_id not in self._announced
             if is_due:
@@ -260,7 +259,7 @@ class KnownRuns:
 
 
 class _Trusted(NamedTuple):
-    """The principal of a secret, when to check it again, and until when to trust it meanwhile."""
+    """The principal of a secret, when to check it again, and how long to trust it until then."""
 
     check_at: float
     ends_at: float
@@ -270,9 +269,9 @@ class _Trusted(NamedTuple):
 class Access:
     """Authenticates secrets; trusts what it has read for `cache_s`, so that ingest costs few queries.
 
-    That is the longest that a revocation takes anywhere else; in the worker that revokes, `forget` makes it immediate.
-    Request threads share an instance: each use of its caches holds `_lock`. What a thread read before `forget_all` goes
-    into the cache of that time, which is not read any more.
+    A revocation takes effect at once in the worker that revokes (`forget`), and within `cache_s` in every other worker.
+    Request threads share an instance: each use of its caches holds `_lock`. A thread that read before `forget_all`
+    writes to the old cache, which nobody reads any more.
     """
 
     def __init__(self, store: Store, *, cache_s: float, tokenless_allowed: bool) -> None:
@@ -284,7 +283,7 @@ class Access:
         self.forget_all()
 
     def cached(self, secret: str | None) -> Principal | None:
-        """Return the principal of a secret (None: of no secret) that was checked just now, else None. Never waits."""
+        """Return the principal of a secret (None for no secret) if it was checked just now, else None. Never waits."""
         now = time.monotonic()
         with self._lock:
             trusted = self._trusted.get(secret)
@@ -314,7 +313,7 @@ class Access:
         return principal
 
     def tokenless(self) -> Principal | None:
-        """Return the anonymous principal while it is allowed: on loopback, before the first token that is ever made."""
+        """Return the anonymous principal while it is allowed: on loopback, before the first token is ever created."""
         if not self.tokenless_allowed:
             return None
         cache = self._trusted
@@ -325,7 +324,7 @@ class Access:
         return self._trust(cache, None, ANONYMOUS, math.inf)
 
     def _touch(self, token_id: str) -> None:
-        """Store the time of last use, at most once a minute; a database that takes no write still lets readers in."""
+        """Store the time of last use, at most once a minute; readers get in even if the database accepts no writes."""
         with self._lock:
             if token_id in self._touched:
                 return
@@ -334,12 +333,12 @@ class Access:
             tx.tokens.touch(token_id)
 
     def forget(self, secret: str | None) -> None:
-        """Check this secret again at its next use; None is the user without one, who ends with the first token."""
+        """Check this secret again at its next use; None is the user without a token, who ends with the first token."""
         with self._lock:
             self._trusted.pop(secret, None)
 
     def forget_all(self) -> None:
-        """Begin an empty cache, after a token was revoked in this process."""
+        """Start with an empty cache after this process has revoked a token."""
         self._trusted: LRUCache[str | None, _Trusted] = LRUCache(CACHED)
 
     def _trust(

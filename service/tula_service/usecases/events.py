@@ -20,16 +20,16 @@ _SHARES: Final = (0.5, 0.9)
 
 
 def last_id(store: Store, principal: Principal, job_id: str) -> int:
-    """Return the id of the job's newest event, 0 without any. Raises NotFound."""
+    """Return the id of the job's newest event, or 0 if it has none. Raises NotFound."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         return tx.events.last_id(job_id)
 
 
 def read_on(store: Store, principal: Principal, job_id: str, after: int, *, limit: int = 200) -> list[wire.Event]:
-    """Return the events after this id, oldest first; for a caller who was let in to this job before.
+    """Return the events after this id, oldest first, to a caller whose access to the job was checked before.
 
-    Raises Unauthenticated when that has ended since, NotFound when the job was deleted.
+    Raises Unauthenticated if that access has ended since, NotFound if the job was deleted.
     """
     with store.reading() as tx:
         check_still_valid(tx, principal)
@@ -53,9 +53,9 @@ def recent(
 
 
 def overview(store: Store) -> tuple[Mapping[RunState, int], int, Mapping[float, float]]:
-    """Return the runs by state, agents, and quantiles of the absolute relative error over the newest thousand outcomes.
+    """Return the runs by state, agents, and quantiles of the absolute relative error of the newest thousand outcomes.
 
-    Every replica reads the same.
+    Every replica reads the same figures.
     """
     with store.reading() as tx:
         by_state, num_agents = tx.runs.count_by_state(), tx.samples.count_processes()
@@ -64,9 +64,9 @@ def overview(store: Store) -> tuple[Mapping[RunState, int], int, Mapping[float, 
 
 
 def check_ready(store: Store) -> None:
-    """Raise SchemaMismatch for another schema, and StoreUnavailable when the database cannot store.
+    """Raise SchemaMismatch if the schema is another one, and StoreUnavailable if the database cannot store.
 
-    It cannot while it does not answer, has no room, or has no partition for this month.
+    The database cannot store while it does not answer, has no room, or has no partition for this month.
     """
     store.check_disk()
     try:

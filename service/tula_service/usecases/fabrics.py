@@ -1,4 +1,4 @@
-"""Fabrics: probes are stored by project and instance type, and served with the line through their readings."""
+"""Fabrics: probes are stored by project and instance type, and served with the line fitted to their readings."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fab
 def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
     """Store what the ranks of a run measured, as a probe of its cluster, if no stored probe has as many ranks.
 
-    Each probe makes its job's plan stale, and an agent may send as many probes as it likes. A measurement by another
-    number of ranks than the run's is ignored.
+    Each probe makes its job's plan stale, and an agent may send as many probes as it likes. A measurement is ignored if
+    it was taken by a different number of ranks than the run's.
     """
     with store.transaction() as tx:
         run = tx.runs.get(run_id)
@@ -49,7 +49,7 @@ def to_launch(tx: Transaction, job: JobRecord, run: wire.Run) -> wire.Run:
 def is_probed(tx: Transaction, job: JobRecord, configuration: wire.Configuration) -> bool:
     """Return True if the cluster has a probe of as many ranks or more, or the job has dropped the cluster.
 
-    The probe of most ranks counts (`fit_fabric`), so that another of fewer ranks would be in vain.
+    The probe with the most ranks counts (`fit_fabric`), so another probe with fewer ranks would change nothing.
     """
     cluster = find_cluster(job, configuration)
     if cluster is None:

@@ -1,6 +1,6 @@
-"""From rows to values: `JobData`, which holds everything that an analysis of a job reads, and parts of a specification.
+"""From rows to values: loads `JobData`, all that an analysis of a job reads, and parts of a specification.
 
-`load_job_data` alone reads what an analysis needs, inside a transaction of its caller.
+Only `load_job_data` reads the input of an analysis, inside its caller's transaction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tula_wire.options import combinations
 
 M = TypeVar("M", bound=BaseModel)
 MAX_RUNS = 10_000
-_BOUNDS = {"less_than_equal": "le", "greater_than_equal": "ge"}  # of an error, where it holds the bound
+_BOUNDS = {"less_than_equal": "le", "greater_than_equal": "ge"}  # error type to context key
 _MAX_EARLIER_JOBS = 200
 _MAX_PROBES = 200
 _RUNS_READ_FOR_NOISE, _TRAININGS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE = 6, 2, 1000
@@ -37,7 +37,7 @@ _RUNS_READ_FOR_SCALING = 2
 
 
 def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
-    """Return what an analysis of this version of the job reads, bounded to the newest runs and earlier jobs."""
+    """Return what an analysis of this version of the job reads, limited to the newest runs and earlier jobs."""
     runs = sorted(tx.runs.list(job.id, limit=MAX_RUNS), key=lambda run: (run.position, run.key))
     trained = [run for run in runs if run.kind == "train" and run.state != "cancelled"]
     profiled = [run for run in runs if run.kind == "profile"]
@@ -64,10 +64,10 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
 
 
 def load_noise_curves(tx: Transaction, data: JobData) -> list[NoiseCurve]:
-    """Return the noise scale over the newest trainings with samples, the newest first, up to the first complete one.
+    """Return the noise curves of the newest training runs with samples, newest first, up to the first complete curve.
 
-    A training whose process saw another batch than the service knows is left out. The launches of a schedule are
-    trainings too, each of a part: what came before them must still be reached.
+    A training run is left out if its process saw a different batch than the service knows. Each launch of a schedule is
+    also a training run, but covers only a part, so earlier training runs must still be reached.
     """
     trained = [run for run in data.runs if run.kind == "train" and run.configuration_mismatch is None]
     by_key = {run.key: run for run in trained}
@@ -85,10 +85,10 @@ def load_noise_curves(tx: Transaction, data: JobData) -> list[NoiseCurve]:
 
 
 def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
-    """Return the probes of the job's instance types by users of the project or runs of the job, newest first.
+    """Return the probes of the job's instance types that the project's users or the job's runs made, newest first.
 
-    A probe by a run of another job counts where the probe of a third job agrees with it, so that one job's token cannot
-    change the answers of other jobs.
+    A probe made by a run of another job counts only if the probe of a third job agrees with it, so that one job's token
+    cannot change the answers of other jobs.
     """
     types = {cluster.instance_type for cluster in read_spec(job).cluster}
     stored = tx.fabrics.list(job.project_id, instance_types=types, limit=_MAX_PROBES)
@@ -102,7 +102,7 @@ def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
 
 
 def find_cluster(job: JobRecord, configuration: wire.Configuration) -> wire.ClusterSpec | None:
-    """Return the cluster of a configuration; None where the specification has dropped it since."""
+    """Return the cluster of a configuration, or None if the specification has dropped it since."""
     return next(
         (cluster for cluster in read_spec(job).cluster if cluster.instance_type == configuration.instance_type), None
     )
@@ -114,10 +114,10 @@ def read_spec(job: JobRecord) -> wire.JobSpec:
 
 
 def read_stored(model: type[M], stored: Mapping[str, Any]) -> M:
-    """Return the model of a stored value, which was valid when it was stored.
+    """Return a stored value, which was valid when it was stored, as its wire model.
 
-    Unknown fields are ignored. A number beyond a bound that is newer becomes that bound, so that the job stays readable
-    and a change can correct it.
+    Unknown fields are ignored. A number beyond a bound that was introduced later is moved to that bound, so that the
+    job stays readable and can be corrected.
     """
     try:
         return wire.read(model, dict(stored))
@@ -145,7 +145,7 @@ def _columns(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: in
 
 
 def _newest(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int) -> float | None:
-    """Return the last value of a telemetry column from the newest of these runs that reported it; None without one."""
+    """Return the last value of a telemetry column from the newest of these runs that reported it, or None."""
     values = (tx.telemetry.newest(key, [name])[name] for key in _with_samples(runs, num_runs))
     return next((value for value in values if value is not None), None)
 

@@ -1,4 +1,4 @@
-"""Jobs: registered once however often the same specification is sent, then listed, changed, deleted and pruned."""
+"""Jobs: registered once, however often the same specification is sent, then listed, changed, deleted and pruned."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MIN_MEMORY_BYTES = 2**26
 _ROWS_PER_TRANSACTION: Final = 5_000
 _CHUNKS_PER_TRANSACTION: Final = 100
 EVENTS_KEPT_FOR: Final = timedelta(days=7)
-"""Readers that reconnect resume within minutes; a week is for looking back."""
+"""How long events are kept: readers that reconnect resume within minutes, and a week lets people look back."""
 
 
 def register(
@@ -41,7 +41,7 @@ def register(
     """Register a job, or find the one with the same specification, and say what to profile next.
 
     Registering the same specification again finds the job with all its measurements, and its failed runs may be planned
-    again. Raises Conflict when the idempotency key came with another specification, InvalidInput when the
+    again. Raises Conflict if the idempotency key was sent before with another specification, and InvalidInput if the
     specification contradicts itself.
     """
     if principal.scope == "agent":
@@ -72,12 +72,12 @@ def register(
 
 
 def compute_fingerprint(body: Mapping[str, Any]) -> str:
-    """Return the hash that identifies a specification, given as JSON with all its defaults."""
+    """Return the hash that identifies a specification, which is given as JSON with all defaults filled in."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _allow_retries(tx: Transaction, job: JobRecord) -> None:
-    """Let failed runs rule out their configuration no longer: the user may have fixed the cause."""
+    """Make failed runs no longer rule out their configuration: the user may have fixed the cause."""
     failures = tx.runs.list(job.id, states=("failed", "out_of_memory"), limit=1)
     if failures and failures[0].key > job.retried_up_to_key:
         tx.jobs.update(job.id, bump=True, retried_up_to_key=failures[0].key)
@@ -104,7 +104,7 @@ def list_jobs(
     cursor: str | None = None,
     limit: int = 50,
 ) -> wire.JobPage:
-    """List jobs of the caller's project; only newest first has further pages.
+    """List jobs of the caller's project; only the order newest first has further pages.
 
     Raises InvalidInput for a malformed cursor or search.
     """
@@ -158,7 +158,7 @@ def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch
 
 def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
     changed: dict[str, Any] = {"objective": patch.objective or spec.objective, "limits": patch.limits or spec.limits}
-    for name in ("usd_per_hour_of_waiting", "usd_per_kwh", "gco2_per_kwh"):  # null takes it out
+    for name in ("usd_per_hour_of_waiting", "usd_per_kwh", "gco2_per_kwh"):  # null removes the price
         if name in patch.model_fields_set:
             changed[name] = getattr(patch, name)
     if patch.share_launches is not None:
@@ -183,7 +183,7 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
 
 
 def _check_model(spec: wire.JobSpec) -> None:
-    """Refuse a model that contradicts itself or its devices. Only at registration: older jobs may still be changed."""
+    """Refuse a model that contradicts itself or its devices; only at registration, so older jobs can still change."""
     if spec.model.activation_bytes_per_sample == 0:
         raise InvalidInput(
             "activation_bytes_per_sample is 0, but every network keeps some: give bytes, for example those of "
@@ -207,7 +207,7 @@ def _check_model(spec: wire.JobSpec) -> None:
 
 
 def _check(spec: wire.JobSpec) -> None:
-    """Refuse a specification whose fields are valid one by one and contradict each other."""
+    """Refuse a specification whose fields are valid one by one but contradict each other."""
     priced = [job_data.is_priced(cluster.price) for cluster in spec.cluster]
     if any(priced) and not all(priced):
         row = priced.index(False)
@@ -252,7 +252,7 @@ class Pruned:
 def delete_job(store: Store, caller: Principal, job_id: str) -> None:
     """Delete a job with all its data. Raises NotFound.
 
-    It is invisible at once, and removed in pieces so that ingest does not wait.
+    The job becomes invisible at once, and is removed in pieces so that ingest does not wait.
     """
     with store.transaction() as tx:
         job = visible_job(tx, caller, job_id)
@@ -272,9 +272,9 @@ def prune_store(
 ) -> Pruned:
     """Delete jobs archived longer ago than `older_than`, finish interrupted deletions, and delete old events.
 
-    On Postgres, months of telemetry that ended longer ago than `telemetry_older_than` are dropped last, each after it
-    was written to `archive`, if that is given. Raises InvalidInput for such a limit on SQLite or an unusable archive,
-    Conflict while another process drops months, StoreUnavailable when a month cannot be written: it stays.
+    On Postgres, months of telemetry that ended longer ago than `telemetry_older_than` are dropped last; if `archive` is
+    given, each month is written to it first. Raises InvalidInput for such a limit on SQLite or for an unusable archive,
+    Conflict while another process drops months, and StoreUnavailable if a month cannot be written, which then stays.
     """
     now = store.now()
     before = None if telemetry_older_than is None else now - telemetry_older_than
@@ -300,7 +300,7 @@ def prune_store(
 
 
 def _drop_months(store: Store, before: datetime, archive: Archive | None) -> list[str]:
-    """Drop the months that are due, now that no other process drops any; stop at one that a run has begun to use."""
+    """Drop the months that are due, while no other process drops any; stop at a month that a run has begun to use."""
     dropped = []
     with partitions.dropping(store.engine):
         for month in partitions.due(store.engine, before=before):
@@ -327,7 +327,7 @@ def _finish_deleting(store: Store, job_id: str) -> None:
 
 
 def _view(tx: Transaction, record: JobRecord) -> wire.Job:
-    """Return a job with its specification, its profiling runs in the order of the plan, and what these cost."""
+    """Return a job with its specification, its profiling runs in the order of the plan, and the cost of these runs."""
     plan = tx.runs.list(record.id, kind="profile", plan_order=True)
     summary = {name: getattr(record, name) for name in wire.JobSummary.model_fields}
     spec, views = read_spec(record), [runs.view(run) for run in plan]

@@ -1,4 +1,4 @@
-"""The ledger: past recommendations, and what training runs measured after them."""
+"""The ledger: past recommendations, and what the training runs that followed them measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_PAIRS = 100
 def entries(
     store: Store, principal: Principal, job_id: str, *, followed: bool = False, limit: int = 200
 ) -> wire.Ledger:
-    """Return predicted and measured step times of a job, newest first; with `followed`, only measured ones."""
+    """Return a job's predicted and measured step times, newest first; with `followed`, only measured entries."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         records = tx.ledger.list(job_id, followed=followed, limit=limit)
@@ -30,7 +30,7 @@ def entries(
 
 
 class Outcome(NamedTuple):
-    """What a training measured after a recommendation, and its job; `device` is the device of its instance type."""
+    """A recommendation with what its training run measured, and its job; `device` is that of the instance type."""
 
     job_name: str
     network: str
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(store: Store, principal: Principal, *, limit: int = 1000) -> list[Outcome]:
-    """Return the recommendations that a training run followed, over all jobs that the caller may see, newest first."""
+    """Return the recommendations followed by a training run, over all jobs that the caller may see, newest first."""
     with store.reading() as tx:
         records = tx.ledger.outcomes(project_id=principal.project_id, limit=limit)
     return [Outcome(job_name, network, _device(entry, spec), entry) for entry, job_name, network, spec in records]
@@ -62,7 +62,7 @@ def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> s
 
 
 def record_outcome(tx: Transaction, run: RunRecord) -> None:
-    """Enter what a training run measured with the recommendation that it followed, and on the job."""
+    """Record a training run's measurement with the recommendation that it followed, and on the job."""
     measured = run.step_time_s
     if measured is None:
         return
@@ -72,7 +72,7 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
     if entry is None or entry.predicted_step_time_s is None:
         return
     value, low, high = dict(entry.predicted_step_time_s).values()
-    # A training that is cancelled and resumed must count once, not once for each start.
+    # A training run that is cancelled and resumed must count once, not once for each start.
     ended = run.state != "cancelled"
     if ended and entry.basis == "profiled" and entry.interval_scale is not None:
         pair = [*_uncalibrated(value, low, high, entry.interval_scale), measured]
@@ -84,13 +84,14 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
 def _uncalibrated(value: float, low: float, high: float, scale: float) -> tuple[float, float, float]:
     """Return the interval before calibration.
 
-    `scale` is the calibration at the time of the prediction, not the present one, which may rest on later outcomes.
+    `scale` is the calibration at the time of the prediction, not the present calibration, which may rest on later
+    outcomes.
     """
     return value, value * (low / value) ** (1.0 / scale), value * (high / value) ** (1.0 / scale)
 
 
 def enter(tx: Transaction, job: JobRecord, findings: Findings, data_version: int) -> LedgerRecord:
-    """Return the newest entry if it says the same as this answer, else a new entry with the job's prices."""
+    """Return the newest entry if it agrees with this answer, else a new entry with the job's prices."""
     chosen = findings.chosen
     entry = LedgerRecord(
         created_at=tx.now(),
@@ -117,7 +118,7 @@ def enter(tx: Transaction, job: JobRecord, findings: Findings, data_version: int
 
 
 def _says_the_same(old: LedgerRecord, new: LedgerRecord) -> bool:
-    """Return True if nothing but the step time differs, by less than 2 %: every sample moves the step time a little."""
+    """Return True if only the step time differs, and by less than 2 %: every sample moves the step time a little."""
     facts = [(e.configuration, e.basis, e.prices, e.model_version) for e in (old, new)]
     before, after = (list(dict(e.predicted_step_time_s or ()).values()) for e in (old, new))
     if facts[0] != facts[1] or len(before) != len(after):

@@ -1,4 +1,4 @@
-"""Monitoring of training runs: an alarm where the speed changes, and the projection of deadline and budget."""
+"""Monitoring of training runs: an alarm when the speed changes, and a projection against deadline and budget."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tula_service.usecases.job_data import read_spec
 from tula_wire.format import duration, money
 
 _CONFIRMING_STEPS, _LEVEL_STEPS = 20, 15
-"""The newest steps that confirm an alarm, and those whose mean is the level after it: the detector fires after 15."""
+"""Newest steps that confirm an alarm, and newest steps whose mean is the new level: the detector fires after 15."""
 MOST_TRAININGS = 50
-"""Trainings of which metrics are served: a bound on the series that a scrape adds, and on its time."""
+"""Most training runs whose metrics are served: it bounds the series that a scrape adds, and its time."""
 _TOKENS = "tokens_per_example"
 
 
 def start(
     tx: Transaction, job: JobRecord, run: RunRecord, expected: Estimate | None, before: RunRecord | None = None
 ) -> None:
-    """Start to monitor a training run; time and cost of the run `before` that it continues count toward its limits.
+    """Start to monitor a training run; time and cost of `before`, the run that it continues, count toward its limits.
 
-    Raises InvalidInput for a training that is to stop at its limits and has none of its time or money left.
+    Raises InvalidInput for a training run that must stop at its limits and has no time or no money left.
     """
     spent_s = spent_usd = 0.0
     if before is not None:
@@ -49,14 +49,14 @@ def start(
 
 
 def spent_until_now(tx: Transaction, run: RunRecord) -> str:
-    """Return a sentence on what a training has spent, with the runs that it continues."""
+    """Return a sentence that says what a training run has spent, including the runs that it continues."""
     spent_s, spent_usd = _spent(read_spec(tx.jobs.get(run.job_id)), run, tx.now())
     paid = f" and {money(spent_usd)}" if spent_usd else ""
     return f"The training has spent {duration(spent_s)}{paid}, earlier starts included."
 
 
 def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[float, float]:
-    """Return the seconds and dollars of a run and of those that it continues; without prices no dollars."""
+    """Return the seconds and dollars spent by a run and the runs that it continues; without prices, no dollars."""
     if run.monitor is None:
         return 0.0, 0.0
     monitor = Monitor.read(run.monitor)
@@ -68,9 +68,9 @@ def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[
 
 
 def observe_samples(tx: Transaction, run: RunRecord, new: wire.SampleBatch, num_new: int) -> None:
-    """Update a training run's monitor with new samples of its first rank; announce changes of speed and broken limits.
+    """Update a training run's monitor with new samples of its first rank; announce speed changes and exceeded limits.
 
-    The last `num_new` rows are taken for the new ones, since a process numbers its samples in ascending order. Runs in
+    The last `num_new` rows are assumed to be new, since a process numbers its samples in ascending order. Runs inside
     the transaction that stores the samples, so it makes no fit.
     """
     if run.kind != "train" or new.rank != 0 or run.monitor is None:
@@ -115,7 +115,7 @@ def _check_limits(tx: Transaction, run: RunRecord, monitor: Monitor, step: int) 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training stands; unknown values are None. Earlier starts count as done and spent."""
+    """The progress of a training run; unknown values are None. Earlier starts count as done and spent."""
 
     job_id: str
     job_name: str
@@ -129,14 +129,14 @@ class Progress:
 
 
 def running_trainings(store: Store, principal: Principal) -> list[Progress]:
-    """Return where the newest trainings stand that run now in the projects of `principal`, at most MOST_TRAININGS."""
+    """Return the progress of the newest active training runs in `principal`'s projects, at most MOST_TRAININGS."""
     with store.reading() as tx:
         running = tx.runs.running_trainings(principal.project_id, limit=MOST_TRAININGS)
         return [progress(tx, run) for run in running]
 
 
 def progress(tx: Transaction, run: RunRecord) -> Progress:
-    """Return where a training stands by its newest samples, or stood at its end."""
+    """Return the progress of a training run according to its newest samples, or its final progress if it has ended."""
     job = tx.jobs.get(run.job_id)
     spec, configuration = read_spec(job), run.configuration
     monitor = Monitor() if run.monitor is None else Monitor.read(run.monitor)

@@ -1,8 +1,8 @@
 """Planning: after a change, a job's answer is computed once, and its plan and its recommendation are stored.
 
-A fit runs on a read-only snapshot, so that no writer waits for it. If anything but measurements changed meanwhile, it
-is computed again, and after four attempts under the job's lock. A plan that waits for a worker is marked on the job
-(`PlanState`), in the transaction of the change: if the worker dies, the next claim computes the plan. Answers are
+A fit runs on a read-only snapshot, so that no writer waits for it. If anything but measurements changed meanwhile, the
+answer is computed again, and after four attempts under the job's lock. A plan that waits for a worker is marked on the
+job (`PlanState`), in the transaction of the change: if the worker dies, the next claim computes the plan. Answers are
 cached once per version of a job's data, and entered in the ledger.
 """
 
@@ -26,15 +26,15 @@ from tula_wire.enums import Objective
 
 ATTEMPTS = 4
 _UNSTORED = "recommendation-unstored"
-"""The id of an answer that the database does not keep."""
+"""The id of an answer that is not stored in the database."""
 _STATES_KEPT = ("archived", "training")
 
 
 def replan(store: Store, job_id: str) -> str:
     """Bring a job's plan and recommendation up to date, and return the recommendation as JSON.
 
-    Threads of one process queue up, and those that waited for the same job return what the first one stored. Raises
-    NotFound when the job is gone, Busy when too many computations are queued.
+    Threads of one process queue up, and threads that waited for the same job return what the first thread stored.
+    Raises NotFound if the job is gone, and Busy if too many computations are queued.
     """
     with store.reading() as tx:
         asked = tx.jobs.get(job_id)
@@ -51,8 +51,8 @@ def answer(
 ) -> str:
     """Analyse, store the result (and the plan if `plan`), and return the recommendation as JSON.
 
-    The caller has the turn that gave `compute`. `keep` is False for a caller who may change nothing: then nothing is
-    stored, in the ledger either.
+    The caller holds the turn that gave `compute`. `keep` is False for a caller who may change nothing: then nothing is
+    stored, not even in the ledger.
     """
     for _ in range(ATTEMPTS):
         with store.reading() as tx:
@@ -66,7 +66,7 @@ def answer(
                 now = tx.jobs.lock(job_id)
                 if now.data_version == job.data_version or _facts(tx, now, plan) == facts:
                     return store_answer(tx, now, findings)
-        except StoreUnavailable:  # a full disk, or a database role that only reads: an answer is right unstored as well
+        except StoreUnavailable:  # a full disk, or a read-only role: the answer is right even if not stored
             if plan:
                 raise
             return _rendered(job, findings, _UNSTORED, store.now())
@@ -97,7 +97,7 @@ def store_answer(tx: Transaction, job: JobRecord, findings: Findings) -> str:
     if objective == job.objective:
         chosen = findings.chosen
         smallest, largest = findings.savings
-        tx.jobs.update(  # what a list of jobs shows
+        tx.jobs.update(  # for lists of jobs
             job.id,
             recommended=None if chosen is None else chosen.configuration,
             predicted_time_s=None if chosen is None else chosen.total_time_s.value,
@@ -146,7 +146,7 @@ def _store_plan(tx: Transaction, job: JobRecord, decision: PlanDecision, run_ids
 
 
 def _facts(tx: Transaction, job: JobRecord, plan: bool) -> object:
-    """Return all that an answer rests on besides measurements; with `plan`, what its plan rests on as well."""
+    """Return everything besides measurements that an answer rests on; with `plan`, also what its plan rests on."""
     runs = tx.runs.list(job.id, limit=MAX_RUNS) if plan else ()
     states = [(run.id, run.state, run.failed_local_batch_size, run.drift_sentence) for run in runs]
     return job.spec, job.retried_up_to_key if plan else None, states
@@ -155,6 +155,6 @@ def _facts(tx: Transaction, job: JobRecord, plan: bool) -> object:
 def cached(
     tx: Transaction, job_id: str, objective: Objective, data_version: int, *, or_newer: bool = False
 ) -> str | None:
-    """Return the cached recommendation for this version of the job's data or, with `or_newer`, for a later one."""
+    """Return the cached recommendation for this version of the job's data or, with `or_newer`, for a later version."""
     versions: dict[str, Any] = {"data_version": data_version, "model_version": MODEL_VERSION}
     return tx.answers.get(job_id, f"recommendation:{objective}", **versions, or_newer=or_newer)

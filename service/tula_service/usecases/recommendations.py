@@ -1,4 +1,4 @@
-"""Recommendations, what-if and batch schedules, of a job's data as they stand; only recommendations are cached."""
+"""Recommendations, what-if answers and batch schedules from a job's current data; only recommendations are cached."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def get(
     *,
     on_miss: Callable[[], None] = lambda: None,
 ) -> str:
-    """Return the recommendation as JSON: the cached one if it still holds, else one computed after `on_miss()`.
+    """Return the recommendation as JSON, from the cache if it still holds, else computed after a call of `on_miss()`.
 
     A cached recommendation holds until something that it rests on changes. The answer follows from the data at the time
-    of the request, whatever is measured during the computation. An answer to a reader is kept in memory only, since a
-    read-only token must not add to the ledger.
+    of the request, even if more is measured during the computation. An answer to a reader is kept in memory only, since
+    a read-only token must not add to the ledger.
     """
     may_change = principal.scope != "read"
 
@@ -41,7 +41,7 @@ def get(
         return body
     on_miss()
     with store.fits.turn() as compute:
-        key, body = look_up()  # another thread may have computed it, or the job's objective have changed
+        key, body = look_up()  # another thread may have computed it, or the job's objective may have changed
         if body is None:
             body = planning.answer(store, compute, job_id, key[1], plan=False, keep=may_change)
             if not may_change:
@@ -50,7 +50,7 @@ def get(
 
 
 def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -> str:
-    """Return predictions of every configuration asked about, as JSON.
+    """Return predictions for every configuration asked about, as JSON.
 
     Raises InvalidInput if no configuration answers the question.
     """

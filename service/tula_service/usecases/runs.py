@@ -35,7 +35,7 @@ T = TypeVar("T")
 _OPEN: Final[Collection[RunState]] = ("pending", "claimed", "running")
 _RETRY_AFTER_S = 2.0
 _VERDICT_STEPS = 1000
-"""Steps that a verdict rests on: what bounds a training may change over it, and the newest steps say how it is now."""
+"""Newest steps that a verdict rests on: a run's bottleneck may change, and these steps show the present one."""
 _MEMORY_REPLAN = "A run has just run out of memory: the plan is being computed again."
 _MESSAGES = {
     "vanished": "No report or sample of this training arrived before its lease expired.",
@@ -56,7 +56,7 @@ def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRe
     """Lease the next profiling run of the plan, or say why there is none."""
     answer = _claimed(store, principal, job_id, request)
     if answer is None:
-        # The worker that ended the last run is still planning, or died: its silence is not the end of the plan.
+        # The worker that ended the last run is still planning, or has died: its silence is not the end of the plan.
         replan(store, job_id)
         answer = _claimed(store, principal, job_id, request, replanned=True)
     assert answer is not None
@@ -105,9 +105,9 @@ def fail_vanished(tx: Transaction, job_id: str) -> None:
 
 
 def with_vanished(store: Store, read: Callable[[Transaction], T], jobs_of: Callable[[T], Sequence[str]]) -> T:
-    """Return what `read` answers after the trainings of its jobs (`jobs_of`) whose lease has expired have failed.
+    """Return what `read` returns, after failing those training runs of its jobs (`jobs_of`) whose lease has expired.
 
-    So no reader is told that a training runs whose launcher is gone. A database that takes no change keeps its state.
+    So no reader is told that a training run whose launcher is gone still runs. A read-only database keeps its state.
     """
     with store.reading() as tx:
         answer = read(tx)
@@ -130,7 +130,7 @@ def _end(tx: Transaction, run: RunRecord, to: RunState, cause: EndCause) -> None
 
 
 def create(store: Store, principal: Principal, job_id: str, request: wire.RunCreate) -> wire.Run:
-    """Register a run outside the plan: training, or a measurement of the user's own choice. Raises Busy."""
+    """Register a run outside the plan: a training run, or a measurement that the user asked for. Raises Busy."""
     while True:
         with store.fits.turn() as compute:
             with store.reading() as tx:
@@ -147,10 +147,10 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
 
 
 def _of_job(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Configuration:
-    """Return the configuration on an instance type of the job, with a value of each option. Raises InvalidInput.
+    """Return the configuration with one of the job's instance types and a value for each option. Raises InvalidInput.
 
-    Without a type it is the job's only one, or the only one with as many ranks per node: agents that make a run by
-    themselves know no names. An option without a value has its first.
+    Without a type, it is the job's only type, or the only type with as many ranks per node: agents that create a run by
+    themselves know no names. An option without a value takes its first value.
     """
     try:
         configuration = replace(configuration, options=options.complete(spec.options, configuration.options))
@@ -158,7 +158,7 @@ def _of_job(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Confi
         raise InvalidInput(str(error), field="configuration.options") from error
     types = [cluster.instance_type for cluster in spec.cluster]
     if len(types) == 1 and spec.cluster[0].ranks_per_node == 1 and configuration.num_nodes == 1:
-        # In a job of one machine a rank stands for a node, and an agent that makes a run sees all ranks.
+        # In a job of one machine a rank stands for a node, and an agent that creates a run sees all ranks.
         ranks = configuration.ranks_per_node
         configuration = replace(configuration, num_nodes=ranks, ranks_per_node=1)
     if configuration.instance_type in types:
@@ -177,7 +177,7 @@ def _of_job(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Confi
 
 
 def _created(tx: Transaction, job: JobRecord, request: wire.RunCreate, expected: Estimate | None) -> wire.Run:
-    """Store the run, and end the training that it continues. The caller holds the job's lock."""
+    """Store the run, and end the training run that it continues. The caller holds the job's lock."""
     fail_vanished(tx, job.id)
     before = _continued_run(tx, job.id, request)
     if before is not None and before.state not in FINAL_STATES:
@@ -207,7 +207,7 @@ def _created(tx: Transaction, job: JobRecord, request: wire.RunCreate, expected:
 
 
 def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:
-    """Return the training run that a new one continues, None without one. Raises InvalidInput for any other run."""
+    """Return the training run that a new run continues, or None. Raises InvalidInput for any other run."""
     if request.continues is None:
         return None
     try:
@@ -223,7 +223,7 @@ def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> Run
 
 
 def get(store: Store, principal: Principal, run_id: str) -> wire.Run:
-    """Return one run with what its first rank reported of its script and host."""
+    """Return one run with what its first rank reported about its script and host."""
 
     def read(tx: Transaction) -> tuple[RunRecord, wire.HostFacts | None]:
         run = visible_run(tx, principal, run_id)
@@ -242,7 +242,7 @@ def list_runs(
     cursor: str | None = None,
     limit: int = 100,
 ) -> wire.RunList:
-    """List runs of a job, newest first."""
+    """List the runs of a job, newest first."""
 
     def read(tx: Transaction) -> list[RunRecord]:
         visible_job(tx, principal, job_id)
@@ -283,26 +283,26 @@ def patch(
             tx.runs.put_output(run.key, request.output)
         due = run.state in FINAL_STATES and tx.jobs.get(job.id).plan_state != "current"
     if due:
-        # Lists of jobs and readers of events get the new recommendation without a request for it.
+        # Lists of jobs and readers of events get the new recommendation without asking for it.
         replan(store, job.id)
     return view(run)
 
 
 def output(store: Store, principal: Principal, run_id: str) -> str | None:
-    """Return the end of what the run has written, as far as it was sent. Raises NotFound."""
+    """Return the tail of the run's output that was sent. Raises NotFound."""
     with store.reading() as tx:
         return tx.runs.output(visible_run(tx, principal, run_id).key)
 
 
 def progress(store: Store, principal: Principal, run_id: str) -> wire.Progress:
-    """Return where a training stands. Raises NotFound."""
+    """Return the progress of a training run. Raises NotFound."""
     with store.reading() as tx:
         stands = monitoring.progress(tx, visible_run(tx, principal, run_id))
     return wire.Progress.model_validate(stands, from_attributes=True, extra="ignore")
 
 
 def verdict(store: Store, principal: Principal, run_id: str) -> wire.Verdict:
-    """Return the diagnosis of a run by its newest measured steps, its evidence and a next step. Raises NotFound."""
+    """Return the diagnosis of a run from its newest measured steps, with evidence and a next step. Raises NotFound."""
     with store.reading() as tx:
         key = visible_run(tx, principal, run_id).key
         recent = tx.samples.recent(key, limit=_VERDICT_STEPS, rank=0)
@@ -410,7 +410,7 @@ def _move(tx: Transaction, run: RunRecord, state: RunState, request: wire.RunPat
 
 
 def _too_few(tx: Transaction, run: RunRecord) -> str | None:
-    """Return a sentence if a profiling run ended before its planned steps and its precision, else None."""
+    """Return a sentence if a profiling run ended before it reached its planned steps or its precision, else None."""
     if run.instruction is None:
         return None
     times, precision = tx.samples.recent(run.key, rank=0).step_time_s.tolist(), float(run.instruction["precision"])
@@ -429,7 +429,7 @@ def _after_move(tx: Transaction, run: RunRecord) -> None:
     if run.state in FINAL_STATES and (run.kind == "profile" or run.state == "out_of_memory"):
         tx.jobs.mark_plan_stale(run.job_id, out_of_memory=run.state == "out_of_memory")
     if run.state == "pending":
-        # A launch ends where it is out of memory: the larger batches that it gives back may not fit either.
+        # A launch ends when it runs out of memory: the larger batches that it gives back may not fit either.
         failed = tx.runs.list(run.job_id, kind="profile", states=["out_of_memory"], limit=1)
         if failed:
             tx.jobs.mark_plan_stale(run.job_id, out_of_memory=True)

@@ -1,4 +1,4 @@
-"""Step samples of runs: stored once each (the first value stays), committed before the answer, listed row by row."""
+"""Step samples of runs: each is stored once (the first value stays), committed before the answer, listed row by row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CURSOR: Final = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 
 
 class SampleIngest:
-    """Stores batches of samples, and has monitoring look at a training's samples."""
+    """Stores batches of samples, and passes the samples of training runs to monitoring."""
 
     def __init__(self, store: Store, runs: KnownRuns) -> None:
         self._store = store
@@ -34,8 +34,8 @@ class SampleIngest:
     def store(self, principal: Principal, run_id: str, batch: SampleBatch, lease: int | None = None) -> SamplesAccepted:
         """Store a batch of samples; the answer says whether the run may stop. A resent row counts as a duplicate.
 
-        Raises NotFound, Conflict for another lease than the run's, and InvalidInput for a rank beyond both the run's
-        world size and the one its process saw.
+        Raises NotFound, Conflict for a lease other than the run's, and InvalidInput for a rank beyond both the run's
+        world size and the world size that its process saw.
         """
         run_key, job_id = self._runs.authorise(principal, run_id)
         with self._store.transaction() as tx:
@@ -43,7 +43,7 @@ class SampleIngest:
                 stored = tx.samples.add(run_key, job_id, batch)
             except sa.exc.IntegrityError:  # deleted since its key was cached
                 raise NotFound.of("run", run_id) from None
-            tx.leases.check(run_id, lease)  # no claim can come between now: the added rows hold the run's row
+            tx.leases.check(run_id, lease)  # no claim can come between: the added rows hold the run's row
             run = tx.runs.get(run_id)  # raises if the run was deleted and SQLite reused its key
             if batch.rank >= (world_size := max(batch.world_size or 0, run.configuration.world_size)):
                 raise _no_such_rank("rank", batch.rank, world_size)
@@ -95,7 +95,7 @@ def _parsed(cursor: str) -> SampleCursor:
 def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
     """Return whether a sender that is not the agent should end the run, and why; refresh a profiling run's summary.
 
-    The agent decides by itself (`Profiling.ends`) and reads of the answer only whether the run has ended.
+    The agent decides by itself (`Profiling.ends`), and reads from the answer only whether the run has ended.
     """
     if run.state == "cancelled":
         return True, "The run was cancelled."

@@ -1,4 +1,4 @@
-"""Numbers of gradient scaling: set by users for a job and a policy, served with a version."""
+"""Parameters of gradient scaling: set by users for a job and a policy, and served with a version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEFAULT_S_MIN = 1e-3  # of the agent
 
 
 def current(store: Store, principal: Principal, job_id: str, policy: wire.ScalingPolicy) -> wire.ScalingThresholds:
-    """Return the numbers that are set for a script's policy; version 1 has none."""
+    """Return the numbers that users have set for a script's policy; version 1 has none."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         return _read(tx, job_id, policy)
@@ -27,9 +27,9 @@ def change(
 ) -> wire.ScalingThresholds:
     """Set numbers of one policy, and return what agents get from now on.
 
-    Numbers that the training script passes stay in force there, and an agent leaves out a bound that crosses a bound of
-    its script. Raises InvalidInput if the bounds would cross, if the policy has no `delta`, and for a fixed factor that
-    no batch of the job asks for.
+    Numbers that the training script passes stay in force in that script, and an agent ignores a bound that crosses one
+    of its script's bounds. Raises InvalidInput if the bounds would cross, if the policy has no `delta`, and for a fixed
+    factor that no batch of the job calls for.
     """
     if patch.delta is not None and policy not in GATED_POLICIES:
         raise InvalidInput(
@@ -59,7 +59,7 @@ def _read(tx: Transaction, job_id: str, policy: wire.ScalingPolicy) -> wire.Scal
 
 
 def _refuse_crossed(numbers: wire.ScalingThresholds) -> None:
-    """Raise InvalidInput if the bounds cross; a script's own bounds are unknown here, and so not compared."""
+    """Raise InvalidInput if the bounds cross; a script's own bounds are unknown here, so they are not compared."""
     s_min = _DEFAULT_S_MIN if numbers.s_min is None else numbers.s_min
     s_max = math.inf if numbers.s_max is None else numbers.s_max
     if s_max < s_min:
@@ -68,9 +68,9 @@ def _refuse_crossed(numbers: wire.ScalingThresholds) -> None:
 
 
 def _refuse_beyond_batches(spec: wire.JobSpec, numbers: wire.ScalingThresholds) -> None:
-    """Raise InvalidInput for a fixed factor above the largest batch over the smallest, since it ruins a training.
+    """Raise InvalidInput for a fixed factor above the largest batch over the smallest, since it ruins a training run.
 
-    Agents clamp what they get by their own batch.
+    Each agent clamps the number that it gets by its own batch.
     """
     batch = spec.batch
     smallest = numbers.small_batch_size or batch.min_local_batch_size

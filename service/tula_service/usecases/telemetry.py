@@ -1,4 +1,4 @@
-"""Telemetry of runs: chunks, of a resend the first, and one column read back, downsampled."""
+"""Telemetry of runs: stores chunks (a resent chunk changes nothing), and reads one column back, downsampled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAME = re.compile(COLUMN_NAME)
 _STEP_TIME = "step_time_s"
 _OF_QUALITY = ("validation_accuracy", "accuracy", "loss")
 _MOST_NAMED: Final = 20
-"""Columns that an error names."""
+"""Most columns that an error names."""
 _MOST_STEPS_COMPARED: Final = 5_000_000
 """About half a second of decompression."""
 
@@ -39,9 +39,9 @@ class TelemetryIngest:
     def store(
         self, principal: Principal, run_id: str, chunk: TelemetryChunk, lease: int | None = None
     ) -> TelemetryAccepted:
-        """Store a chunk of telemetry once, without columns of impossible names or beyond the run's limit.
+        """Store a chunk of telemetry once, without columns that have impossible names or exceed the run's limit.
 
-        Raises NotFound, StoreUnavailable, and Conflict for another lease than the run's.
+        Raises NotFound, StoreUnavailable, and Conflict for a lease other than the run's.
         """
         run_key, job_id = self._runs.authorise(principal, run_id)
         columns = {name: column for name, column in chunk.columns.items() if _NAME.fullmatch(name)}
@@ -81,14 +81,14 @@ class TelemetryIngest:
 def _accepted(
     chunk: TelemetryChunk, columns: Collection[str], *, stored: int, duplicate: bool = False
 ) -> TelemetryAccepted:
-    """Return the answer to a chunk of which the service took only these columns."""
+    """Return the answer to a chunk from which the service took only these columns."""
     refused = [name[:64] for name in chunk.columns if name not in columns][:_MOST_NAMED]
     return TelemetryAccepted(stored=stored, duplicate=duplicate, refused=refused)
 
 
 @dataclass(frozen=True)
 class SeriesQuery:
-    """A column of one rank of a run; both ends of the range of steps belong to it, None: no bound."""
+    """A column of one rank of a run; the range of steps includes both ends, and None means no bound."""
 
     run_id: str
     column: str
@@ -100,7 +100,7 @@ class SeriesQuery:
 
 
 def list_columns(store: Store, principal: Principal, run_id: str) -> list[str]:
-    """Return the names of everything that a run has reported by step. Raises NotFound for an unknown run."""
+    """Return the names of all columns that a run has reported by step. Raises NotFound for an unknown run."""
     with store.reading() as tx:
         run = visible_run(tx, principal, run_id)
         return _names(run, tx.telemetry.columns(run.key))
@@ -116,7 +116,7 @@ def newest_values(store: Store, principal: Principal, run_id: str, columns: Iter
 def read_with_trend(
     store: Store, principal: Principal, query: SeriesQuery
 ) -> tuple[TelemetrySeries, TelemetrySeries | None]:
-    """Return a column of a run, and its `trend`, which shows a noisy series at a glance; None with few points.
+    """Return a column of a run, and its `trend`, which shows a noisy series at a glance; None if points are few.
 
     Step times fall back on the run's samples. Raises NotFound for an unknown run or column.
     """
@@ -140,11 +140,11 @@ def read_with_trend(
 def compare(
     store: Store, principal: Principal, job_id: str, runs: Sequence[Run], column: str | None, query: SeriesQuery
 ) -> tuple[str, list[str], dict[str, TelemetrySeries]]:
-    """Return a column, the names of all that rank 0 of these runs of a job reported by step, and the column by run id.
+    """Return a column's name, the names of all columns that rank 0 of these runs reported, and the series by run id.
 
-    Without `column`, the first that any reported of accuracy on held-out data, accuracy, loss and whatever else. For a
-    long series it is the trend. If the histories have more than 5 million steps in all, only the first in the given
-    order are read. Raises NotFound.
+    Without `column`, it is the first of these that any run reported: accuracy on held-out data, accuracy, loss, any
+    other column. A long series is replaced by its trend. If the histories have more than 5 million steps in total, only
+    the first runs in the given order are read. Raises NotFound.
     """
     series: dict[str, TelemetrySeries] = {}
     chosen: list[str] = []
@@ -162,7 +162,7 @@ def compare(
             left -= size or 0
             if size is not None and (left >= 0 or not chosen):
                 chosen.append(run.id)
-        sampled = (  # whose step times only samples have
+        sampled = (  # runs whose step times are only in their samples
             (run_id, *tx.samples.step_times(tx.runs.get(run_id).key)) for run_id in chosen if run_id not in series
         )
         for run_id, steps, values in itertools.chain(tx.telemetry.read_runs(chosen, column), sampled):
@@ -173,7 +173,7 @@ def compare(
 
 
 def read_memory(store: Store, principal: Principal, run_id: str, *, limit: int = 16) -> dict[int, MemoryReading]:
-    """Return the peak memory by component of the ranks that use most, by rank. Raises NotFound for an unknown run."""
+    """Return the peak memory by component, by rank, of the ranks that use most. Raises NotFound for an unknown run."""
     with store.reading() as tx:
         return tx.samples.memory_by_rank(visible_run(tx, principal, run_id).key, limit=limit)
 
@@ -181,7 +181,7 @@ def read_memory(store: Store, principal: Principal, run_id: str, *, limit: int =
 def _series(
     query: SeriesQuery, available: list[str], total: int, steps: IntArray, values: FloatArray
 ) -> TelemetrySeries:
-    """Return some of the `total` points that a query asks for, on the wire; `available` are the run's columns."""
+    """Return some of the `total` points that a query asks for, on the wire; `available` lists the run's columns."""
     return TelemetrySeries(
         run_id=query.run_id,
         column=query.column,
