@@ -2,28 +2,31 @@
 
     python -m benchmarks.gpu.estimates [benchmarks/results/gpu/DEVICE] [--only NAME] [--json FILE]
 
+The truth is the largest batch of which three steps fitted in an empty allocator whose segments grow, as `tula tune` and
+`tula run` set them (`memory.json` of the report, to a 32nd).
+
 `ceiling.*` come from readings of a batch and its fourfold, the larger one as near to a quarter of the memory as was
-measured, with what `estimate_memory` counts of parameters, gradients and optimizer, and what it replays of the
-allocator. `ceiling.launch.*` come from the batches that the first launch of a plan reads where nothing was counted: the
-smallest, its eightfold and its 32-fold, as far as they ran. `ceiling.counted.*` come from `estimate_memory` alone.
-`peak.*` are the errors of what is allocated at the largest measured batch, by `estimate_memory`, and `peak.read.*` by
-the readings of `ceiling.*`: the rest of the ceiling's error is what the allocator adds. `median` and `worst` of a
-ceiling are the errors of the largest batch that is expected to fit. `unsafe` is the share of rows where the promised
-batch (with a probability of 95 %, or `safe_local_batch_size`) is no smaller than the smallest batch that failed. `used`
-is the median of promised over largest, and `least_used` the least.
+measured, with what `estimate_memory` counts of parameters, gradients and optimizer. `ceiling.launch.*` come from the
+batches that the first launch of a plan reads: the smallest, its eightfold and its 32-fold, as far as they ran.
+`ceiling.counted.*` come from `estimate_memory` alone. `ceiling.replayed.*` compare its replay of an allocator whose
+segments do not grow with the largest batch of the older tables, which took one step after smaller ones.
+`peak.*` are the errors of what is allocated at the largest batch of those tables, by `estimate_memory`, and
+`peak.read.*` by the readings of `ceiling.*`. `median` and `worst` of a ceiling are the errors of the largest batch that
+is expected to fit. `unsafe` is the share of rows where the promised batch (with a probability of 95 %, or
+`safe_local_batch_size`) is no smaller than the smallest batch that failed. `used` is the median of promised over
+largest, and `least_used` the least.
 
-The report searched its largest batch in steps of a sixteenth, and tried each batch for one step after smaller ones. A
-prediction holds for ten steps of a fresh process.
-
-This checkout counts each network again, at the largest batch that was measured and for the largest that fits; the
-report keeps the counts of its own time. Networks of torchvision are left out where torchvision is missing.
+This checkout counts each network again; the report keeps the counts of its own time. Networks of torchvision are left
+out where torchvision is missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,11 +37,11 @@ from benchmarks.gpu.store import H100, Results, Row
 from benchmarks.gpu.tables import BISECTIONS, Trainer
 from benchmarks.support.report import median, print_table, write_json
 from tula_agent import MemoryEstimate, estimate_memory
+from tula_service.analysis.evidence import GROWING_SD
 from tula_service.perfmodel.memory_model import Beside, MemoryObservations, fit_memory
-from tula_wire.memory import RESERVED_RATIO
+from tula_wire.memory import ALLOCATOR_VARIABLES, GROWING_SEGMENTS
 
 _QUARTER, _APART = 0.26, 4
-_RESERVED_SD = 0.1
 _AS_LIKELY_AS_NOT, _SAFETY = 0.5, 0.95
 
 
@@ -55,28 +58,25 @@ class Ceiling:
     failed: float
 
 
-def counted(row: Row, estimate: MemoryEstimate) -> Ceiling:
+def counted(row: Row, estimate: MemoryEstimate, truth: Row) -> Ceiling:
     """Return what `estimate_memory` predicts without a run."""
     capacity = row["capacity_bytes"]
-    return _ceiling(row, estimate.largest_local_batch_size(capacity), estimate.safe_local_batch_size(capacity))
+    return _ceiling(truth, estimate.largest_local_batch_size(capacity), estimate.safe_local_batch_size(capacity))
 
 
-def read(row: Row, estimate: MemoryEstimate, batches: Sequence[int], reserved: float) -> tuple[Ceiling, float]:
-    """Return what the service predicts once `batches` were read, and the relative error of the peak at the largest.
-
-    `reserved` is what the allocator takes from the device over the peak of what is allocated.
-    """
+def read(row: Row, estimate: MemoryEstimate, batches: Sequence[int], truth: Row) -> tuple[Ceiling, float]:
+    """Return what the service predicts once `batches` were read, and the relative error of the peak at the largest."""
     at = [row["batches"][str(batch)] for batch in batches]
     static = estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes
     observed = MemoryObservations(batches, [float(reading["peak_bytes"]) for reading in at], static_bytes=float(static))
     context = float(max(reading["context_bytes"] for reading in at))
-    model = fit_memory(observed, beside=Beside(context, 0.0, reserved, _RESERVED_SD))
+    model = fit_memory(observed, beside=Beside(context, 0.0, 1.0, GROWING_SD))
     bounds = (
         model.max_local_batch_size(row["capacity_bytes"], safety_probability=p) for p in (_AS_LIKELY_AS_NOT, _SAFETY)
     )
     largest = max(map(int, row["batches"]))
     allocated = model.predict(largest).mean - context
-    return _ceiling(row, *bounds), allocated / row["batches"][str(largest)]["peak_bytes"] - 1.0
+    return _ceiling(truth, *bounds), allocated / row["batches"][str(largest)]["peak_bytes"] - 1.0
 
 
 def batches_to_read(row: Row) -> list[int]:
@@ -93,10 +93,15 @@ def batches_of_launch(row: Row) -> list[int]:
     return [batch for batch in batches if batch in (batches[0], 8 * batches[0], 32 * batches[0])]
 
 
-def _ceiling(row: Row, expected: int, promised: int) -> Ceiling:
+def _ceiling(truth: Row, expected: int, promised: int) -> Ceiling:
+    largest = truth["largest"]
+    return Ceiling(expected / largest, promised / largest, truth["failed_at"] / largest)
+
+
+def _of_tables(row: Row) -> Row:
+    """Return the largest batch of the tables, and the smallest that is known to fail."""
     largest = row["largest_measured"]
-    step = max(1, max(map(int, row["batches"])) >> BISECTIONS)
-    return Ceiling(expected / largest, promised / largest, (largest + step) / largest)
+    return {"largest": largest, "failed_at": largest + max(1, max(map(int, row["batches"])) >> BISECTIONS)}
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,8 @@ class Errors:
     """Errors of one network in one precision.
 
     `peak` and `peak_read` are relative errors of the peak at its largest batch, counted and from readings. `read`,
-    `launch` and `counted` are its ceilings from readings, from the readings of a launch, and counted.
+    `launch` and `counted` are its ceilings from readings, from the readings of a launch, and counted, where segments
+    grow; `replayed` is the counted one where they do not.
     """
 
     peak: float
@@ -112,11 +118,26 @@ class Errors:
     read: Ceiling
     launch: Ceiling
     counted: Ceiling
+    replayed: Ceiling
+
+
+@contextmanager
+def segments_growing() -> Iterator[None]:
+    """Let the estimates inside expect an allocator whose segments grow, as in a run that `tula` launches."""
+    before = os.environ.get(ALLOCATOR_VARIABLES[0])
+    os.environ[ALLOCATOR_VARIABLES[0]] = GROWING_SEGMENTS
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ALLOCATOR_VARIABLES[0]]
+        else:
+            os.environ[ALLOCATOR_VARIABLES[0]] = before
 
 
 def errors(folder: Path, only: str = "") -> dict[str, Errors]:
     """Return the errors of a device's report by network and precision."""
-    rows = {}
+    rows, fitting = {}, Results(folder, "memory").rows
     known, cpu = networks(smoke=False), torch.device("cpu")
     for name, row in Results(folder, "tables").rows.items():
         network, precision = name.split()
@@ -127,10 +148,12 @@ def errors(folder: Path, only: str = "") -> dict[str, Errors]:
             estimate = estimate_memory(trainer.model, known[network].batch(2, cpu), trainer.optimizer)
         largest = max(map(int, row["batches"]))
         peak = estimate.total_bytes(largest) / row["batches"][str(largest)]["peak_bytes"] - 1.0
-        reserved = estimate.reserved_ratio(row["capacity_bytes"])
-        ceiling, peak_read = read(row, estimate, batches_to_read(row), reserved)
-        launch, _ = read(row, estimate, batches_of_launch(row), RESERVED_RATIO)
-        rows[name] = Errors(peak, peak_read, ceiling, launch, counted(row, estimate))
+        truth = fitting[f"{name}, growing segments"]
+        ceiling, peak_read = read(row, estimate, batches_to_read(row), truth)
+        launch, _ = read(row, estimate, batches_of_launch(row), truth)
+        replayed = counted(row, estimate, _of_tables(row))
+        with segments_growing():
+            rows[name] = Errors(peak, peak_read, ceiling, launch, counted(row, estimate, truth), replayed)
     return rows
 
 
@@ -163,9 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures |= figures_of("ceiling", [row.read for row in scored])
     figures |= figures_of("ceiling.launch", [row.launch for row in scored])
     figures |= figures_of("ceiling.counted", [row.counted for row in scored])
+    figures |= figures_of("ceiling.replayed", [row.replayed for row in scored])
     cells = [[name, *(f"{100 * off:+.1f} %" for off in _parts(row))] for name, row in of_rows.items()]
     header = ["network", "peak", "from readings", "readings: expected", "promised"]
-    header += ["launch: expected", "promised", "no run: expected", "promised"]
+    header += ["launch: expected", "promised", "no run: expected", "promised", "replayed: expected", "promised"]
     print_table("against the device", header, cells)
     print("; ".join(f"{name} {value:.3f}" for name, value in figures.items()))
     write_json(options.json, figures)
@@ -173,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parts(row: Errors) -> list[float]:
-    ceilings = (row.read, row.launch, row.counted)
+    ceilings = (row.read, row.launch, row.counted, row.replayed)
     return [row.peak, row.peak_read, *(part - 1.0 for c in ceilings for part in (c.expected, c.promised))]
 
 

@@ -54,7 +54,10 @@ def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row
     torch.manual_seed(0)
     depth, size, side, steps = (18, 2, 32, 1) if smoke else (50, size, 224, SIZES[size])
     model = resnet(depth, channels=3, num_classes=1000).to(device)
-    images, labels = torch.randn(size, 3, side, side, device=device), torch.randint(1000, (size,), device=device)
+    batches = [
+        (torch.randn(size, 3, side, side, device=device), torch.randint(1000, (size,), device=device))
+        for _ in range(MICRO_STEPS)  # one batch twice would be without noise, and no step would turn
+    ]
     times: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(1 if smoke else TURNS):
         for scaled in (turn % 2 == 0, turn % 2 == 1):
@@ -66,7 +69,7 @@ def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row
                 if step == 2:
                     began = now(device)
                 optimizer.zero_grad()
-                for _ in range(MICRO_STEPS):
+                for images, labels in batches:
                     if scaled:
                         optimizer.observe_batch((images, labels))
                     (F.cross_entropy(model(images), labels) / MICRO_STEPS).backward()
@@ -74,7 +77,7 @@ def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row
             times[scaled].append((now(device) - began) / steps)
             if scaled:
                 optimizer.close()
-    waits = _waits(model, images, labels, policy, device)
+    waits = _waits(model, batches, policy, device)
     added = statistics.median(scaled - bare_s for scaled, bare_s in zip(times[True], times[False], strict=True))
     bare_s = statistics.median(times[False])
     return {
@@ -87,18 +90,21 @@ def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row
 
 
 def _waits(
-    model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, policy: Policy, device: torch.device
+    model: torch.nn.Module,
+    batches: list[tuple[torch.Tensor, torch.Tensor]],
+    policy: Policy,
+    device: torch.device,
 ) -> list[str]:
     """Return the operations of eight steps at which the host waits for all work that is queued on the device."""
     bare = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    optimizer = TulaOptimizer(bare, global_batch_size=MICRO_STEPS * len(images), policy=policy)
+    optimizer = TulaOptimizer(bare, global_batch_size=MICRO_STEPS * len(batches[0][0]), policy=policy)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(2 + WATCHED):
             if step == 2 and device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("warn")
             optimizer.zero_grad()
-            for _ in range(MICRO_STEPS):
+            for images, labels in batches:
                 (F.cross_entropy(model(images), labels) / MICRO_STEPS).backward()
             optimizer.step()
     if device.type == "cuda":

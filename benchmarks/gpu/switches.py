@@ -41,6 +41,9 @@ class InSegments(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
+        for module in network.modules():
+            if isinstance(module, nn.ReLU):
+                module.inplace = False  # it would overwrite the input that a segment keeps to be computed again
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         layers = list(self.network.children())

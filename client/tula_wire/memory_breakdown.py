@@ -31,6 +31,9 @@ class MemoryBreakdown:
     reserved_bytes: Annotated[Bytes | None, Field(description="Bytes that the allocator reserved.")] = None
     context_bytes: Annotated[Bytes | None, Field(description="Bytes of the device's context.")] = None
     capacity_bytes: Annotated[Bytes | None, Field(description="Bytes of the device.")] = None
+    growing_segments: Annotated[
+        bool | None, Field(description="True: the allocator's segments grow (`expandable_segments:True`).")
+    ] = None
     alloc_retries: Annotated[
         int | None, Field(ge=0, le=2**53, description="Requests for which the allocator first gave cached memory back.")
     ] = None

@@ -188,6 +188,7 @@ def upgrade() -> None:
         *required(sa.BigInteger, "peak_bytes"),
         *optional(sa.BigInteger, "parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes"),
         *optional(sa.BigInteger, "batch_bytes", "reserved_bytes", "context_bytes", "capacity_bytes", "alloc_retries"),
+        *optional(sa.Boolean, "growing_segments"),
     )
     op.create_index("ix_memory_readings_run_key", "memory_readings", ["run_key"])
     op.create_table(

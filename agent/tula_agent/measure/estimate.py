@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tula_agent.allocations import Allocation, AllocationModel
+from tula_agent.allocations import Allocation, AllocationModel, segments_grow
 from tula_agent.batches import map_tensors, tensors_in
 from tula_agent.torch_private import AllocationTrace, autocast_dtype, storage_key, tensors_without_data
 from tula_wire.memory import SURE, room_bytes
@@ -70,8 +70,9 @@ class MemoryEstimate:
         """Return the largest batch at which ten steps are expected to fit; 0 when not even one example fits.
 
         The answer comes from a replay of PyTorch's caching allocator, which takes more from the device than is
-        allocated, in the memory that the context leaves. Where the model allocates in another order at another batch,
-        it comes from the bytes alone.
+        allocated, in the memory that the context leaves. It comes from the bytes alone where the environment lets the
+        allocator's segments grow, as `tula tune` and `tula run` do, or where the model allocates in another order at
+        another batch.
         """
         return self._largest_within(room_bytes(capacity_bytes))
 
@@ -89,7 +90,7 @@ class MemoryEstimate:
         per_sample, allocations = self.activation_bytes_per_sample + self.batch_bytes_per_sample, self.allocations
         if not per_sample:
             return 0
-        if allocations is None:
+        if allocations is None or segments_grow():
             return max(0, math.floor((room - self.total_bytes(0)) / per_sample))
         batches = range(1, math.floor(room / per_sample) + 2)
         return bisect_left(batches, True, key=lambda batch: not allocations.fits(batch, room))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tula_agent.allocations import segments_grow
 from tula_agent.batches import batch_bytes
 from tula_agent.guard import logger
 from tula_agent.torch_private import ddp_models, local_part
@@ -216,13 +217,12 @@ class MemoryMonitor:
         retries = memory.get("alloc_retries") or 0
         if retries and not self._retries_reported:
             self._retries_reported = True
-            growing = any(GROWING_SEGMENTS in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
             logger.warning(
                 "the device was full %d times at a local batch of %d, and the step had to wait until cached memory was "
                 "given back: take a smaller batch%s",
                 retries,
                 self.largest_seen,
-                "" if growing else f", or set {ALLOCATOR_VARIABLES[0]}={GROWING_SEGMENTS}",
+                "" if segments_grow() else f", or set {ALLOCATOR_VARIABLES[0]}={GROWING_SEGMENTS}",
             )
 
     def reset_peak(self) -> None:
@@ -244,7 +244,7 @@ class MemoryMonitor:
         outside: int | None = 0
         if device.type == "cuda":
             parts |= allocator_reading(torch.cuda.memory_stats(device), self._retries_before)
-            parts["context_bytes"] = context_bytes(device)
+            parts |= {"context_bytes": context_bytes(device), "growing_segments": segments_grow()}
         else:
             parts["method"], parts["peak_bytes"] = "peak_rss", resident_bytes(peak=True)
             if self._resident_before is not None:
@@ -262,7 +262,8 @@ class MemoryMonitor:
         if not {"activation_bytes", "gradient_bytes", "capacity_bytes"} <= memory.keys():
             return
         self._capacity = memory["capacity_bytes"]
-        self._reserved_ratio = RESERVED_RATIO if "reserved_bytes" in memory else 1.0
+        fragments = "reserved_bytes" in memory and not memory.get("growing_segments")
+        self._reserved_ratio = RESERVED_RATIO if fragments else 1.0
         self._static = static_bytes(
             *(memory.get(f"{part}_bytes") for part in ("parameter", "gradient", "optimizer")),
             context_bytes=memory.get("context_bytes"),

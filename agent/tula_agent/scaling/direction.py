@@ -44,6 +44,9 @@ MOST_OPERATIONS = 0.05
 """Most operations of turning, as a share of the forward and backward passes; above it the largest matrices stay."""
 _HEIGHTS = 64
 """Blocks on a GPU have a multiple of this number of rows, so that few heights occur."""
+DEVICE_COST = 4
+"""How many times as long an operation of turning takes on a GPU as one of the passes: all matrices of ResNet-50 took an
+H100 6.5 ms (11 TFLOP/s, in float32), its passes ran at 44 TFLOP/s in TF32."""
 POSITIONS = 64
 """Positions at which a convolution is assumed to use its weight for each example (8 x 8); a dense layer has one."""
 
@@ -258,13 +261,14 @@ def affordable(shapes: tuple[Shape, ...], batch_size: float | None, *, host: boo
     """Return which matrices are turned: all, or all but the largest, so that the count stays within MOST_OPERATIONS.
 
     The count of a step's forward and backward passes is 6 operations for each weight, position and example of the
-    global batch; without a batch size all are turned. Every rank finds the same, from shapes alone.
+    global batch; without a batch size all are turned. On a GPU, each operation of turning counts DEVICE_COST times.
+    Every rank finds the same, from shapes alone.
     """
     if batch_size is None:
         return (True,) * len(shapes)
     allowed = MOST_OPERATIONS * batch_size * sum(shape.operations_of_an_example for shape in shapes)
     chosen = [False] * len(shapes)
-    costs = [shape.operations(host=host) for shape in shapes]
+    costs = [shape.operations(host=host) * (1 if host else DEVICE_COST) for shape in shapes]
     for index in sorted(range(len(shapes)), key=lambda index: costs[index]):
         allowed -= costs[index]
         if allowed < 0.0:

@@ -256,23 +256,23 @@ class GradientStatistics:
         Zeros where it has none, so that every rank joins the reduction. A parameter without a part on this rank but
         with a reduced gradient counts as a zero part. Each rank adds the squares of its portion of reduced gradients.
         """
-        gradients, size, tap = self.gradients(), self.ranks.size, self.tap
+        gradients, size, tap, device = self.gradients(), self.ranks.size, self.tap, self.device
         dense = [g is not None and not g.is_sparse for g in gradients]
         portion = self.ranks.portion([p.numel() for p in self.parameters()])
-        zero = torch.zeros((), dtype=wide_dtype(self.device), device=self.device)
+        zero = torch.zeros((), dtype=wide_dtype(device), device=device)
         tap.sum_held()
         sums = [s.sum() if s.ndim else s for s, use in zip(tap.squares, dense, strict=True) if use and s is not None]
         mine = [g for g, use, own in zip(gradients, dense, portion, strict=True) if g is not None and use and own]
-        small = torch.stack([s.to(self.device) for s in sums]).to(zero.dtype).sum() if sums else zero
+        small = _stack(sums, device).to(zero.dtype).sum() if sums else zero
         large = norm_squared(mine).to(zero) if mine else zero
         parts = float(tap.parts)
         # `full` writes on the device; `tensor` would copy each number there, one transfer each.
         slots = (small, parts, large, parts / size, parts, self.examples, float(tap.uneven))
         head = [s if isinstance(s, torch.Tensor) else torch.full_like(zero, s) for s in slots]
         single = zero.float()
-        projections = _stack([single if x is None else x for x in tap.projections()], self.device).to(zero.dtype)
+        projections = _stack([single if x is None else x for x in tap.projections()], device).to(zero.dtype)
         new = self.ranks.is_first and self.pulled != self.served
-        served = to_device(self.pulled.to_vector(), zero.dtype, self.device) if new else zero.expand(SERVED_SLOTS)
+        served = to_device(self.pulled.to_vector(), zero.dtype, device) if new else zero.expand(SERVED_SLOTS)
         return torch.cat([torch.stack(head), projections / size, served, *self._by_matrix(zero, portion)])
 
     def _by_matrix(self, zero: torch.Tensor, portion: list[bool]) -> list[torch.Tensor]:
@@ -286,8 +286,8 @@ class GradientStatistics:
         single = zero.float()
         small = [single if (s := squares[i]) is None else s for i in self.matrices]
         return [
-            _stack(small, self.device).to(zero.dtype),
-            _stack([large.get(i, single) for i in self.matrices], self.device).to(zero.dtype).square(),
+            _stack(small, zero.device).to(zero.dtype),
+            _stack([large.get(i, single) for i in self.matrices], zero.device).to(zero.dtype).square(),
         ]
 
     def reading(self, vector: torch.Tensor) -> Reading:

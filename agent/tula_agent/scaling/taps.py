@@ -150,6 +150,7 @@ class GradientTap:
         self.mode = None
         _remove(self._handles)
 
+    @torch.no_grad()
     def sum_held(self) -> None:
         """Add the squares of the gradients that are held."""
         held, self._held, self._held_bytes = self._held, {}, 0
@@ -163,11 +164,13 @@ class GradientTap:
         if self._counts[index] and self._parameters[index].grad is None:
             self.clear()  # the script dropped the gradients of a step that a GradScaler skipped
         self.seen = True
-        with torch.no_grad():
-            holds = self.mode == "tensor" and gradient.device.type in HELD_ON
-            square = None if holds or self.mode == "projections" else squares(gradient, self.mode)
-            calibrator = self._calibrators.get(index)
-            projection = None if calibrator is None else calibrator.project(gradient)
+        holds = self.mode == "tensor" and gradient.device.type in HELD_ON
+        calibrator = self._calibrators.get(index)
+        square = projection = None
+        if calibrator is not None or not holds:  # to enter `no_grad` takes the host longer than to hold a tensor
+            with torch.no_grad():
+                square = None if holds or self.mode == "projections" else squares(gradient, self.mode)
+                projection = None if calibrator is None else calibrator.project(gradient)
         self._pending[index] = _Part(square, gradient if holds else None, projection)
 
     def count(self, index: int) -> None:
@@ -176,16 +179,15 @@ class GradientTap:
         if part is None:
             return
         self._counts[index] += 1
-        with torch.no_grad():
-            if part.held is not None:
-                self._hold(index, part.held)
-            elif part.square is not None:
-                before = self.squares[index]
-                self.squares[index] = part.square if before is None else before.add_(part.square)
-            if part.projection is not None:
-                calibrator = self._calibrators[index]
-                total = calibrator.total
-                calibrator.total = part.projection if total is None else total + part.projection
+        if part.held is not None:
+            self._hold(index, part.held)
+        elif part.square is not None:
+            before = self.squares[index]
+            self.squares[index] = part.square if before is None else before.add_(part.square)
+        if part.projection is not None:
+            calibrator = self._calibrators[index]
+            total = calibrator.total
+            calibrator.total = part.projection if total is None else total + part.projection
 
     def _hold(self, index: int, gradient: torch.Tensor) -> None:
         """Keep a gradient until the next sum.
@@ -212,13 +214,17 @@ class GradientTap:
 
 
 def _read(tap: weakref.ref[GradientTap], index: int, gradient: torch.Tensor) -> None:
-    if (alive := tap()) is not None:
+    if (alive := tap()) is None:
+        return
+    if alive.mode is None:  # at seven of eight steps, in each backward and for each parameter
+        alive.seen = True
+    else:
         alive.read(index, gradient)
 
 
 def _count(tap: weakref.ref[GradientTap], index: int, parameter: torch.Tensor) -> None:
     del parameter
-    if (alive := tap()) is not None:
+    if (alive := tap()) is not None and alive.mode is not None:
         alive.count(index)
 
 

@@ -46,6 +46,8 @@ _TELLING_SHARE = 0.125  # share of the device: a smaller reading says little abo
 _PROVING_STEPS = 3  # from the third step on, the allocator holds the blocks of every later step
 _CONTEXT_SD = 0.7  # relative error of an assumed context
 _RESERVED_SD = 0.1  # of the log of what the allocator takes over its peak, by 13 rows on an H100
+GROWING_SD = 0.02
+"""The same where the segments grow: there the allocator took at most 2 % more, which is the share that is kept free."""
 
 Measured = Sequence[tuple[Configuration, RunSummary]]
 Rows = Sequence[tuple[Configuration, MemoryReading | None]]
@@ -652,6 +654,8 @@ def _beside(model: wire.ModelSpec, readings: Sequence[MemoryReading], assumed: f
     """
     contexts = [m.context_bytes for m in readings if m.context_bytes is not None]
     context, sd = (float(max(contexts)), 0.0) if contexts else (assumed, _CONTEXT_SD * assumed)
+    if any(m.growing_segments for m in readings):
+        return Beside(context, sd, 1.0, GROWING_SD)
     return Beside(context, sd, model.reserved_ratio or RESERVED_RATIO, _RESERVED_SD)
 
 

@@ -196,6 +196,7 @@ memory_readings = sa.Table(
     sa.Column("peak_bytes", sa.BigInteger, nullable=False),
     *_optional(sa.BigInteger, "parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes"),
     *_optional(sa.BigInteger, "batch_bytes", "reserved_bytes", "context_bytes", "capacity_bytes", "alloc_retries"),
+    *_optional(sa.Boolean, "growing_segments"),
 )
 
 telemetry_chunks = sa.Table(

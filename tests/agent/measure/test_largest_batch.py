@@ -63,6 +63,16 @@ def test_one_batch_errs_on_the_small_side_unless_the_fixed_part_is_known(slope: 
     assert informed.largest_local_batch_size() == pytest.approx(true_largest(slope, fixed), abs=1)
 
 
+def test_an_allocator_whose_segments_grow_takes_no_more_than_is_allocated() -> None:
+    fixed, growing = MemoryMonitor(1), MemoryMonitor(1)
+    fixed.observe(seen(4, 10**8) | {"reserved_bytes": 1, "growing_segments": False}, 4)
+    growing.observe(seen(4, 10**8) | {"reserved_bytes": 1, "growing_segments": True}, 4)
+    largest, less = growing.largest_local_batch_size(), fixed.largest_local_batch_size()
+    assert largest == pytest.approx(true_largest(10**8), abs=1)
+    assert less is not None
+    assert less < largest
+
+
 def test_a_batch_that_ran_fits_even_beyond_the_predicted_capacity() -> None:
     monitor = MemoryMonitor(1)
     monitor.observe(seen(16, 10**8, capacity=10**9), 16)

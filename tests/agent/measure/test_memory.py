@@ -130,6 +130,19 @@ def test_the_largest_batch_is_the_last_of_which_three_steps_fit_beside_the_conte
     assert estimate.largest_local_batch_size(10) == 0
 
 
+def test_where_segments_grow_the_bytes_alone_bound_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.LazyLinear(10))
+    model(torch.zeros(1, 3, 32, 32))
+    estimate = estimate_memory(model, torch.zeros(2, 3, 32, 32))
+    room = usable_bytes(2**34) - assumed_context_bytes(2**34)
+    fragmented = estimate.largest_local_batch_size(2**34)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    largest = estimate.largest_local_batch_size(2**34)
+    assert estimate.total_bytes(largest) <= room < estimate.total_bytes(largest + 1)
+    assert fragmented < largest
+    assert estimate.reserved_ratio(2**34) == pytest.approx(1.0, abs=0.01)
+
+
 class Classifier(nn.Module):
     """Tokens to a loss over many classes, which outweighs the rest."""
 

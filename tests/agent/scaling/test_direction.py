@@ -14,6 +14,7 @@ from torch import nn
 from tests.agent.scaling.constants import gain
 from tula_agent.scaling import Gain, Measure, TulaOptimizer
 from tula_agent.scaling.direction import (
+    DEVICE_COST,
     MOST_OPERATIONS,
     ROWS,
     affordable,
@@ -180,11 +181,12 @@ def test_the_largest_matrices_are_left_out_until_the_rest_costs_a_twentieth_of_a
     shapes = tuple(shape for shape in found if shape is not None)
     chosen = affordable(shapes, batch_size, host=host)
     allowed = MOST_OPERATIONS * batch_size * sum(shape.operations_of_an_example for shape in shapes)
-    cost = sum(shape.operations(host=host) for shape, use in zip(shapes, chosen, strict=True) if use)
+    costs = [shape.operations(host=host) * (1 if host else DEVICE_COST) for shape in shapes]
+    cost = sum(turning for turning, use in zip(costs, chosen, strict=True) if use)
     assert cost <= allowed
     rows = [shape.rows for shape, use in zip(shapes, chosen, strict=True) if use]
     assert sorted(rows) == sorted(shape.rows for shape in shapes)[: len(rows)]
-    left = [shape.operations(host=host) for shape, use in zip(shapes, chosen, strict=True) if not use]
+    left = [turning for turning, use in zip(costs, chosen, strict=True) if not use]
     assert not left or cost + min(left) > allowed
     assert affordable(shapes, None, host=host) == (True,) * 4
 

@@ -124,6 +124,28 @@ def test_memory_measured_at_two_batches_rules_out_what_was_never_tried(sqlite_st
     assert {c.configuration.local_batch_size for c in answer.candidates if c.excluded_by is None} == {32, 64, 128}
 
 
+def test_where_the_allocators_segments_grow_a_batch_of_more_of_the_memory_is_promised(cluster: Cluster) -> None:
+    largest = {}
+    for growing in (False, True):
+        job_id = cluster.register(spec(name=f"growing-{growing}")).job.id
+        for examples in (32, 64):
+            configuration = wire.Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=examples)
+            request = wire.RunCreate(kind="profile", configuration=configuration, holder="launcher")
+            run = runs.create(cluster.store, ANONYMOUS, job_id, request)
+            cluster.patch(run.id, "running")
+            memory = wire.MemoryBreakdown(
+                method="cuda_allocator",
+                peak_bytes=examples * 40_000_000,
+                capacity_bytes=16_000_000_000,
+                context_bytes=0,
+                growing_segments=growing,
+            )
+            cluster.send(run, [0.1] * 20, memory=memory)
+            cluster.patch(run.id, "succeeded")
+        largest[growing] = cluster.recommendation(job_id).max_local_batch_size["default"]
+    assert largest[False] < largest[True] <= 392
+
+
 def test_a_script_that_ignores_its_batch_is_said_so_and_does_not_loop_forever(cluster: Cluster) -> None:
     job_id = cluster.register().job.id
     ran = 0

@@ -167,7 +167,8 @@ CREATE TABLE public.memory_readings (
     reserved_bytes bigint,
     context_bytes bigint,
     capacity_bytes bigint,
-    alloc_retries bigint
+    alloc_retries bigint,
+    growing_segments boolean
 );
 -- next
 CREATE TABLE public.projects (

@@ -144,6 +144,7 @@ CREATE TABLE memory_readings (
 	context_bytes BIGINT, 
 	capacity_bytes BIGINT, 
 	alloc_retries BIGINT, 
+	growing_segments BOOLEAN, 
 	CONSTRAINT pk_memory_readings PRIMARY KEY (source_key), 
 	CONSTRAINT fk_memory_readings_source_key FOREIGN KEY(source_key) REFERENCES sample_sources ("key") ON DELETE CASCADE
 );
