@@ -52,6 +52,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     ),
     "a switch where it was not launched": ("share options.effect.one_launch.median", "share options.effect.end.median"),
     "step time on eight GPUs": ("share lessons.median_error", "share without.median_error"),
+    "the largest batch that fits": tuple(
+        f"share {of}.{error}" for of in ("ceiling", "ceiling.counted") for error in ("median", "worst")
+    ),
     "memory of the largest batch": ("share memory.largest.median",),
     "accuracy lost by a large batch": (
         "share default.gap_recovered.mean",

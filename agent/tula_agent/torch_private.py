@@ -233,6 +233,40 @@ def foreach_subtract_(
         torch._foreach_sub_([tensors[place] for place in places], steps)
 
 
+def rounds_products() -> bool:
+    """Return True if the script lets torch round the factors of float32 products on a GPU, to TF32 or fewer bits."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # from torch 2.9 on, where a script sets `fp32_precision`, which the older setting contradicts
+        return True
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Multiply float32 matrices on a GPU in float32 inside the block, whatever the script allows outside of it.
+
+    A setting is changed by the same interface by which the script made it: torch refuses a mixture of both.
+    """
+    if not rounds_products():
+        yield
+        return
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        matmul = torch.backends.cuda.matmul
+        own, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = own
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 # Tensors without data, and devices.
 
 

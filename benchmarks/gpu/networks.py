@@ -100,7 +100,7 @@ def _text(tokens: int, vocabulary: int) -> Batches:
 
 def _vision(name: str, smoke: bool) -> nn.Module:
     if smoke or importlib.util.find_spec("torchvision") is None:
-        return resnet(18 if smoke else 50, channels=3, num_classes=CLASSES)
+        return resnet(18 if smoke else 50, channels=3, num_classes=CLASSES, width=8 if smoke else 64)
     network: nn.Module = getattr(importlib.import_module("torchvision.models"), name)(num_classes=CLASSES)
     return network
 

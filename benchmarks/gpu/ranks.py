@@ -56,8 +56,9 @@ def measure(device: torch.device, smoke: bool) -> Row:
     """Train with communication, compare the ranks' weights, and train without communication; on every rank."""
     big = (50, 32, 224, 60) if dist.get_backend() == "nccl" else (50, 8, 224, 20)
     depth, size, side, steps = (18, 2, 32, 6) if smoke else big
+    width = 8 if smoke else 64
     torch.manual_seed(dist.get_rank())
-    model = nn.parallel.DistributedDataParallel(resnet(depth, channels=3, num_classes=1000).to(device))
+    model = nn.parallel.DistributedDataParallel(resnet(depth, channels=3, num_classes=1000, width=width).to(device))
     batch = (torch.randn(size, 3, side, side, device=device), torch.randint(1000, (size,), device=device))
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
     optimizer = TulaOptimizer(inner, global_batch_size=size * dist.get_world_size())

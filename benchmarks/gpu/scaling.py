@@ -53,7 +53,7 @@ def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row
     """Return the seconds of a step with the bare optimizer and with `policy`, medians of turns on the same model."""
     torch.manual_seed(0)
     depth, size, side, steps = (18, 2, 32, 1) if smoke else (50, size, 224, SIZES[size])
-    model = resnet(depth, channels=3, num_classes=1000).to(device)
+    model = resnet(depth, channels=3, num_classes=1000, width=8 if smoke else 64).to(device)
     batches = [
         (torch.randn(size, 3, side, side, device=device), torch.randint(1000, (size,), device=device))
         for _ in range(MICRO_STEPS)  # one batch twice would be without noise, and no step would turn
@@ -115,7 +115,7 @@ def _waits(
 
 def measure_turning(precision: str, device: torch.device, smoke: bool) -> Row:
     """Return the seconds of turning all matrices of ResNet-50 once: of the host, and until the device is done."""
-    network = resnet(18 if smoke else 50, channels=3, num_classes=1000)
+    network = resnet(18 if smoke else 50, channels=3, num_classes=1000, width=8 if smoke else 64)
     shapes = [shape for parameter in network.parameters() if (shape := matrix_shape(parameter)) is not None]
     shapes.sort(key=lambda shape: (shape.rows, shape.columns))
     updates = [torch.randn(shape.rows, shape.columns, device=device) for shape in shapes]

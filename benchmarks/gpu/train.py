@@ -47,7 +47,7 @@ def main() -> None:
     device = torch.device("cpu") if args.smoke else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if args.smoke else "nccl")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    network = resnet(18 if args.smoke else 50, channels=3, num_classes=1000)
+    network = resnet(18 if args.smoke else 50, channels=3, num_classes=1000, width=8 if args.smoke else 64)
     model = DistributedDataParallel(network.to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = DataLoader(Images(args.examples, 32 if args.smoke else 224, device), args.batch_size, drop_last=True)

@@ -14,7 +14,13 @@ from torch import nn
 
 from tula_agent.allocations import Allocation, AllocationModel, segments_grow
 from tula_agent.batches import map_tensors, tensors_in
-from tula_agent.torch_private import AllocationTrace, autocast_dtype, storage_key, tensors_without_data
+from tula_agent.torch_private import (
+    AllocationTrace,
+    autocast_dtype,
+    rounds_products,
+    storage_key,
+    tensors_without_data,
+)
 from tula_wire.memory import SURE, room_bytes
 
 _RECOMPUTED = 4.0 / 3.0
@@ -171,7 +177,7 @@ def _find_precision(model: torch.nn.Module) -> str:
         for parameter in model.parameters():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
         dtype = max(sizes, key=sizes.__getitem__, default=torch.float32)
-    single = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    single = "tf32" if rounds_products() else "fp32"
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, single)
 
 

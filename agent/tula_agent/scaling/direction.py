@@ -34,7 +34,7 @@ from torch.nn import functional
 
 from tula_agent.guard import logger
 from tula_agent.scaling.ranks import Ranks, owners
-from tula_agent.torch_private import foreach_subtract_, norms, to_device
+from tula_agent.torch_private import exact_products, foreach_subtract_, norms, to_device
 
 DAMPING = 0.25
 """c: flat between 1/4 and 1 with batch normalization; chosen among 0, 1/4, 1 and 4 on development cases."""
@@ -65,13 +65,15 @@ def noise_level(noise: float, momentum: float, rows: int, damping: float = DAMPI
     return damping * noise / (kept * rows) if kept > 0.0 else math.inf
 
 
+@exact_products()
 def corrections(updates: Sequence[torch.Tensor], levels: torch.Tensor) -> list[torch.Tensor]:
     """Return D - U of each matrix U (m, n), m <= n, with nu of each in `levels` (k,); float32, |D| = |U|.
 
     Zeros for a matrix of zeros, one with NaN or infinity, and one whose level is not finite
     or far above it: these keep the step that SGD took. All matrices are on one device. Consecutive matrices of one
     shape are multiplied together, and the inverse roots of all blocks of one height are found together: on a GPU,
-    starting the operations takes longer than the operations.
+    starting the operations takes longer than the operations. Products are exact: the rounding that a script may allow
+    exceeds the smallest eigenvalues and would make the iteration diverge.
     """
     matrices = [update.float() for update in updates]
     lengths = torch.stack(norms(matrices))
@@ -87,12 +89,12 @@ def corrections(updates: Sequence[torch.Tensor], levels: torch.Tensor) -> list[t
         stacks.append(_Stack(part, whole, *_in_blocks(unit, shape[0])))
     for height in dict.fromkeys(stack.height for stack in stacks):
         same = [stack for stack in stacks if stack.height == height]
-        grams = torch.cat([_product(stack.unit, stack.unit.mT) for stack in same])
+        grams = torch.cat([stack.unit @ stack.unit.mT for stack in same])
         diagonal = torch.cat([damping[stack.part, None].expand(-1, stack.blocks).reshape(-1) for stack in same])
         grams.diagonal(dim1=-2, dim2=-1).add_(diagonal[:, None])
         roots = torch.split(inverse_root(grams), [len(stack.unit) for stack in same])
         for stack, root in zip(same, roots, strict=True):
-            stack.turned = stack.joined(_product(root, stack.unit))
+            stack.turned = stack.joined(root @ stack.unit)
     sizes = torch.cat([torch.linalg.vector_norm(stack.turned, dim=(1, 2)) for stack in stacks])
     kept = kept | ~((sizes > 0.0) & torch.isfinite(sizes))
     scales = lengths / sizes
@@ -154,9 +156,9 @@ def newton_inverse_root(matrices: torch.Tensor) -> torch.Tensor:
     first, *scales = _scales(math.sqrt(_LEAST))
     z = t = torch.sub(1.5 * first * identity, y, alpha=0.5 * first**3)
     for scale in scales:
-        y = _product(y, t)
-        t = _less_product(identity, z, y, scale)
-        z = _product(t, z)
+        y = y @ t
+        t = torch.baddbmm(identity, z, y, beta=1.5 * scale, alpha=-0.5 * scale**3)
+        z = t @ z
     root: torch.Tensor = z / size.sqrt()
     return root
 
@@ -170,36 +172,6 @@ def _scales(least: float) -> tuple[float, ...]:
         scales.append(scale)
         least = scale * (3.0 - scale**2) / 2.0
     return tuple(scales)
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return `left` @ `right` in float32, also where the script lets a GPU round factors to the 11 bits of TF32.
-
-    Rounding would exceed the smallest eigenvalues and make the iteration diverge. Each factor is then the sum of its
-    first 11 bits and the rest; the product of both rests is below float32.
-    """
-    if _exact(left):
-        return left @ right
-    (a, rest), (b, other) = _halves(left), _halves(right)
-    return a @ b + (a @ other + rest @ b)
-
-
-def _less_product(identity: torch.Tensor, z: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return T of the iteration, (3 a I - a^3 Z Y) / 2 for the scale a."""
-    beta, alpha = 1.5 * scale, -0.5 * scale**3
-    if _exact(z):
-        return torch.baddbmm(identity, z, y, beta=beta, alpha=alpha)
-    return torch.add(beta * identity, _product(z, y), alpha=alpha)
-
-
-def _exact(factor: torch.Tensor) -> bool:
-    """Return True where torch multiplies in float32."""
-    return not factor.is_cuda or torch.get_float32_matmul_precision() == "highest"
-
-
-def _halves(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    first = (matrix.view(torch.int32) & -(1 << 13)).view(torch.float32)
-    return first, matrix - first
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,30 @@ def test_the_longer_side_of_more_than_256_rows_is_turned_in_blocks_of_rows():
     assert relative(found, right * (float(update.norm()) / right.norm())) < 1e-3
 
 
+@pytest.mark.parametrize("interface", ["precision", "fp32_precision"])
+def test_a_script_that_lets_products_be_rounded_keeps_its_setting(interface):
+    update = spread(6, 9, decades=1.0)
+    right, matmul = turned(update, 0.1), torch.backends.cuda.matmul
+    before = getattr(matmul, "fp32_precision", None)
+    if interface == "precision":
+        torch.set_float32_matmul_precision("high")
+    elif hasattr(matmul, "fp32_precision"):
+        matmul.fp32_precision = "tf32"  # which makes torch.get_float32_matmul_precision() raise
+    else:
+        pytest.skip("this torch knows no such setting")
+    try:
+        torch.testing.assert_close(turned(update, 0.1), right)
+        if interface == "precision":
+            assert torch.get_float32_matmul_precision() == "high"
+        else:
+            assert matmul.fp32_precision == "tf32"
+    finally:
+        if interface == "precision":
+            torch.set_float32_matmul_precision("highest")
+        else:
+            matmul.fp32_precision = before
+
+
 def test_singular_values_are_levelled_without_noise_and_stay_under_much():
     update = spread(12, 30, decades=2.0)
     levelled, kept = turned(update, 0.0), turned(update, 1e3)
