@@ -156,6 +156,7 @@ MODES = {
         (0.25, 0.5, 1.0),
         ablations=True,
     ),
-    # Of 2026-11-27, before anything ran on a GPU: one case that minutes suffice for, at the rate that is usual for it.
-    "gpu": Mode("gpu", (Case("glyphs32", "resnet18", 1024, 4),), 3, 30, 8192, (0.05,), (0.5, 1.0), device="cuda"),
+    # Of 2026-11-27: one case that minutes suffice for, at the rate that is usual for it. With 8,192 images the small
+    # batch reached 99 %, before any large batch was trained, which leaves no gap to close.
+    "gpu": Mode("gpu", (Case("glyphs32", "resnet18", 512, 4),), 3, 30, 2048, (0.05,), (0.5, 1.0), device="cuda"),
 }
