@@ -1,4 +1,4 @@
-"""Decides what is measured in a run and when: wires `measure/` to `ship/`, on the training thread."""
+"""Decides what a run measures and when; connects `measure/` to `ship/` on the training thread."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
 Telemetry has every step."""
 MEMORY_EVERY_STEPS = 1000
 COUNTED_STEP = 1
-"""Step whose operations are counted: the first one that is like those after it, and a warm-up of most runs."""
+"""Step whose operations are counted: the first step like all later ones, and a warm-up step in most runs."""
 BUCKETS_TIMED_FROM = 2
-"""Steps of a launch until buckets are timed, since DDP orders its buckets in the first step. Further batches are timed
-from their first step on: hooks on every parameter slow a step, and these have fewer warm-up steps to hide that."""
+"""Steps of a launch until buckets are timed, since DDP orders its buckets in the first step. Later batches are timed
+from their first step on: hooks on every parameter slow a step down, and these batches have fewer warm-up steps."""
 SWITCHES_SEEN_AFTER = 1
-"""The step after which hooks look at a script's switches for one step: by then it has compiled what it compiles."""
+"""The step after which hooks look at a script's switches for one step: by then compilation is over."""
 WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP = 2, 24
-"""Steps at which accumulation is known: a watched optimizer shows it in two steps in a row, any other by its calls."""
+"""Steps after which accumulation is known: watched optimizers show it in two steps, other optimizers by their calls."""
 REQUEST_TIMEOUT_S = 5.0
 _FEW_OPTIMIZERS = 8
-"""Most optimizers that are timed: a script with more has one for each parameter, which steps in the backward pass."""
+"""Most optimizers that are timed: a script with more has one per parameter, stepping during the backward pass."""
 _LASTING = 3
-"""Steps in a row of another batch size than the usual one that are more than the end of an epoch."""
+"""Consecutive steps with an unusual batch size that cannot be just the end of an epoch."""
 
 _recorders = count()
 
@@ -67,7 +67,7 @@ class TrackedObjects:
     """The models and optimizers given to `run.watch`, over all its calls, in their order, while the script keeps them.
 
     They are held weakly: a model that we kept would keep its process group open. scaled: the optimizers that scale
-    gradients (`TulaOptimizer`), which want each batch and report numbers; with those that were reported last.
+    gradients (`TulaOptimizer`), which want each batch and report numbers, with the numbers that each reported last.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class TrackedObjects:
         self.scales = False  # so that the hot path calls nothing
 
     def add(self, models: Iterable[Any], optimizers: Iterable[Any]) -> list[Any]:
-        """Track these; returns the optimizers that are new."""
+        """Track models and optimizers; return the new optimizers."""
         self.models.update((model, None) for model in models if isinstance(model, torch.nn.Module))
         new = []
         for optimizer in optimizers:
@@ -87,7 +87,7 @@ class TrackedObjects:
                 self.optimizers[optimizer] = None
                 if hasattr(optimizer, "observe_batch"):
                     self.scaled[optimizer], self.scales = {}, True
-            except TypeError:  # a wrapper of the script's, with slots, or that defines equality
+            except TypeError:  # a wrapper in the script that has slots or defines equality
                 logger.warning("%s can't be a key: its state is not measured", type(optimizer).__name__)
             new.append(optimizer)
         return new
@@ -104,9 +104,9 @@ class TrackedObjects:
                     yield name if number == 1 else f"{name}_{number}", value
 
     def observe_batch(self, batch: Any, size: float | None, share: float, times: int) -> None:
-        """Hand a micro-step's batch, a `share` of the loader's, to those that scale, to stand for `times` micro-steps.
+        """Hand the batch of a micro-step (a `share` of the loader's) to scaling optimizers, for `times` micro-steps.
 
-        size: its examples, where the batch itself shows another number.
+        size: the number of examples, if the batch itself shows a different number.
         """
         for optimizer in self.scaled:
             for _ in range(times):
@@ -120,7 +120,7 @@ class Recorder:
     and raises nothing; none of them takes a lock or waits.
     """
 
-    # What a step reads, at most of them with cold caches: in a dictionary of all attributes it costs a tenth more.
+    # A step reads these attributes, mostly with cold caches: in a dictionary of all attributes that costs a tenth more.
     __slots__ = (
         "__dict__", "__weakref__", "_batch_size", "_bucket_timer", "_comm_split", "_device_clock", "_last_step_s",
         "_other_sizes", "_quiet_until", "_sizes_vary", "_unclocked_step", "config", "energy", "finished", "gradients",
@@ -165,7 +165,7 @@ class Recorder:
         self._comm_split: CommSplit | None = None
         self._bucket_timer: BucketTimer | None = None
         self._operations: OperationCounter | None = None
-        self._optimizer_calls: count[int] | None = None  # of any optimizer, where the script gives none to watch
+        self._optimizer_calls: count[int] | None = None  # of any optimizer, if the script passes none to `watch`
         self._counting: Any = None
         self._device_clock: DeviceClock | None = None
         self._rendezvous: RankRendezvous | None = None
@@ -207,7 +207,7 @@ class Recorder:
 
     @property
     def plan(self) -> ProfilePlan | None:
-        """What a profiling run does; None in training."""
+        """The plan of a profiling run; None in training."""
         return self.profiling.plan
 
     @property
@@ -217,33 +217,33 @@ class Recorder:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the default process group, or of the last one; without any, as the environment says."""
+        """Return the size of the default process group, or of the last one; without any, that of the environment."""
         if current_group() is not None:
             self._last_world_size = torch.distributed.get_world_size()
         return self._last_world_size
 
     @property
     def local_batch_size(self) -> int | None:
-        """Examples per rank and micro-step as measured; before the first batch, as the environment says."""
+        """Return the measured examples per rank and micro-step; before the first batch, those of the environment."""
         return self._batch_size or self.local_configured
 
     @property
     def local_configured(self) -> int | None:
-        """Examples per rank and micro-step that the run is to use now."""
+        """Return the examples per rank and micro-step that the run should use now."""
         return self.launch.cut_to or self.config.local_batch_size
 
     @property
     def dropped(self) -> int:
-        """Measurements lost so far."""
+        """Return the number of measurements lost so far."""
         return self.readings.dropped + self.exporter.dropped
 
     def channel(self, within_s: float = 0.0) -> Channel | None:
-        """Return the connection to the other ranks, waiting `within_s` seconds at most; None while there is none."""
+        """Return the connection to the other ranks, waiting at most `within_s` seconds; None while there is none."""
         rendezvous = self._rendezvous
         return None if rendezvous is None else rendezvous.channel(within_s)
 
     def begin_at(self, epochs_before: float, known: bool) -> None:
-        """Begin a loop after `epochs_before` epochs, which are not `known` where the script does not report them.
+        """Begin a loop after `epochs_before` epochs; `known` is False if the script does not report them.
 
         A restarted script that reports nothing may have loaded any checkpoint.
         """
@@ -277,24 +277,24 @@ class Recorder:
         return cut
 
     def measure_whole_batches(self, because: str) -> None:
-        """Give the script whole batches from now on; the other runs of this launch go back to the plan."""
+        """Give the script whole batches from now on; the launch's other runs return to the plan."""
         if self.launch.cut_to is not None:
             logger.warning("this launch measures one batch instead of several: %s", because)
             self.profiling.drop_smaller_batches()
             self._follow_first_rank()
 
     def measure_alone(self, because: str) -> None:
-        """Measure this rank's steps, and agree with no other rank on the end.
+        """Measure this rank's steps without agreeing with other ranks on the end.
 
-        A rank other than the first ends nothing: the first would wait in its steps while that rank sends what it has.
+        Only the first rank may end the measurement: it would wait in its steps while another rank sends its data.
         """
         self.measure_whole_batches(because)
         self.profiling.measure_alone(ends=self.leads)
 
     def watch(self, models: list[Any], optimizers: list[Any]) -> None:
-        """Hook the optimizers and remember them and the models by weak references.
+        """Hook the optimizers, and keep weak references to them and to the models.
 
-        Models get no hook that stays; DDP's own hook is free.
+        Models get no lasting hook; DDP's own hook stays free.
         """
         self._check_group()
         for optimizer in self.objects.add(models, optimizers):
@@ -353,7 +353,7 @@ class Recorder:
         """Begin a micro-step with a batch that has arrived, or `micro_steps` of its size."""
         if self.finished:
             return
-        # A batch that was cut is not of the size that its loader states.
+        # A cut batch does not have the size that its loader states.
         size = counted = self.sizes.of(batch, loader if self.launch.cut_to is None else None)
         if size is None:
             size = self.config.local_batch_size
@@ -369,7 +369,7 @@ class Recorder:
             self._first_size(size, loader)
         if size is not None and size > self.memory.largest_seen:
             self.memory.saw_batch(size, batch, loader)
-        if self.objects.scales and counted is not None:  # a size that is not known sets no learning rate
+        if self.objects.scales and counted is not None:  # an unknown size sets no learning rate
             own = None if counted == infer_batch_size(batch) else float(counted)
             self.objects.observe_batch(batch, own, self.launch.batch_share(self.launch.cut_to), micro_steps)
         early = self.leads and self.timer.step < EVERY_STEP_UNTIL
@@ -389,7 +389,7 @@ class Recorder:
             logger.warning(text, size, configured)
 
     def uses_workers(self, loader_workers: Any) -> None:
-        """Note the processes of the training's loader; None where it is not a DataLoader."""
+        """Note the number of processes of the training loader; None if it is not a DataLoader."""
         if type(loader_workers) is int:
             self.readings.host.setdefault("loader_workers", loader_workers)
 
@@ -434,14 +434,14 @@ class Recorder:
             self._read_memory()  # a short run: its model may be freed before the end
 
     def pause(self) -> bool:
-        """Leave out what follows, until `unpause`; return False if it is left out already."""
+        """Leave out the time from now until `unpause`; return False if it is already left out."""
         if self.finished or self._paused:
             return False
         self._paused = True
         self.timer.leave_out()
         if self._device_clock is not None:
             self._device_clock.drop()
-            # Of the step under way the host's time alone is left, which may run ahead of the device's.
+            # Only the host's time is left of the current step, and the host may run ahead of the device.
             self._unclocked_step = None if self.timer.between_steps else self.timer.step
         return True
 
@@ -453,9 +453,9 @@ class Recorder:
             self._device_clock.begin()
 
     def log(self, values: dict[str, Any]) -> int | None:
-        """Log named numbers of the step under way, or of the last one between steps; only the first rank's are sent.
+        """Log named numbers of the current step (between steps: the last one); only the first rank sends them.
 
-        Returns that step, or None where nothing is sent.
+        Returns that step, or None if nothing is sent.
         """
         if not self.leads or self.finished:
             return None
@@ -485,13 +485,13 @@ class Recorder:
             logger.warning("%d measurements were dropped", self.dropped)
 
     def _finish_in_child(self) -> None:
-        """Measure nothing in a forked child (a data loading process); the parent sends the queued measurements."""
+        """Stop measuring in a forked child (a data-loading process); the parent sends the queued measurements."""
         self.finished = True
 
     # Process groups.
 
     def _check_group(self) -> None:
-        """Begin again in a process group that was made after the first was destroyed."""
+        """Start again in a process group that was created after the first one was destroyed."""
         group = current_group()
         current = None if self._group is None else self._group()
         if group is None or group is current:
@@ -534,7 +534,7 @@ class Recorder:
         self.readings.expects_comm = self.readings.expects_comm or split.usable
 
     def _time_buckets(self, local_batch_size: int | None) -> None:
-        """Begin to time the buckets of the only DDP module, or end."""
+        """Start or stop timing the buckets of the only DDP module."""
         if not self.guard.works("timing buckets"):
             self._bucket_timer = None
             return
@@ -564,7 +564,7 @@ class Recorder:
     # The end of a step.
 
     def _step_ended(self, timing: StepTiming, interval: Interval | None) -> bool:
-        """Record a step; return True when that took so long that the next step's clock should be restarted."""
+        """Record a step; return True if that took so long that the next step's clock must restart."""
         step, quiet = timing.step, timing.step < self._quiet_until
         warmup = not quiet and step < self.launch.first_step + self.profiling.warmup_steps
         if self.leads and not quiet and (self._bucket_timer is not None or step == BUCKETS_TIMED_FROM):
@@ -584,13 +584,13 @@ class Recorder:
         self.readings.add_step(timing if usual else timing._replace(uneven=True), warmup, sampled)
         if self.leads and self.objects.scales:
             for name, value in self.objects.changed_values():
-                # Of a batch that was cut: the optimizer takes it for the whole one.
+                # For a cut batch: the optimizer takes it for the whole batch.
                 if not name.startswith("gradient_noise_scale") or self.launch.cut_to is None:
                     self.readings.add_value(step, name, value)
         return not quiet and self._do_what_is_due(step, warmup, timing.step_time_s if usual else None)
 
     def _of_another_size(self, timing: StepTiming) -> StepTiming:
-        """Return what counts of a step of an unusual batch; three such steps in a row do not end an epoch.
+        """Return the step to count if its batch is unusual; three such steps in a row do not end an epoch.
 
         If these steps have one size, that is the usual batch from then on. If they have several, sizes vary, and each
         step counts as a step of the run's configured batch, or of the mean.
@@ -617,7 +617,7 @@ class Recorder:
             logger.warning("%s%s; %s, or tula_agent.init(batch_size=...)", what, counted, remedy)
 
     def _do_what_is_due(self, step: int, warmup: bool, step_time_s: float | None) -> bool:
-        """Do what is due after some steps, and find which steps have nothing due; return True where that takes long."""
+        """Do the tasks due after certain steps, and find the steps without any; return True if that took long."""
         since, profiling = step - self.launch.first_step, self.profiling
         if self.leads and step <= COUNTED_STEP:
             self._count_operations(step)
@@ -641,7 +641,7 @@ class Recorder:
         return took_long
 
     def _profile(self, step: int, step_time_s: float | None) -> bool:
-        """Settle what is pending among ranks, and show the plan a step after warm-up; return True if that took time."""
+        """Settle pending agreements among ranks, and pass a warm step to the plan; return True if that took long."""
         pending = self.profiling.pending
         if pending:
             self.profiling.agree()
@@ -664,9 +664,9 @@ class Recorder:
         return True
 
     def measured_enough(self) -> bool:
-        """Return True where a profiling run has measured all it can, and repeating the loader caused an exception.
+        """Return True if a profiling run has measured all it can, and repeating the loader caused an exception.
 
-        A schedule that was made for the script's own steps raises after the last of them: the script is not at fault.
+        A schedule made for the script's own number of steps raises after the last step: the script is not at fault.
         """
         if self._repeats and self.profiling.timed_steps and not self.stopping:
             self.profiling.stopping = True
@@ -695,7 +695,7 @@ class Recorder:
             self.memory.reset_peak()
 
     def _follow_first_rank(self) -> None:
-        """Cut batches as the first rank does, or not at all, once the ranks have agreed."""
+        """Cut batches like the first rank, or not at all, once the ranks have agreed."""
         smaller = self.plan.smaller_batches if self.plan is not None else ()
         if self.launch.differs(smaller):
             if self.leads and self.launch.cut_to is not None and self._batch_size is not None:
@@ -708,7 +708,7 @@ class Recorder:
         self.exporter.put(SpooledRequest("PATCH", path, encode({"state": state}), keep=False))
 
     def _is_sampled(self, step: int) -> bool:
-        """Return True when a step of this number becomes a sample."""
+        """Return True if the step with this number becomes a sample."""
         return self.profiling.plan is not None or step < EVERY_STEP_UNTIL or step % THEN_EVERY == 0
 
     def _check_accumulation(self, step: int) -> None:
@@ -761,7 +761,7 @@ class Recorder:
                     self.readings.host["operations"] = operations
 
     def _read_host(self) -> None:
-        """Read once what the verdict needs of the host; timing an operation takes some 10 ms. Never raises."""
+        """Read the facts about the host for the verdict, once; timing an operation takes some 10 ms. Never raises."""
         host = self.readings.host
         if not self.leads or "cores" in host:
             return
@@ -769,10 +769,10 @@ class Recorder:
             facts: dict[str, Any] = {"cores": own_cores(self.config.ranks_per_node)}
             if "operations" in host and not (self._device_clock is not None and self._device_clock.capturing()):
                 facts["launch_time_s"] = node_time_s(find_device(self.objects.models))
-            host.update(facts)  # at once: the shipping thread sends them when they are there
+            host.update(facts)  # at once: the shipping thread sends the facts as soon as they exist
 
     def _look_at_switches(self, step: int) -> None:
-        """Report what one step of a profiling run does, and warn of options of the run that it does not follow."""
+        """Report the switches of one step of a profiling run, and warn of run options that the step does not follow."""
         with self.guard("looking at the script's switches"):
             if step == SWITCHES_SEEN_AFTER:
                 self._switch_watch = SwitchWatch(list(self.objects.models))
@@ -799,7 +799,7 @@ class Recorder:
 
     def _end_report(self, state: str, message: str | None, failed_local_batch_size: int | None) -> list[SpooledRequest]:
         if self.plan is not None and self.stopping:
-            state, message, said = "succeeded", None, True  # enough is measured, whatever the script did next
+            state, message, said = "succeeded", None, True  # the run has measured enough, whatever the script did next
         else:
             said = state == "succeeded" and (self.config.supervised or self.launch.several)
             state = "running" if said else state  # the launcher knows how its command ended
@@ -813,10 +813,10 @@ class Recorder:
         fields = {name: value for name, value in body.items() if value is not None}
         return [SpooledRequest("PATCH", routes.RUN.format(run_id=self.launch.run_id), encode(fields))]
 
-    # Asked on the shipping thread, most of it for a run that the agent makes by itself.
+    # The shipping thread calls these, mostly for a run that the agent makes by itself.
 
     def _collect(self, last: bool) -> list[SpooledRequest]:
-        """Return the requests that are due; none before the run is known, and none ever where there will be no run."""
+        """Return the requests that are due; none before the run is known, nor if there will never be a run."""
         if self.joining is not None and not self.joining.ready(last):
             return []
         with beside_captures():
@@ -830,7 +830,7 @@ class Recorder:
         return self._batch_size, self.timer.grad_accum_steps
 
     def joined(self, run_id: str) -> None:
-        """Note the run, which is known from now on."""
+        """Store the run, which is known from now on."""
         self.launch.own_run_id = run_id
         if self.leads:
             self._report("running", run_id)

@@ -1,4 +1,4 @@
-"""What a training script uses: `init`, and the `Run` with `steps`, `watch`, `log` and `finish`."""
+"""The interface for training scripts: `init`, and `Run` with `steps`, `watch`, `log` and `finish`."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def init(
     batch_size: float | None = None,
     log_to_wandb: bool = False,
 ) -> Run:
-    """Join the run that the environment names; without one, a run that does nothing and costs nothing.
+    """Join the run that the environment names; without one, return a run that does nothing and costs nothing.
 
-    job: a job by name or id (or TULA_JOB). Where `tula` has not started the script, the first rank then makes a run of
-    this job in the background, once a step has shown its configuration, and all ranks join it; a name that no job has
+    job: a job by name or id (or TULA_JOB). If `tula` has not started the script, the first rank makes a run of this
+    job in the background, once a step has shown its configuration, and all ranks join it; a name that no job has
     is registered with dataset_size and epochs (default 1). dataset_size: examples per epoch over all ranks;
-    grad_accum_steps: micro-steps per step, only needed where no optimizer is watched; model_parallel_size: processes
+    grad_accum_steps: micro-steps per step, only needed if no optimizer is watched; model_parallel_size: processes
     that share one replica of the model (pipeline stages times tensor parallelism), which count as one rank;
-    batch_size: examples per rank and micro-step, where neither the loader nor the shape of a batch says it;
+    batch_size: examples per rank and micro-step, if neither the loader nor the shape of a batch shows it;
     log_to_wandb: `Run.log` on the first rank also logs to the script's wandb run, as `tula/NAME` over `tula/step`. Each
-    call is one step of wandb's own counter, so leave it off where the script passes `step=` to `wandb.log`.
+    call is one step of wandb's own counter, so leave it off if the script passes `step=` to `wandb.log`.
     Never raises. The run finishes by itself when the process ends.
     """
     global _current
@@ -106,17 +106,17 @@ class Run:
 
     @property
     def active(self) -> bool:
-        """True while something is measured and shipped."""
+        """Return True while the run measures and sends."""
         return self.recorder is not None and not self.recorder.finished
 
     @property
     def stopping(self) -> bool:
-        """True once a profiling run has measured enough: `steps` then yields nothing, and a loop may break."""
+        """Return True once a profiling run has measured enough: `steps` then yields nothing, and a loop may break."""
         return self.recorder is not None and self.recorder.stopping
 
     @property
     def position(self) -> Position:
-        """Where the training is in its data; `checkpoint` and `resume` write and read it."""
+        """Return the training's position in its data, which `checkpoint` writes and `resume` reads."""
         if self._position is None:
             from tula_agent.position import Position
 
@@ -129,8 +129,8 @@ class Run:
         A profiling run repeats a short loader, and ends when it has enough.
 
         size: examples (or tokens, if the job counts in tokens) of a batch on this rank, or a function of the batch that
-        counts them; needed only where neither the loader's `batch_size` nor the shape of a batch says it. Where
-        gradients are off (an evaluation), batches pass through, and belong to no step and to no epoch. `len()` and all
+        counts them; needed only if neither the loader's `batch_size` nor the shape of a batch shows it. While
+        gradients are off (an evaluation), batches pass through and belong to no step and no epoch. `len()` and all
         attributes of the result are the loader's. Exceptions of `loader` pass through.
         """
         return Steps(loader, lambda: self._timed(loader, size))
@@ -167,9 +167,9 @@ class Run:
     def _fetch(
         self, recorder: Recorder | None, position: Position, batches: Iterator[T], loader: Iterable[T]
     ) -> list[T]:
-        """Return the next batch in a list, an empty list at the end.
+        """Return the next batch in a list, or an empty list at the end.
 
-        Popping it leaves no reference here: a script may free its batch in the middle of a step.
+        Popping the batch leaves no reference here: a script may free its batch in the middle of a step.
 
         Runs at every step, hence try instead of the guard's context manager, which costs more than the call it guards.
         """
@@ -222,8 +222,8 @@ class Run:
     def paused(self) -> Iterator[None]:
         """Leave time out of all steps, for evaluating and saving in the middle of the loop: `with run.paused():`.
 
-        A step that is measured is then the same in a long training, whatever share of it is spent so. May be nested;
-        exceptions pass through.
+        A measured step then takes as long as in a long training run, however often that run pauses. Calls may be
+        nested; exceptions pass through.
         """
         outermost = False
         if self.recorder is not None:
@@ -237,7 +237,7 @@ class Run:
                     self.recorder.unpause()
 
     def begin_at(self, epoch: float) -> None:
-        """Report where training continues, for a script that loads its own checkpoints; `resume` does it by itself.
+        """Report where training continues, if the script loads its own checkpoints; `resume` does so by itself.
 
         epoch: how many epochs are complete: 2.5 in the middle of the third. Call it before the first step; the time and
         cost that the service predicts for the rest, and its advice, depend on it.
@@ -258,11 +258,11 @@ class Run:
                 recorder.want_batch()
 
     def cut(self, batch: Any) -> Any:
-        """Return the examples of `batch` to work on: only the first ones while a smaller batch is measured."""
+        """Return the examples of `batch` to train on: only the first ones while a smaller batch is measured."""
         return batch if self.recorder is None else self.recorder.cut(batch, None)
 
     def batch_arrived(self, batch: Any, loader: Any = None, micro_steps: int = 1) -> None:
-        """Note that the framework starts to work on a batch, or on `micro_steps` of them before its next report."""
+        """Note that the framework starts on a batch, or on `micro_steps` batches before its next report."""
         if self.recorder is not None and not self.recorder.finished:
             with self.guard("timing"):
                 self.recorder.batch_ready(batch, loader, micro_steps)
@@ -274,7 +274,7 @@ class Run:
                 self.recorder.want_batch()
 
     def end_loop(self) -> None:
-        """End the loop, as the framework leaves it to evaluate or at the end."""
+        """End the loop when the framework leaves it, to evaluate or at the end."""
         if self.recorder is not None:
             with self.guard("timing"):
                 self.recorder.end_epoch()
@@ -283,7 +283,7 @@ class Run:
         """Measure `model` (a module or several, DDP or not) and `optimizer` (one or several) more closely.
 
         Adds memory by component, the gradient norm, and compute apart from communication. Call it once everything is
-        built, after DDP wraps the model. The gradient noise scale is that of a `TulaOptimizer` given as `optimizer`
+        built, after DDP wraps the model. Only a `TulaOptimizer` given as `optimizer` reports the gradient noise scale
         (docs/embed.md says why). A GradScaler is not needed: it unscales before an optimizer's step hooks run, and a
         step that it skips ends by counting.
         """
@@ -294,15 +294,15 @@ class Run:
     def largest_local_batch_size(self) -> int | None:
         """Return the largest batch per rank that should fit into this rank's memory, predicted without trying it.
 
-        None until a watched model has done a few steps and memory was read (the fifth step), or without a run. From
-        one batch size the prediction errs on the small side; see `tula_wire.memory`.
+        Returns None until a watched model has taken a few steps and memory was read (the fifth step), or without a
+        run. From one batch size the prediction errs on the small side; see `tula_wire.memory`.
         """
         return self.recorder.memory.largest_local_batch_size() if self.recorder is not None else None
 
     def log(self, **values: Any) -> None:
         """Log named numbers of the current step: loss, accuracy, validation_accuracy, or any other name in lower case.
 
-        Tensors are fine: those on a device are copied in the background, without waiting.
+        Tensors are fine: a tensor on a device is copied in the background, without waiting.
         """
         if self.recorder is not None:
             try:  # called at every step, as `_fetch`
@@ -315,7 +315,7 @@ class Run:
     def _log_to_wandb(self, values: Mapping[str, Any], step: int) -> None:
         """Log `values` of `step` to the script's wandb run, if it has one, as `tula/NAME` over `tula/step`.
 
-        Their own axis, and no `step=`: one that is higher than the script's next makes wandb drop the script's values.
+        They get an axis of their own instead of `step=`: wandb drops the script's values if their step is lower.
         """
         run = getattr(sys.modules.get("wandb"), "run", None)
         if run is not None:
@@ -333,7 +333,7 @@ class Run:
         recorder = self.recorder
         if recorder is None:
             return
-        # One deadline for everything, also for a report of the out-of-memory watch that is under way.
+        # One deadline for everything, including a report that the out-of-memory watch is sending.
         ends = time.monotonic() + recorder.config.exit_deadline_s
         with self.guard("finishing"):
             watch, self.oom_watch = self.oom_watch, None
@@ -347,7 +347,7 @@ class Run:
     def report_out_of_memory(self, error: BaseException | None = None, local_batch_size: int | None = None) -> None:
         """Report that this batch does not fit; with several ranks, all of them end within ten seconds.
 
-        For scripts that catch the error themselves; one that ends the process is reported without this.
+        Call it if the script catches the error itself; the agent reports an error that ends the process without it.
         """
         recorder = self.recorder
         if recorder is not None and not recorder.finished:
@@ -356,7 +356,7 @@ class Run:
                 self._end_out_of_memory(text, local_batch_size)
 
     def _ends_for_smaller(self, size: int, planned: int) -> bool:
-        """End a profiling run of `planned` examples whose script uses `size` after an out-of-memory that it caught.
+        """End a profiling run planned with `planned` examples if its script caught an out-of-memory and uses `size`.
 
         Two signs say that the batch does not fit: a smaller batch than the run's, and the error before it.
         """
@@ -375,7 +375,7 @@ class Run:
             self.recorder.finish("out_of_memory", text, local_batch_size)
 
     def report_exception(self, error: BaseException) -> None:
-        """Report the exception that ends the training, as out of memory where it is that."""
+        """Report the exception that ends the training, as out of memory if it is one."""
         with self.guard("reporting a failure"):
             from tula_agent.oom_watch import is_out_of_memory
 
@@ -387,17 +387,17 @@ class Run:
                 self.finish(succeeded=False, message=f"{type(error).__name__}: {error}"[:2000])
 
     def checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """See `tula_agent.checkpoint.save`; without its first argument. Its time counts in no step."""
+        """Write a checkpoint as `tula_agent.checkpoint.save` does; its time counts toward no step."""
         with self.paused():
             return import_module("tula_agent.checkpoint").save(self.position, *args, **kwargs)
 
     def resume(self, *args: Any, **kwargs: Any) -> Any:
-        """See `tula_agent.checkpoint.resume`; without its first argument."""
+        """Resume from the newest checkpoint as `tula_agent.checkpoint.resume` does."""
         return import_module("tula_agent.checkpoint").resume(self.position, *args, **kwargs)
 
 
 class Steps(Generic[T]):
-    """What `Run.steps` returns: iterates over a loader, and is the loader in every other respect."""
+    """Result of `Run.steps`: iterates over a loader, and behaves like the loader in every other respect."""
 
     def __init__(self, loader: Iterable[T], begin: Callable[[], Iterator[T]]) -> None:
         self._loader = loader
@@ -405,7 +405,7 @@ class Steps(Generic[T]):
         self._iterator: Iterator[T] | None = None  # of a script that calls `next` itself
 
     def __iter__(self) -> Iterator[T]:
-        """Begin to loop."""
+        """Begin the loop; return its iterator."""
         return self._begin()
 
     def __next__(self) -> T:
@@ -415,14 +415,14 @@ class Steps(Generic[T]):
         return next(self._iterator)
 
     def __len__(self) -> int:
-        """Return the loader's length. Raises TypeError where it has none, whatever its own method raises."""
+        """Return the loader's length. Raises TypeError if it has none, whatever its own method raises."""
         try:
             return len(self._loader)  # type: ignore[arg-type]
         except Exception as error:  # `list()` asks for a length, and takes no other error for an answer
             raise TypeError(f"this loader has no length: {error!r}") from error
 
     def __getattr__(self, name: str) -> Any:
-        """Return the loader's `sampler`, `dataset`, `batch_size`, and whatever else it has."""
+        """Return the loader's attribute of this name, such as `sampler`, `dataset` or `batch_size`."""
         if name == "_loader":  # of a copy that is being made
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -440,10 +440,10 @@ def _many(value: Any) -> list[Any]:
 
 
 def _watch_process(*, failures: bool) -> None:
-    """Finish the run when this process ends; with `failures`, see the exception or status that ends it.
+    """Finish the run when this process ends; with `failures`, report the exception or status that ends it.
 
-    `sys.excepthook` and `sys.exit` are replaced because nothing else sees what they see: `atexit` functions are not
-    given the exception or the status. Both call what was there before.
+    `sys.excepthook` and `sys.exit` are replaced because `atexit` functions get neither the exception nor the status.
+    Both replacements call the function that was there before.
     """
     global _exit_pid, _watches_failures
     if _exit_pid != os.getpid():

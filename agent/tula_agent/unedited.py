@@ -1,4 +1,4 @@
-"""Measures a training loop that has never heard of the agent, from its optimizer's steps and its data loader."""
+"""Measures a training loop that does not know the agent, from its optimizer's steps and its data loader."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from tula_agent.recorder import Recorder
 
 _AHEAD = "accelerate"
-"""The framework whose loader fetches a batch ahead of the one that is trained on; transformers' Trainer uses it too."""
+"""The framework whose loader fetches one batch ahead of the current one; transformers' Trainer uses it too."""
 _SAY_AFTER = 3
-"""Steps after which the loop knows what it can't see, and says so."""
+"""Steps after which the loop knows, and says, what it cannot see."""
 _MOST_STEPS_A_BATCH = 8
-"""Most steps of the optimizer on one batch (a GAN's critic takes some); a script that takes more asks for no batch."""
+"""Most optimizer steps on one batch (a GAN's critic takes several); a script that takes more requests no batches."""
 _LOADERS_KEPT = 8
 _LISTS_HELD = 2
-"""Most lists that are held since they can't be referred to weakly: scripts train on one and evaluate on another."""
+"""Most lists that are held, since lists allow no weak references: scripts train on one list and evaluate on another."""
 _FOLLOW_AFTER = 32
-"""Steps of another optimizer, with none of the watched one between them, that end the phase of the watched one."""
+"""Consecutive steps of another optimizer after which the watched optimizer's phase is over."""
 
 
 class UneditedLoop:
-    """Drives a `Run` as `Run.steps` does, from what a script does anyway: ask for batches, run backward passes, step.
+    """Drives a `Run` as `Run.steps` does, by watching the script request batches, run backward passes and step.
 
     The loop begins after the first step of an optimizer, once the process group exists. It watches the main thread
     alone, since the end of a profiling run could not end the script from another thread.
@@ -112,7 +112,7 @@ class UneditedLoop:
         if self._hook is not None:
             self._hook.remove()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        parameters.sort(key=lambda parameter: parameter.grad is None)  # one that backward passes reach comes first
+        parameters.sort(key=lambda parameter: parameter.grad is None)  # first those that backward passes reach
         if parameters:
             this = weakref.ref(self)
 
@@ -179,7 +179,7 @@ class UneditedLoop:
         return False
 
     def _learn_loaders(self) -> None:
-        """Find out which loaders belong to training, and which of them says how large a step is."""
+        """Determine which loaders belong to training, and which of them shows the size of a step."""
         if self._last is None or not self._sizes:
             return
         if self._last not in self._recent:
@@ -215,7 +215,7 @@ class UneditedLoop:
             self._evaluated = True
 
     def has_batch(self, iterator: Any, batch: Any) -> Any:
-        """Note that `iterator` has delivered `batch`, and return what the script gets of it."""
+        """Note that `iterator` has delivered `batch`, and return the part that the script gets."""
         if not (self._measures() and torch.is_grad_enabled()):
             return batch
         key, sampler = self._key(iterator), index_sampler(iterator)
@@ -278,7 +278,7 @@ class UneditedLoop:
         return numbers[identity][0]
 
     def _micro_steps(self) -> int:
-        """Return the number of micro-steps of the step that ends."""
+        """Return the number of micro-steps in the step that ends."""
         usual, batches, backwards = self._recorder.timer.grad_accum_steps, self._batches, self._backwards
         replays = self._loads and not batches and self._steps_of_batch > self._usual_steps
         if backwards == usual or replays or not (batches or backwards):
@@ -286,7 +286,7 @@ class UneditedLoop:
         return min(batches, backwards) or max(batches, backwards)
 
     def _boundary(self) -> None:
-        """End the step under way. A profiling run that has enough leaves the script, all ranks after the same step.
+        """End the current step. A profiling run that has enough leaves the script, all ranks after the same step.
 
         A script that can't be left in this way trains on unmeasured until the launcher ends it.
         """
@@ -305,12 +305,12 @@ class UneditedLoop:
         raise SystemExit(0)
 
     def _leave_loop(self) -> None:
-        """Drop the step under way, and measure nothing until the next batch of training."""
+        """Drop the current step, and measure nothing until the next batch of training."""
         self._run.end_loop()
         self._forget_step()
 
     def _begin_again(self) -> None:
-        """Drop the measurements of this step, and begin another one now."""
+        """Drop the measurements of this step, and begin a new step now."""
         if not self._recorder.timer.between_steps:
             self._leave_loop()
         self._run.batch_done()
@@ -357,7 +357,7 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _see_batches(loop: UneditedLoop, guard: Guard) -> None:
-    """Let `loop` see every batch of every DataLoader, even where the script iterates over it already."""
+    """Let `loop` see every batch of every DataLoader, even if the script is already iterating over it."""
     kind = loader_iterator_class()
     if kind is None:
         return
