@@ -16,7 +16,7 @@ router = APIRouter(route_class=JsonRoute, tags=["access"], dependencies=[Depends
 
 @router.post(routes.TOKENS, status_code=201)
 def create_token(request: TokenCreate, caller: Caller, services: AppServices) -> TokenCreated:
-    """Make a token; its secret is in this answer and nowhere else."""
+    """Create a token; its secret is in this answer and nowhere else."""
     issued = access.issue_token(services.store, caller, **dict(request))
     services.access.forget(None)
     return issued
@@ -44,5 +44,5 @@ def create_project(request: ProjectCreate, user: CurrentUser) -> Project:
 
 @router.get(routes.PROJECTS)
 def list_projects(user: CurrentUser) -> ProjectList:
-    """List all projects for an administrator, their own for a user."""
+    """List all projects for an administrator, or the user's own project."""
     return ProjectList(projects=list(access.visible_projects(*user)))

@@ -20,13 +20,13 @@ PROBES: Final = frozenset({("GET", routes.HEALTH), ("GET", routes.READY)})
 UNAUTHENTICATED_ROUTES: Final = PROBES | {
     ("GET", "/login"), ("POST", "/login"), ("POST", "/logout"), ("GET", "/static/{name}")
 }  # fmt: skip
-"""Probes, which reveal only yes or no, and what a browser needs to show the form that takes a token."""
+"""Probes, which reveal only yes or no, and the files that a browser needs to show the login form."""
 INGEST_ROUTES: Final = frozenset({("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TELEMETRY)})
 AGENT_ROUTES: Final = INGEST_ROUTES | {
     ("GET", routes.RUN), ("PATCH", routes.RUN), ("GET", routes.RUN_PROGRESS), ("GET", routes.JOB_SCALING)
 }  # fmt: skip
 PUBLIC_ROUTES: Final = frozenset({("GET", "/accuracy"), ("GET", "/accuracy/charts/{name}")})
-"""What anyone may see of a service that only reads."""
+"""Routes of a read-only service that anyone may see."""
 _ABOUT_TOKENS: Final = frozenset({routes.TOKENS, "/admin"})
 
 _INGEST_PATTERNS: Final = [(method, compile_path(route)[0]) for method, route in INGEST_ROUTES]
@@ -44,12 +44,12 @@ def client_address(request: Request) -> str:
 
 
 def is_ingest(method: str, path: str) -> bool:
-    """Return True for samples and telemetry: their bodies may be larger, and their requests more, than others."""
+    """Return True for samples and telemetry, whose bodies may be larger and requests more frequent than others."""
     return any(method == allowed and pattern.match(path) for allowed, pattern in _INGEST_PATTERNS)
 
 
 def is_for_agents(method: str, path: str) -> bool:
-    """Return True for requests of agents, for which room and threads are reserved."""
+    """Return True for requests from agents, for which room and threads are reserved."""
     return any(method == allowed and pattern.match(path) for allowed, pattern in _AGENT_PATTERNS)
 
 
@@ -62,8 +62,8 @@ def is_open(method: str, path: str) -> bool:
 async def admit(request: Request) -> Principal:
     """Return who is calling, and count the request, before its body is read and before it takes room or a thread.
 
-    Takes `Authorization: Bearer TOKEN`, and a browser's session. Without a token, the user of this machine, or anyone
-    for the public routes of a service that only reads. Raises Unauthenticated, and Busy beyond a limit.
+    Accepts `Authorization: Bearer TOKEN` and a browser's session. Without a token, the caller is the user of this
+    machine or, on the public routes of a read-only service, anyone. Raises Unauthenticated, and Busy beyond a limit.
     """
     services: Services = request.app.state.services
     try:
@@ -90,7 +90,7 @@ async def _identify(request: Request, services: Services) -> Principal:
         elif principal is None and access.tokenless_allowed:
             principal = await to_thread.run_sync(access.tokenless, limiter=services.auth_threads)
     except Unauthenticated:
-        if is_public and "authorization" not in request.headers:  # a cookie of a session that has ended
+        if is_public and "authorization" not in request.headers:  # the cookie belongs to a session that has ended
             return PUBLIC
         raise
     if principal is None:
@@ -122,7 +122,7 @@ def _is_public(request: Request, settings: Settings) -> bool:
 
 
 def _required_scopes(method: str, route: str) -> frozenset[str]:
-    """Return the scopes that may use the route: user, admin, and read for a read, unless the route is listed above."""
+    """Return the scopes that may use the route: user, admin, and read for a GET, unless the route is listed above."""
     key = ("GET" if method == "HEAD" else method, route)
     scopes = {"user", "admin"}
     if key[0] == "GET" and route not in _ABOUT_TOKENS:
@@ -145,18 +145,18 @@ def _secret(request: Request) -> str | None:
 
 
 def session_cookie(request: Request) -> str | None:
-    """Return the session of a browser's cookie; None without a plausible session."""
+    """Return the session in a browser's cookie, or None if it holds no plausible session."""
     secret = request.cookies.get(COOKIE, "")
     return secret if is_plausible(secret) else None
 
 
 def is_plausible(secret: str) -> bool:
-    """Return True for a text that may be a secret: printable, and not long."""
+    """Return True for a text that may be a secret: printable and not long."""
     return 0 < len(secret) <= _MAX_TOKEN_LENGTH and secret.isascii() and secret.isprintable()
 
 
 def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
-    """Return True for a read, and for a write from a page of this service (CSRF); `unknown`: where no header says."""
+    """Return True for a read, and for a write from a page of this service (CSRF); `unknown` if no header tells."""
     if request.method in _SAFE:
         return True
     site = request.headers.get("sec-fetch-site")
@@ -167,7 +167,7 @@ def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
 
 
 def _require_local_origin(request: Request) -> None:
-    """Refuse a request without a token that is not local, comes through a proxy or from a page of another site."""
+    """Refuse a request without a token that is not local, or comes through a proxy or from a page of another site."""
     headers = request.headers
     host = headers.get("host", "")
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
@@ -196,7 +196,7 @@ async def _user(request: Request, services: AppServices) -> User:
 
 
 Caller = Annotated[Principal, Depends(authorise)]
-"""Who is calling, as an endpoint's parameter."""
+"""The principal who is calling, as an endpoint's parameter."""
 
 CurrentUser = Annotated[User, Depends(_user)]
 """The user, as an endpoint's parameter."""

@@ -23,7 +23,7 @@ _CHOICES: Final = {
     for name, kind in vars(module).items()
     if get_origin(kind) is Literal
 }
-"""Sets of values and their names. Each is one schema: else generated clients have a type for every field of it."""
+"""Sets of values and their names. Each is one schema; otherwise generated clients get a type per field that uses it."""
 TAGS: Final = {
     "jobs": "Register, list, read, change and delete jobs.",
     "runs": "Lease profiling runs, register trainings, and report how they end.",
@@ -37,7 +37,7 @@ TAGS: Final = {
     "access": "Tokens and projects.",
     "operations": "Probes and metrics.",
 }
-"""What the routes of each tag are for."""
+"""The purpose of the routes of each tag."""
 
 _PATH_PARAMETERS: Final = {
     "job_id": "Id of the job.",
@@ -113,7 +113,7 @@ def get_docs() -> HTMLResponse:
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, with the schemas of problems and events, which no route returns as its answer."""
+    """Return the OpenAPI document, with the schemas of problems and events, which no route declares as its answer."""
     if app.openapi_schema is None:
         tags = [{"name": name, "description": text} for name, text in TAGS.items()]
         made = get_openapi(

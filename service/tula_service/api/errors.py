@@ -20,7 +20,7 @@ from tula_wire.problems import remedy
 _LOG = logging.getLogger("tula.service")
 _MAX_ERRORS: Final = 20
 _MAX_REPORTED: Final = 1_000
-"""Beyond so many wrong fields none is named: pydantic makes an object of each, in seconds and hundreds of megabytes."""
+"""Beyond this many wrong fields, none is named: an object for each would take seconds and hundreds of megabytes."""
 
 PROBLEMS: Final[dict[int, tuple[str, str, str]]] = {
     401: (ProblemType.UNAUTHENTICATED, "Not authenticated", "The token is missing, expired, revoked or unknown."),
@@ -61,7 +61,7 @@ _HTTP: Final[dict[int, tuple[str, str, str]]] = {
     405: (ProblemType.INVALID, "Method not allowed", "This path does not take this method: see /docs."),
     408: (ProblemType.UNAVAILABLE, "Request time-out", "The body came too slowly: send it again in one piece."),
 }
-"""What a router raises, and `RequestMiddleware`."""
+"""Statuses that the router or `RequestMiddleware` raises."""
 
 
 def install(app: FastAPI) -> None:
@@ -100,7 +100,7 @@ def _problem(
     faults: Sequence[FieldError] = (),
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Return a problem document, or its page; it names the first fault's field."""
+    """Return a problem document, or its page; it names the field of the first fault."""
     problem = Problem(
         type=kind or PROBLEMS[status][0],
         title=title or PROBLEMS[status][1],

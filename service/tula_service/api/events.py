@@ -20,7 +20,7 @@ POLL_S: Final = 1.0
 LONGEST_S: Final = 3600.0
 _RETRY_MS: Final = 2000
 _SHARES: Final = 4
-"""One token may open one in so many of the streams that a worker holds."""
+"""One token may open one in this many of a worker's streams."""
 
 router = APIRouter(tags=["events"])
 
@@ -32,7 +32,7 @@ async def _opened(
     last_event_id: Annotated[str | None, Header(description="Resume after this event.")] = None,
     after: Annotated[int | None, Query(ge=0, le=2**53, description="The same, where no header can be set.")] = None,
 ) -> AsyncIterator[int]:
-    """Yield the id after which the stream starts; a stream counts until its response has ended, however it ends.
+    """Yield the id after which the stream starts; a stream counts until its response ends, in whatever way.
 
     Raises NotFound, InvalidInput, or Busy.
     """

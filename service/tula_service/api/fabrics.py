@@ -1,4 +1,4 @@
-"""`/v1/fabrics`: what probes measured of the links between ranks."""
+"""`/v1/fabrics`: measurements of the links between ranks, made by probes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limit how often a sender may ask: by token, or by address for failed authentications and open routes."""
+"""Limits on how often a sender may ask: by token, or by address for failed authentications and open routes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tula_service.errors import Busy
 
 FAILED_PER_MINUTE: Final = 600
 OPEN_PER_MINUTE: Final = 1_200
-"""Requests of one address for what needs no token, probes excluded."""
+"""Requests from one address to routes that need no token, probes excluded."""
 WINDOW_S: Final = 60.0
 _SENDERS: Final = 100_000
 
@@ -28,7 +28,7 @@ class _Window:
 class RequestLimits:
     """Counts requests of each sender in windows of a minute, in the memory of this process: each worker has its own.
 
-    Only the event loop counts, hence no lock.
+    Only the event loop counts, so no lock is needed.
     """
 
     def __init__(self, *, requests_per_minute: int, ingest_per_minute: int) -> None:
@@ -37,15 +37,15 @@ class RequestLimits:
         self._windows: TTLCache[tuple[str, str], _Window] = TTLCache(_SENDERS, WINDOW_S)
 
     def count_request(self, sender: str, *, ingest: bool = False) -> None:
-        """Count a request of an authenticated sender. Raises Busy beyond the limit."""
+        """Count a request from an authenticated sender. Raises Busy beyond the limit."""
         limit, kind = (self._ingest_per_minute, "ingest") if ingest else (self._requests_per_minute, "requests")
         remedy = f"More than {limit} requests in a minute: send fewer, larger ones, after Retry-After seconds."
         self._count(kind, sender, limit, remedy)
 
     def count_failed_auth(self, address: str) -> None:
-        """Count a wrong, missing or malformed token of this address. Raises Busy after too many of them.
+        """Count a wrong, missing or malformed token from this address. Raises Busy after too many of them.
 
-        A right one never counts: behind a proxy all tokens come from one address.
+        A valid token never counts: behind a proxy, all tokens come from one address.
         """
         remedy = (
             f"More than {FAILED_PER_MINUTE} requests of this address in a minute failed authentication: set TULA_TOKEN "
@@ -54,7 +54,7 @@ class RequestLimits:
         self._count("failed", address, FAILED_PER_MINUTE, remedy)
 
     def count_open(self, address: str) -> None:
-        """Count a request to a route that needs no token. Raises Busy when the address asks too often."""
+        """Count a request to a route that needs no token. Raises Busy if the address asks too often."""
         remedy = f"More than {OPEN_PER_MINUTE} requests of this address in a minute: wait Retry-After seconds."
         self._count("open", address, OPEN_PER_MINUTE, remedy)
 

@@ -43,18 +43,18 @@ _WITH_BODY: Final = frozenset({"POST", "PATCH", "PUT"})
 BODY_TIMEOUT_S: Final = 20.0
 """Longest time that a client may take to send a body."""
 ARRIVING_BYTES: Final = 64 * 2**20
-"""Most bytes of one sender's incomplete bodies: 64 of the largest, or one small one of each of 256 agents."""
+"""Most bytes of one sender's incomplete bodies: 64 of the largest, or a small body from each of 256 agents."""
 LIMITED_S: Final = 1.0
-"""How long the answer 429 waits: a sender that asks again at once would take the event loop with refusals."""
+"""Delay of the answer 429: a sender that retried at once would fill the event loop with refusals."""
 
 
 class RequestMiddleware:
     """Pure ASGI, because every request passes through it.
 
-    The sender is known before a body is read, and a request takes room once its body has arrived. A body on its way
-    takes no room of others: it holds memory, which counts against its sender alone. After that, requests of agents and
-    all others are counted separately; what needs no token takes no room, and counts by address. A sender beyond its
-    limits waits for that answer, and takes no room meanwhile.
+    The sender is known before a body is read, and a request takes room once its body has arrived. A body still arriving
+    takes no room from others: it holds memory, which counts against its sender alone. After that, requests from agents
+    and all other requests are counted separately; a request that needs no token takes no room, and counts by address. A
+    sender beyond its limits waits for that answer, and takes no room meanwhile.
     """
 
     def __init__(self, app: ASGIApp, *, services: Services) -> None:
@@ -103,7 +103,7 @@ class RequestMiddleware:
             self._record(scope, status, time.perf_counter() - started)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request with its whole body, or answer why not."""
+        """Forward the request with its whole body, or answer with the reason for refusing it."""
         if (scope["method"], scope["path"]) in PROBES:
             await self._app(scope, receive, send)
             return
@@ -113,7 +113,7 @@ class RequestMiddleware:
                 receive = await self._arrived(scope, receive, sender)
         except (HTTPException, ServiceError) as refusal:
             response = build_problem(scope, refusal)
-            # A client that is still sending has to read a 401.
+            # A client must be able to read a 401 while it is still sending.
             if scope["method"] in _WITH_BODY and not isinstance(refusal, Unauthenticated):
                 response.headers["Connection"] = "close"
             await response(scope, receive, send)
@@ -131,7 +131,7 @@ class RequestMiddleware:
                 await self._app(scope, receive, send)
 
     async def _sender(self, request: Request) -> str:
-        """Return whom the request counts against. Raises what `admit` raises."""
+        """Return the sender that the request counts against. Raises what `admit` raises."""
         try:
             if not is_open(request.method, request.scope["path"]):
                 return (await admit(request)).sender
@@ -142,7 +142,7 @@ class RequestMiddleware:
         return client_address(request)
 
     async def _arrived(self, scope: Scope, receive: Receive, sender: str) -> Receive:
-        """Return a `receive` of the whole body. Raises HTTPException 408, TooLarge, Busy."""
+        """Return a `receive` that delivers the whole body. Raises HTTPException 408, TooLarge, Busy."""
         limit = MAX_BODY_BYTES if is_ingest(scope["method"], scope["path"]) else ORDINARY_BYTES
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
@@ -160,7 +160,7 @@ class RequestMiddleware:
         return whole
 
     async def _read(self, receive: Receive, sender: str, limit: int) -> bytes:
-        """Read the body; each counts as a least share of `ARRIVING_BYTES`, which bounds how many arrive at once."""
+        """Read the body; each counts as a minimum share of `ARRIVING_BYTES`, which bounds how many arrive at once."""
         body = bytearray()
         counted, least = 0, ARRIVING_BYTES // self._services.settings.max_in_flight
         try:

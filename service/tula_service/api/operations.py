@@ -1,4 +1,4 @@
-"""`/healthz`, `/readyz` and `/metrics`: is the process alive, can it work, and what has it done."""
+"""`/healthz`, `/readyz` and `/metrics`: is the process alive, can it work, and what has it done?"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ open_router = APIRouter(tags=["operations"])
 
 
 READY_CHECK_S: Final = 1.0
-"""How long one check of the database answers all who ask."""
+"""How long the result of one database check is reused for everyone who asks."""
 
 
 class Status(BaseModel):
@@ -40,13 +40,13 @@ class Status(BaseModel):
 
 @open_router.get(routes.HEALTH)
 async def get_health() -> Status:
-    """Answer while the process is alive, so that an outage of the database does not restart it."""
+    """Answer as long as the process is alive, so that a database outage does not restart it."""
     return Status(status="ok")
 
 
 @open_router.get(routes.READY)
 async def get_ready(services: AppServices) -> Status:
-    """Answer 200 if the database answers, has the schema of this version and a disk with room; else 503."""
+    """Answer 200 if the database answers, has this version's schema and has room on its disk; else 503."""
     async with services.readiness.lock:  # many may ask at once, and one check answers all of them
         if time.monotonic() >= services.readiness.checked_at + READY_CHECK_S:
             services.readiness.error = None
@@ -62,9 +62,9 @@ async def get_ready(services: AppServices) -> Status:
 
 @router.get(routes.METRICS, response_class=Response)
 def get_metrics(user: CurrentUser, services: AppServices) -> Response:
-    """Return counters of this replica's workers and, over all replicas, queue, agents, errors and trainings.
+    """Return counters of this replica's workers and, over all replicas, queue, agents, errors and training runs.
 
-    The trainings are those of the token's projects; the errors are of predictions.
+    The training runs belong to the token's projects; the errors are prediction errors.
     """
     registry = CollectorRegistry()
     registry.register(_Stored(services.store, user.principal))
@@ -81,11 +81,11 @@ _OF_TRAININGS: Final = (
 
 
 _Values: TypeAlias = Mapping[tuple[str, ...], float | None]
-"""Figures by the values of a metric's labels."""
+"""Figures keyed by the values of a metric's labels."""
 
 
 class _Stored(Collector):
-    """What the database says, the same on every replica; trainings are those that `principal` may see."""
+    """Figures from the database, the same on every replica; training runs only if `principal` may see them."""
 
     def __init__(self, store: Store, principal: Principal) -> None:
         self._store, self._principal = store, principal
@@ -105,7 +105,7 @@ class _Stored(Collector):
 
 
 def _gauge(name: str, about: str, labels: list[str], values: _Values) -> Metric:
-    """Return a metric with one series for each value that is known."""
+    """Return a metric with one series for each known value."""
     family = GaugeMetricFamily(name, about, labels=labels)
     for key, value in sorted(values.items()):
         if value is not None:

@@ -1,4 +1,4 @@
-"""What endpoints share: they refuse unknown parameters, lists begin at a cursor, agents name their run's lease."""
+"""Parts that endpoints share: refusal of unknown parameters, the cursor of lists, and the lease that agents name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Lease = Annotated[
 
 
 async def reject_unknown_query(request: Request) -> None:
-    """Refuse a query parameter that the route does not declare, which may be a misspelling, or one given twice."""
+    """Refuse a query parameter that the route does not declare, which may be a misspelling, or that is given twice."""
     declared: dict[str, Any] = {}
     for param in request.scope["route"].dependant.query_params:
         kind = param.field_info.annotation

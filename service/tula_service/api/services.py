@@ -1,4 +1,4 @@
-"""What every request may need, built once in `create_app`: services, thread limiters and metrics."""
+"""The objects that any request may need, built once in `create_app`: services, thread limiters and metrics."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tula_service.usecases.telemetry import TelemetryIngest
 from tula_wire import Problem
 
 MULTIPROCESS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""Set by `tula serve --workers N` before the workers start: a folder through which any worker reports for all."""
+"""Set by `tula serve --workers N` before the workers start: a folder through which one worker reports for all."""
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 ErrorPage: TypeAlias = Callable[[Scope, Problem, Mapping[str, str]], Response | None]
-"""Renders a problem as a page for a person in a browser; returns None where a program asked."""
+"""Renders a problem as a page for a person in a browser; returns None if a program asked."""
 
 
 class Metrics:
@@ -50,7 +50,7 @@ class Metrics:
         self.fit_s = Histogram("tula_fit_seconds", "Time of a fresh fit.", buckets=_SECONDS, registry=own)
 
     def render(self) -> bytes:
-        """Return the text that Prometheus reads, of all workers together."""
+        """Return the text that Prometheus reads, for all workers together."""
         registry = self._registry
         if MULTIPROCESS_VARIABLE in os.environ:
             registry = CollectorRegistry()
@@ -60,7 +60,7 @@ class Metrics:
 
 @dataclass
 class Readiness:
-    """The last check of the database: its error, and when it was (monotonic seconds)."""
+    """The last check of the database: its error, and when it was made (monotonic seconds)."""
 
     checked_at: float = -math.inf
     error: ServiceError | None = None
@@ -71,8 +71,8 @@ class Readiness:
 class Services:
     """Everything that a request may need.
 
-    `ingest_threads` limits the threads reserved for requests of agents, `auth_threads` those that look up a token.
-    `streams` holds the sender of each open event stream; streams end when `stopping` is set.
+    `ingest_threads` limits the threads reserved for requests from agents, `auth_threads` the threads that look up
+    tokens. `streams` holds the sender of each open event stream; streams end when `stopping` is set.
     """
 
     settings: Settings

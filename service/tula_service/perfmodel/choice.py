@@ -1,4 +1,4 @@
-"""From a fitted model to a recommendation: predict, price, and choose what the objective wants inside the limits."""
+"""From a fitted model to a recommendation: predict, price, and choose by the objective within the limits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NO_KNEE = KneeFinding(None, "no knee: there is no candidate within the limits."
 _LEAST_CHANGED = (
     "no candidate within the limits is clearly better, and of those that may be as good it changes the fewest options."
 )
-_WORTH_A_SWITCH = 0.02  # a larger expected gain is taken even where it may be noise, so that ties never cost more
+_WORTH_A_SWITCH = 0.02  # a larger expected gain is taken even if it may be noise, so that ties never cost more
 
 
 @dataclass(frozen=True)
 class Exclusion:
     """One limit that a candidate breaks; `certain` is False when only the interval's upper end breaks it.
 
-    `share` is the candidate's value at the upper end over the limit: above 1.
+    `share` is the candidate's value at the upper end divided by the limit, above 1.
     """
 
     estimate: Estimate
@@ -39,15 +39,16 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Choice:
-    """A recommendation and what it was chosen from. `chosen` is None when no candidate keeps the limits.
+    """A recommendation and the estimates that it was chosen from. `chosen` is None if no candidate keeps the limits.
 
     `estimates` covers all candidates, on demand in their order and then on spot; the `ineligible` ones could not be
     chosen. `excluded` holds every limit that every candidate breaks, the decisive limit of a candidate first.
-    `within_limits_is_likely` is False when every candidate might break a limit and the one least likely to was taken.
-    `best_is_excluded` says that deadline or budget exclude what would have been chosen without them. `merit` ends a
-    sentence: it says in what the chosen candidate is the best. `expected_best` is what the objective ranks first:
-    another than the chosen one where the latter changes fewer options and may be as good. `menu` has up to five points
-    of the frontier of what the objective may choose, the chosen one among them, the fastest first.
+    `within_limits_is_likely` is False if every candidate might break a limit and the candidate least likely to do so
+    was taken. `best_is_excluded` says that deadline or budget exclude the candidate that would have been chosen without
+    them. `merit` ends a sentence: it says in which respect the chosen candidate is the best. `expected_best` is the
+    candidate that the objective ranks first; it differs from the chosen one if that changes fewer options and may be as
+    good. `menu` has up to five points on the frontier of the candidates that the objective may choose, the chosen one
+    among them, fastest first.
     """
 
     estimates: tuple[Estimate, ...]
@@ -69,7 +70,7 @@ class Choice:
 
     @property
     def barred(self) -> set[tuple[Configuration, bool]]:
-        """Return the keys of estimates that no deadline or budget admits: too large a batch, or an endless training."""
+        """Return the keys of estimates that no deadline or budget admits: too large a batch, or endless training."""
         refused = {e.key for e in self.estimates if not self.goal.may_choose(e.configuration)}
         return _hard(self.excluded) | (refused - ({self.chosen.key} if self.chosen else set()))
 
@@ -85,10 +86,10 @@ def recommend(
 ) -> Choice:
     """Predict, price and choose among the candidates: the answer that users get and that the planner verifies.
 
-    `memory` is by variant and is needed under per-GB prices. `unavailable` candidates failed to run and
-    `doubtful` ones may not fit into memory: the choice takes a doubtful one only where nothing else is left, and an
-    unavailable one only where everything is. With options, only a launch of the base may be chosen before it was
-    measured. Raises ObservationError when a price is missing.
+    `memory` is keyed by variant and is needed under per-GB prices. `unavailable` candidates failed to run and
+    `doubtful` ones may not fit into memory: the choice takes a doubtful candidate only if nothing else is left, and an
+    unavailable candidate only if all are unavailable. With options, only a launch of the base may be chosen before it
+    was measured. Raises ObservationError if a price is missing.
     """
     estimates = price_candidates(candidates, model, goal, memory=memory)
     ineligible: frozenset[Configuration] = frozenset()
@@ -101,7 +102,7 @@ def recommend(
 
 
 def unlaunched_options(candidates: Sequence[Configuration], model: StepTimeModel) -> frozenset[Configuration]:
-    """Return the candidates with other options than the base whose launch has not measured anything yet."""
+    """Return the candidates with options other than the base whose launch has not measured anything yet."""
     rows = [] if model.observations is None else model.observations.points.rows()
     launched = {(variant, nodes, world, steps) for variant, nodes, world, _, steps in rows}
     return frozenset(
@@ -121,7 +122,7 @@ def price_candidates(
 ) -> tuple[Estimate, ...]:
     """Return time and cost of every candidate, on demand and then on spot capacity; arguments as in `recommend`.
 
-    Where there is no memory model, `assumed_peak` stands in for the peak, in bytes.
+    Without a memory model, `assumed_peak` stands in for the peak, in bytes.
     """
     if missing := sorted({c.instance_type for c in candidates} - {*goal.offers, *goal.spot_offers}):
         raise ObservationError(f"no price for instance type {missing[0]!r}; add an offer for it.")
@@ -150,15 +151,15 @@ def price_candidates(
 
 
 def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
-    """Return the best candidate for the goal's objective inside its limits.
+    """Return the best candidate for the goal's objective within its limits.
 
-    A candidate with other options than today's must be clearly better than those with fewer changes: of the options
-    whose best value is within 2 % of the least one and may equal it, by the 90 % interval of their ratio without the
-    noise of a run, those nearest to today's are chosen.
+    A candidate with options other than today's must be clearly better than candidates with fewer changes. Among the
+    options whose best value is within 2 % of the least value and may equal it (by the 90 % interval of their ratio
+    without the noise of a run), the options nearest to today's are chosen.
 
     A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
-    broken limit is rare. If no candidate does, the choice takes the one whose mean keeps them by the widest margin, and
-    `within_limits_is_likely` is False.
+    broken limit is rare. If no candidate does, the choice takes the candidate whose mean keeps them by the widest
+    margin, and `within_limits_is_likely` is False.
     """
     limits, objective = goal.limits, OBJECTIVES[goal.objective]
     excluded = tuple(exclusion for estimate in estimates for exclusion in _breaches(estimate, limits))
@@ -198,7 +199,7 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
 
 
 def _least_changed(goal: Goal, allowed: Sequence[Estimate], best: Estimate) -> Estimate:
-    """Return the best estimate of the options nearest to today's, among the options that may be as good as `best`'s."""
+    """Return the best estimate with the options nearest to today's, of the options that may be as good as `best`'s."""
     alike = defaultdict[Options, list[Estimate]](list)
     for estimate in allowed if goal.options else ():
         alike[estimate.configuration.options].append(estimate)
@@ -208,7 +209,7 @@ def _least_changed(goal: Goal, allowed: Sequence[Estimate], best: Estimate) -> E
     values: dict[Options, Interval] = {}
     for options, estimates in ranked.items():
         least = min(estimates, key=lambda e: goal.value(e).expected)
-        # A value that a run would tell more of was not measured: it is no tie, and its verification decides.
+        # A value about which a run would tell more was not measured: it is no tie, and its verification decides.
         values[options] = least.narrowed(goal.value(least), min(least.known_sd, RUN_NOISE))
 
     def is_clearly_worse(options: Options) -> bool:
@@ -225,7 +226,7 @@ def _hard(excluded: Sequence[Exclusion]) -> set[tuple[Configuration, bool]]:
 
 
 def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
-    """Return every limit that a candidate breaks, the limits that it surely breaks first."""
+    """Return every limit that a candidate breaks, beginning with the limits that it surely breaks."""
     batch, most = estimate.configuration.global_batch_size, limits.max_global_batch_size
     broken = []
     if most is not None and batch > most:

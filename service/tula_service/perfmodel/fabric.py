@@ -15,17 +15,17 @@ from tula_service.perfmodel.step_time_form import AT
 
 _LEAST_SD = 0.05
 _WEAK_SD = 5.0
-"""Deviation of log alpha and log beta before the readings: sizes that show only one of them leave the other wide."""
+"""Prior deviation of log alpha and log beta: sizes that show only one of them leave the other wide."""
 _INTERVAL_DOF = 10.0
 _MOST_BUCKETS = 100_000
 BUCKET_BYTES = 25 * 2**20
-"""Bytes that DistributedDataParallel reduces at once, unless a script sets another `bucket_cap_mb`."""
+"""Bytes that DistributedDataParallel reduces at once, unless a script sets a different `bucket_cap_mb`."""
 _LEAST_BETWEEN_SHARE = 0.1
 _OF_A_STEP_SD = 0.25  # of the log of a step's collectives around all-reduces of the same bytes on idle ranks
 _GROWTH_SD = 0.1  # of k_intra and k_inter around a ring's growth
-_OVERLAP_SD = 0.5  # of log(g - 1) where buckets were timed
+_OVERLAP_SD = 0.5  # of log(g - 1) if buckets were timed
 _PACES = (0.5, 1.0, 2.0, 4.0)
-_SIMULATED_SD = 0.03  # of the log of a simulated step around the form, beside what a probe says of its collectives
+_SIMULATED_SD = 0.03  # of the log of a simulated step around the form, besides what a probe says about its collectives
 _SHARED_LINK_SD = 0.05  # of k_share: the probe had as many ranks on each node's link
 
 
@@ -51,11 +51,11 @@ class AllReduceCost:
         return self._interval(1)
 
     def ring(self, probed: int, ranks: int, messages: float, size_bytes: float) -> tuple[float, float]:
-        """Return the seconds of `size_bytes` in `messages` messages over a ring of `ranks`, and the sd of their log.
+        """Return the seconds for `size_bytes` in `messages` messages over a ring of `ranks`, and the sd of their log.
 
         A probe measured `probed` ranks; a ring of N takes 2 (N - 1) hops of s / N bytes each. On as many ranks as were
-        probed, the seconds also follow the readings next to this size where these miss the line: the line sums what may
-        overlap, and a chord between readings lies above it.
+        probed, the seconds also follow the readings next to this size if these miss the line: the line adds times that
+        may overlap, and a chord between readings lies above it.
         """
         hops = (ranks - 1) / (probed - 1)
         parts = np.exp(self.mean) * [messages * hops, size_bytes * hops * probed / ranks]
@@ -76,9 +76,9 @@ class AllReduceCost:
 
 @dataclass(frozen=True)
 class Fabric:
-    """What a probe measured over all ranks of its nodes, and over the ranks of one node where it measured them apart.
+    """A probe's measurements over all ranks of its nodes and, if measured separately, over the ranks of one node.
 
-    `launch_s` is how many seconds one kernel takes to launch; None where no device was probed.
+    `launch_s` is how many seconds one kernel takes to launch, or None if no device was probed.
     """
 
     num_nodes: int
@@ -90,7 +90,7 @@ class Fabric:
     def within(self, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float] | None:
         """Return the seconds of a node's collectives and the sd of their log.
 
-        Return None for a node of one rank, and where the probe did not measure a node apart.
+        Returns None for a node with one rank, and if the probe did not measure a node separately.
         """
         cost = self.all_ranks if self.num_nodes == 1 else self.in_node
         return None if cost is None or ranks < 2 else cost.ring(self.ranks_per_node, ranks, messages, size_bytes)
@@ -114,7 +114,7 @@ def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relativ
     A library changes its algorithm with the size, so each reading counts as at least 5 % off, and the misfit of the
     readings widens both. Raises ObservationError unless sizes and seconds are positive.
     """
-    from scipy.optimize import least_squares  # imported on use: most starts of the service fit no probe
+    from scipy.optimize import least_squares  # imported on use: most service processes never fit a probe
 
     sizes = column("size_bytes", size_bytes, above=0.0)
     log_s = np.log(column("time_s", time_s, sizes.size, above=0.0))
@@ -138,7 +138,7 @@ def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relativ
 class Buckets:
     """The gradients that a step reduces: `size_bytes` of each bucket in the order of reduction, shape (n,).
 
-    `ready_s`, shape (n,), are the seconds until each bucket was complete in a step of one local batch; without them,
+    `ready_s`, shape (n,), holds the seconds until each bucket was complete in a step of one local batch; without them,
     the share of the communication that is hidden stays unknown.
     """
 
@@ -146,7 +146,7 @@ class Buckets:
     ready_s: FloatArray | None = None
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless sizes, and times where they are known, are positive and as many."""
+        """Raise ObservationError unless sizes and any known times are positive and equal in number."""
         object.__setattr__(self, "size_bytes", column("bucket bytes", self.size_bytes, above=0.0))
         if self.ready_s is not None:
             ready = column("ready_s", self.ready_s, self.size_bytes.size, above=0.0)
@@ -154,9 +154,9 @@ class Buckets:
 
     @classmethod
     def of(cls, gradient_bytes: float) -> Buckets:
-        """Return `gradient_bytes` in buckets of 25 MiB, or in a limited number of larger ones.
+        """Return `gradient_bytes` in buckets of 25 MiB, or in a limited number of larger buckets.
 
-        The limit counts above 2.6 TB, where latency is negligible.
+        The limit matters above 2.6 TB, where latency is negligible.
         """
         number = min(max(math.ceil(gradient_bytes / BUCKET_BYTES), 1), _MOST_BUCKETS)
         return cls(np.full(number, gradient_bytes / number))
@@ -175,11 +175,11 @@ class Buckets:
 def nearest_form(
     buckets: Buckets, fabric: Fabric, nodes: FloatArray, ranks_per_node: int, mean: FloatArray, sd: FloatArray
 ) -> FloatArray:
-    """Return log seconds between two nodes, its growth, and log(g - 1) of the form that is nearest to simulated steps.
+    """Return log seconds between two nodes, its growth, and log(g - 1), for the form nearest to simulated steps.
 
     `mean` and `sd`, shape (3,), describe the three before the simulation. A bucket is reduced once it is complete and
-    the one before is done; what ends after the backward pass is exposed. The simulation covers half to four times the
-    timed local batch, with a backward pass as many times as long.
+    the bucket before it is done; communication that ends after the backward pass is exposed. The simulation covers half
+    to four times the timed local batch, with the backward pass scaled likewise.
     """
     from scipy.optimize import least_squares
 
@@ -203,12 +203,12 @@ def nearest_form(
 def with_fabric(
     prior: StepTimePrior, fabric: Fabric, *, buckets: Buckets, max_nodes: int, ranks_per_node: int
 ) -> StepTimePrior:
-    """Return `prior` with the collectives of a probe of the same nodes where the probe knows them better.
+    """Return `prior`, with the collectives that a probe of the same nodes knows better taken from that probe.
 
     A step reduces `buckets` by a ring, T(N) = sum of alpha(N) + beta(N) bytes. s_inter and k_inter are the line through
     log T over log n/2 for 2 nodes to `max_nodes`; s_intra is T of one node at the job's ranks. Both are in seconds, so
-    compute readings on one node leave them as they are. Where the buckets were timed, `nearest_form` gives the line and
-    g. The basis stays.
+    compute readings on one node leave them as they are. If the buckets were timed, `nearest_form` gives the line and g.
+    The basis stays.
     """
     mean, sd = prior.mean.copy(), prior.sd.copy()
     in_seconds = set(prior.in_seconds)

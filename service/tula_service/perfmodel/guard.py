@@ -1,4 +1,4 @@
-"""Which global batches keep the accuracy of the base batch: a bound on the number of steps and one on gradient noise.
+"""Which global batches keep the accuracy of the base batch: bounds on the number of steps and on the gradient noise.
 
 With S(B) = floor(E D / B) steps in all, b the base batch and N the gradient noise scale, a batch B is allowed if
 
@@ -6,12 +6,12 @@ With S(B) = floor(E D / B) steps in all, b the base batch and N the gradient noi
                                       S(B) >= q B / b    where it is not,
                                       or S(B) >= 5,000   in either case )
 
-In 271 trainings of five small networks, the number of steps predicted a loss of more than a point far better than the
-noise scale did: of 13 pairs (network, epochs), none lost more with these constants, and 12 did without. The constants
-hold for the rule by which a training scales its steps. Of the networks that did not serve to choose them, one lost
-2.3 ± 2.2 points. `docs/gradient-scaling.md` has the table. Long trainings lose nothing far beyond the noise scale:
-ResNet-50 on ImageNet keeps its accuracy at 8,192 examples and 14,000 steps (Goyal et al. 2017), so there the noise only
-warns.
+In 271 training runs of five small networks, the number of steps predicted a loss of more than a point far better than
+the noise scale did: of 13 pairs (network, epochs), none lost more with these constants, and 12 did without them. The
+constants hold for the rule by which training scales its steps. Of the networks that were not used to choose the
+constants, one lost 2.3 ± 2.2 points. `docs/gradient-scaling.md` has the table. Long training runs lose nothing even far
+beyond the noise scale: ResNet-50 on ImageNet keeps its accuracy at 8,192 examples and 14,000 steps (Goyal et al. 2017),
+so for them the noise only causes a warning.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tula_wire.format import multiple
 
 LONG_STEPS: Final = 5_000
 UNDIVIDED: Final = "keep the learning rate, or take two micro-steps, without which `TulaOptimizer` cannot scale it"
-"""What to do with one rank and one micro-step. A rate that is multiplied at once diverges: there is no warm-up."""
+"""Advice for one rank and one micro-step. A rate that is multiplied at once diverges: there is no warm-up."""
 _SMALL_FLOAT: Final = 1e-9
 
 
 @dataclass(frozen=True)
 class GuardConstants:
-    """S0, k and q of the module's equation, measured with one rule of training.
+    """S0, k and q of the module's equation, measured with one training rule.
 
-    lost: pairs of a number of steps and the mean points that trainings of fewer steps lost against the base batch.
+    lost: pairs of a number of steps and the mean points that training runs of fewer steps lost against the base batch.
     """
 
     least_steps: int
@@ -51,7 +51,7 @@ CAREFUL: Final = GuardConstants(500, 1.0, 150.0, _LOST_BY_GAIN)
 
 @dataclass(frozen=True)
 class AccuracyGuard:
-    """The guard of one training: `examples` = E D, and the base batch and noise scale in examples (None: unknown)."""
+    """The guard of one training run: `examples` = E D, base batch and noise scale in examples (None: unknown)."""
 
     examples: float
     base_batch_size: int
@@ -64,13 +64,13 @@ class AccuracyGuard:
 
     @property
     def supported(self) -> float | None:
-        """The largest batch that the noise supports, k (N + 2 b), in examples; None where the noise is unknown."""
+        """The largest batch that the noise supports, k (N + 2 b), in examples; None if the noise is unknown."""
         if self.noise_scale is None:
             return None
         return self.constants.noise_factor * (self.noise_scale + 2.0 * self.base_batch_size)
 
     def allows(self, global_batch_size: int) -> bool:
-        """Return True where a training of so many examples a step should keep the accuracy of the base batch."""
+        """Return True if training with this many examples a step should keep the accuracy of the base batch."""
         if global_batch_size <= self.base_batch_size:
             return True
         steps = self.steps(global_batch_size)
@@ -79,7 +79,7 @@ class AccuracyGuard:
         return steps >= LONG_STEPS or self.within_noise(global_batch_size)
 
     def within_noise(self, global_batch_size: int) -> bool:
-        """Return True where the noise supports a batch or, without a noise scale, where the steps are many for it."""
+        """Return True if the noise supports a batch or, without a noise scale, if there are many steps for it."""
         if self.supported is not None:
             return global_batch_size <= self.supported
         ratio = global_batch_size / self.base_batch_size
@@ -93,7 +93,7 @@ class AccuracyGuard:
         learning_rate_factor: float | None = None,
         divided: bool = True,
     ) -> str:
-        """Return the line of quality of a recommendation.
+        """Return a recommendation's line on quality.
 
         refused_larger: larger batches were left out. learning_rate_factor: over the base batch's rate; None: unknown.
         divided: several ranks or micro-steps share a step, whose gradients `TulaOptimizer` compares.

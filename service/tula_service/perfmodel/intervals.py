@@ -1,4 +1,4 @@
-"""Prediction intervals: the value type, and how log-normal ones are made."""
+"""Prediction intervals: the value type, and how log-normal intervals are computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVEL = 0.9
 
 _SDS_TO_THE_END = 1.7  # between the normal's 1.645 and Student's at ten degrees, 1.81
 _WIDEST_SD = 1.0
-WIDEST_LOG = 50.0  # a factor of 5e21, which says "unknown" and overflows nothing that is multiplied by it
+WIDEST_LOG = 50.0  # a factor of 5e21, which means "unknown" and overflows nothing that it multiplies
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Interval:
         return self.mean * math.exp(0.5 * min(self.log_sd, _WIDEST_SD) ** 2)
 
     def scaled(self, factor: float) -> Interval:
-        """Return the same multiplied by a known factor of at least 0."""
+        """Return this interval multiplied by a known factor of at least 0."""
         return Interval(self.mean * factor, self.low * factor, self.high * factor)
 
     def plus(self, other: Interval) -> Interval:
-        """Return the sum; conservative, as if both were wrong in the same direction."""
+        """Return the sum, conservatively: as if both were wrong in the same direction."""
         return Interval(self.mean + other.mean, self.low + other.low, self.high + other.high)
 
     def times(self, other: Interval) -> Interval:
@@ -51,7 +51,7 @@ class Interval:
         return Interval(self.mean * other.mean, self.low * other.low, self.high * other.high)
 
     def over(self, other: Interval) -> Interval | None:
-        """Return the ratio of two amounts, as if their errors were independent; None where one may be zero."""
+        """Return the ratio of two amounts, as if their errors were independent, or None if either may be zero."""
         if min(self.low, other.low) <= 0.0:
             return None
         up = math.hypot(math.log(self.high / self.mean), math.log(other.mean / other.low))

@@ -32,7 +32,7 @@ from tula_service.perfmodel.step_time_form import (
 
 _TOLERANCE = 1e-5  # of the squared misfit and of theta: a shift of predictions far below their intervals
 _OUTLIER_SDS = 3.0
-_POINTS_FOR_A_CASE = 10  # with fewer, replays get worse: an outlier looks like a job that strays
+_POINTS_FOR_A_CASE = 10  # with fewer points, replays get worse: an outlier looks like a job that strays
 _PRIOR_DOF = 6.0
 _IN_SECONDS = to_seconds(COLLECTIVES)
 _COMPUTE_NOISE = 0.07  # of log compute time and of log optimizer time, around the timed phases of a step
@@ -40,7 +40,7 @@ _COMPUTE_NOISE = 0.07  # of log compute time and of log optimizer time, around t
 
 @dataclass(frozen=True)
 class Targets:
-    """What the fit has to meet: log step times, log compute times, and logs of what comes once a step (NaN: unknown).
+    """The targets of a fit: log step times, log compute times, and logs of the once-a-step part (NaN: unknown).
 
     `noise_variance` is the run-to-run variance of a row over its repeats, plus the squared error within the runs.
     """
@@ -54,7 +54,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Member:
-    """theta's mean and covariance under one hypothesis, and what the residual process knows; n measured points."""
+    """theta's mean and covariance under one hypothesis, and the state of the residual process for n measured points."""
 
     theta: FloatArray
     covariance: FloatArray
@@ -75,7 +75,7 @@ class Member:
         cross = residual_covariance(points, measured, self.scales) + same * self.own_variance
         own = np.where(same.any(axis=1), same @ self.own_variance, self.scales.own**2)
         explained = self.whitener @ cross.T
-        slopes = terms.step_slopes - explained.T @ self.whitened_slopes  # as far as the data leave them open
+        slopes = terms.step_slopes - explained.T @ self.whitened_slopes  # to the extent that the data leave them open
         variance = residual_variance(self.scales) + own - np.sum(explained**2, axis=0)
         variance = variance + np.einsum("ij,jk,ik->i", slopes, self.covariance, slopes)
         return terms.step + cross @ self.weights, np.maximum(variance, 1e-10) * self.variance_factor
@@ -83,9 +83,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Posterior:
-    """Members weighted by how well they explain the measurements; everything that prediction needs.
+    """Members weighted by how well they explain the measurements; holds everything that prediction needs.
 
-    `prior` is the fit's, with c moved to the data where it was unknown.
+    `prior` is the fit's prior, with c moved to the data if it was unknown.
     """
 
     prior: StepTimePrior
@@ -97,7 +97,7 @@ class Posterior:
 
     @property
     def leading(self) -> Member:
-        """The member with the largest weight: its parameters stand for all."""
+        """The member with the largest weight, whose parameters stand for all."""
         return self.members[int(np.argmax(self.member_weights))]
 
     def predict(self, points: Points) -> tuple[FloatArray, FloatArray]:
@@ -109,7 +109,7 @@ class Posterior:
         return mean, np.asarray(self.member_weights @ (variances + (means - mean) ** 2), dtype=np.float64)
 
     def predict_step(self, points: Points) -> LogStepTimes:
-        """Return what one run would measure at n points; its terms are the leading member's, moved to the mean."""
+        """Return what one run would measure at n points; the terms come from the leading member, moved to the mean."""
         mean, variance = self.predict(points)
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
         noise_variance = self.prior.scales.noise**2 * min(factor, 4.0)  # of a run around its configuration's own
@@ -129,10 +129,10 @@ class Posterior:
         return self._moments([member.covariance * member.variance_factor for member in self.members])
 
     def without_prior(self) -> StepTimePrior:
-        """Return what the measurements alone teach later jobs: what they would have left of the generic prior.
+        """Return what the measurements alone teach later jobs: the posterior that they give from the generic prior.
 
-        The prior of the fit is divided out: a job that has not left one GPU would otherwise repeat what others found of
-        a network, and each repetition would count as another job that measured it. How well the job fits the form
+        The prior of the fit is divided out: a job that has never left one GPU would otherwise repeat what others found
+        about a network, and each repetition would count as another job that measured it. How well the job fits the form
         widens or narrows what was measured, and nothing else.
         """
         own, generic, in_seconds = self._moments([m.covariance for m in self.members]), generic_prior(), _IN_SECONDS
@@ -148,7 +148,7 @@ class Posterior:
     def _moments(self, covariances: Sequence[FloatArray]) -> StepTimePrior:
         """Return a prior with the mean and deviation of theta over all members, whose covariances are these.
 
-        The prior holds collectives in seconds, since they are known better than what is relative to c.
+        The prior holds collectives in seconds, since these are known better than their ratios to c.
         """
         thetas = np.array([member.theta for member in self.members])
         mean = self.member_weights @ thetas
@@ -165,7 +165,7 @@ class Posterior:
 
 
 def build_targets(observations: StepTimeObservations, repeats: FloatArray, scales: ResidualScales) -> Targets:
-    """Return what the fit has to meet, shape (n,); a mean of k = `repeats` runs has 1/k of their variance."""
+    """Return the targets of the fit, shape (n,); a mean of k = `repeats` runs has 1/k of their variance."""
     compute = np.where(
         np.isfinite(observations.compute_time_s),
         observations.compute_time_s,
@@ -184,7 +184,7 @@ def build_targets(observations: StepTimeObservations, repeats: FloatArray, scale
 
 
 def prior_posterior(prior: StepTimePrior, reference_batch_size: float) -> Posterior:
-    """Return the posterior of no data: the prior itself."""
+    """Return the posterior without data: the prior itself."""
     none = np.zeros(0)
     member = Member(
         theta=prior.mean,
@@ -241,9 +241,9 @@ def _fit_member(
 ) -> Member:
     """Return the Laplace approximation around the maximum a posteriori; the search starts at `theta`.
 
-    `shared` is the covariance of the residuals at `scales`, shape (n, n), without what each point has alone. A point
+    `shared` is the covariance of the residuals at `scales`, shape (n, n), without each point's own part. A point
     further than three deviations from what the others predict for it is treated as a separate case, the worst point
-    first, at most one in ten: its own prediction keeps it, and it influences no other.
+    first, at most one in ten: it keeps its influence on its own prediction, and has none on any other.
     """
     measured = targets.log_step.size
     own = np.full(measured, scales.own**2)
@@ -253,7 +253,7 @@ def _fit_member(
         whitener = np.asarray(dtrtri(lower, lower=1)[0])
         theta, missed, whitened = _levenberg_marquardt(theta, prior, targets, whitener, reference)
         weights = -whitener.T @ missed[:measured]
-        # Left out of the fit, a point misses its prediction from the others by weights / precision (Sundararajan 2001).
+        # A point misses its leave-one-out prediction by weights / precision (Sundararajan 2001).
         point_precision = np.sum(whitener**2, axis=0)
         surprise = np.abs(weights) / np.sqrt(point_precision)
         worst = int(np.argmax(surprise))
@@ -286,7 +286,8 @@ def _levenberg_marquardt(
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return theta at the maximum, and there the whitened residuals and their slopes in theta.
 
-    The residuals belong to log step times, readings of compute and of what comes once, and the prior, in this order.
+    The residuals belong to log step times, readings of compute and of the once-a-step part, and the prior, in this
+    order.
     """
     from scipy.optimize import leastsq  # imported on use: it slows the start of the service
 
@@ -295,7 +296,7 @@ def _levenberg_marquardt(
     of_once = np.zeros((int(timed.sum()), theta.size))
     of_once[:, [AT.compute, AT.once]] = 1.0 / _COMPUTE_NOISE
 
-    @lru_cache(maxsize=1)  # MINPACK asks for the slopes where it has just asked for the residuals
+    @lru_cache(maxsize=1)  # MINPACK asks for the slopes at the point where it has just asked for the residuals
     def terms_at(at: tuple[float, ...]) -> Terms:
         return log_terms(np.array(at), targets.points, reference, prior.slow_from)
 

@@ -4,8 +4,8 @@
 
 M_static counts parameters, gradients and optimizer state; k counts activations and batch. A peak is the largest of
 several moments of a step, and each moment grows along a line of its own: the first line is a weighted fit to readings
-and counts, and the second passes through two readings at large batches where these rise faster. `tula_wire.memory` has
-the formula that the agent evaluates.
+and counts, and the second passes through two readings at large batches if these rise faster. `tula_wire.memory` has the
+formula that the agent evaluates.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tula_wire.memory import usable_bytes
 from tula_wire.options import Options
 
 _READING_SD = 0.04
-_WORK_SPACE_SD = 0.07  # of the smallest reading: a small batch runs other kernels, with another work space
+_WORK_SPACE_SD = 0.07  # of the smallest reading: a small batch runs other kernels, with a different work space
 _PREDICTION_SD = 0.05  # how far a reading at any batch lies from the line
 _ANALYSIS_SD = 0.15  # of bytes per sample
 _OVER_ANALYSIS = 1.1  # rounding, fragmentation and work space add to the bytes that can be counted
-_UNCOUNTED_STATIC, _UNCOUNTED_SD = 0.7, 0.7  # of the smallest reading, where nothing was counted
+_UNCOUNTED_STATIC, _UNCOUNTED_SD = 0.7, 0.7  # of the smallest reading, if nothing was counted
 _ROUNDS = 10  # of reweighting; the weights converge in about five
 _LARGEST_BATCH = 2**30
 _FALL = 0.05
@@ -43,8 +43,8 @@ _NORMAL_END = float(special.ndtri(0.5 + LEVEL / 2.0))
 class MemoryObservations:
     """Readings and counts of one rank's memory in one variant; the columns have shapes (n,), (n,) and (m,).
 
-    `out_of_memory_batch_sizes` are local batches that did not fit into `capacity_bytes`. `static_bytes` is what does
-    not grow with the batch (parameters, gradients, optimizer state), and `static_sd` its relative error.
+    `out_of_memory_batch_sizes` are local batches that did not fit into `capacity_bytes`. `static_bytes` is the part
+    that does not grow with the batch (parameters, gradients, optimizer state), and `static_sd` its relative error.
     `bytes_per_sample` counts activations and inputs of one example; the fit assumes that the device needs 10 % more.
     None: not counted.
     """
@@ -69,7 +69,7 @@ class MemoryObservations:
 
 @dataclass(frozen=True)
 class Shards:
-    """Static memory that the ranks share (ZeRO, FSDP), in bytes of all shards.
+    """Static memory that the ranks share (ZeRO, FSDP), in total bytes of all shards.
 
     The lines hold for `most_ranks` ranks.
     """
@@ -78,7 +78,7 @@ class Shards:
     most_ranks: int = 1
 
     def extra_bytes(self, world_size: int) -> float:
-        """Return the bytes that one of `world_size` ranks holds beyond one of `most_ranks`, at least 0."""
+        """Return the bytes, at least 0, that one of `world_size` ranks holds beyond what one of `most_ranks` holds."""
         return self.total_bytes * max(0.0, 1.0 / world_size - 1.0 / self.most_ranks)
 
 
@@ -87,8 +87,8 @@ class Beside:
     """The memory of the device outside the peak that was read: predictions include it, readings and lines do not.
 
     `context_bytes` is the memory of context and communicators, and `context_sd_bytes` its standard deviation.
-    `reserved` is what the allocator takes from a full device, over what is allocated, and `reserved_sd` the standard
-    deviation of its logarithm: this factor counts where a batch must fit, and in no prediction.
+    `reserved` is the ratio of what the allocator takes from a full device to what is allocated, and `reserved_sd` the
+    standard deviation of its logarithm: this factor counts only in whether a batch fits, never in a prediction.
     """
 
     context_bytes: float = 0.0
@@ -99,7 +99,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The fitted lines of bytes; `notes` name what the data leave open.
+    """The fitted lines of bytes; `notes` says what the data leave open.
 
     `covariance` covers `static_bytes` and `bytes_per_sample`, shape (2, 2); `upper` is the second line: (bytes, bytes
     per example).
@@ -131,15 +131,15 @@ class MemoryModel:
         return float(special.ndtr(math.log(usable_bytes(capacity_bytes) / needed) / log_sd))
 
     def max_local_batch_size(self, capacity_bytes: float, *, safety_probability: float = 0.95) -> int:
-        """Return the largest local batch that fits with at least this probability, 0 when not even one example does.
+        """Return the largest local batch that fits with at least this probability, or 0 if not even one example fits.
 
-        Two per cent of the capacity stay free for the allocator.
+        Two per cent of the capacity stays free for the allocator.
         """
         batches = range(1, _LARGEST_BATCH)
         return bisect_left(batches, True, key=lambda b: self.fits(b, capacity_bytes) < safety_probability)
 
     def _allocated(self, local_batch_size: float) -> tuple[float, float]:
-        """Return the bytes by the higher line, and the standard deviation of the peak, the context's included."""
+        """Return the bytes on the higher line, and the standard deviation of the peak, including the context's."""
         row = np.array([1.0, local_batch_size])
         lines = (self.static_bytes, self.bytes_per_sample), self.upper
         allocated = max(1.0, *(static + slope * local_batch_size for static, slope in lines))
@@ -150,7 +150,7 @@ class MemoryModel:
 def predict_peaks(
     models: Mapping[Variant, MemoryModel], configurations: Sequence[Configuration]
 ) -> list[Interval | None]:
-    """Return the peak bytes of a rank of each configuration; None where its variant has no memory model."""
+    """Return a rank's peak bytes for each configuration, or None if its variant has no memory model."""
     peaks = {}
     for c in configurations:
         if (model := models.get(c.variant)) is not None:
@@ -162,7 +162,8 @@ def predict_peaks(
 def switched(model: MemoryModel, start: Options, options: Options) -> MemoryModel:
     """Return the model of an unmeasured variant with `options` from the model of a variant with the options `start`.
 
-    The static bytes are the same, and the bytes of an example change as is believed of the switches between the two.
+    The static bytes are the same, and the bytes per example change by the believed effects of the switches between the
+    two.
     """
     effects = [believed_effect(switch) for switch in switches(start, options)]
     factor = math.exp(sum(effect.memory for effect in effects))
@@ -180,11 +181,11 @@ def switched(model: MemoryModel, start: Options, options: Options) -> MemoryMode
 def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), beside: Beside = Beside()) -> MemoryModel:
     """Fit the lines to the readings, to counted bytes, and to an out-of-memory event.
 
-    Counted static bytes act as a reading at a batch of 0. Where nothing was counted, 0.7 of the smallest reading, give
-    or take as much, stand in for them, so that a single batch leaves the growth open, and the model gets a note. A
-    batch that ran out of memory counts as a reading of the capacity if the line lay below the capacity there. With
-    `shards`, readings and counted bytes belong to one of `shards.most_ranks` ranks; with `beside`, they exclude the
-    context. Raises ObservationError with neither a reading nor bytes per sample.
+    Counted static bytes act as a reading at a batch of 0. If nothing was counted, 0.7 of the smallest reading stands in
+    for them, with an uncertainty of the same size, so that a single batch leaves the growth open, and the model gets a
+    note. A batch that ran out of memory counts as a reading of the capacity if the line lay below the capacity there.
+    With `shards`, readings and counted bytes belong to one of `shards.most_ranks` ranks; with `beside`, they exclude
+    the context. Raises ObservationError if there is neither a reading nor bytes per sample.
     """
     batches, peaks, notes = _usable(observed)
     static, counted = observed.static_bytes, observed.bytes_per_sample
@@ -224,15 +225,15 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
 def _reading_sds(peaks: FloatArray) -> FloatArray:
     """Return the standard deviation of each reading, shape (n,).
 
-    It combines a share of the reading itself and, for the work space of kernels, a share of the smallest reading.
+    Each combines a share of the reading itself and, for the work space of kernels, a share of the smallest reading.
     """
     return np.hypot(_READING_SD * peaks, _WORK_SPACE_SD * peaks.min()) if peaks.size else peaks
 
 
 def _upper_line(batches: FloatArray, peaks: FloatArray, slope_of_all: float) -> tuple[float, float]:
-    """Return (bytes, bytes per example) of the line through the largest batch and the next of at most half its size.
+    """Return (bytes, bytes per example) of the line through the largest batch and the next of at most half that size.
 
-    Return (0, 0) unless a third, smaller batch was read and this line rises clearly faster than the line through all.
+    Returns (0, 0) unless a third, smaller batch was read and this line rises clearly faster than the line through all.
     """
     read = {batch: float(np.median(peaks[batches == batch])) for batch in np.unique(batches).tolist()}
     halves = [batch for batch in read if 2.0 * batch <= max(read)]
@@ -260,7 +261,7 @@ def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[F
         weighted = design * root[:, None]
         line, _ = nnls(weighted, value * root)
         root = np.sqrt(2.0 / (1.0 + (value - design @ line) ** 2))
-    inverse = np.linalg.pinv(weighted)  # the square is singular where readings differ by many orders of magnitude
+    inverse = np.linalg.pinv(weighted)  # the square is singular if readings differ by many orders of magnitude
     return line * scale, np.asarray(inverse @ inverse.T * np.outer(scale, scale))
 
 

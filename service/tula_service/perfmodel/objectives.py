@@ -1,11 +1,11 @@
-"""The objectives: what each ranks candidates by, which one it takes, why, and what it needs to know.
+"""The objectives: how each ranks candidates, which candidate it takes and why, and what it needs to know.
 
 A new objective is a class in this file with an entry in `OBJECTIVES`, its name in `tula_wire/enums.py` and
-`docs/commands.md`, and a test. What it needs to know beyond time and cost is a field of `Goal`, which
+`docs/commands.md`, and a test. Whatever it needs to know beyond time and cost becomes a field of `Goal`, which
 `analysis/job_data.py: build_goal` fills.
 """
 
-# ruff: noqa: ARG002 - what one objective does not look at, another does
+# ruff: noqa: ARG002 - each objective ignores arguments that others use
 
 from __future__ import annotations
 
@@ -38,20 +38,21 @@ _KNEE_WITHIN = 3.0
 """The search for a knee ends at this multiple of the least time: nobody would choose slower candidates, and they would
 move the knee."""
 _FEWEST_FOR_A_KNEE = 3
-_ROUNDING = 1e-6  # of the range of log cost: a curve that bends less is straight
+_ROUNDING = 1e-6  # share of the range of log cost: a curve that bends less counts as straight
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a choice is for: the training, the prices, the limits, and how many steps a candidate needs.
+    """The purpose of a choice: the training, the prices, the limits, and how many steps a candidate needs.
 
     `offers` are on-demand prices and `spot_offers` prices of interruptible capacity, both by instance type; every
     instance type needs one of the two. `steps_factor` is how many times as many steps a candidate needs for the same
-    quality, 1 where it names none. `priced` says that costs are money; else they are node-hours.
+    quality, 1 for a candidate without an entry. `priced` says that costs are money; else they are node-hours.
     `usd_per_hour_of_waiting` is what an hour of the training's duration costs its owner. `guard` says which batches
     keep the accuracy; None allows all. `batch_normalization` says that the network has such layers, which lose accuracy
-    where they normalize over many examples. `power_w` is the power of a rank's device by instance type, for every type
-    or for none. `options` are the values of each option of the job, that with which the script runs today first.
+    when they normalize over many examples. `power_w` is the power of a rank's device by instance type, for every type
+    or for none. `options` holds the values of each option of the job, beginning with the value with which the script
+    runs today.
     """
 
     objective: Name
@@ -74,7 +75,7 @@ class Goal:
         return max(0, local_batch_size - 2 * self.guard.base_batch_size)
 
     def value(self, estimate: Estimate) -> Interval:
-        """Return what the objective ranks by: the smaller, the better."""
+        """Return the value by which the objective ranks: the smaller, the better."""
         return OBJECTIVES[self.objective].value(self, estimate)
 
     def changes(self, chosen: Options) -> tuple[int, list[int]]:
@@ -83,13 +84,13 @@ class Goal:
         return sum(place > 0 for place in places), places
 
     def may_choose(self, configuration: Configuration) -> bool:
-        """Return False where the objective refuses the global batch, whatever the candidate takes and costs."""
+        """Return False if the objective refuses the global batch, regardless of the candidate's time and cost."""
         return OBJECTIVES[self.objective].may_choose(self, configuration.global_batch_size)
 
 
 @dataclass(frozen=True)
 class KneeFinding:
-    """The candidate at the knee of the frontier of cost over time, or None; `reason` says which of the two, and why."""
+    """The candidate at the knee of the frontier of cost over time, or None; `reason` explains either."""
 
     estimate: Estimate | None
     reason: str
@@ -99,7 +100,7 @@ class Objective:
     """The objective of least time, and the base of the other objectives.
 
     `needs_prices` says that a job without prices cannot have it. `needs_efficiency` says that estimates count the steps
-    that a batch needs for the quality of the smallest one. `by_cost` says that tables list candidates by cost.
+    that a batch needs for the quality of the smallest batch. `by_cost` says that tables list candidates by cost.
     `is_compromise` says that the explanation compares its choice with the fastest candidate.
     """
 
@@ -117,15 +118,15 @@ class Objective:
         return True
 
     def rank(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
-        """Return the estimates from the best on; `allowed` has at least one."""
+        """Return the estimates, best first; `allowed` has at least one."""
         return sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, tie_break(e)))
 
     def next_best(self, ranked: Sequence[Estimate]) -> Estimate | None:
-        """Return the estimate that would be taken without the first."""
+        """Return the estimate that would be taken if the first were not there."""
         return ranked[1] if len(ranked) > 1 else None
 
     def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
-        """Return what the best estimate is the best in, as the end of a sentence."""
+        """Return the respect in which the best estimate is best, as the end of a sentence."""
         return "it is expected to be the fastest of the candidates within the limits."
 
 
@@ -144,7 +145,7 @@ class _Cost(Objective):
         return sorted(allowed, key=lambda e: (e.cost_usd.expected, e.time_s.expected, tie_break(e)))
 
     def next_best(self, ranked: Sequence[Estimate]) -> Estimate | None:
-        # The rank is by expected cost, where a cheaper but less sure estimate may come after the chosen one. Users see
+        # The rank is by expected cost, so a cheaper but less certain estimate may come after the chosen one. Users see
         # the predicted costs side by side, so the next best is the next estimate whose predicted cost is no lower.
         return next((e for e in ranked[1:] if e.cost_usd.mean >= ranked[0].cost_usd.mean), None)
 
@@ -171,7 +172,7 @@ class _Compromise(Objective):
 
 
 class _Balanced(_Compromise):
-    """A compromise among the batches that keep the accuracy; with a price of waiting, the least cost of both."""
+    """A compromise among the batches that keep the accuracy; with a price of waiting, the least total cost."""
 
     def value(self, goal: Goal, estimate: Estimate) -> Interval:
         if goal.priced and goal.usd_per_hour_of_waiting is not None:
@@ -179,7 +180,7 @@ class _Balanced(_Compromise):
         return super().value(goal, estimate)
 
     def may_choose(self, goal: Goal, global_batch_size: int) -> bool:
-        # Who sets a largest batch has decided what the training can bear.
+        # A user who sets a largest batch has decided what the training can bear.
         if goal.guard is None or goal.limits.max_global_batch_size is not None:
             return True
         return goal.guard.allows(global_batch_size)
@@ -229,7 +230,7 @@ class _Balanced(_Compromise):
         )
 
     def _kept(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
-        """Return the estimates whose batch keeps the accuracy, or the smallest batch's where none does."""
+        """Return the estimates whose batch keeps the accuracy or, if there are none, those with the smallest batch."""
         kept = [e for e in allowed if self.may_choose(goal, e.configuration.global_batch_size)]
         least = min(e.configuration.global_batch_size for e in allowed)
         return kept or [e for e in allowed if e.configuration.global_batch_size == least]
@@ -275,8 +276,8 @@ OBJECTIVES: Final[Mapping[Name, Objective]] = {
 def find_knee(frontier: Sequence[Estimate]) -> KneeFinding:
     """Return Kneedle's knee (Satopaa 2011) of log cost over log time on the frontier, up to three times the least time.
 
-    On the frontier both axes are the job's own trade-off: the knee is where time stops buying much money. On time over
-    batch the job's coefficients would drop out of Kneedle's normalised axes.
+    On the frontier, both axes are the job's own trade-off: the knee is where more time stops saving much money. On a
+    curve of time over batch, the job's coefficients would drop out of Kneedle's normalised axes.
     """
     near = [e for e in frontier if e.time_s.mean <= _KNEE_WITHIN * frontier[0].time_s.mean and e.cost_usd.mean > 0.0]
     if len(near) < _FEWEST_FOR_A_KNEE:

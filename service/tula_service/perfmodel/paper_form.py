@@ -2,8 +2,9 @@
 
     t = m (a + A b) + s phi(N)      phi(N) = 1 - 1/N for a ring, N for a parameter server (equation 2c)
 
-Equation 2b prints compute as proportional to b, and so does the fit to two configurations. From three on the line has
-the constant a, which is 0 where the data say so. Fitted by non-negative least squares on relative errors.
+Equation 2b prints compute as proportional to b, and so does the fit to two configurations. From three configurations
+on, the line has the constant a, which is 0 if the data say so. The fit is non-negative least squares on relative
+errors.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LARGEST_LEVERAGE = 100.0
 
 @dataclass(frozen=True)
 class PaperFit:
-    """Least squares of one variant: (a, A, s), the inverse of their Gram matrix, and the relative error."""
+    """The least-squares fit of one variant: (a, A, s), the inverse of their Gram matrix, and the relative error."""
 
     form: StepTimeForm
     coefficients: FloatArray
@@ -51,7 +52,7 @@ class PaperFit:
 
 
 def fit_paper_form(observations: StepTimeObservations, form: StepTimeForm) -> PaperFit | None:
-    """Return the fit to the rows of one variant, None where it has one row. Two rows determine A and s, and a is 0."""
+    """Return the fit to the rows of one variant, or None if it has one row. Two rows determine A and s, and a is 0."""
     from scipy.optimize import nnls  # imported on use: only jobs that ask for these forms need it
 
     if len(observations) < _TERMS - 1:

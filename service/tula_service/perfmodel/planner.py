@@ -1,4 +1,4 @@
-"""Which configurations to profile next, each with its purpose, or the reason why profiling is over."""
+"""Which configurations to profile next, each with its purpose, or why profiling is over."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _APART = 4
 _WORTH_A_LAUNCH = 0.0125  # expected gain that pays for a launch; docs/model.md says on which grids it was chosen
 _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 _BOUND_SDS = 2.0  # replays of half of the public grids with 3 % noise: 1.5 to 2.5 give the same regret, 1 gives more
-_MOST_JUDGED = 128  # candidates whose variance a design looks at: so a plan of thousands needs 0.2 s and 50 MiB
+_MOST_JUDGED = 128  # candidates whose variance a design looks at, so that a plan with thousands needs 0.2 s and 50 MiB
 _ONE_GB = Interval(1e9, 1e9, 1e9)
 _FORBIDDEN = 1e3
 
@@ -39,8 +39,8 @@ _FORBIDDEN = 1e3
 class PlanBudget:
     """The limits of all profiling together. GPU-seconds count ranks times seconds; None means no limit.
 
-    `by_default` says that `max_runs` is the default and not the user's number. With `share_launches`, a launch measures
-    up to three local batches, and `max_runs` counts launches. `failed` configurations count as launched.
+    `by_default` says that `max_runs` is the default rather than the user's number. With `share_launches`, a launch
+    measures up to three local batches, and `max_runs` counts launches. `failed` configurations count as launched.
     """
 
     max_runs: int = 6
@@ -63,10 +63,10 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """Runs that may go in parallel. `stop_reason` is set when there are none because profiling is over.
+    """Runs that may go in parallel. `stop_reason` is set if there are no runs because profiling is over.
 
-    Where a plan has neither runs nor a reason, the pending runs must end first or, where none is pending, no candidate
-    keeps the limits.
+    If a plan has neither runs nor a reason, the pending runs must end first or, if none is pending, no candidate keeps
+    the limits.
     """
 
     runs: tuple[PlannedRun, ...]
@@ -90,14 +90,14 @@ def plan(
     cluster. `paper` takes two of these corners: the smallest batch on the smallest cluster and the largest batch on the
     largest. `adaptive` takes the four most informative runs (largest cluster first), then follows `_refine_choice`.
     With `budget.share_launches`, a launch measures up to three batches of its cluster: the first launch of an instance
-    type takes its largest cluster or, where a probe measured the links between nodes, its smallest. Where the job has
-    options, that launch is of the base, which is launched on the smallest cluster too, unless the first launch told how
-    a step splits into compute and communication; `adaptive` then takes the launch of the largest expected gain.
+    type takes its largest cluster or, if a probe measured the links between nodes, its smallest. If the job has
+    options, that launch uses the base, which is launched on the smallest cluster too, unless the first launch showed
+    how a step splits into compute and communication; `adaptive` then takes the launch with the largest expected gain.
 
-    `model` is the job's fit, or its priors before the first measurement, or None where nothing is known. Once runs were
+    `model` is the job's fit, or its priors before the first measurement, or None if nothing is known. Once runs were
     measured, `recommendation` is the answer that the user gets for `goal`; by default the planner computes it from the
     same arguments. `pending` runs have been handed out; `unavailable` configurations failed and are neither planned nor
-    chosen. Raises ObservationError where all candidates failed.
+    chosen. Raises ObservationError if all candidates failed.
     """
     unavailable = frozenset(unavailable)
     left = tuple(c for c in dict.fromkeys(candidates) if c not in unavailable)
@@ -122,12 +122,12 @@ def plan(
 
 
 class _State:
-    """The facts that planning decides from; `model` is None before the first measurement.
+    """The facts on which planning decides; `model` is None before the first measurement.
 
     `used` configurations were measured or are pending, `unused` candidates are neither, and `affordable` holds the
-    unused ones that the budget pays for. `of_base` are the candidates with the options that the design launches: the
-    base, or what is nearest to it among the candidates. A launch measures up to `batches` local batches, or one
-    configuration; `runs_left` counts launches.
+    unused candidates that the budget pays for. `of_base` holds the candidates with the options that the design
+    launches: the base, or the options nearest to it among the candidates. A launch measures up to `batches` local
+    batches, or one configuration; `runs_left` counts launches.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class _State:
         self.runs_left = limit - counted_launches(self.used | budget.failed, share_launches=budget.share_launches)
 
     def exhausted(self) -> str | None:
-        """Return why no further run is possible, or None if one is."""
+        """Return why no further run is possible, or None if a run is possible."""
         budget = self.budget
         if not self.unused:
             return "Every candidate has been profiled."
@@ -189,7 +189,7 @@ class _State:
         return sorted([*dict.fromkeys(chosen)][: self.batches])
 
     def tells_split(self, launch: Launch) -> bool:
-        """Return True where a run of this launch measured how a step splits into compute and exposed communication."""
+        """Return True if a run of this launch measured how a step splits into compute and exposed communication."""
         seen = None if self.model is None else self.model.observations
         if seen is None:
             return False
@@ -204,7 +204,7 @@ class _State:
         return find_launch(c) if self.budget.share_launches else c
 
     def _affordable(self) -> Iterator[Configuration]:
-        """Yield the unused candidates whose run the rest of the GPU-seconds pays for.
+        """Yield the unused candidates whose run the remaining GPU-seconds pay for.
 
         A launch measures its batches in ascending order, so that each needs the seconds of the smaller batches too.
         """
@@ -224,7 +224,7 @@ class _State:
 
 
 def counted_launches(configurations: Iterable[Configuration], *, share_launches: bool) -> int:
-    """Return how many launches of the budget these configurations take: each its own, or up to three a launch."""
+    """Return how many of the budget's launches these configurations take: one each, or one for up to three."""
     if not share_launches:
         return len(frozenset(configurations))
     counts = Counter(map(find_launch, frozenset(configurations))).values()
@@ -252,10 +252,10 @@ def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> 
 def _first_launches(state: _State) -> list[PlannedRun]:
     """Return the runs that are missing from the launches that every search begins with.
 
-    These are of the largest cluster of each instance type or, where a probe told the links between nodes, of its
-    smallest. Where the job has options, whose effects are read against the base, a launch of the smallest cluster
-    follows that of the largest. A type with a launch that told compute from communication needs no further one. If one
-    cluster has several launches, the one with the least accumulation counts as the largest.
+    These use the largest cluster of each instance type or, if a probe measured the links between nodes, its smallest.
+    If the job has options, whose effects are read against the base, a launch on the smallest cluster follows the launch
+    on the largest. A type with a launch that told compute from communication needs no further launch. If one cluster
+    has several launches, the launch with the least accumulation counts as the largest.
     """
     begun = find_launches(state.used)
     told = {launch.instance_type for launch in begun if launch.options == state.base and state.tells_split(launch)}
@@ -318,14 +318,14 @@ def design(
     allowed: Collection[Configuration] | None = None,
     used: Collection[Configuration] = (),
 ) -> list[Configuration]:
-    """Return the most informative candidates, the largest cluster of each type first, then the smallest.
+    """Return the most informative candidates, the largest cluster of each type first, then the smallest cluster.
 
-    The model predicts worst what lies beyond every measured cluster. With a goal, the largest cluster runs its would-be
+    The model's predictions are worst beyond every measured cluster. With a goal, the largest cluster runs its would-be
     best batch, and the design minimises the variance of candidates that may be chosen: a candidate that is expected to
-    be twice as dear as the best counts a quarter of it. The design chooses from `allowed` (default: all); `used`
+    cost twice as much as the best counts a quarter as much. The design chooses from `allowed` (default: all); `used`
     configurations have been measured or will be.
     """
-    # The prior's own uncertainty, not the fit's: a design fixed before measuring does as well as one re-planned after
+    # The prior's own uncertainty, not the fit's: a design fixed before measuring does as well as one that changes after
     # every run, and all of its runs may go in parallel.
     believed = {c.instance_type: priors.believed.get(c.instance_type, generic_prior()) for c in candidates}
     model = unmeasured_model(replace(priors, believed=believed), candidates)
@@ -348,9 +348,9 @@ def design(
 
 
 def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: Goal) -> FloatArray:
-    """Return the log of the goal's value at each candidate's best offer, shape (n,); 1000 where the goal forbids it.
+    """Return the log of the goal's value at each candidate's best offer, shape (n,); 1000 if the goal forbids it.
 
-    Memory is not known yet, so a price per GB-hour counts as if every rank held one GB.
+    Memory is not known yet, so a price per GB-hour is applied as if every rank held one GB.
     """
     largest = goal.limits.max_global_batch_size or math.inf
     best = dict.fromkeys(candidates, _FORBIDDEN)
@@ -370,12 +370,12 @@ def greedy_design(
     first: Iterable[Sequence[int]],
     weights: FloatArray,
 ) -> list[int]:
-    """Return the row numbers of up to `num_runs` runs, in order, that leave the least weighted variance; deterministic.
+    """Return the row numbers of up to `num_runs` runs, in order, that minimise the weighted variance; deterministic.
 
     Each pick minimises the posterior variance of log step time under a model without measurements, summed over the
-    rows, or over 128 of them that are evenly spread: no step time is needed, so the runs may go in parallel. `used`
-    rows will be measured anyway; one row of each group in `first` comes before all others (the largest cluster of each
-    instance type). `weights`, shape (n,), say how much the variance of each row matters.
+    rows, or over 128 evenly spread rows: no step time is needed, so the runs may go in parallel. `used` rows will be
+    measured anyway; one row of each group in `first` comes before all others (the largest cluster of each instance
+    type). `weights`, shape (n,), says how much the variance of each row matters.
     """
     points, noise = Points.of(candidates), generic_prior().scales.noise ** 2
     judged = np.unique(np.linspace(0, len(points) - 1, min(len(points), _MOST_JUDGED)).astype(int))
@@ -423,13 +423,13 @@ def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> Flo
 
 
 def _refine_choice(state: _State, choice: Choice) -> Plan:
-    """Return the next launch that may change or verify the choice, or the reason why there is none. In this order:
+    """Return the next launch that may change or verify the choice, or why there is none. In this order:
 
     1. Verification: the choice itself, if it was not measured.
-    2. Contender: the candidate with the lowest confidence bound, unless that candidate was measured. Where the job has
-       options, the launch of the largest expected gain: the bounds of what was never launched are wide.
+    2. Contender: the candidate with the lowest confidence bound, unless that candidate was measured. If the job has
+       options, the launch with the largest expected gain: the bounds of options that were never launched are wide.
 
-    Where a launch measures several batches, and where the job has options, step 2 needs a minimum expected gain.
+    If a launch measures several batches, or the job has options, step 2 needs a minimum expected gain.
     """
     chosen = choice.chosen
     if chosen is not None and not chosen.measured and chosen.configuration in state.affordable:
@@ -460,10 +460,10 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
 def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estimate | None:
     """Return the estimate with the lowest confidence bound of the goal's value (Cox and John 1992), if there is one.
 
-    Only the `runnable` ones of the unmeasured estimates count. Their bound is two standard deviations of the logarithm
+    Of the unmeasured estimates, only the `runnable` ones count. Their bound is two standard deviations of the logarithm
     below the mean; measured estimates and the choice count with their means. Deadline and budget come before the value:
-    the estimate with the least excess over the limits wins, by the same bounds. A candidate that may not fit into
-    memory takes part too, since its run answers whether it does.
+    the estimate that exceeds the limits least wins, by the same bounds. A candidate that may not fit into memory takes
+    part too, since its run answers whether it does.
     """
     barred, limits = choice.barred, choice.goal.limits
     measured = {e.key for e in choice.estimates if e.measured or e is choice.chosen}
@@ -485,7 +485,7 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
 
 
 def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
-    """Return the share of its value that the best choice is expected to lose by the most promising launch (0.01 = 1 %).
+    """Return the share of the best value by which the most promising launch is expected to improve it (0.01 = 1 %).
 
     The gain of a launch is the sum of the expected improvements (Jones 1998) of the logarithm over all its unmeasured
     batches, each at its better offer, since one run measures both offers. Neither the best batch nor the few that the

@@ -1,4 +1,4 @@
-"""Measurements as columns: points of the configuration space and step times, with and without repeats."""
+"""Measurements as columns: points in the configuration space and step times, with and without repeats."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Points:
         grad_accum_steps: Sequence[float] | FloatArray | None = None,
         variant: Sequence[Variant] | None = None,
     ) -> None:
-        """Take 1 as accumulation, and the default type without options as the variant, where none is given.
+        """Use an accumulation of 1, and the default type without options as the variant, if none is given.
 
         Raises ObservationError on columns that are not configurations.
         """
@@ -95,7 +95,7 @@ class Points:
     def logarithms(self) -> FloatArray:
         """Return natural logarithms, shape (5, n), cached because a fit asks for them a hundred times.
 
-        They are of local batch, ranks in a node, nodes, micro-steps, and micro-steps before the last (-69 for none).
+        The rows are local batch, ranks in a node, nodes, micro-steps, and micro-steps before the last (-69 for none).
         """
         ranks, earlier = self.world_size / self.num_nodes, np.maximum(self.grad_accum_steps - 1.0, 1e-30)
         return np.asarray(np.log([self.local_batch_size, ranks, self.num_nodes, self.grad_accum_steps, earlier]))
@@ -110,14 +110,14 @@ class Points:
 
     @cached_property
     def _rows_by_variant(self) -> dict[Variant, npt.NDArray[np.intp]]:
-        """Row numbers by variant: a job has up to 64 for each instance type, so that a scan for each would be slow."""
+        """Row numbers by variant: a job has up to 64 per instance type, so a scan for each would be slow."""
         rows = defaultdict[Variant, list[int]](list)
         for row, variant in enumerate(self.variant):
             rows[variant].append(row)
         return {variant: np.array(numbers, np.intp) for variant, numbers in rows.items()}
 
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Points:
-        """Return the points at these row numbers, or where this mask is true."""
+        """Return the points at these row numbers, or the points for which this mask is true."""
         columns = {name: getattr(self, name)[rows] for name in self.COLUMNS}
         chosen = np.arange(len(self))[rows].tolist()
         return Points(**columns, variant=[self.variant[row] for row in chosen])
@@ -125,7 +125,7 @@ class Points:
 
 @dataclass(frozen=True)
 class StepTimeObservations:
-    """Measured step times; every column has shape (n,), NaN means "not measured" where it is allowed.
+    """Measured step times; every column has shape (n,), and NaN, if allowed, means "not measured".
 
     `relative_sd` is the standard error of that row's mean step time over the mean (0.02 = 2 %). Several rows of the
     same configuration are welcome; contradictions widen the intervals. `compute_time_s` excludes the waits for data,
@@ -157,7 +157,7 @@ class StepTimeObservations:
         step_time_s: Sequence[float] | FloatArray,
         **columns: Sequence[float] | FloatArray | None,
     ) -> StepTimeObservations:
-        """Step times measured at these points; `columns` are of OPTIONAL, and those not measured are left out."""
+        """Return step times measured at these points; `columns` may be any of OPTIONAL, without those not measured."""
         where = Points.of(points)
         given = {name: values for name, values in columns.items() if values is not None}
         filled = dict.fromkeys(cls.OPTIONAL, np.full(len(where), np.nan)) | given
@@ -169,14 +169,14 @@ class StepTimeObservations:
         return len(self.points)
 
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> StepTimeObservations:
-        """Return the observations at these row numbers, or where this mask is true."""
+        """Return the observations at these row numbers, or the observations for which this mask is true."""
         columns = {name: getattr(self, name)[rows] for name in ("step_time_s", *self.OPTIONAL)}
         return StepTimeObservations(points=self.points.take(rows), **columns)
 
     def without_waits(self) -> StepTimeObservations:
         """Return the observations without their waits for data, as the forms count a step.
 
-        The absolute error stays the same, so that the relative error of the shorter step grows.
+        The absolute error stays the same, so the relative error of the shorter step grows.
         """
         rest_s = self.step_time_s - np.nan_to_num(self.input_time_s)
         step_s = np.maximum(rest_s, _LEAST_REST * self.step_time_s)
@@ -185,8 +185,8 @@ class StepTimeObservations:
     def merge_repeats(self) -> tuple[StepTimeObservations, FloatArray, FloatArray]:
         """Merge the rows of each configuration into one: the median of three or more, the geometric mean of two.
 
-        Return the merged rows, the number of rows that each one merges, shape (n,), and the least and the largest step
-        time of these in seconds, shape (n, 2).
+        Returns the merged rows, the number of rows behind each, shape (n,), and the least and the largest step time of
+        these rows in seconds, shape (n, 2).
         """
         groups = defaultdict[PointKey, list[int]](list)
         for row, key in enumerate(self.points.rows()):

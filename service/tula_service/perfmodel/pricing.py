@@ -1,4 +1,4 @@
-"""What a candidate takes and costs: equations 4a and 4b, spot interruptions included; the limits, and the frontier."""
+"""The time and cost of a candidate: equations 4a and 4b, spot interruptions included; the limits, and the frontier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECONDS_PER_HOUR = 3600.0
 _BYTES_PER_GB = 1e9
 JOULES_PER_KWH = 3.6e6
 _HOPELESS_EXPONENT = 50.0
-_MENU = 5  # points: with more it is no menu
+_MENU = 5  # points: more would be no menu
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class Offer:
-    """What one instance type costs; prices add up, and zero means "not charged this way"."""
+    """The prices of one instance type; they add up, and zero means "not charged this way"."""
 
     usd_per_node_hour: float = 0.0
     usd_per_gb_hour: float = 0.0
@@ -37,7 +37,7 @@ class Offer:
     spot: Spot | None = None
 
     def usd_per_s(self, configuration: Configuration, *, gb_per_rank: float = 0.0) -> float:
-        """Return what a configuration costs in a second when each rank holds `gb_per_rank` gigabytes of memory."""
+        """Return what a configuration costs per second if each rank holds `gb_per_rank` gigabytes of memory."""
         per_rank = self.usd_per_rank_hour + gb_per_rank * self.usd_per_gb_hour
         hourly = configuration.num_nodes * self.usd_per_node_hour + configuration.world_size * per_rank
         return hourly / SECONDS_PER_HOUR
@@ -45,7 +45,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Training:
-    """How much there is to train: E epochs over D examples (equation 4a)."""
+    """The amount of training: E epochs over D examples (equation 4a)."""
 
     dataset_size: float
     epochs: float = 1.0
@@ -53,11 +53,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One candidate with everything that a choice looks at; `terms` splits the mean step time, in seconds.
+    """One candidate with everything that a choice considers; `terms` splits the mean step time, in seconds.
 
     `known_sd` is the standard deviation of the logarithm of its mean time, to which intervals add the noise of a run.
-    `energy_kwh` is the energy of the accelerators, None where no run reported power. A candidate has one estimate on
-    demand and one on interruptible capacity (`spot`), where both have a price.
+    `energy_kwh` is the energy of the accelerators, None if no run reported power. A candidate has one estimate on
+    demand and one on interruptible capacity (`spot`), if both have a price.
     """
 
     configuration: Configuration
@@ -89,14 +89,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a recommendation must keep to; None means no such limit. Deadline and budget are for the whole training."""
+    """The limits that a recommendation must keep, or None. Deadline and budget are for the whole training."""
 
     deadline_s: float | None = None
     budget_usd: float | None = None
     max_global_batch_size: int | None = None
 
     def of_totals(self, estimate: Estimate) -> list[tuple[str, Interval, float]]:
-        """Return the deadline and the budget where they are set, as (name, time or cost of the candidate, limit)."""
+        """Return the deadline and the budget, if set, as (name, time or cost of the candidate, limit)."""
         both = (
             ("deadline_s", estimate.time_s, self.deadline_s),
             ("budget_usd", estimate.cost_usd, self.budget_usd),
@@ -104,13 +104,13 @@ class Limits:
         return [(name, value, limit) for name, value, limit in both if limit is not None]
 
     def margin(self, estimate: Estimate) -> float:
-        """Return the standard deviations of the log from the mean to the tighter limit; negative where it is broken."""
+        """Return the standard deviations of the log from the mean to the tighter limit; negative if it is exceeded."""
         both = [(value, limit) for _, value, limit in self.of_totals(estimate) if value.mean > 0]
         return min((math.log(limit / value.mean) / max(value.log_sd, 1e-9) for value, limit in both), default=math.inf)
 
 
 def spot_slowdown(spot: Spot | None, num_nodes: int) -> float:
-    """Return expected over uninterrupted wall time of a synchronous job on `num_nodes` interruptible nodes.
+    """Return the ratio of expected to uninterrupted wall time of a synchronous job on `num_nodes` interruptible nodes.
 
     With rate L = num_nodes * rate, a stretch of length tau between checkpoints takes (1/L + R) * (exp(L tau) - 1) in
     expectation (Daly 2006, without checkpoint cost); infinite when the job would practically never get through.
@@ -140,8 +140,8 @@ def price(
 
     T = E * D / B * t_step * spot slowdown * steps factor; C = T * (n * usd_per_node_hour + world_size *
     (usd_per_rank_hour + peak_GB * usd_per_gb_hour)). `steps_factor` is how many times as many steps the candidate needs
-    for the same quality; `power_w` is the power of a rank's device while it trains. Raises ObservationError when a
-    price needs a peak that is not known.
+    for the same quality; `power_w` is the power of a rank's device while it trains. Raises ObservationError if a price
+    needs a peak that is not known.
     """
     slowdown = spot_slowdown(offer.spot, configuration.num_nodes)
     epoch_steps = training.dataset_size / configuration.global_batch_size * steps_factor
@@ -166,9 +166,9 @@ def price(
 
 
 def pareto_frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
-    """Return the estimates that no other dominates by its means of time and cost, the fastest first.
+    """Return the estimates that no other estimate dominates in mean time and cost, fastest first.
 
-    One is dominated when another is no worse in both and better in one; of equals the first one stays.
+    An estimate is dominated if another is no worse in both and better in one; of equals, the first stays.
     """
     frontier: list[Estimate] = []
     for estimate in sorted(estimates, key=lambda e: (e.time_s.mean, e.cost_usd.mean)):
@@ -193,7 +193,7 @@ def build_menu(frontier: Sequence[Estimate], chosen: Estimate) -> tuple[Estimate
 
 
 def usd_per_hour_saved(faster: Estimate, slower: Estimate) -> float | None:
-    """Return the price of each hour that `faster` saves over `slower`; None where it saves or costs nothing."""
+    """Return the price of each hour that `faster` saves over `slower`, or None if it saves or costs nothing."""
     saved_s, more = slower.time_s.mean - faster.time_s.mean, faster.cost_usd.mean - slower.cost_usd.mean
     return more / saved_s * SECONDS_PER_HOUR if saved_s > 0.0 and more > 0.0 else None
 

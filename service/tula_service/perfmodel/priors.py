@@ -33,7 +33,7 @@ _UNKNOWN_TFLOPS, _UNKNOWN_GB_PER_S, _UNKNOWN_DEVICE_SD = 20.0, 900.0, 1.0
 _UNKNOWN_GBPS = 10.0
 _BETWEEN_JOBS_SD = 0.25
 _TAUGHT_CLUSTERS = 2
-_LEAST_TAUGHT = 0.05  # of what the generic prior knows: below it, a difference of two roundings would be an estimate
+_LEAST_TAUGHT = 0.05  # of what the generic prior knows: below it, a rounding difference would be an estimate
 _WORTH_OF_BETWEEN_SD = 2.0  # the number of jobs that the usual spread weighs as much as
 _BETWEEN_TYPES_SD, _UNKNOWN_TYPE_SD = 0.5, 1.0
 _EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD = 0.5, 0.4, 0.5  # of log(c / guess)
@@ -62,7 +62,7 @@ class StepTimePrior:
 
     `absolute` says that c is known; without it a fit needs at least one measurement. `reference_batch_size` is b_ref;
     None stands for "the largest batch in question". `in_seconds` lists entries that the form states relative to c,
-    although they are known in seconds: their `sd` is the deviation of log(entry * c), however little is known of c
+    although they are known in seconds: their `sd` is the deviation of log(entry * c), however little is known about c
     itself. `slow_from` is the smallest local batch at which convolutions are slower.
     """
 
@@ -76,7 +76,7 @@ class StepTimePrior:
     slow_from: float = math.inf
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless there is one finite centre and one positive width for each parameter."""
+        """Raise ObservationError unless each parameter has a finite centre and a positive width."""
         object.__setattr__(self, "mean", column("prior mean", self.mean, NUM_PARAMETERS))
         object.__setattr__(self, "sd", column("prior sd", self.sd, NUM_PARAMETERS, above=0.0))
 
@@ -89,7 +89,7 @@ class StepTimePrior:
     def without_accumulation(self) -> StepTimePrior:
         """Return this prior for steps that never accumulate.
 
-        The compute of such a step includes what comes once a step, since no measurement tells the two apart.
+        The compute of such a step includes the once-a-step part, since no measurement tells the two apart.
         """
         mean, sd = self.mean.copy(), self.sd.copy()
         mean[AT.once], sd[AT.once] = ABSENT, _ABSENT_SD
@@ -101,16 +101,16 @@ class ModelFacts:
     """The facts of a network that are known without running it.
 
     `flops_per_sample` counts one forward pass, and a multiplication and an addition as two.
-    `activation_bytes_per_sample` are the bytes that a sample leaves on one device for the backward pass, and
+    `activation_bytes_per_sample` is the number of bytes that a sample leaves on one device for the backward pass, and
     `parameter_bytes` the bytes of the parameters on one device in single precision. `flops_sd` is the uncertainty that
-    guesses cause in the logarithm of the compute, 0 where everything was counted. `rule_sd` is how far the roofline
-    misses that logarithm otherwise; it is larger where the precision is unknown. `volumes` is how often the bytes of
-    the parameters pass a link in a step: 2 for an all-reduce, or for a reduce-scatter and one gathering; 3 where the
-    backward pass gathers the parameters again. `idle_samples` is the number of examples whose compute a device of a
-    pipeline waits for: with m micro-batches and p stages, a step takes the time of m + p - 1 micro-batches.
-    `operations` is how many operations of a micro-step start a kernel, or None where they were not counted.
-    `transposed_bytes_per_sample` are the bytes that a sample's images take to be read and written while convolutions in
-    half precision change their memory layout; None where these were not counted, or in single precision.
+    guesses cause in the logarithm of the compute, 0 if everything was counted. `rule_sd` is how far the roofline misses
+    that logarithm otherwise; it is larger if the precision is unknown. `volumes` is how often the bytes of the
+    parameters pass a link in a step: 2 for an all-reduce, or for a reduce-scatter and one gathering; 3 if the backward
+    pass gathers the parameters again. `idle_samples` is the number of examples whose compute a device of a pipeline
+    waits for: with m micro-batches and p stages, a step takes the time of m + p - 1 micro-batches. `operations` is how
+    many operations of a micro-step start a kernel, or None where they were not counted. `transposed_bytes_per_sample`
+    is the number of bytes of a sample's images that are read and written while convolutions in half precision change
+    their memory layout; None if they were not counted, or in single precision.
     """
 
     parameter_count: float
@@ -136,8 +136,8 @@ class Hardware:
 
     Network bandwidths are in gigabits per second. The peak in teraflop per second and the memory bandwidth in gigabytes
     per second describe one rank's device. `figures_sd` is the uncertainty of the logarithms of these two, 0 for a data
-    sheet. Equal devices have an equal `device`. `launch_s` is how many seconds the host takes to start an operation,
-    where a probe timed it.
+    sheet. Equal devices have an equal `device`. `launch_s` is how many seconds the host takes to start an operation, if
+    a probe timed it.
     """
 
     peak_tflops: float | None = None
@@ -159,7 +159,7 @@ class Priors:
 
     The fit uses `hardware` to carry the measurements of one type over to a type without any. `probed` names the types
     whose links between nodes a probe measured. `slow_from` is the smallest local batch of a type at which convolutions
-    are slower. `base` are the options of the variants that `believed` describes: the first value of each.
+    are slower. `base` holds the options of the variants that `believed` describes: the first value of each.
     """
 
     believed: Mapping[str, StepTimePrior] = field(default_factory=dict)
@@ -175,8 +175,8 @@ def generic_prior() -> StepTimePrior:
     The error of held-out predictions on grids of Pollux (Apache-2.0), Gavel (MIT), ElasticFlow, DLPerf and TensorFlow's
     benchmarks (Apache-2.0) decided the centres and widths, which were then rounded: at the largest batch a third of
     compute is floor, two ranks of a node add 4 % of compute, two nodes add 30 %, and about a third of what can overlap
-    does not. Tables of training with accumulation, which are not in the project, decided the share that comes once a
-    step, 3 % of compute.
+    does not. Tables of training with accumulation, which are not in the project, decided the once-a-step share, 3 % of
+    compute.
     """
     return StepTimePrior(
         mean=np.array(
@@ -232,7 +232,7 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
 
 @dataclass(frozen=True)
 class ScaleError:
-    """Error of the hardware-based prior for a job of any network, at its reference batch size.
+    """The error of the hardware-based prior for a job with any network, at its reference batch size.
 
     `log_ratio` is log(fitted c / c of `prior_from_hardware`), 0 before a fit, and `sd` its own uncertainty (guessed
     FLOPs, runs that left c open). `device_sd` is the uncertainty that the figures of `device` cause
@@ -248,7 +248,7 @@ class ScaleError:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What the runs of one network on one instance type taught, and the facts of both that are known without runs."""
+    """What the runs of one network on one instance type taught, with the facts known about both without runs."""
 
     learned: StepTimePrior
     facts: ModelFacts
@@ -256,7 +256,7 @@ class Lesson:
 
     @property
     def scale_error(self) -> ScaleError:
-        """Return how far the prior from hardware figures is from what the runs taught."""
+        """Return how far the prior from hardware figures lies from what the runs taught."""
         b_ref = self.learned.reference_batch_size or 1.0
         guess = prior_from_hardware(self.facts, self.hardware, reference_batch_size=b_ref)
         return ScaleError(
@@ -272,10 +272,10 @@ class Lesson:
 class Lessons:
     """What earlier jobs teach, sorted by how much they have in common with a job.
 
-    `same_network` and `other_networks` hold what runs on the hardware of the job taught, by instance type. Each
-    prior of another network comes with the job's parameter count over that network's, None where a count is
-    unknown. `other_hardware` holds what runs of the same network taught on hardware that the job does not have.
-    `scales` covers any network on any hardware.
+    `same_network` and `other_networks` hold what runs on the hardware of the job taught, by instance type. Each prior
+    of another network comes with the ratio of the job's parameter count to that network's, None if a count is unknown.
+    `other_hardware` holds what runs of the same network taught on hardware that the job does not have. `scales` covers
+    any network on any hardware.
     """
 
     same_network: Mapping[str, tuple[StepTimePrior, ...]] = field(default_factory=dict)
@@ -314,7 +314,7 @@ def prior_of_type(
         if other.memory_gb_per_s is not None and hardware[name].memory_gb_per_s is not None
     ]
     # The narrower of two guesses: the same network on other hardware, moved by the ratio of the data sheets, or the
-    # hardware figures corrected by how fast earlier jobs ran. A run on hardware of uncertain speed says less of a
+    # hardware figures corrected by how fast earlier jobs ran. A run on hardware of uncertain speed says less about a
     # device than its data sheet does.
     scale = min((guess, *moved), key=lambda prior: float(prior.sd[AT.compute]))
     if scale is guess:
@@ -334,8 +334,8 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
     log(c / guess) = everywhere + device + network: the effect of a team's framework, precision and kernels on every
     network, their effect on one device, and the effect of the network itself. The first two are normal around 0 (sd 0.5
     and 0.4, plus `device_sd`); the jobs decide the sd of the third, which is 0.5 before any job. All three shrink with
-    the `rule_sd` of the guess: the first two by its square, since a rule that knows precision and memory traffic leaves
-    less in common. Jobs with a wider `rule_sd` count less. `earlier` has each network at most once per device: a
+    the `rule_sd` of the guess, the first two with its square, since a rule that knows precision and memory traffic
+    leaves less in common. Jobs with a wider `rule_sd` count less. `earlier` has each network at most once per device: a
     repetition would count as another job that agrees. A job that is off by more than four sd was described wrongly
     (FLOPs in another unit) and is ignored. Widths are from step times of six networks on eight devices in two
     precisions (Lambda's TensorFlow benchmark, BSD-3-Clause).
@@ -380,10 +380,10 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
 def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, other: Hardware) -> StepTimePrior:
     """Return the prior of a network on one instance type from its runs on another, basis `transfer`.
 
-    The shape is kept. With W the memory bandwidth of a device and L that of a link, c' = c W / W', a' = a c / c' and
-    s' = s (c / c') (L / L'): step times of networks follow memory bandwidth more closely than peak arithmetic, of which
-    each generation of devices reaches another share. If a figure of either type is unknown, nothing moves and c is
-    wider; c is also wider if the figures are uncertain.
+    The shape is kept. With W the memory bandwidth of a device and L the bandwidth of a link, c' = c W / W', a' = a c /
+    c' and s' = s (c / c') (L / L'): step times of networks follow memory bandwidth more closely than peak arithmetic,
+    of which each generation of devices reaches another share. If a figure of either type is unknown, nothing moves and
+    c is wider; c is also wider if the figures are uncertain.
     """
 
     def times(name: str) -> float | None:
@@ -414,15 +414,15 @@ def prior_from_jobs(
     """Return the prior of the next job, basis `transfer`, from k earlier jobs on the same hardware.
 
     Each posterior (`Posterior.without_prior`) holds the generic prior, which is divided out before they are combined: a
-    job teaches nothing of what it did not measure. The next job differs from the others as they differ from one
+    job teaches nothing about what it did not measure. The next job differs from the others as they differ from one
     another, so its deviation is sqrt(between^2 + own^2 / k), never the error of the mean alone. Collectives carry over
     in seconds.
 
     The compute scale c belongs to one network: it comes from `scale` (of `prior_from_hardware`), or, when the jobs are
     runs of the same network, from their runs. With `scale`, the jobs are other networks: their collectives carry over
     as seconds per gradient byte, c s / (4 P). `gradient_ratios` are this network's parameters over theirs, one for each
-    posterior; a job with None, where a count is unknown, teaches nothing of collectives. What no job teaches comes from
-    `scale`, or from the generic prior without it.
+    posterior; a job with None, whose count is unknown, teaches nothing about collectives. What no job teaches comes
+    from `scale`, or from the generic prior without it.
     """
     generic, base, collectives = generic_prior(), scale or generic_prior(), list(COLLECTIVES)
     b_ref = base.reference_batch_size
@@ -441,7 +441,7 @@ def prior_from_jobs(
     centre = base.mean.copy()
     centre[collectives] += np.mean(means[:, AT.compute]) if scale is None else scale.mean[AT.compute]
     if scale is not None:
-        ratios = np.array(gradient_ratios or [None] * len(posteriors), np.float64)[:, None]  # NaN where unknown
+        ratios = np.array(gradient_ratios or [None] * len(posteriors), np.float64)[:, None]  # NaN if unknown
         means[:, collectives] += np.log(np.nan_to_num(ratios, nan=1.0))
         precision[:, collectives] *= np.isfinite(ratios)
     mean, sd = _predictive(means, precision, centre, base.sd)
@@ -466,7 +466,7 @@ def _predictive(
     """Return the mean and deviation of the next job's parameters, shape (11,) each.
 
     `means` and `precision`, shape (k, 11), are estimates from k other jobs; `centre` and `sd`, shape (11,), are the
-    belief without these.
+    belief without these estimates.
     """
     usual = np.minimum(_BETWEEN_JOBS_SD, 0.5 * sd)
     informed = precision > 0.0

@@ -1,4 +1,4 @@
-"""What the steps of a run say: robust figures for a fit."""
+"""A summary of a run's steps: robust figures for a fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OF_TWO_OR_THREE = 3.0  # the variance of t with two degrees of freedom or fewer
 def summarise(samples: SampleColumns) -> dict[str, float | int | None]:
     """Return the figures of a run by name: the robust mean of each column, which counts slow steps that recur in full.
 
-    Times are in seconds, None where nothing was measured. `samples` has one row for each step and rank. Step times are
+    Times are in seconds, None if nothing was measured. `samples` has one row for each step and rank. Step times are
     averaged over the ranks first: ranks of one step wait for each other, so only steps count as independent in
     `relative_sd`, the standard error of `step_time_s` over its mean. A straggler is named when it was the slowest rank
     in more than half of the steps.
@@ -33,7 +33,7 @@ def summarise(samples: SampleColumns) -> dict[str, float | int | None]:
 
 
 def _relative_sd(mean: float, error: float | None, steps: int) -> float:
-    """Return the relative standard error, wider by the sd of Student's t where few steps tell little of their spread.
+    """Return the relative standard error, widened by the sd of Student's t: few steps say little about their spread.
 
     Compared with a known spread, the error of four steps counts 1.7 times, and that of sixteen steps 1.07 times.
     """
@@ -45,8 +45,8 @@ def _relative_sd(mean: float, error: float | None, steps: int) -> float:
 def robust_mean(values: FloatArray) -> tuple[float | None, float | None]:
     """Return the mean of `values`, robust against one outlier, and its standard error.
 
-    Where the largest value lies farther above the second largest than all others spread, it counts as the second
-    largest: one checkpoint or collector pause. Two such values are a pattern and count in full.
+    If the largest value lies farther above the second largest than the spread of all others, it counts as the second
+    largest: it was a checkpoint or a collector pause. Two such values are a pattern and count in full.
     """
     if values.size == 0:
         return None, None
@@ -58,5 +58,5 @@ def robust_mean(values: FloatArray) -> tuple[float | None, float | None]:
 
 
 def known_mean(values: FloatArray | None) -> float | None:
-    """Return the robust mean of the finite values; None where there are none."""
+    """Return the robust mean of the finite values, or None if there are none."""
     return None if values is None else robust_mean(values[np.isfinite(values)])[0]

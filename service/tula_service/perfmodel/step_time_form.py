@@ -23,7 +23,7 @@ prior fits both a phone-sized network and a language model.
     overlap       log(g - 1)   overlap (g = 1: none; large: communication hides behind compute)
     once          log o        what comes once a step, over c; only where steps accumulate can it be told from T_g
 
-What the form leaves is a Gaussian process on log t over batch, cluster, and their product (`ResidualScales`).
+The residual of the form is a Gaussian process on log t over batch, cluster, and their product (`ResidualScales`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tula_service.perfmodel.points import FloatArray, Points
 
 
 class Parameters(NamedTuple):
-    """The place of each parameter in theta, and in means and standard deviations of it."""
+    """The place of each parameter in theta, and in its means and standard deviations."""
 
     compute: int
     floor: int
@@ -58,7 +58,7 @@ class Parameters(NamedTuple):
 AT: Final = Parameters(*range(11))
 NUM_PARAMETERS: Final = len(AT)
 COLLECTIVES: Final = (AT.intra, AT.inter)
-"""The entries of theta that times of collectives are proportional to: s_intra and s_inter."""
+"""The entries of theta to which times of collectives are proportional: s_intra and s_inter."""
 
 ABSENT: Final = -60.0
 """The logarithm of a part that a step does not have."""
@@ -80,7 +80,7 @@ def to_seconds(entries: Sequence[int]) -> FloatArray:
 class Terms:
     """Logs of the parts of a step in seconds, shape (n,), and slopes in theta, shape (n, 11).
 
-    The parts are whole step, its compute, its collective, and what comes once a step; the first two have slopes.
+    The parts are the whole step, its compute, its collective, and the once-a-step part; the first two have slopes.
     """
 
     step: FloatArray
@@ -96,7 +96,7 @@ class LogStepTimes:
     """Natural logarithms of predicted seconds, shape (n,): mean of a whole step, its compute, and its communication.
 
     `sd` is the standard deviation of the log step time around `mean`, Student's t with `dof` degrees of freedom, and
-    `known_sd` the same without the noise of a run.
+    `known_sd` is its value without the noise of a run.
     """
 
     mean: FloatArray
@@ -172,9 +172,9 @@ class ResidualScales:
 
 
 RUN_NOISE: Final = ResidualScales().noise
-"""Of the logarithm of one run's step time; what was measured is known that well, however far other points stray."""
+"""Of the logarithm of one run's step time: measured points are known this well, however far other points stray."""
 _STRAYING, _STRAYING_SHARE = 3.5, 0.25
-"""A quarter of the jobs stray 3.5 times as far: on one half of the public grids, intervals of irregular ones then hold
+"""A quarter of the jobs stray 3.5 times as far: on one half of the public grids, intervals of irregular grids then hold
 87 % of what was not run, as wanted."""
 
 
@@ -200,12 +200,12 @@ def residual_covariance(first: Points, second: Points, scales: ResidualScales) -
 
 
 def residual_variance(scales: ResidualScales) -> float:
-    """Return the prior variance of the residual at any one point, without `own` and `noise`."""
+    """Return the prior variance of the residual at any single point, without `own` and `noise`."""
     return scales.batch**2 + scales.cluster**2 + scales.both**2
 
 
 def same_points(first: Points, second: Points) -> npt.NDArray[np.bool_]:
-    """Return where both are the same configuration, shape (len(first), len(second)); variants are not compared."""
+    """Return a mask of equal configurations, shape (len(first), len(second)); variants are not compared."""
     same = np.ones((len(first), len(second)), dtype=np.bool_)
     for name in Points.COLUMNS:
         same &= getattr(first, name)[:, None] == getattr(second, name)[None, :]

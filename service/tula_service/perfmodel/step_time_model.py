@@ -1,4 +1,4 @@
-"""The step-time model that the rest of the service sees: fit it to a few measurements, predict any configuration."""
+"""The step-time model that the rest of the service uses: fit it to a few measurements, predict any configuration."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tula_wire.configurations import Configuration, Variant
 from tula_wire.enums import Basis, StepTimeForm
 
 _RANGE_TOLERANCE = 1.05
-_LEAST_SHARE = 0.01  # of a step: a shorter wait is the time that taking a batch from a full queue needs
-_HIDES_NOTHING = 0.02  # the weight of h = 0 where the runs do not tell loading from hiding
+_LEAST_SHARE = 0.01  # share of a step: a shorter wait is the time that it takes to get a batch from a full queue
+_HIDES_NOTHING = 0.02  # the weight of h = 0 if the runs do not tell loading from hiding
 _PRIOR_DOF, _PRIOR_SD = 3.0, 0.1
 _MOST_ROUNDS = 5
 
@@ -37,8 +37,8 @@ class InputWait:
         t_input = max(0, L m b - h (t - t_input))        m b examples of a rank a step; 0 <= h <= 1
 
     A loader in the training process hides nothing (h = 0); workers that fill a queue hide up to all of it (h = 1).
-    `relative_sd` is the relative error of a wait, and `measured_s` holds the measured waits in seconds. Where L was
-    not measured but believed, `unsure_s_per_example` is how far it may be off, in seconds for each example.
+    `relative_sd` is the relative error of a wait, and `measured_s` holds the measured waits in seconds. If L is
+    believed rather than measured, `unsure_s_per_example` is how far it may be off, in seconds per example.
     """
 
     s_per_example: float
@@ -48,7 +48,7 @@ class InputWait:
     unsure_s_per_example: float = 0.0
 
     def predict(self, points: Points, rest_s: FloatArray) -> FloatArray:
-        """Return the seconds of waiting, shape (n,), in steps that take `rest_s` without a wait.
+        """Return the seconds of waiting, shape (n,), in steps that take `rest_s` seconds without a wait.
 
         A point whose wait was measured keeps the measured wait.
         """
@@ -64,7 +64,7 @@ class InputWait:
         return np.hypot(self.relative_sd * wait_s, slower.predict(points, rest_s) - wait_s)
 
     def with_loader(self, factor: float) -> InputWait:
-        """Return the waits of a loader that is believed to take `factor` times as long for an example.
+        """Return the waits with a loader that is believed to take `factor` times as long per example.
 
         Half of the change is its standard deviation: whether workers help depends on what they wait for.
         """
@@ -97,22 +97,23 @@ class StepTimePredictions:
     input_s: FloatArray
 
     def intervals(self) -> tuple[Interval, ...]:
-        """Return the same as one `Interval` per prediction."""
+        """Return the predictions as one `Interval` each."""
         rows = zip(self.mean_s, self.low_s, self.high_s, strict=True)
         return tuple(Interval(float(mean), float(low), float(high)) for mean, low, high in rows)
 
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """A fitted model of the step time; `basis` is what it rests on.
+    """A fitted model of the step time; `basis` says what it rests on.
 
     `observations` are what was fitted, one row for each configuration, and `extremes`, shape (n, 2), the least and the
-    largest step time of its runs in seconds. `posteriors` covers the variants that were measured, the base of the type
-    with most runs first; any other variant rests on its prior or on the nearest measured one, at `reference_batch_size`
-    unless that prior names another batch. `paper_fits` holds the paper's form where the job asked for it and enough was
-    measured; the form `overlap` makes every other prediction. All of these describe a step without its waits for data.
-    `input_waits` adds the waits by variant; a variant without an entry waits like the nearest one that was measured.
-    `accumulates` says that some candidate or run has several micro-steps, so that what comes once a step counts.
+    largest step time of its runs in seconds. `posteriors` covers the variants that were measured, beginning with the
+    base of the type with the most runs; any other variant rests on its prior or on the nearest measured variant, at
+    `reference_batch_size` unless that prior names another batch. `paper_fits` holds the paper's form if the job asked
+    for it and enough was measured; the form `overlap` makes every other prediction. All of these describe a step
+    without its waits for data. `input_waits` adds the waits by variant; a variant without an entry waits like the
+    nearest measured variant. `accumulates` says that some candidate or run has several micro-steps, so that the
+    once-a-step part matters.
     """
 
     form: StepTimeForm
@@ -164,7 +165,7 @@ class StepTimeModel:
     def posterior_for(self, variant: Variant) -> Posterior:
         """Return the posterior of the form `overlap` for a variant; planning reads its covariance.
 
-        Raises ObservationError where neither a measurement nor a prior covers its instance type.
+        Raises ObservationError if neither a measurement nor a prior covers its instance type.
         """
         if (measured := self.posteriors.get(variant)) is not None:
             return measured
@@ -179,7 +180,7 @@ class StepTimeModel:
         return posterior
 
     def _input_wait(self, variant: Variant) -> InputWait:
-        """Return the waits of a variant: as measured, else as the nearest one's, with its own loader."""
+        """Return the waits of a variant, as measured, else those of the nearest measured one with its own loader."""
         start = nearest_for_waits(variant, self.input_waits)
         if start is None:
             return NO_WAIT
@@ -188,7 +189,7 @@ class StepTimeModel:
         return wait.with_loader(math.exp(faster)) if faster else wait
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
-        """Return which points lie outside the measured box of their variant: all, where nothing was measured."""
+        """Return which points lie outside the measured box of their variant: all points, if nothing was measured."""
         outside = np.ones(len(points), dtype=np.bool_)
         seen = Points.of([]) if self.observations is None else self.observations.points
         for variant in set(seen.variant):
@@ -211,10 +212,10 @@ def fit_step_time(
     """Fit the step time of every variant that was measured.
 
     `candidates` only sets b_ref (the largest batch in question), which makes the generic prior mean the same before and
-    after the largest batch is profiled. A variant that was measured less, or not at all, starts from the nearest one
-    that was measured before it, moved by the difference of their hardware and by the effects of their switches. `form`
-    RING or PARAMETER_SERVER predicts by the paper's equation 2 wherever enough was measured to fit it. Raises
-    ObservationError when there is neither a measurement nor a prior with a scale.
+    after the largest batch is profiled. A variant that was measured less, or not at all, starts from the nearest
+    variant that was fitted before it, moved by the difference of their hardware and by the effects of their switches.
+    `form` RING or PARAMETER_SERVER predicts by the paper's equation 2 wherever enough was measured to fit it. Raises
+    ObservationError if there is neither a measurement nor a prior with a scale.
     """
     prior = prior or Priors()
     if observations is None or not len(observations):
@@ -240,7 +241,7 @@ def fit_step_time(
         posteriors[variant] = fit_posterior(targets, start, start.reference_batch_size or largest)
         if form != "overlap":
             paper_fits[variant] = fit_paper_form(rows, form)
-    # Where only a probe of the links tells of several nodes, the predictions rest on that probe.
+    # If only a probe of the links tells about several nodes, the predictions rest on that probe.
     types = {variant.instance_type for variant in posteriors}
     probed = float(observations.points.num_nodes.max()) == 1.0 and prior.probed & types
     return StepTimeModel(
@@ -261,7 +262,7 @@ def fit_step_time(
 def fit_input_wait(observations: StepTimeObservations) -> InputWait:
     """Fit the wait of one variant to its rows by least squares, relative to the step.
 
-    Only rows that wait, or that the fit expects to wait, count. Return `NO_WAIT` where no row waits.
+    Only rows that wait, or that the fit expects to wait, count. Returns `NO_WAIT` if no row waits.
     """
     from scipy.optimize import lsq_linear  # imported on use: few jobs wait for data
 
@@ -298,7 +299,7 @@ def unmeasured_model(
     form: StepTimeForm = "overlap",
     interval_scale: float = 1.0,
 ) -> StepTimeModel:
-    """Return the model without data. Without a scale its times mean nothing; planning reads its covariance."""
+    """Return the model without data. Without a scale, its times mean nothing; planning reads its covariance."""
     given = prior.believed.values()
     return StepTimeModel(
         form=form,
@@ -318,7 +319,7 @@ def _of_steps(prior: StepTimePrior, accumulates: bool, slow_from: float) -> Step
 
 
 def _accumulates(configurations: Points | Sequence[Configuration] | None) -> bool:
-    """Return True where some configuration has several micro-steps."""
+    """Return True if some configuration has several micro-steps."""
     return float(Points.of(configurations or []).grad_accum_steps.max(initial=1.0)) > 1.0
 
 

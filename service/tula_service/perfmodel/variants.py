@@ -1,7 +1,7 @@
-"""Variants of a job: an instance type with one value of each option. A launch tells of its own variant first.
+"""Variants of a job: an instance type with one value of each option. A launch informs first about its own variant.
 
-An unmeasured variant starts from the nearest measured one. Each switch between the two has an effect: as launches
-measured that switch elsewhere, else as believed of its name before any launch. Logarithms of effects add, and each
+An unmeasured variant starts from the nearest measured one. Each switch between the two has an effect: as measured for
+that switch by launches elsewhere, else as believed from its name before any launch. Logarithms of effects add, and each
 further switch adds an interaction with a standard deviation of 0.25: on public tables, precision and compilation
 together differ from the product of both by -0.12 to -0.56. Effects belong to the step without its waits for data;
 loader workers act on these waits alone.
@@ -24,7 +24,7 @@ from tula_wire.configurations import Configuration, Variant
 from tula_wire.options import Options
 
 INTERACTION_SD: Final = 0.25
-"""Of the logarithm of the compute, for each further switch."""
+"""Standard deviation of the logarithm of the compute, for each further switch."""
 _LINKS_SD: Final = (
     0.5  # of log seconds of collectives: half precision does not halve them (0.4 to 0.8 on public tables)
 )
@@ -37,7 +37,7 @@ _WORKERS: Final = frozenset({"num_workers", "workers", "loader_workers", "datalo
 
 
 class Launch(NamedTuple):
-    """The properties that one launch fixes: it can measure configurations that differ in the local batch alone."""
+    """The properties that one launch fixes: it can measure configurations that differ only in the local batch."""
 
     instance_type: str
     num_nodes: int
@@ -68,8 +68,8 @@ class Switch(NamedTuple):
 class Effect(NamedTuple):
     """What a switch does, in natural logarithms of factors, each with its standard deviation.
 
-    `compute` is of the compute of a micro-step, `memory` of the bytes that one more example needs, and `loading` of the
-    seconds that the loader takes for an example. Collectives keep their seconds, give or take `links_sd`.
+    `compute` is the effect on the compute of a micro-step, `memory` on the bytes that one more example needs, and
+    `loading` on the seconds that the loader takes per example. Collectives keep their seconds, to within `links_sd`.
     """
 
     compute: float = 0.0
@@ -93,7 +93,7 @@ def switches(before: Options, after: Options) -> list[Switch]:
 
 
 def believed_effect(switch: Switch) -> Effect:
-    """Return what is believed of a switch before a launch, by the names of the option and of its values."""
+    """Return the effect that a switch is believed to have before a launch, from the names of option and values."""
     name, before, after = (part.lower() for part in switch)
     if name in _WORKERS and before.isdigit() and after.isdigit() and int(before) and int(after):
         return Effect(0.0, 0.02, links_sd=0.0, memory_sd=0.02, loading=math.log(int(before) / int(after)))
@@ -113,15 +113,15 @@ def _directed(effect: Effect, forwards: bool, backwards: bool) -> Effect:
 
 
 def further_switches(start: Options, base: Options, options: Options) -> int:
-    """Return how many switches from `start` to `options` join another that is on already, counted from the base."""
+    """Return how many switches from `start` to `options` join a switch that is already on, counted from the base."""
     made = len(switches(start, options))
     return made if switches(base, start) else max(made - 1, 0)
 
 
 def nearest(variant: Variant, measured: Iterable[Variant], *, by: frozenset[str] = frozenset()) -> Variant | None:
-    """Return the measured variant to start from; the first of equals.
+    """Return the measured variant to start from, the first among equals.
 
-    One of the same type comes first, then one with equal options `by`, then the one with the fewest switches.
+    A variant of the same type comes first, then a variant with equal options `by`, then the fewest switches.
     """
 
     def distance(other: Variant) -> tuple[bool, int, int]:
@@ -137,7 +137,7 @@ def nearest_for_waits(variant: Variant, measured: Iterable[Variant]) -> Variant 
 
 
 def prior_of_variant(variant: Variant, posteriors: Mapping[Variant, Posterior], priors: Priors) -> StepTimePrior | None:
-    """Return the prior of a variant: the runs of the nearest measured one and the effects of the switches to it.
+    """Return the prior of a variant: the runs of the nearest measured variant and the effects of the switches from it.
 
     On a type without runs, earlier jobs may know the scale better than the runs on another type do.
     """
@@ -157,15 +157,15 @@ def prior_of_variant(variant: Variant, posteriors: Mapping[Variant, Posterior], 
 def _after_switches(
     prior: StepTimePrior, start: Options, variant: Variant, posteriors: Mapping[Variant, Posterior], base: Options
 ) -> StepTimePrior:
-    """Return the prior of a variant from that of the variant of its type with the options `start`."""
+    """Return the prior of a variant, given the prior of the same instance type with the options `start`."""
     effects = [_effect(switch, variant, posteriors) for switch in switches(start, variant.options)]
     return switched(prior, effects, further_switches(start, base, variant.options))
 
 
 def _effect(switch: Switch, variant: Variant, posteriors: Mapping[Variant, Posterior]) -> Effect:
-    """Return the effect of a switch: as two measured variants show that differ in it alone, else as it is believed.
+    """Return the effect of a switch, from two measured variants that differ in it alone, else the believed effect.
 
-    Among such pairs, the one with the most in common with `variant` counts.
+    Among such pairs, the pair with the most in common with `variant` counts.
     """
     pairs: dict[Variant, Variant] = {}
     for variant_after in posteriors:
@@ -189,9 +189,9 @@ def _effect(switch: Switch, variant: Variant, posteriors: Mapping[Variant, Poste
 
 
 def _measured_elsewhere(learnt: StepTimePrior) -> StepTimePrior:
-    """Return the prior of another variant of the same job on the same instance type, before the effect of its switches.
+    """Return the prior of another variant of the same job and instance type, before the effect of its switches.
 
-    The compute scale is the measured one; the shape may differ as between jobs.
+    The compute scale is the measured scale; the shape may differ as it does between jobs.
     """
     shape = prior_from_jobs([learnt])
     sd = shape.sd.copy()
@@ -200,7 +200,7 @@ def _measured_elsewhere(learnt: StepTimePrior) -> StepTimePrior:
 
 
 def switched(prior: StepTimePrior, effects: Sequence[Effect], further: int) -> StepTimePrior:
-    """Return the prior after switches with these effects, of which `further` join another that is on already.
+    """Return the prior after switches with these effects, of which `further` join a switch that is already on.
 
     The effects add to the logarithm of the compute, and collectives keep their seconds.
     """
