@@ -1,4 +1,4 @@
-"""`python -m tula_service`: the service's own commands where the `tula` command is not installed."""
+"""`python -m tula_service`: the service's own commands, for when the `tula` command is not installed."""
 
 from __future__ import annotations
 

@@ -66,17 +66,17 @@ _PARTS: Final = (
 """Modules whose `router` requires authentication."""
 
 AUTH_THREADS: Final = 2
-"""Threads that look up tokens: a flood of wrong ones waits for these, and takes none that works for others."""
+"""Threads that look up tokens: a flood of wrong tokens waits for these, and takes no thread from other work."""
 TOKEN_CACHE_S: Final = 1.0
-"""How often a worker checks for tokens that were created or revoked elsewhere: the longest that revocation takes."""
+"""How often a worker checks for tokens created or revoked elsewhere, so the longest that a revocation takes."""
 
 
 def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits: Fits | None = None) -> FastAPI:
     """Build the service on a migrated database.
 
-    Without started `fits` it fits in its own threads, which delays other requests.
+    Without started `fits`, it computes fits in its own threads, which delays other requests.
 
-    Raises SchemaMismatch when the schema is not that of this version.
+    Raises SchemaMismatch if the schema is not the schema of this version.
     """
     store = Store.open(settings.database, connections=settings.threads + AUTH_THREADS, fits=fits)
     check_schema(store.engine)
@@ -92,7 +92,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits
         samples=SampleIngest(store, known_runs),
         telemetry=TelemetryIngest(store, known_runs),
         error_page=session.error_page,
-        # Half of the threads are reserved for measurements of agents: slow requests of others cannot delay those.
+        # Half of the threads are reserved for agents' measurements: slow requests from others cannot delay them.
         ingest_threads=anyio.CapacityLimiter(settings.threads // 2),
         auth_threads=anyio.CapacityLimiter(AUTH_THREADS),
     )
@@ -125,8 +125,8 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits
         redoc_url=None,
         openapi_url=None,
         strict_content_type=False,  # a body without a type is JSON
-        redirect_slashes=False,  # a redirect would name whatever host the request did, before it is authorised
-        generate_unique_id_function=lambda route: route.name,  # operation ids make names in generated clients
+        redirect_slashes=False,  # a redirect would name the host of the request, before that is authorised
+        generate_unique_id_function=lambda route: route.name,  # operation ids become names in generated clients
         telemetry={
             "metrics": False,
             "logs": False,
@@ -146,7 +146,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits
 
 
 def _make_partitions(store: Store) -> None:
-    """Make the partitions of the coming months; a failure is logged, and tried again the next day."""
+    """Create the partitions for the coming months; a failure is logged, and the next day tries again."""
     try:
         create_ahead(store.engine)
     except Exception:
@@ -160,7 +160,7 @@ async def _every_day(work: Callable[[], None]) -> None:
 
 
 def _tracer() -> Any:
-    """Return where FastAPI's OpenTelemetry traces go: as the `OTEL_` variables say, the last ones at its `shutdown`.
+    """Return the sender of FastAPI's OpenTelemetry traces, configured by `OTEL_` variables; `shutdown` sends the last.
 
     Raises SettingsError without the extra `otel`.
     """
@@ -177,12 +177,12 @@ def _tracer() -> Any:
 
 
 def create_app_from_environment() -> FastAPI:
-    """Return the application, for uvicorn's workers; `tula serve` writes its settings into the environment."""
+    """Return the application for uvicorn's workers; `tula serve` writes its settings into the environment."""
     fits = Fits()
     fits.start()
     app = create_app(Settings.read(), fits=fits)
     # A page that is rendered holds the interpreter for this long before another request may have it: at Python's own
-    # 5 ms, each of the dozen turns that a request needs waits for as long.
+    # 5 ms, each of the dozen turns that a request needs waits that long.
     sys.setswitchinterval(0.0005)
     # Modules live as long as the worker. A full garbage collection that walks them stops every thread for 0.1 s.
     gc.freeze()

@@ -84,7 +84,7 @@ def serve(
 
 
 class _Protocol(HttpToolsProtocol):
-    """Ends event streams at shutdown: uvicorn waits for open responses, and tells the lifespan only after that."""
+    """Ends event streams at shutdown: uvicorn waits for open responses, and notifies the lifespan only after that."""
 
     def shutdown(self) -> None:
         self.app_state["stopping"].set()
@@ -192,7 +192,7 @@ def _opened(
 ) -> Iterator[tuple[Settings, Store]]:
     """Yield settings and store; upgrade the schema if `migrate`, and create it in an empty database if `create`.
 
-    What is refused, here or in the block, becomes one sentence and exit code 2.
+    An error of the service, here or in the block, becomes one sentence and exit code 2.
     """
     try:
         settings = Settings.read(database=database, **flags)

@@ -1,6 +1,6 @@
 """The nouns that store, perfmodel and usecases share, as frozen values; times are aware and in UTC.
 
-Among them are values that the store takes where the wire has no model.
+Among them are values that the store takes and for which the wire has no model.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ RUN_TRANSITIONS: Final[Mapping[tuple[RunState, EndCause | None], frozenset[RunSt
     ("running", None): _ANY_BUT_CLAIMED,
     ("failed", "vanished"): _ANY_BUT_CLAIMED - {"failed"},
 }
-"""Where a report may move a run, by its state and end cause; a combination that is not listed is final.
+"""The states to which a report may move a run, by its state and end cause; a combination not listed is final.
 
-A report is a PATCH by the run's holder. A vanished training was alive after all when it reports. Two transitions need
+A report is a PATCH by the run's holder. A vanished training run that reports was alive after all. Two transitions need
 no report: a claim moves pending to claimed, and the expired lease of a profiling run moves it back to pending.
 """
 
@@ -46,7 +46,7 @@ def _mismatch_sentence(
     local_batch_size: int | None,
     grad_accum_steps: int | None,
 ) -> str | None:
-    """Return a sentence for the user if a run's process saw another configuration than planned (None: not reported)."""
+    """Return a sentence for the user if a run's process saw a configuration other than planned (None: not reported)."""
     world = world_size or planned.world_size
     batch = local_batch_size or planned.local_batch_size
     steps = grad_accum_steps or planned.grad_accum_steps
@@ -91,10 +91,10 @@ class NewRun:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(NewRun):
-    """A run and what became of it; `key` is the integer by which samples and chunks refer to it.
+    """A run and its outcome; `key` is the integer by which samples and chunks refer to it.
 
-    `step_time_s`, `num_steps`, `straggler_rank` and the `observed_*` figures come from the last summary: the latter are
-    what the run's process saw of its configuration, None where it did not report them.
+    `step_time_s`, `num_steps`, `straggler_rank` and the `observed_*` figures come from the last summary: the
+    `observed_*` figures are the configuration that the run's process saw, None if it did not report them.
     """
 
     key: int
@@ -124,7 +124,7 @@ class RunRecord(NewRun):
 
     @property
     def drifted(self) -> bool:
-        """True while its speed is not the one predicted."""
+        """True while its speed differs from the prediction."""
         return self.drift_sentence is not None
 
     @property
@@ -144,12 +144,12 @@ class BucketTimeline:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a fit reads of one run: robust figures over its last measuring steps, and its memory.
+    """The figures of one run that a fit reads: robust figures over its last measuring steps, and its memory.
 
-    `step_time_s` to `exposed_comm_time_s`, `input_time_s` and `optimizer_time_s` are those of `perfmodel.step_summary`.
+    `step_time_s` to `exposed_comm_time_s`, `input_time_s` and `optimizer_time_s` come from `perfmodel.step_summary`.
     `num_samples` counts measuring samples of all ranks, and `num_steps` the steps that the figures rest on.
-    `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw them, None where it did not say.
-    `memory` is the reading of the rank with the highest peak.
+    `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw them, None if it did not say. `memory`
+    is the reading of the rank with the highest peak.
     """
 
     run_id: str
@@ -195,7 +195,7 @@ class SampleColumns:
 
 @dataclass(frozen=True)
 class NewChunk:
-    """A columnar piece of a run's telemetry; `values` has shape (columns, steps), NaN where nothing was measured."""
+    """A columnar piece of a run's telemetry; `values` has shape (columns, steps), with NaN for missing measurements."""
 
     rank: int
     boot_id: str

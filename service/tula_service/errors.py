@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ServiceError(Exception):
-    """Base of every error meant for a person: one sentence that says what was wrong, where, and what to do."""
+    """Base class of every error meant for a person: one sentence that says what was wrong, where, and what to do."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -13,7 +13,7 @@ class ServiceError(Exception):
 
 
 class InvalidInput(ServiceError):
-    """A value that was understood but cannot be accepted; `field` names it in dotted notation."""
+    """A value that was understood but cannot be accepted; `field` names its field in dotted notation."""
 
 
 class NotFound(ServiceError):
@@ -26,15 +26,15 @@ class NotFound(ServiceError):
 
 
 class Conflict(ServiceError):
-    """The request was fine, but the thing has moved on: somebody else holds it, or it is already final."""
+    """The request was valid, but its object has moved on: somebody else holds it, or it is already final."""
 
 
 class Unauthenticated(ServiceError):
-    """No token, or one that is unknown, expired or revoked."""
+    """No token, or a token that is unknown, expired or revoked."""
 
 
 class Forbidden(ServiceError):
-    """A valid token whose scope does not reach so far."""
+    """A valid token whose scope does not cover the request."""
 
 
 class TooLarge(ServiceError):
@@ -42,11 +42,11 @@ class TooLarge(ServiceError):
 
 
 class UnsupportedMedia(ServiceError):
-    """A content type or content encoding that is not read here."""
+    """A content type or content encoding that the service does not read."""
 
 
 class Busy(ServiceError):
-    """More requests than are let in; `retry_after_s` says when to come back. `limited` tells a quota from overload."""
+    """Too many requests; `retry_after_s` says when to retry. `limited` tells a quota from overload."""
 
     def __init__(self, message: str, *, retry_after_s: float, limited: bool = False) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
-"""Fits: computed one at a time, in a process of their own, so that none takes the interpreter from requests.
+"""Fits: computed one at a time, in a process of their own, so that no fit takes the interpreter from requests.
 
-The process begins with the service and ends with it, also with one that is killed; one that has died or hangs is
-replaced. What passes between the two is plain data that pickles.
+The process begins with the service and ends with it, even if the service is killed; a process that has died or hangs is
+replaced. Only plain data that pickles passes between the two.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tula_wire.format import duration
 _LOG = logging.getLogger("tula.service")
 _LONGEST_QUEUE_S: Final = 15.0
 LONGEST_FIT_S: Final = 60.0
-"""Most fits take tenths of a second, those of large jobs ten. Proxies wait a minute: nobody waits for a longer one."""
+"""Most fits take tenths of a second, fits of large jobs ten seconds. Proxies wait a minute: longer fits are in vain."""
 _REFUSED_S: Final = 600.0
-"""How long a fit that was ended is not tried again: each try would take the turn of all others for LONGEST_FIT_S."""
+"""How long a fit that was ended is not tried again: each try would block all others for LONGEST_FIT_S."""
 _NICENESS: Final = 5
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _ANALYSIS: Final = "tula_service.analysis.questions"
 _NOT_STARTED: Final = (OSError, RuntimeError)
-"""What is raised where this machine allows no further process or thread."""
+"""The errors raised if this machine allows no further process or thread."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -49,8 +49,9 @@ class Compute(Protocol):
 class Fits:
     """The queue before the one computation, which threads share.
 
-    It computes in the caller's thread until a process is ready: at once after `start()`, none waits for that to import
-    SciPy, and a store that no service opened has no process. longest_s: how long the process may take for a fit.
+    Until a process is ready, fits are computed in the caller's thread: no request waits for the process to import SciPy
+    after `start()`, and a store that no service opened has no process. longest_s: the longest time that the process may
+    take for a fit.
     """
 
     def __init__(self, *, longest_s: float = LONGEST_FIT_S) -> None:
@@ -59,10 +60,10 @@ class Fits:
         self._pool: ProcessPoolExecutor | None = None
         self._process: Future[int] | None = None  # its id
         self._ready: Future[None] | None = None
-        self._ended: TTLCache[bytes, str] = TTLCache(64, _REFUSED_S)  # by what was to be computed, in one's turn only
+        self._ended: TTLCache[bytes, str] = TTLCache(64, _REFUSED_S)  # by key; used in one's turn only
 
     def start(self) -> Future[None] | None:
-        """Start the process; the result comes once it is ready to compute. None where it can't be started."""
+        """Start the process; the result comes once it is ready to compute. None if it cannot be started."""
         try:
             self._ready = self._started().submit(_import_analysis)
         except _NOT_STARTED as error:
@@ -74,13 +75,13 @@ class Fits:
         return self._ready
 
     def close(self) -> None:
-        """End the process once it has finished its present fit."""
+        """End the process once it has finished its current fit."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
     @contextmanager
     def turn(self) -> Iterator[Compute]:
-        """Wait until no other thread has its turn; yields what computes. Raises Busy after `_LONGEST_QUEUE_S`.
+        """Wait until no other thread has its turn; yield the `Compute`. Raises Busy after `_LONGEST_QUEUE_S`.
 
         A caller that takes the turn, and only then reads and looks for a stored answer, computes nothing twice.
         """
@@ -125,19 +126,19 @@ class Fits:
 
     def _started(self) -> ProcessPoolExecutor:
         if self._pool is None:
-            # Not forked: a fork of a process with threads may wait for ever for a lock that one of them held.
+            # Not forked: a fork of a process with threads may wait forever for a lock that one of them held.
             spawn = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_begin)
             self._process = self._pool.submit(os.getpid)
         return self._pool
 
     def _ends(self, fit: Future[T]) -> bool:
-        """Wait for the process to start, and then for the fit: False where either takes too long."""
+        """Wait for the process to start, and then for the fit; return False if either takes too long."""
         assert self._process is not None
         return bool(wait([self._process], LONGEST_FIT_S).done and wait([fit], self._longest_s).done)
 
     def _drop(self, *, kill: bool = False) -> None:
-        """Leave the process to its end, or kill one that hangs: the next fit starts another."""
+        """Let the process end, or kill it if it hangs: the next fit starts another."""
         pool, self._pool, self._process = self._pool, None, None
         if pool is None:
             return
@@ -147,7 +148,7 @@ class Fits:
 
 
 def _key(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
-    """Return what tells a computation from another: a job whose data changed is computed again."""
+    """Return a key that tells computations apart: a job whose data changed is computed again."""
     return hashlib.sha256(pickle.dumps((function, args, kwargs))).digest()
 
 
@@ -158,8 +159,8 @@ def _in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -
 def _begin() -> None:
     """Prepare this process, before anything imports NumPy: one thread for linear algebra, and an end with the parent.
 
-    Requests go first where cores are scarce. Signals that a terminal or a supervisor sends to the whole group are for
-    the parent, which still answers.
+    Requests take precedence if cores are scarce. Signals that a terminal or a supervisor sends to the whole group are
+    for the parent, which still answers.
     """
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
     os.nice(_NICENESS)

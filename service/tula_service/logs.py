@@ -1,4 +1,4 @@
-"""Logs, as JSON for programs or text for a terminal, with the request's id; no header is logged, so no secret."""
+"""Logs, as JSON for programs or text for a terminal, with the request's id; no header, and so no secret, is logged."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FIELDS: Final = ("request_id", "method", "route", "status", "took_ms", "token",
 
 
 class JsonFormatter(logging.Formatter):
-    """Time, level, logger, message, and the known extra fields."""
+    """Formats time, level, logger, message, and the known extra fields as JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line; a traceback becomes a member of it."""
+        """Return one line, with any traceback as a member."""
         line: dict[str, Any] = {
             "at": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -30,10 +30,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Local time, level, message and the known extra fields; for people."""
+    """Formats local time, level, message and the known extra fields for people."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line, and a traceback on more; no control character reaches the terminal."""
+        """Return one line, and further lines for a traceback; no control character reaches the terminal."""
         fields = "".join(f" {name}={value}" for name, value in _details(record).items())
         lines = [f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():7} {record.getMessage()}{fields}"]
         if record.exc_info:
@@ -46,9 +46,9 @@ def _details(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def logging_config(level: str, style: str, *, terminal: bool) -> dict[str, Any]:
-    """Configure logging for `logging.config.dictConfig`: everything to standard error, uvicorn's own lines included.
+    """Return the argument of `logging.config.dictConfig`: everything to standard error, uvicorn's lines included.
 
-    `style` is the format, json or text; with auto it is text where standard error is a `terminal`.
+    `style` is the format, json or text; with auto it is text if standard error is a `terminal`.
     """
     text = style == "text" or (style == "auto" and terminal)
     return {

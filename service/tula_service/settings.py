@@ -1,4 +1,4 @@
-"""Every setting of the service; read once, at start, and never at import."""
+"""Every setting of the service, read once, at start, and never at import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PREFIX: Final = "TULA_"
 
 
 class SettingsError(ValueError):
-    """A setting with an invalid value; the message names it and says what to give."""
+    """A setting has an invalid value; the message names the setting and says what to give."""
 
 
 class Settings(BaseSettings):
@@ -58,22 +58,22 @@ class Settings(BaseSettings):
             raise SettingsError(f"{PREFIX}{str(first['loc'][0]).upper()} {remedy(first)}") from None
 
     def to_environment(self) -> dict[str, str]:
-        """Return the variables from which the same settings are read: how workers get them."""
+        """Return the variables from which the same settings are read, by which workers get them."""
         return {PREFIX + name.upper(): str(value) for name, value in self}
 
     @property
     def max_ordinary_in_flight(self) -> int:
-        """Requests held at once, without those of agents, which are counted separately."""
+        """Most requests held at once, without requests from agents, which are counted separately."""
         return self.max_in_flight - self.max_in_flight // 4
 
     @property
     def max_streams(self) -> int:
-        """Event streams open at once in a worker: each costs a query a second, and may take half of the requests."""
+        """Most event streams open at once in a worker: each costs a query a second. Half of the requests at most."""
         return min(200, max(1, self.max_ordinary_in_flight // 2))
 
     @property
     def on_loopback(self) -> bool:
-        """True when only this machine can reach the service."""
+        """True if only this machine can reach the service."""
         if self.host == "localhost":
             return True
         try:

@@ -26,12 +26,12 @@ def tone(error: float | None) -> str:
 
 
 def tone_against(value: float, other: float) -> str:
-    """Return the class of a value, the less the better, compared with another value."""
+    """Return the class of a value (smaller is better) compared with another value."""
     return "good" if value < 0.9995 * other else "bad" if value > 1.0005 * other else ""
 
 
 def saving(share: float | None) -> str:
-    """Return the share of time saved against another choice, in words: below nothing it takes longer, by a factor."""
+    """Return the share of time saved against another choice, in words; a longer time is given as a factor."""
     if share is None or not math.isfinite(share):
         return NOTHING
     if abs(share) < 0.005:
@@ -46,7 +46,7 @@ def saving(share: float | None) -> str:
 
 
 def against(value: float, other: float) -> str:
-    """Compare `value` with `other` as a signed percentage, or as a factor where that says more."""
+    """Compare `value` with `other` as a signed percentage, or as a factor if that says more."""
     if not (other > 0 and math.isfinite(value)):
         return NOTHING
     ratio = value / other
@@ -56,7 +56,7 @@ def against(value: float, other: float) -> str:
 
 
 def _minus(number: str) -> str:
-    """Replace the hyphen with a minus sign, which is as wide as a plus and read out as what it is."""
+    """Replace the hyphen with a minus sign, which is as wide as a plus and read aloud as a minus."""
     return number.replace("-", "−")
 
 
@@ -90,7 +90,7 @@ def event_warns(event: Event) -> bool:
 
 
 def event_sentence(event: Event) -> str:
-    """Describe an event of any kind but `samples`."""
+    """Describe an event of any kind except `samples`."""
     data: dict[str, Any] = event.data
     if isinstance(data.get("sentence"), str):
         return str(data["sentence"])
@@ -125,5 +125,5 @@ def _environment() -> Environment:
 
 
 def render(name: str, **context: Any) -> str:
-    """Render a page. Raises jinja2.UndefinedError when a template asks for what it was not given."""
+    """Render a page. Raises jinja2.UndefinedError if a template uses a value that it was not given."""
     return _environment().get_template(name).render(**context)

@@ -1,4 +1,4 @@
-"""The pages: jobs, a new job, a job and its what-if table, its runs compared, a run, accuracy, tokens and projects."""
+"""The pages: jobs, a new job, a job and its what-if table, its compared runs, a run, accuracy, tokens and projects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MAX_LOGGED = 60
 MAX_FOLLOWED = 20
 MAX_TRAININGS = 20
 KINDS: tuple[EventKind, ...] = ("job", "run", "recommendation", "scaling", "drift", "advice")
-"""All but `samples`, of which there are thousands."""
+"""All kinds except `samples`, of which there are thousands."""
 MAX_COMPARED = 200
 _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 400, 30, 6_000
 
@@ -74,7 +74,7 @@ Counts = Annotated[list[Count], BeforeValidator(_several), Query(max_length=64)]
 Names = Annotated[list[Annotated[str, Field(max_length=200)]], Query(max_length=64)]
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Amount = Annotated[Positive | None, BeforeValidator(lambda given: given.strip() or None)]
-"""An empty field counts as absent."""
+"""A form value; an empty field counts as absent."""
 Cursor = Annotated[str | None, Query(max_length=40)]
 
 
@@ -87,7 +87,7 @@ def jobs_page(
     archived: bool = False,
     cursor: Cursor = None,
 ) -> HTMLResponse:
-    """Show jobs, searched, filtered and sorted by their address so that a view can be shared."""
+    """Show jobs; the address holds search, filter and order, so that a view can be shared."""
     known_state: Any = state if state in get_args(JobState) else None
     sorted_by: Any = order if order in get_args(JobOrder) else "newest"
     page = jobs.list_jobs(
@@ -127,7 +127,7 @@ def new_job_page(user: CurrentUser) -> HTMLResponse:
 
 @router.post("/jobs/new")
 async def new_job(request: Request, user: CurrentUser) -> JSONResponse:
-    """Register the job that the body, a job.toml, describes, and answer its id.
+    """Register the job that the body, a job.toml, describes, and answer with its id.
 
     The page's script sends the text and lists what is wrong with it. Raises InvalidInput, pydantic.ValidationError.
     """
@@ -148,7 +148,7 @@ def _specification(sent: bytes) -> JobSpec:
 def job_page(
     job_id: str, user: CurrentUser, objective: Objective | None = None, trainings: Cursor = None
 ) -> HTMLResponse:
-    """Show everything about one job; of its training runs the newest, or those before the cursor `trainings`."""
+    """Show everything about one job, with its newest training runs, or those before the cursor `trainings`."""
     job = jobs.get(*user, job_id)
     recommendation = read(Recommendation, recommendations.get(*user, job_id, objective))
     ranked = _ranked(recommendation)
@@ -187,7 +187,7 @@ def what_if(
     micro_steps: Counts = [],  # noqa: B006
     spot: bool | None = None,
 ) -> HTMLResponse:
-    """Return candidates, allowed ones first, then the quickest, each compared with the recommendation."""
+    """Return the candidates, allowed ones first, then by time, each compared with the recommendation."""
     question = WhatIf(
         num_nodes=nodes,
         global_batch_size=global_batch,
@@ -241,7 +241,7 @@ def quality_page(
 
 @router.get("/accuracy")
 def accuracy_page(user: CurrentUser) -> HTMLResponse:
-    """Show predicted against measured over all jobs: the evidence for believing a prediction."""
+    """Show predicted against measured step times over all jobs: the evidence for trusting a prediction."""
     outcomes = [outcome for outcome in ledger.outcomes(*user) if outcome.entry.error is not None]
     groups: dict[tuple[str, str], list[ledger.Outcome]] = {}
     for outcome in outcomes:
@@ -260,7 +260,7 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
     drawn = {column for name in RUN_CHARTS for column in drawn_columns(name)}
     sent = list_columns(*user, run_id)
     logged = [name for name in sent if name not in drawn and not is_setting(name)]
-    # A profiling run reports no loss, accuracy or scaling: empty charts of these would only hide the others.
+    # A profiling run reports no loss, accuracy or scaling: empty charts for these would only hide the others.
     own = [
         n for n in RUN_CHARTS if run.kind == "train" or n in ("step_time", "memory") or {*drawn_columns(n)} & {*sent}
     ]
@@ -281,7 +281,7 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
 
 
 def _seen(machine: HostFacts | None) -> list[str]:
-    """Return what a script was seen to do, in the words in which its options are named."""
+    """Return what a script was seen to do, in the words that name its options."""
     if machine is None:
         return []
     switches = {"compile": machine.compiled, "checkpointing": machine.checkpointing}
@@ -309,7 +309,7 @@ def admin_page(user: CurrentUser) -> HTMLResponse:
 
 
 class Comparison(NamedTuple):
-    """Training runs by one column; `columns` are all that any of them has reported, `next_cursor` is of older runs."""
+    """Training runs compared by one column; `columns` lists all reported columns, `next_cursor` leads to older runs."""
 
     column: str
     columns: list[str]
@@ -320,9 +320,9 @@ class Comparison(NamedTuple):
 def compare_runs(
     user: User, job_id: str, column: str | None, *, trend: int, cursor: str | None, only: Collection[str] = ()
 ) -> Comparison:
-    """Compare the newest 200 training runs that reported `column`, or those before the cursor; `only` has ids.
+    """Compare the newest 200 training runs that reported `column`, or the runs before the cursor; `only` holds ids.
 
-    Without a column, the one that `compare` chooses. The more runs, the fewer points of each.
+    Without a column, `compare` chooses one. The more runs, the fewer points of each.
     """
     page = runs.list_runs(*user, job_id, kind="train", cursor=cursor, limit=MAX_COMPARED)
     listed = [run for run in page.runs if not only or run.id in only]
@@ -334,7 +334,7 @@ def compare_runs(
 
 
 def _lost_regularisation(user: User, job_id: str, comparison: Comparison) -> str | None:
-    """Return a sentence where finished trainings show that a larger batch lost regularisation, by what they logged."""
+    """Return a sentence if the logs of finished training runs show that a larger batch lost regularisation."""
     names = ("loss", "validation_accuracy")
     if not {*names} <= {*comparison.columns}:
         return None
@@ -342,7 +342,7 @@ def _lost_regularisation(user: User, job_id: str, comparison: Comparison) -> str
         {row.run.id: row for row in compare_runs(user, job_id, name, trend=0, cursor=None).runs} for name in names
     )
     ended = [run for run in loss if run in accuracy and loss[run].run.state == "succeeded"]
-    scale = 100.0 if all(_end(accuracy[run]) <= 1.0 for run in ended) else 1.0  # a fraction, or percent
+    scale = 100.0 if all(_end(accuracy[run]) <= 1.0 for run in ended) else 1.0  # a fraction or a percentage
     return lost_regularisation(
         [
             Outcome(loss[run].run.configuration.global_batch_size, _end(loss[run]), scale * _end(accuracy[run]))
@@ -362,7 +362,7 @@ def _by_cost(recommendation: Recommendation) -> bool:
 
 
 def _ranked(recommendation: Recommendation) -> list[Candidate]:
-    """Return the chosen candidate, the runner-up, then the rest by time (or by cost), excluded last."""
+    """Return the chosen candidate, the runner-up, then the rest by time (or by cost), excluded candidates last."""
     by_cost = _by_cost(recommendation)
 
     def place(candidate: Candidate) -> tuple[int, bool, float]:
@@ -374,7 +374,7 @@ def _ranked(recommendation: Recommendation) -> list[Candidate]:
 
 
 def _accuracy(network: str, device: str, outcomes: list[ledger.Outcome]) -> dict[str, Any]:
-    """Return a row of the page of accuracy: relative errors of the step time, and the share of intervals that held."""
+    """Return a row of the accuracy page: relative errors of the step time, and the share of intervals that held."""
     errors = sorted(outcome.entry.error for outcome in outcomes if outcome.entry.error is not None)
     sizes = sorted(map(abs, errors))
     held = [outcome.entry.within_interval for outcome in outcomes if outcome.entry.within_interval is not None]
@@ -391,7 +391,7 @@ def _accuracy(network: str, device: str, outcomes: list[ledger.Outcome]) -> dict
 
 
 def _compared(runs: list[QualityRun], column: str) -> list[dict[str, Any]]:
-    """Return a row per run, the least loss first, else the greatest value."""
+    """Return a row per run, the lowest loss first or, for other columns, the greatest value first."""
     rows: list[dict[str, Any]] = []
     for entry in runs:
         values = [value for value in entry.series.values if value is not None]

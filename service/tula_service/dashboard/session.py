@@ -29,7 +29,7 @@ async def get_login(next: str = "/") -> Response:
 
 @router.post("/login", response_class=HTMLResponse)
 async def post_login(request: Request) -> Response:
-    """Check the token and open a session. Reads the form by hand: it is one field of plain text."""
+    """Check the token and open a session. The form is read by hand, since it is one field of plain text."""
     form = parse_qs((await request.body())[:4096].decode("utf-8", "replace"))
     secret, target = form.get("token", [""])[0].strip(), _local_path(form.get("next", ["/"])[0])
     if not is_same_origin(request, unknown=True):  # else a page could sign its reader in as another
@@ -58,7 +58,7 @@ async def post_logout(request: Request) -> Response:
 
 
 async def _signed_in(request: Request, secret: str) -> str:
-    """Return the secret of a new session of this token. Raises Unauthenticated, and Busy beyond a limit."""
+    """Return the secret of a new session for this token. Raises Unauthenticated, and Busy beyond a limit."""
     services: Services = request.app.state.services
     try:
         if not is_plausible(secret):
@@ -74,7 +74,7 @@ async def _signed_in(request: Request, secret: str) -> str:
 
 
 def error_page(scope: Scope, problem: Problem, headers: Mapping[str, str]) -> Response | None:
-    """Return a problem as a page for a person who navigates, a missing token as the login form; None for a program."""
+    """Return a problem as a page for a person, with the login form if the token is missing; None for a program."""
     sent = Headers(scope=scope)
     by_script = sent.get("sec-fetch-dest") == "empty" or scope["path"].startswith("/v1/")
     if by_script or "text/html" not in sent.get("accept", ""):
@@ -87,6 +87,6 @@ def error_page(scope: Scope, problem: Problem, headers: Mapping[str, str]) -> Re
 
 
 def _local_path(target: str) -> str:
-    """Return where to go after login: a path of this service, never another host."""
+    """Return the path to go to after login: a path of this service, never another host."""
     fine = target.startswith("/") and not target.startswith("//") and "\\" not in target and target.isprintable()
     return target if fine else "/"

@@ -1,4 +1,4 @@
-"""Style sheet, scripts, the Vega bundle and the page of the API's reference, served from memory."""
+"""Style sheet, scripts, the Vega bundle and the files of the API reference page, served from memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _FILES: Final = dict.fromkeys(
     ("app.css", "app.js", "docs.css", "docs.js", "forms.js", "theme.js", "vega.js", "icon.svg"),
     "tula_service.dashboard",
 ) | dict.fromkeys(("swagger-ui.css", "swagger-ui-bundle.js"), "fastapi_offline")
-"""Names of files, each with the package in whose folder `static` it is; `hatch_build.py` makes `vega.js`."""
+"""Names of files, each with the package whose `static` folder holds it; `hatch_build.py` makes `vega.js`."""
 _TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 @router.get("/static/{name}")
 async def get_static(name: str, request: Request) -> Response:
-    """Return a file by its name in a fixed list, so that no path reaches the disk; revalidated by its ETag."""
+    """Return a file by its name in a fixed list, so that no path reaches the disk; its ETag revalidates it."""
     if name not in _FILES:
         raise NotFound(f"There is no file {name!r}: see /docs for the routes.")
     body, etag = _file(name)
@@ -35,7 +35,7 @@ async def get_static(name: str, request: Request) -> Response:
 
 @cache
 def _file(name: str) -> tuple[bytes, str]:
-    """Return body and ETag. Raises NotFound in a checkout in which the package was never built."""
+    """Return body and ETag. Raises NotFound in a checkout where the package was never built."""
     try:
         body = (resources.files(_FILES[name]) / "static" / name).read_bytes()
     except FileNotFoundError:

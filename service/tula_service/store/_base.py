@@ -16,15 +16,15 @@ from tula_service.store.tables import jobs, runs
 Clock: TypeAlias = Callable[[], datetime]
 RowMap: TypeAlias = sa.RowMapping
 WRITES: Final = "tula_writes"
-"""Execution option: the transaction will write, so SQLite takes its write lock at the start instead of half-way."""
+"""Execution option: the transaction will write, so SQLite takes its write lock at the start and not half-way."""
 _BUMP: Final = sa.update(jobs).where(jobs.c.id == sa.bindparam("job")).values(data_version=jobs.c.data_version + 1)
 
 
 class Repository:
     """Access to some tables through one transaction's connection.
 
-    What every request of an agent executes is a constant of its module with named parameters: SQLAlchemy takes longer
-    to build a statement and find it in its cache than a database takes to answer it.
+    A statement that every request from an agent executes is a constant of its module with named parameters: SQLAlchemy
+    takes longer to build a statement and find it in its cache than a database takes to answer it.
     """
 
     def __init__(self, connection: sa.Connection, now: Clock) -> None:
@@ -49,7 +49,7 @@ class Repository:
         self._connection.execute(_BUMP, {"job": job_id})
 
     def _purge(self, table: sa.Table, job_id: str, limit: int) -> int:
-        """Delete up to `limit` rows of a job's runs, so that writers never wait long; returns their number."""
+        """Delete up to `limit` rows of a job's runs, so that writers never wait long; return how many were deleted."""
         keys = self._connection.execute(sa.select(runs.c.key).where(runs.c.job_id == job_id)).scalars().all()
         chosen = sa.select(*table.primary_key).where(table.c.run_key.in_(keys)).limit(limit).subquery("chosen")
         statement = sa.delete(table).where(sa.tuple_(*table.primary_key).in_(sa.select(*chosen.c)))
@@ -62,7 +62,7 @@ class Repository:
     def _put(
         self, table: sa.Table, key: Mapping[str, Any], values: Mapping[str, Any], *, where: Any = None, **new: Any
     ) -> None:
-        """Insert `values` and `new`; where the key exists, set `values` if that row meets `where`."""
+        """Insert `values` and `new`; if the key exists, set `values` if that row meets `where`."""
         insert = self._insert(table).values(**key, **values, **new)
         self._connection.execute(insert.on_conflict_do_update(index_elements=list(key), set_=values, where=where))
 
@@ -73,5 +73,5 @@ def new_id(prefix: str) -> str:
 
 
 def same_fields(record: type, row: RowMap) -> dict[str, Any]:
-    """Return what the row holds under the names of the record's fields."""
+    """Return the row's values under the names of the record's fields."""
     return {field.name: row[field.name] for field in fields(record) if field.name in row}

@@ -1,4 +1,4 @@
-"""Projects, tokens, sessions of pages and the audit log."""
+"""Projects, tokens, browser sessions and the audit log."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tula_wire import Project, Scope, Token
 _TOKEN = [tokens.c[name] for name in Token.model_fields if name != "project"] + [tokens.c.project_id.label("project")]
 
 DEFAULT_PROJECT_ID: Final = "default"
-"""The first migration creates this project, so that a single user needs to create none."""
+"""The first migration creates this project, so that a single user need not create any."""
 
 
 MADE: Final = "token.create"
-"""The act of the audit log by which a token is made."""
+"""The audit log's act for the creation of a token."""
 
 
 MAX_SESSIONS: Final = 20
-"""Open sessions of one token; a further one ends the oldest."""
+"""Most open sessions of one token; a further session ends the oldest."""
 
 
 class Projects(Repository):
     """Tenants."""
 
     def create(self, name: str) -> Project:
-        """Return a new project. Raises Conflict when the name is taken."""
+        """Return a new project. Raises Conflict if the name is taken."""
         statement = (
             self._insert(projects)
             .values(id=new_id("project"), name=name, created_at=self._now())
@@ -47,7 +47,7 @@ class Projects(Repository):
         return self._one(projects.c.id == project_id, project_id)
 
     def by_name(self, name: str) -> Project:
-        """Return the project of this name. Raises NotFound."""
+        """Return the project with this name. Raises NotFound."""
         return self._one(projects.c.name == name, name)
 
     def list(self) -> list[Project]:
@@ -62,7 +62,7 @@ class Projects(Repository):
 
 
 class Tokens(Repository):
-    """API tokens by the SHA-256 of their secret; the secret itself is never here."""
+    """API tokens, stored by the SHA-256 of their secret; the secret itself is never stored."""
 
     def create(self, sha256: str, name: str, scope: Scope, **bound_to: Any) -> Token:
         """Store a new token, with `project`, `job_id` and `expires_at` as `Token` has them."""
@@ -72,7 +72,7 @@ class Tokens(Repository):
         return token
 
     def get(self, token_id: str) -> Token:
-        """Return the token of this id. Raises NotFound."""
+        """Return the token with this id. Raises NotFound."""
         row = self._row(sa.select(*_TOKEN).where(tokens.c.id == token_id))
         if row is None:
             raise NotFound.of("token", token_id)
@@ -113,16 +113,16 @@ class Tokens(Repository):
         self._connection.execute(sa.update(tokens).where(tokens.c.id == token_id).values(last_used_at=self._now()))
 
     def ever_made(self) -> bool:
-        """Return True if a token was ever made.
+        """Return True if a token was ever created.
 
-        The audit log keeps that fact of tokens that have ended or were deleted with their job.
+        The audit log remembers even tokens that have ended or were deleted with their job.
         """
         made = sa.select(audit_log.c.id).where(audit_log.c.action == MADE)
         return self._row(sa.select(tokens.c.id).limit(1)) is not None or self._row(made.limit(1)) is not None
 
 
 class Sessions(Repository):
-    """Sessions of pages by the SHA-256 of their secret; `Tokens.by_hash` finds the token of one."""
+    """Browser sessions, stored by the SHA-256 of their secret; `Tokens.by_hash` finds a session's token."""
 
     def create(self, *, sha256: str, token_id: str, expires_at: datetime) -> None:
         """Store a session, and delete all expired sessions and all but the newest MAX_SESSIONS of this token."""
@@ -139,7 +139,7 @@ class Sessions(Repository):
         return self._row(sa.select(sessions.c.token_id).where(sessions.c.sha256 == sha256)) is not None
 
     def delete(self, sha256: str) -> None:
-        """End a session, if there is one."""
+        """End a session, if it exists."""
         self._connection.execute(sa.delete(sessions).where(sessions.c.sha256 == sha256))
 
 

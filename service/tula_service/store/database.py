@@ -4,14 +4,14 @@
 
 **Locks** are taken in this order; a caller that holds one never waits for an earlier one.
 
-1. `Store.fits.turn()`, in this process: one thread at a time reads, fits and stores, and those that waited find its
-   result in the cache. Neither a fit nor a thread that waits holds a connection. Correctness rests on 3.
+1. `Store.fits.turn()`, in this process: one thread at a time reads, fits and stores, and threads that waited find its
+   result in the cache. Neither a fit nor a waiting thread holds a connection. Correctness rests on 3.
 2. The lock of `Store.transaction()`, in this process, SQLite only: threads queue here, fairly, instead of polling the
    file's write lock, which decides between processes. SQLite takes the write lock at BEGIN, so that no transaction
    upgrades a read lock.
 3. `tx.jobs.lock(job_id)`, in the database: a row lock on Postgres, the write lock on SQLite. Planning and publishing
-   hold it. A transaction that changes a job and its runs takes the job's row first, then runs by key; one that stores
-   samples takes the job's FOR KEY SHARE, which only a deletion waits for.
+   hold it. A transaction that changes a job and its runs takes the job's row first, then its runs by key; a transaction
+   that stores samples locks the job's row FOR KEY SHARE, which only a deletion waits for.
 4. `tx.events.append`, Postgres only: an advisory lock per job, held until commit, so that the ids of a job's events
    grow in commit order.
 
@@ -63,7 +63,7 @@ _encode = partial(json.dumps, allow_nan=False, separators=(",", ":"))
 
 
 def utc_now() -> datetime:
-    """Return the present moment, aware."""
+    """Return the present time, with its time zone."""
     return datetime.now(timezone.utc)
 
 
@@ -91,28 +91,28 @@ class Transaction:
 
 
 class AnswersInMemory:
-    """The last answers that the database does not store, by their question; threads share an instance."""
+    """The latest answers that the database does not store, keyed by their question; threads share an instance."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bodies: LRUCache[Hashable, str] = LRUCache(_ANSWERS_IN_MEMORY)
 
     def get(self, key: Hashable) -> str | None:
-        """Return the answer to a question, None if it was not kept."""
+        """Return the answer to a question, or None if it was not kept."""
         with self._lock:
             return self._bodies.get(key)
 
     def put(self, key: Hashable, body: str) -> None:
-        """Keep an answer; without room, drop the answer that nobody has asked for the longest."""
+        """Keep an answer; if there is no room, drop the answer that has not been asked for the longest."""
         with self._lock:
             self._bodies[key] = body
 
 
 class Store:
-    """A database with a migrated schema (see `store/migrations.py`); safe to share between threads, not over a fork.
+    """A database with a migrated schema (see `store/migrations.py`); thread-safe, but not fork-safe.
 
     `transaction()` commits on leaving the block and rolls back on an exception; `reading()` never writes. Both raise
-    StoreUnavailable when the database cannot be reached or stays locked. `fits` computes what takes long.
+    StoreUnavailable if the database cannot be reached or stays locked. `fits` runs long computations.
     """
 
     def __init__(self, engine: sa.Engine, *, now: Clock = utc_now, fits: Fits | None = None) -> None:
@@ -124,7 +124,7 @@ class Store:
 
     @classmethod
     def open(cls, url: str, *, now: Clock = utc_now, connections: int = POOL_SIZE, fits: Fits | None = None) -> Store:
-        """Return the store behind a database URL or a SQLite file's path, with at most so many connections."""
+        """Return the store behind a database URL or a SQLite file's path, with at most this many connections."""
         return cls(open_engine(url, pool_size=connections), now=now, fits=fits)
 
     def check_disk(self) -> None:
@@ -135,7 +135,7 @@ class Store:
             raise StoreUnavailable(_FULL)
 
     def close(self) -> None:
-        """Give all connections back, and end the process of fits if there is one."""
+        """Give all connections back, and end the process that computes fits if there is one."""
         self.fits.close()
         self.engine.dispose()
 
@@ -167,12 +167,12 @@ class Store:
             sa.exc.OperationalError,
             sa.exc.InterfaceError,
             sa.exc.InternalError,
-        ) as error:  # a role that only reads
+        ) as error:  # a read-only role
             raise StoreUnavailable(why_unavailable(error)) from error
 
 
 def why_unavailable(error: Exception) -> str:
-    """Return one sentence on a driver's error, which says that nothing was stored."""
+    """Return one sentence about a driver's error, which says that nothing was stored."""
     text = str(error).lower()
     if "disk is full" in text or "no space left" in text:
         return _FULL
@@ -221,7 +221,7 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
 
 
 def _make_private(file: Path) -> None:
-    """Create the file for its owner alone, as SQLite then does its journals. Raises InvalidInput without its folder."""
+    """Create the file for its owner only; SQLite's journals follow. Raises InvalidInput if the folder is missing."""
     folder = file.parent.expanduser()
     if not folder.is_dir():  # the path may hold a typing error
         raise InvalidInput(f"The folder {folder} of the database does not exist: make it, or give another path.")
@@ -230,7 +230,7 @@ def _make_private(file: Path) -> None:
 
 
 def is_sqlite(engine: sa.Engine) -> bool:
-    """Return True when the engine is the embedded one."""
+    """Return True if the engine is the embedded database."""
     return engine.dialect.name == "sqlite"
 
 
@@ -244,9 +244,9 @@ def _require_utf8(connection: Any, _record: Any) -> None:
 
 
 def _limit_waits(connection: Any, _record: Any) -> None:
-    """Limit how long a statement and an idle transaction may last, so that neither holds its locks for ever.
+    """Limit how long a statement and an idle transaction may last, so that neither holds its locks forever.
 
-    Set them by statements, not by start-up options, which a connection pooler may refuse.
+    The limits are set by statements, not by start-up options, which a connection pooler may refuse.
     """
     for name in ("statement_timeout", "idle_in_transaction_session_timeout"):
         connection.execute(f"SET {name} = '{LONGEST_STATEMENT_S:g}s'")
@@ -254,7 +254,7 @@ def _limit_waits(connection: Any, _record: Any) -> None:
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
-    connection.isolation_level = None  # the driver begins nothing by itself; `_begin_sqlite` does
+    connection.isolation_level = None  # the driver begins no transaction by itself; `_begin_sqlite` does
     for pragma in (
         "journal_mode=WAL",
         "synchronous=FULL",

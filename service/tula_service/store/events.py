@@ -14,13 +14,13 @@ from tula_wire import Event
 
 
 class Events(Repository):
-    """Append events, and read those after an id."""
+    """The events table: appends events, and reads the events after an id."""
 
     def append(self, job_id: str, kind: str, *, run_id: str | None = None, data: JsonObject | None = None) -> int:
-        """Write an event; returns its id.
+        """Write an event, and return its id.
 
-        On Postgres a lock per job, held until commit, keeps ids and commits in one order: a reader that has seen
-        id 7 must never find a 6 appear behind it.
+        On Postgres a lock per job, held until commit, keeps ids and commits in one order: after a reader has seen id 7,
+        no id 6 may appear.
         """
         if self._postgres:
             self._connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended(job_id, 0))))
@@ -33,7 +33,7 @@ class Events(Repository):
         return [Event(**row) for row in self._rows(newer.order_by(events.c.id).limit(limit))]
 
     def recent(self, job_id: str, *, kinds: Sequence[str], run_id: str | None = None, limit: int = 20) -> list[Event]:
-        """Return the newest events of these kinds, of one run if wanted, newest first."""
+        """Return the newest events of these kinds, newest first, optionally of one run only."""
         statement = sa.select(events).where(events.c.job_id == job_id, events.c.kind.in_(kinds))
         if run_id is not None:
             statement = statement.where(events.c.run_id == run_id)
@@ -44,10 +44,10 @@ class Events(Repository):
         return int(self._scalar(sa.select(sa.func.count()).select_from(events).where(events.c.at < when)))
 
     def delete_before(self, when: datetime, *, limit: int) -> int:
-        """Delete up to `limit` events older than `when`; returns their number."""
+        """Delete up to `limit` events older than `when`; return how many were deleted."""
         chosen = sa.select(events.c.id).where(events.c.at < when).order_by(events.c.id).limit(limit)
         return int(self._connection.execute(sa.delete(events).where(events.c.id.in_(chosen))).rowcount)
 
     def last_id(self, job_id: str) -> int:
-        """Return the newest event's id, 0 without any."""
+        """Return the newest event's id, or 0 if there is none."""
         return self._scalar(sa.select(sa.func.max(events.c.id)).where(events.c.job_id == job_id)) or 0

@@ -19,10 +19,10 @@ class Fabrics(Repository):
     """The fabrics table; see `tula_wire.FabricProbe` for the body of a probe."""
 
     def add(self, project_id: str, instance_type: str, probe: JsonObject, *, job_id: str | None = None) -> datetime:
-        """Store a probe, keep the newest 50 of its source and type, and mark plans that were made without it as stale.
+        """Store a probe, keep the newest 50 of its source and type, and mark the plans made without it as stale.
 
-        `job_id` is the job whose run measured the probe: then only its plan is marked; otherwise the plans of all open
-        jobs of the project are. Return the time of storing.
+        If a run measured the probe, `job_id` is its job, and only that job's plan is marked; otherwise the plans of all
+        open jobs of the project are. Returns the time of storing.
         """
         now = self._now()
         values = {"project_id": project_id, "instance_type": instance_type, "job_id": job_id}
@@ -44,7 +44,7 @@ class Fabrics(Repository):
     def list(
         self, project_id: str | None, *, instance_types: Collection[str] | None = None, limit: int
     ) -> list[tuple[JsonObject, datetime, str | None]]:
-        """Return the newest probes of a project, or of all, newest first, each with its time and job."""
+        """Return the newest probes of a project, or of all projects, newest first, each with its time and job."""
         columns = (fabrics.c.probe, fabrics.c.created_at, fabrics.c.job_id)
         statement = sa.select(*columns).order_by(fabrics.c.key.desc()).limit(limit)
         if project_id is not None:

@@ -32,12 +32,12 @@ _ORDERS: Mapping[JobOrder, Sequence[sa.ColumnElement[Any]]] = {
     "error": (sa.func.abs(jobs.c.prediction_error).desc().nulls_last(),),
 }
 _SEARCHED = sa.table("jobs_search", sa.column("rowid"))
-"""On SQLite: the trigrams of the names of each job, kept by triggers (migration 0009)."""
+"""On SQLite: the trigrams of each job's names, which triggers maintain (migration 0009)."""
 _MATCH: sa.ColumnElement[Any] = sa.literal_column("jobs_search")
 _TRIGRAMS: sa.ColumnElement[Any] = sa.literal_column("tula_trigrams(lower(jobs.name || ' ' || jobs.model_name))")
 """On Postgres: the trigrams of the same names, as the expression of an index."""
 _LEAST_SEARCHED = 3
-"""Characters of a search that has a trigram; a shorter one reads every name."""
+"""Characters that a search needs to have a trigram; a shorter search reads every name."""
 _KEY_TAKEN = "This Idempotency-Key was already used for a different job: send a new key."
 
 PlanState: TypeAlias = Literal["current", "stale", "stale_out_of_memory"]
@@ -48,10 +48,10 @@ After an out-of-memory failure, waiting runs may not fit either: none is claimed
 
 
 class JobRecord(JobSummary):
-    """A job with what no list shows; what a list shows, use cases keep current.
+    """A job with fields that no list shows; use cases keep the listed fields current.
 
     `data_version` grows with anything that can change a fit, and so keys every cached answer. Failed runs with a key of
-    at most `retried_up_to_key` may be profiled again. `cross_validated_error` is of exactly the runs
+    at most `retried_up_to_key` may be profiled again. `cross_validated_error` belongs to exactly the runs
     `cross_validated_runs` and the model version `cross_validated_model`.
     """
 
@@ -73,12 +73,12 @@ class Jobs(Repository):
     def create(
         self, project_id: str, spec: JsonObject, *, idempotency_key: str | None = None, fingerprint: str | None = None
     ) -> tuple[JobRecord, bool]:
-        """Register a job and return it with True, or return the job of the same key or request with False.
+        """Register a job and return it with True, or return the job with the same key or request, with False.
 
         `fingerprint` is a digest of the request; a job with the same `idempotency_key` comes before one with the same
-        fingerprint. Raises Conflict when the key came with a different request.
+        fingerprint. Raises Conflict if the key came with a different request.
         """
-        # Literals: a request without a key or fingerprint equals no other, while `== None` finds all that have none.
+        # Literals: a request without a key or fingerprint equals no other, while `== None` finds all jobs without one.
         same_key = jobs.c.idempotency_key == sa.literal(idempotency_key, sa.Text)
         same_request = jobs.c.fingerprint == sa.literal(fingerprint, sa.Text)
         same = (
@@ -97,7 +97,7 @@ class Jobs(Repository):
             insert = insert.on_conflict_do_nothing(index_elements=["project_id", "idempotency_key"])
             if self._row(insert.returning(jobs.c.id)) is not None:
                 return self.get(job_id), True
-            existing = self._row(same)  # which another transaction has just stored
+            existing = self._row(same)  # the row that another transaction has just stored
         if existing is None or existing["fingerprint"] != fingerprint:
             raise Conflict(_KEY_TAKEN, field="Idempotency-Key")
         return self.get(existing["id"]), False
@@ -139,12 +139,12 @@ class Jobs(Repository):
         limit: int = 50,
         count_up_to: int | None = None,
     ) -> JobPage:
-        """List jobs in `order`; `search` is a case-blind part of the job's or the model's name.
+        """List jobs in `order`; `search` is a part of the job's or the model's name, in any case.
 
-        Only newest first has further pages.
+        Only the order newest first has further pages.
 
-        The page starts behind its cursor's key, the total is counted up to `count_up_to`, and a search of three
-        characters or more looks trigrams up, so that none takes longer with the number of jobs.
+        The page starts after its cursor's key, the total is counted up to `count_up_to`, and a search of three
+        characters or more looks up trigrams, so that the time does not grow with the number of jobs.
         """
         conditions: list[sa.ColumnElement[bool]] = [jobs.c.state != _DELETING]
         key: sa.ColumnElement[Any] = jobs.c.key
@@ -152,7 +152,7 @@ class Jobs(Repository):
             conditions.append(jobs.c.project_id == project_id)
         if name is not None:
             conditions.append(jobs.c.name == name)
-        if search and "\0" in search:  # which neither engine has in a text
+        if search and "\0" in search:  # a character that neither engine allows in a text
             return JobPage(jobs=[], total=0)
         if search:
             # SQLite's LIKE is case-blind by itself, and takes half the time without lower() around every name.
@@ -200,7 +200,7 @@ class Jobs(Repository):
         return self.get(job_id)
 
     def mark_plan_stale(self, job_id: str, *, out_of_memory: bool = False) -> None:
-        """Record, in the transaction that changes what the plan rests on, that the plan must be computed again."""
+        """Record, in the transaction that changes the basis of the plan, that the plan must be computed again."""
         statement = sa.update(jobs).where(jobs.c.id == job_id)
         if out_of_memory:
             statement = statement.values(plan_state="stale_out_of_memory")
@@ -224,7 +224,7 @@ class Jobs(Repository):
         return self._connection.execute(sa.select(jobs.c.id).where(jobs.c.state == _DELETING)).scalars().all()
 
     def delete(self, job_id: str) -> None:
-        """Delete the job and all rows that refer to it; slow for a job with much data, see `begin_delete`."""
+        """Delete the job and all rows that refer to it; slow for a job with a lot of data, see `begin_delete`."""
         # The job, then its runs by key: writers of samples and of telemetry lock them in this order.
         self._connection.execute(sa.select(jobs.c.key).where(jobs.c.id == job_id).with_for_update())
         of_job = sa.select(runs.c.key).where(runs.c.job_id == job_id).order_by(runs.c.key)

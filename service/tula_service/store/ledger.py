@@ -1,6 +1,6 @@
-"""The ledger: every recommendation as it was given, immutable, with the results of runs that followed it.
+"""The ledger: every recommendation as it was given, immutable, with the results of the runs that followed it.
 
-The module also stores what jobs teach later jobs: posteriors by instance type, and predictions with measurements.
+The module also stores what later jobs learn from a job: posteriors by instance type, and predictions with measurements.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _OUTCOME = [ledger_outcomes.c[name] for name in ("run_id", "measured_step_time_s
 class LedgerRecord(LedgerEntry):
     """A recommendation as it was given, never changed, with the measured result of one run that followed it.
 
-    `interval_scale` is how much wider calibration had made the step time's interval than the model gave it; None in
-    entries from before it was kept.
+    `interval_scale` is the factor by which calibration had widened the model's interval of the step time; None in
+    entries from before it was stored.
     """
 
     recommendation_id: str = Field(default_factory=lambda: new_id("rec"))
@@ -39,10 +39,10 @@ _SAME = LedgerRecord.model_fields.keys() & set(ledger.c.keys())
 
 
 class Ledger(Repository):
-    """Recommendations and their outcomes; a trigger of the database refuses to update an entry."""
+    """Recommendations and their outcomes; a database trigger refuses to update an entry."""
 
     def append(self, entry: LedgerRecord) -> None:
-        """Write an entry."""
+        """Store an entry."""
         values: dict[str, Any] = {name: getattr(entry, name) for name in _SAME} | {"id": entry.recommendation_id}
         values["configuration"] = None if entry.configuration is None else entry.configuration.as_json()
         for names, estimate in ((_STEP_TIME, entry.predicted_step_time_s), (_COST, entry.predicted_cost_usd)):
@@ -58,12 +58,12 @@ class Ledger(Repository):
         self._put(ledger_outcomes, key, values | {"at": self._now()})
 
     def list(self, job_id: str, *, followed: bool = False, limit: int = 200) -> Sequence[LedgerRecord]:
-        """List entries of a job, newest first, one row for each outcome; with `followed`, only those with one."""
+        """List entries of a job, newest first, one row per outcome; with `followed`, only entries with an outcome."""
         conditions = [ledger.c.job_id == job_id, *([ledger_outcomes.c.run_id.is_not(None)] if followed else [])]
         return self._records(*conditions, limit=limit)
 
     def latest(self, job_id: str, objective: Objective | None = None) -> LedgerRecord | None:
-        """Return the newest entry of a job (for one objective)."""
+        """Return the newest entry of a job (optionally for one objective)."""
         conditions = [ledger.c.job_id == job_id]
         if objective is not None:
             conditions.append(ledger.c.objective == objective)
@@ -74,7 +74,7 @@ class Ledger(Repository):
         return next(iter(self._records(ledger.c.id == recommendation_id, limit=1)), None)
 
     def errors(self, *, limit: int = 1000) -> Sequence[float]:
-        """Return the relative errors of the predictions whose outcome is known, over all jobs, newest first."""
+        """Return the relative errors of all predictions with a known outcome, over all jobs, newest first."""
         errors = sa.select(ledger_outcomes.c.error).join(ledger, ledger.c.id == ledger_outcomes.c.ledger_id)
         newest = errors.where(ledger_outcomes.c.error.is_not(None)).order_by(ledger.c.key.desc()).limit(limit)
         return self._connection.execute(newest).scalars().all()
@@ -82,9 +82,9 @@ class Ledger(Repository):
     def outcomes(
         self, *, project_id: str | None = None, limit: int = 1000
     ) -> Sequence[tuple[LedgerRecord, str, str, JsonObject]]:
-        """Return entries with an outcome, of all jobs (of a project), newest first.
+        """Return entries with an outcome, over all jobs (or those of a project), newest first.
 
-        Each has its job's name, network and specification.
+        Each comes with its job's name, network and specification.
         """
         query = (
             sa.select(ledger, *_OUTCOME, jobs.c.name.label("job_name"), jobs.c.model_name, jobs.c.spec)
@@ -124,15 +124,15 @@ def _record(row: RowMap) -> LedgerRecord:
 
 
 class PosteriorStore(Repository):
-    """What jobs teach later jobs of their project; a job without a row has taught nothing yet."""
+    """What later jobs of a project learn from earlier ones; a job without a row has taught nothing yet."""
 
     def prediction_pairs(self, job_id: str) -> PredictionPairs:
-        """Return (predicted, low, high, measured) step times of the job's trainings, newest first."""
+        """Return (predicted, low, high, measured) step times of the job's training runs, newest first."""
         pairs = sa.select(job_lessons.c.prediction_pairs).where(job_lessons.c.job_id == job_id)
         return list(self._scalar(pairs) or ())
 
     def put_posteriors(self, job_id: str, posteriors: JsonObject) -> None:
-        """Replace what the job learned, by instance type."""
+        """Replace what the job has learned, keyed by instance type."""
         self._put(job_lessons, {"job_id": job_id}, {"posteriors": posteriors}, prediction_pairs=[])
 
     def add_prediction_pair(self, job_id: str, pair: list[float], *, keep: int) -> None:
@@ -141,9 +141,9 @@ class PosteriorStore(Repository):
         self._put(job_lessons, {"job_id": job_id}, {"prediction_pairs": pairs}, posteriors={})
 
     def of_earlier_jobs(self, project_id: str, *, before: int, limit: int) -> list[RowMap]:
-        """Return specification, posteriors and pairs of the jobs before this cursor that taught any, newest first.
+        """Return the specification, posteriors and pairs of the jobs before this cursor that have any, newest first.
 
-        Only the newest `limit` jobs are looked at, so that a large project costs no more.
+        Only the newest `limit` jobs are read, so that a large project costs no more.
         """
         newest = (
             sa.select(jobs.c.key, jobs.c.id)

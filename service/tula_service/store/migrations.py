@@ -1,4 +1,4 @@
-"""The schema's version: upgrades a database, and refuses one of another version."""
+"""The schema's version: upgrades a database, and refuses a database of another version."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tula_service.store.partitions import create_ahead
 _LOCK: Final = 0x74756C61  # "tula": replicas that start at the same time migrate one after another
 _LOCK_NOT_AVAILABLE: Final = "55P03"
 LONGEST_WAIT_S: Final = 5.0
-"""The wait for the lock of one table, on Postgres."""
+"""How long to wait for the lock of one table, on Postgres."""
 _VERSION: Final = sa.table("alembic_version", sa.column("version_num"))
 
 
 def upgrade_schema(engine: sa.Engine) -> None:
     """Create or upgrade the schema, in one transaction.
 
-    Raises SchemaMismatch when this code does not know the database's schema, InvalidInput for a SQLite that is too old,
-    StoreUnavailable when the database cannot be reached or a table stays locked.
+    Raises SchemaMismatch if this code does not know the database's schema, InvalidInput if SQLite is too old, and
+    StoreUnavailable if the database cannot be reached or a table stays locked.
     """
     try:
         with engine.begin() as connection:
@@ -59,7 +59,7 @@ def check_schema(engine: sa.Engine) -> None:
 
 
 def is_empty(engine: sa.Engine) -> bool:
-    """Return True for a database without any table: a new file, or a Postgres database just created."""
+    """Return True for a database without tables: a new file, or a newly created Postgres database."""
     try:
         with engine.connect() as connection:
             return not sa.inspect(connection).get_table_names()
@@ -73,7 +73,7 @@ def head_revision() -> str:
 
 
 def _revisions() -> set[str]:
-    """Return the revisions, read from the names of the migrations such as `0001_first.py`.
+    """Return the revisions, read from the file names of the migrations, such as `0001_first.py`.
 
     Alembic would know them too, but its import takes a sixth of the service's start.
     """
@@ -81,7 +81,7 @@ def _revisions() -> set[str]:
 
 
 def _require_trigrams(connection: sa.Connection) -> None:
-    """Raise InvalidInput if this SQLite lacks what a search of jobs needs."""
+    """Raise InvalidInput if this SQLite lacks the features that a search for jobs needs."""
     query = "SELECT sqlite_version(), EXISTS (SELECT 1 FROM pragma_module_list WHERE name = 'fts5')"
     version, has_fts5 = connection.exec_driver_sql(query).one()
     if not has_fts5 or tuple(int(part) for part in version.split(".")[:2]) < (3, 34):
@@ -91,7 +91,7 @@ def _require_trigrams(connection: sa.Connection) -> None:
 
 
 def _current(connection: sa.Connection) -> str | None:
-    """Return the revision that alembic wrote into the database, None before the first."""
+    """Return the revision that Alembic wrote into the database, or None before the first."""
     if not sa.inspect(connection).has_table(_VERSION.name):
         return None
     revision: str | None = connection.execute(sa.select(_VERSION.c.version_num)).scalar_one_or_none()

@@ -1,7 +1,7 @@
-"""Partitions of telemetry on Postgres: one for the runs that began in a month, made ahead and dropped whole.
+"""Partitions of telemetry on Postgres: one for the runs created in a month, made ahead of time and dropped as a whole.
 
-The key of a run is its month, such as 202611, times 10^9 plus a running number (the column's default). A month is so a
-range of run keys. All chunks of a run lie in one partition, however late they arrive or are sent again, so that the
+The key of a run is its month, such as 202611, times 10^9 plus a running number (the column's default). A month is thus
+a range of run keys. All chunks of a run lie in one partition, however late they arrive or are sent again, so that the
 table's primary key (run, rank, boot id, sequence) still identifies a chunk, and a query for a run reads one partition.
 SQLite has one table, and nothing to do here.
 """
@@ -25,7 +25,7 @@ from tula_wire.enums import FINAL_STATES
 
 MONTHS_AHEAD: Final = 2
 KEYS_OF_A_MONTH: Final = 10**9
-_LOCK: Final = 0x74756C62  # replicas make partitions one after another
+_LOCK: Final = 0x74756C62  # replicas create partitions one after another
 _LOCK_OF_DROPPING: Final = 0x74756C63
 _ATTEMPTS: Final = 20
 
@@ -44,7 +44,7 @@ _OLDEST: Final = f"SELECT min(relname) {_OF_MONTHS} AND relispartition"
 
 
 def create_ahead(engine: sa.Engine) -> None:
-    """Make the partitions of this month and the next ones that are missing. Raises StoreUnavailable."""
+    """Create the missing partitions for this month and the next ones. Raises StoreUnavailable."""
     if is_sqlite(engine):
         return
     existing = _tables(engine)
@@ -66,7 +66,7 @@ def check_month(engine: sa.Engine) -> None:
 def refusal(engine: sa.Engine, run_key: int, error: sa.exc.IntegrityError) -> ServiceError:
     """Return the error of a chunk that Postgres refused.
 
-    It is NotFound for a run or month that is gone, StoreUnavailable for one to come.
+    It is NotFound for a run or month that is gone, and StoreUnavailable for a month to come.
     """
     if getattr(error.orig, "sqlstate", None) != _NO_PARTITION:
         return NotFound(GONE)
@@ -80,7 +80,7 @@ def refusal(engine: sa.Engine, run_key: int, error: sa.exc.IntegrityError) -> Se
 def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
     """Return the tables of months that ended before `before`, oldest first, up to the first whose runs may still send.
 
-    The tables that an earlier `drop` detached and could not finish come with them.
+    Tables that an earlier `drop` detached but could not finish are included.
     """
     tables = _tables(engine)
     names = [name for name, attached in tables.items() if not attached]
@@ -94,8 +94,8 @@ def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
 
 @contextmanager
 def dropping(engine: sa.Engine) -> Iterator[None]:
-    """Hold the right to drop months, which one process has at a time. Raises Conflict while another does."""
-    # Without a transaction, which would be ended as idle, and closed at the end, which gives the lock back.
+    """Hold the right to drop months, which one process has at a time. Raises Conflict while another has it."""
+    # No transaction, since it would be ended as idle; closing the connection at the end gives the lock back.
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.detach()
         if not connection.execute(sa.select(sa.func.pg_try_advisory_lock(_LOCK_OF_DROPPING))).scalar():
@@ -106,7 +106,7 @@ def dropping(engine: sa.Engine) -> Iterator[None]:
 def drop(engine: sa.Engine, table: str, archive: Archive | None, *, before: datetime | None = None) -> bool:
     """Detach the partition, which ends all writing to it, write it to the archive, and only then drop it.
 
-    Return False, and change nothing, if one of its runs may have sent since `before`. When the archive fails, the
+    Returns False, and changes nothing, if one of its runs may have sent data since `before`. If the archive fails, the
     detached table keeps its rows, and `due` names it again. Raises StoreUnavailable.
     """
     own = f"{table} IN ACCESS EXCLUSIVE"
@@ -127,9 +127,9 @@ def drop(engine: sa.Engine, table: str, archive: Archive | None, *, before: date
 
 
 def _in_use(connection: sa.Connection, table: str, before: datetime) -> bool:
-    """Return True if a run of this month or an earlier one may send: it has not ended, or did so after `before`.
+    """Return True if a run of this month or an earlier one may still send: it has not ended, or ended after `before`.
 
-    A run may wait for as long as its job is not archived, and one whose lease has ended goes on if its agent returns.
+    A run may wait for as long as its job is not archived, and a run whose lease has ended goes on if its agent returns.
     """
     waiting = runs.c.state.not_in(FINAL_STATES) & jobs.c.state.not_in(("archived", "deleting"))
     used = sa.or_(waiting, runs.c.lease_expires_at >= before, runs.c.finished_at >= before)
@@ -144,7 +144,7 @@ def _alter(
     locks: Sequence[str],
     allowed: Callable[[sa.Connection], bool] = lambda _: True,
 ) -> bool:
-    """Lock tables that are in use, in this order, and change them; return False if it is not `allowed` by then.
+    """Lock tables that are in use, in this order, and change them; return False if that is not `allowed` by then.
 
     The wait for `locks` is longer than the second after which Postgres stops its own vacuum for them. The wait for the
     parent table, which all requests use, ends before Postgres would end a request for a deadlock. A wait that ends
@@ -175,19 +175,19 @@ def _alter(
 
 
 def _months(engine: sa.Engine) -> list[int]:
-    """Return this month and the next ones, such as 202611, by the clock of the database, which numbers the runs."""
+    """Return this month and the next ones, such as 202611, by the database's clock, which numbers the runs."""
     with engine.connect() as connection:
         return [int(month) for month in connection.execute(_MONTHS).scalars()]
 
 
 def _tables(engine: sa.Engine) -> dict[str, bool]:
-    """Return the tables of months in their order, each with whether it is attached."""
+    """Return the tables of months in order, each with a flag that says whether it is attached."""
     with engine.connect() as connection:
         return {str(name): bool(attached) for name, attached in connection.execute(_TABLES)}
 
 
 def _month_end(table: str) -> int:
-    """Return the month that follows a table's."""
+    """Return the month after a table's month."""
     return _following(int(table.rsplit("_", 1)[1]))
 
 

@@ -9,12 +9,12 @@ from tula_service.store.tables import answers
 
 
 class AnswerCache(Repository):
-    """A cache that all workers and replicas share. `body` is JSON text, sent to a client as it is stored."""
+    """A cache that all workers and replicas share. `body` is JSON text, sent to clients as it is stored."""
 
     def get(
         self, job_id: str, name: str, *, data_version: int, model_version: str, or_newer: bool = False
     ) -> str | None:
-        """Return the cached answer called `name` if it rests on these versions or, if that will do, on newer data."""
+        """Return the cached answer called `name` if it rests on these versions or, if allowed, on newer data."""
         version = answers.c.data_version
         conditions = (
             answers.c.job_id == job_id,
@@ -26,7 +26,7 @@ class AnswerCache(Repository):
         return body
 
     def put(self, job_id: str, name: str, *, data_version: int, model_version: str, body: str) -> None:
-        """Cache an answer, unless one that rests on newer data is cached already."""
+        """Cache an answer, unless an answer that rests on newer data is already cached."""
         values = {"data_version": data_version, "model_version": model_version, "body": body, "created_at": self._now()}
         older = answers.c.data_version <= data_version
         self._put(answers, {"job_id": job_id, "name": name}, values, where=older)

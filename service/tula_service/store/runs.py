@@ -20,7 +20,7 @@ from tula_wire.samples import LEASE_HEADER
 _RELEASED: dict[str, Any] = {
     "holder": None, "lease_s": None, "lease_expires_at": None, "started_at": None, "lease": runs.c.lease + 1,
 }  # fmt: skip
-"""Columns of a run that returns to the plan."""
+"""Column values of a run that returns to the plan."""
 _OBSERVED = ("world_size", "local_batch_size", "grad_accum_steps")
 _SUMMARISED = ("step_time_s", "num_steps", "straggler_rank")
 _SELECT_RUNS = sa.select(
@@ -92,7 +92,7 @@ class Runs(Repository):
         return [_run_record(row) for row in self._rows(statement.order_by(*order))]
 
     def running_trainings(self, project_id: str | None, *, limit: int) -> Sequence[RunRecord]:
-        """Return the newest trainings that run, of all projects or one, without those whose lease has expired."""
+        """Return the newest training runs in progress, of all projects or one, except those whose lease has expired."""
         held = runs.c.lease_expires_at.is_(sa.null()) | (runs.c.lease_expires_at >= self._now())
         statement = _SELECT_RUNS.where(runs.c.state == "running", runs.c.kind == "train", held)
         if project_id is not None:
@@ -108,7 +108,7 @@ class Runs(Repository):
         end_cause: EndCause | None = None,
         **values: Any,
     ) -> bool:
-        """Move a run from one of `expected` to `to`; False, and nothing changed, when it is in another state by now.
+        """Move a run from one of `expected` to `to`; return False, and change nothing, if its state is another by now.
 
         Sets `started_at` and `finished_at`, ends the lease of a final state, and increments the job's data version. A
         run that returns to the plan has no `started_at` until its next holder starts it.
@@ -165,19 +165,19 @@ def _run_record(row: RowMap) -> RunRecord:
 
 
 class Leases(Repository):
-    """Leases: the right of one holder to work on a run until a time, which the holder's heartbeats renew.
+    """The right of one holder to work on a run until a certain time; the holder's heartbeats extend it.
 
     A heartbeat is a PATCH `running` or a batch of samples. No timer watches leases: the next claim returns a profiling
-    run with an expired lease to the plan, and the next reader or change of a job fails a training with one
-    (`usecases/runs.py: with_vanished`), which a later PATCH reopens. A final state ends the lease. Times come from the
-    store's clock, so the clocks of replicas must agree to about a second.
+    run with an expired lease to the plan, and the next reader or change of a job fails a training run with an expired
+    lease (`usecases/runs.py: with_vanished`), which a later PATCH reopens. A final state ends the lease. Times come
+    from the store's clock, so the clocks of replicas must agree to about a second.
 
     Each lease has a number, which its agents send. `check` refuses an agent whose lease is over, since another holder's
     agents may be measuring the same run.
     """
 
     def check(self, run_id: str, number: int | None) -> None:
-        """Raise Conflict unless the sender works under the run's present lease; a sender without a number passes."""
+        """Raise Conflict unless the sender works under the run's current lease; a sender without a number passes."""
         current = None if number is None else self._scalar(_LEASE, run=run_id)
         if current is not None and current != number:
             raise Conflict(
@@ -190,7 +190,7 @@ class Leases(Repository):
         """Lease the next pending profiling run and return it, or None if no run can be claimed now.
 
         Runs with an expired lease count as pending. Two claimants never get the same run: Postgres skips rows that
-        another transaction has locked, SQLite has one writer at a time.
+        another transaction has locked, and SQLite has one writer at a time.
         """
         self._release_expired(job_id)
         due = sa.select(runs.c.key).where(runs.c.job_id == job_id, runs.c.state == "pending", runs.c.kind == "profile")
@@ -206,7 +206,7 @@ class Leases(Repository):
         return self._lease([key], holder, lease_s, self._now() + timedelta(seconds=lease_s), int(last) + 1)[0]
 
     def claim_launch(self, run: RunRecord) -> list[RunRecord]:
-        """Lease the pending runs that differ from `run` only in the local batch to its holder, and return them."""
+        """Lease to `run`'s holder the pending runs that differ from it only in the local batch, and return them."""
         pending = sa.select(runs.c.key).where(*_same_launch(run), runs.c.state == "pending")
         keys = list(self._connection.execute(pending.with_for_update(skip_locked=True)).scalars())
         return self._lease(keys, run.holder, run.lease_s, run.lease_expires_at, run.lease)
@@ -229,7 +229,7 @@ class Leases(Repository):
         self._connection.execute(expired.values(state="pending", **_RELEASED))
 
     def expired(self, job_ids: Sequence[str]) -> Sequence[str]:
-        """Return the jobs among these that have a training whose lease has expired."""
+        """Return the jobs among these that have a training run whose lease has expired."""
         lost = sa.and_(runs.c.kind == "train", runs.c.state.in_(_HELD), runs.c.lease_expires_at < self._now())
         statement = sa.select(runs.c.job_id).where(runs.c.job_id.in_(job_ids), lost).distinct()
         return list(self._connection.execute(statement).scalars())
@@ -258,7 +258,7 @@ class Leases(Repository):
 
 
 def _same_launch(run: RunRecord) -> list[sa.ColumnElement[bool]]:
-    """Return the conditions on profiling runs of the job that differ from `run` in the local batch at most."""
+    """Return the conditions for the job's profiling runs that differ from `run` at most in the local batch."""
     c = run.configuration
     return [
         runs.c.job_id == run.job_id,

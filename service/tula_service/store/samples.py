@@ -20,7 +20,7 @@ from tula_wire import Configuration, HostFacts, SampleBatch, read
 _LOG = logging.getLogger("tula.service")
 _MOST_STEP_TIMES = 200_000
 SUMMARY_ROWS = 4096
-"""The last measuring rows (by step) that a summary reads."""
+"""How many of the last measuring rows (by step) a summary reads."""
 
 _FLOATS = ("compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "optimizer_time_s")
 _COLUMNS = ("sequence", "step", "step_time_s", *_FLOATS, "straggler_rank")
@@ -33,7 +33,7 @@ _POSTGRES = (
 )
 _MEMORY = [memory_readings.c[field.name] for field in fields(MemoryReading)]
 _SEEN = ("world_size", "local_batch_size", "grad_accum_steps", "timing_method", "energy_per_step_j")
-"""What a process reports of its configuration, and the energy of its steps."""
+"""The columns in which a process reports its configuration, and the energy of its steps."""
 _FIGURES = [field.name for field in fields(RunSummary) if field.name in run_summaries.c]
 _LOCK_JOB = sa.select(jobs.c.key).where(jobs.c.id == sa.bindparam("job")).with_for_update(read=True, key_share=True)
 _COUNT = (
@@ -53,26 +53,26 @@ _READING = sa.select(*_MEMORY).where(memory_readings.c.source_key == sa.bindpara
 
 
 Summarise: TypeAlias = Callable[[SampleColumns], dict[str, Any]]
-"""Makes the figures of `run_summaries` from columns of samples, as `perfmodel.step_summary.summarise` does."""
+"""Computes the figures of `run_summaries` from columns of samples, as `perfmodel.step_summary.summarise` does."""
 
 SampleCursor: TypeAlias = tuple[int, int]
 """The last row of a page: its process and its sequence number, the primary key of the table."""
 
 MOST_READ: Final = 20_000
-"""Rows that a page may read for a filter that few of them match: some tens of milliseconds."""
+"""Rows that a page may read for a filter that few rows match: some tens of milliseconds."""
 
 MAX_PROCESSES: Final = 8_192
-"""Most processes of a run: its ranks, and their restarts."""
+"""Most processes of a run: its ranks and their restarts."""
 
 MOST_PROCESSES: Final = 64
 """Processes that a page reads; each costs a query."""
 
 _WHOLE: Final = 10**18 - 1
-"""In a cursor: all rows of the process; no sequence number is so large."""
+"""In a cursor: all rows of the process; no sequence number is this large."""
 
 
 class SampleFilter(BaseModel):
-    """Selects samples of a job; None selects all."""
+    """A filter on a job's samples; None selects all."""
 
     run_id: str | None = Field(None, max_length=200, pattern=r"^[!-~]*$", description="Only samples of this run.")
     rank: int | None = Field(None, ge=0, le=2**20, description="Only samples of this rank.")
@@ -100,8 +100,9 @@ class Samples(Repository):
     def add(self, run_key: int, job_id: str, batch: SampleBatch) -> int:
         """Store a batch and return the number of new rows; a row that was stored before keeps its first values.
 
-        A row is identified by run, rank, boot id and sequence. New rows raise the run's counts, and they or another
-        memory reading raise the job's data version. What a process reports about itself is taken from its newest batch.
+        A row is identified by run, rank, boot id and sequence. New rows raise the run's counts, and new rows or a
+        different memory reading raise the job's data version. What a process reports about itself is taken from its
+        newest batch.
         """
         if self._postgres:
             # The job's row before its run's, as a deletion locks them: see the order of locks in store/database.py.
@@ -131,7 +132,7 @@ class Samples(Repository):
     def step_times(
         self, run_key: int, *, rank: int = 0, first_step: int | None = None, last_step: int | None = None
     ) -> tuple[IntArray, FloatArray]:
-        """Return the steps and step times of one rank's measuring rows, by step: the last 200,000 of them."""
+        """Return the steps and step times of one rank's measuring rows, by step: at most the last 200,000 rows."""
         rows = SampleFilter(rank=rank, first_step=first_step, last_step=last_step)
         columns = self._measured(run_key, ("step", "step_time_s"), rows, _MOST_STEP_TIMES)
         return columns["step"], columns["step_time_s"]
@@ -152,7 +153,7 @@ class Samples(Repository):
         return by_rank
 
     def host_facts(self, run_key: int) -> HostFacts | None:
-        """Return what the newest process of the run's first rank said of its script and host; None where it did not."""
+        """Return what the newest process of the run's first rank said about its script and host, or None."""
         table = sample_sources.c
         statement = sa.select(table.machine).where(
             table.run_key == run_key, table.rank == 0, table.machine.is_not(sa.null())
@@ -163,8 +164,8 @@ class Samples(Repository):
     def summaries(self, job_id: str, summarise: Summarise) -> list[RunSummary]:
         """Return one summary for each run of the job that has samples or ran out of memory, oldest run first.
 
-        `summarise` computes a stale summary again, and the new one is stored if the transaction writes; every worker
-        computes the same.
+        `summarise` recomputes a stale summary, and the new summary is stored if the transaction writes; every worker
+        computes the same result.
         """
         rows = self._rows(
             sa.select(runs, *(column.label(f"summary_{column.name}") for column in run_summaries.c))
@@ -193,11 +194,11 @@ class Samples(Repository):
         cursor: SampleCursor | None = None,
         limit: int = 500,
     ) -> tuple[list[RowMap], SampleCursor | None]:
-        """Return rows of a job ordered by process and sequence, and the cursor of the next page, None on the last.
+        """Return rows of a job ordered by process and sequence, and the cursor of the next page (None on the last).
 
-        Every page is read along the primary key, one process at a time, and so costs the same as the first. `warmup`
-        and the steps are not in that key: a page ends after MOST_READ rows or MOST_PROCESSES processes with the rows
-        that matched, even none, and the next page continues there.
+        Every page is read along the primary key, one process at a time, so it costs the same as the first page.
+        `warmup` and the steps are not in that key: a page ends after MOST_READ rows or MOST_PROCESSES processes with
+        the rows that matched, if any, and the next page continues there.
         """
         page: list[RowMap] = []
         unread = MOST_READ
@@ -229,26 +230,26 @@ class Samples(Repository):
         return page, None
 
     def count_processes(self) -> int:
-        """Return the number of processes that have sent samples of runs that are running now."""
+        """Return the number of processes that have sent samples for runs in progress."""
         joined = sample_sources.join(runs, runs.c.key == sample_sources.c.run_key)
         statement = sa.select(sa.func.count()).select_from(joined).where(runs.c.state == "running")
         return int(self._scalar(statement))
 
     def purge(self, job_id: str, *, limit: int) -> int:
-        """Delete up to `limit` sample rows of a job; returns their number."""
+        """Delete up to `limit` sample rows of a job; return how many were deleted."""
         return self._purge(step_samples, job_id, limit)
 
     def _measured(self, run_key: int, names: Sequence[str], only: SampleFilter, limit: int) -> dict[str, Any]:
         """Return columns of the last measuring rows that `only` selects.
 
-        The index does not contain the rank, so a rank's rows are sought among the last rows of all ranks.
+        The index does not contain the rank, so a rank's rows are searched for among the last rows of all ranks.
         """
         table = step_samples.c
         statement = sa.select(*(table[name] for name in names), table.rank.label("sender")).where(
             table.run_key == run_key, table.warmup.is_(False), *only.of_rows
         )
         newest = statement.order_by(table.step.desc(), table.rank)
-        if only.rank is not None:  # the rank is not in the index: without a limit, all rows of others would be read
+        if only.rank is not None:  # the rank is not in the index: without a limit, all other ranks' rows would be read
             some = newest.limit(max(limit, MOST_READ)).subquery("some")
             newest = sa.select(some).where(some.c.sender == only.rank)  # in the order of the subquery, unsorted
         rows = self._connection.execute(newest.limit(limit)).all()[::-1]
@@ -291,7 +292,7 @@ class Samples(Repository):
         return int(self._scalar(statement))
 
     def _store_memory(self, source_key: int, run_key: int, reading: MemoryReading) -> bool:
-        """Keep the newest reading with the highest peak of a process; return False if it is stored already."""
+        """Keep the newest reading with the highest peak of a process; return False if that is already stored."""
         table = memory_readings.c
         stored = self._row(_READING, source=source_key)
         if stored is not None and (reading.peak_bytes < stored["peak_bytes"] or reading == MemoryReading(**stored)):
@@ -301,7 +302,7 @@ class Samples(Repository):
         return True
 
     def _highest(self, run_keys: Sequence[int]) -> dict[int, MemoryReading]:
-        """Return the reading with the highest peak of each run; among equal readings the newest process's."""
+        """Return the reading with the highest peak of each run; among equal readings, that of the newest process."""
         table = memory_readings.c
         place = sa.func.row_number().over(
             partition_by=table.run_key, order_by=(table.peak_bytes.desc(), table.source_key.desc())
@@ -343,7 +344,7 @@ class Samples(Repository):
         recent = self.recent(run_key)
         try:
             figures = summarise(recent)
-        except Exception:  # a run never fails its job
+        except Exception:  # a bad run must never fail its job
             _LOG.exception("the samples of a run cannot be summarised", extra={"run_key": run_key})
             names = ("step_time_s", "relative_sd", *_FLOATS, "straggler_rank")
             figures = {"num_steps": 0, **dict.fromkeys(names)}

@@ -1,4 +1,4 @@
-"""Numbers of gradient scaling that users set, by job and policy."""
+"""Parameters of gradient scaling that users set, by job and policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Scaling(Repository):
     """One row for each policy of a job whose numbers were ever set."""
 
     def read(self, job_id: str, policy: str) -> dict[str, Any] | None:
-        """Return `version` and the numbers; None where none was ever set."""
+        """Return `version` and the numbers, or None if none was ever set."""
         kept = [column for column in scaling_numbers.c if column.name not in ("job_id", "policy")]
         row = self._row(sa.select(*kept).where(scaling_numbers.c.job_id == job_id, scaling_numbers.c.policy == policy))
         return None if row is None else dict(row)

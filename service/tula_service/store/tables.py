@@ -10,13 +10,13 @@ from sqlalchemy.dialects import postgresql
 
 
 class UtcTime(sa.types.TypeDecorator[datetime]):
-    """Aware times only: `timestamptz` on Postgres, naive UTC text on SQLite, which has no time type."""
+    """Time-zone-aware times only: `timestamptz` on Postgres, naive UTC text on SQLite, which has no time type."""
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:
-        """Refuse a naive time, because its moment is unknown."""
+        """Refuse a naive time, because it does not say which moment it means."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -108,7 +108,7 @@ fabrics = sa.Table(
     _key(),
     _parent("project_id", "projects.id", nullable=False),
     sa.Column("instance_type", sa.Text, nullable=False),
-    _parent("job_id", "jobs.id"),  # the job whose run measured it; a user's own probe has none
+    _parent("job_id", "jobs.id"),  # the job whose run measured the probe; a user's own probe has none
     sa.Column("probe", JSON, nullable=False),
     sa.Column("created_at", UtcTime, nullable=False),
     sa.Index("ix_fabrics_project_id_instance_type_key", "project_id", "instance_type", "key"),
@@ -123,14 +123,14 @@ runs = sa.Table(
     *_required(sa.Text, "project_id", "kind", "state", "instance_type", "purpose"),
     *_required(sa.Integer, "num_nodes", "ranks_per_node", "local_batch_size", "grad_accum_steps", "position"),
     sa.Column("origin", sa.Text, nullable=False, server_default="plan"),
-    sa.Column("options", JSON, nullable=False),  # of the configuration, by name
+    sa.Column("options", JSON, nullable=False),  # options of the configuration, by name
     sa.Column("instruction", JSON),
     *_optional(sa.Text, "end_cause", "message", "method", "holder", "recommendation_id", "drift_sentence"),
     *_optional(sa.Double, "lease_s", "predicted_step_time_s", "time_limit_s"),
     *_optional(UtcTime, "lease_expires_at", "started_at", "finished_at"),
     sa.Column("created_at", UtcTime, nullable=False),
     *_required(sa.BigInteger, "num_samples", "num_measured", "dropped"),
-    sa.Column("lease", sa.Integer, nullable=False, server_default="0"),  # grows when another may hold the run
+    sa.Column("lease", sa.Integer, nullable=False, server_default="0"),  # grows when the run may get another holder
     sa.Column("failed_local_batch_size", sa.Integer),
     sa.Column("monitor", JSON),  # analysis.alarm.Monitor
     sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),
@@ -148,7 +148,7 @@ run_summaries = sa.Table(
     "run_summaries",
     METADATA,
     _parent("run_key", "runs.key", BIG, primary_key=True, autoincrement=False),
-    sa.Column("of_num_samples", sa.BigInteger, nullable=False),  # stale when the run has more by now
+    sa.Column("of_num_samples", sa.BigInteger, nullable=False),  # stale if the run has more samples by now
     *_required(sa.BigInteger, "num_samples", "num_steps"),
     *_optional(sa.Double, "step_time_s", "relative_sd", "compute_time_s", "comm_time_s", "exposed_comm_time_s"),
     *_optional(sa.Double, "input_time_s", "optimizer_time_s", "skew_s"),

@@ -24,7 +24,7 @@ INSERT = {
     f"(SELECT 1 FROM runs WHERE key = ? AND id = ?) {_CONFLICT}",
     "postgresql": f"INSERT INTO telemetry_chunks ({_COLUMNS}) VALUES ({', '.join(['%s'] * 9)}) {_CONFLICT}",
 }
-"""SQLite takes the row, and the run's key and id: it reuses the key of a deleted run, maybe for another tenant."""
+"""SQLite also checks the run's key and id: it reuses the key of a deleted run, maybe for another tenant."""
 _FIELDS: Final = ("num_steps", "newest_step", "newest_value")
 _IS_NEWER: Final = "excluded.newest_step >= coalesce(telemetry_columns.newest_step, -1)"
 _OF_OTHER_RANKS: Final = "ON CONFLICT (run_key, name) DO NOTHING"
@@ -42,9 +42,9 @@ _NOTE: Final = {
 GONE: Final = "The run of this chunk, or the telemetry of its month, was deleted: stop sending for it."
 _LAST_STEP: Final = 2**63 - 1
 MOST_POINTS: Final = 400_000
-"""Most points of a column that `read` returns; it thins a longer history while it reads."""
+"""Most points of a column that `read` returns; a longer history is thinned while it is read."""
 MAX_NAMES: Final = 1_000
-"""Most columns of a run; the store refuses a further one."""
+"""Most columns of a run; the store refuses any further column."""
 MOST_CHUNKS: Final = 4_000
 """Most chunks that a bounded read takes."""
 _PER_FETCH: Final = {"yield_per": 64}
@@ -52,7 +52,7 @@ _PER_FETCH: Final = {"yield_per": 64}
 _EXPLICIT_STEPS: Final = 1
 _SINGLE_PRECISION: Final = 2
 _LEVEL: Final = -1
-"""Noisy columns become 3 % larger than at level 1, in a quarter of the time."""
+"""Noisy columns become 3 % larger than at level 1, but take a quarter of the time."""
 
 _ADMITTED: Final = sa.select(telemetry_columns.c.name).where(
     telemetry_columns.c.run_key == sa.bindparam("run"),
@@ -63,7 +63,7 @@ _Piece: TypeAlias = tuple[IntArray, FloatArray]
 
 
 class Series(NamedTuple):
-    """The values of a column and their steps, in ascending order and each step once.
+    """The values of a column and their steps, in ascending order, each step once.
 
     `total` counts the points before a long history was thinned.
     """
@@ -113,7 +113,7 @@ def pack(steps: IntArray, values: FloatArray) -> bytes:
     else:
         flags, head = _EXPLICIT_STEPS, steps.astype("<i8").tobytes()
     values = np.ascontiguousarray(values, dtype="<f8")
-    with np.errstate(over="ignore"):  # a value beyond the range becomes infinite, and so unequal
+    with np.errstate(over="ignore"):  # a value beyond the range becomes infinite, hence unequal
         single = values.astype("<f4")
     lossless = bool(((single == values) | (values != values)).all())
     if lossless:
@@ -139,7 +139,7 @@ def unpack(payload: bytes, num_steps: int, num_columns: int) -> tuple[IntArray, 
 
 
 def _shuffle(values: np.ndarray[tuple[int, ...], np.dtype[np.floating]]) -> bytes:
-    """Return all first bytes, then all second bytes, ...: exponents become neighbours and compress well."""
+    """Return all first bytes, then all second bytes, and so on: exponents become neighbours and compress well."""
     planes: bytes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.dtype.itemsize).T.tobytes()
     return planes
 
@@ -157,7 +157,7 @@ class Telemetry(Repository):
         return int(row[0]), str(row[1]), str(row[2])
 
     def add(self, run_id: str, chunk: NewChunk, row: tuple[object, ...]) -> bool:
-        """Store the chunk of the run `run_id`, whose `chunk_row` is `row`; return False if it was stored before.
+        """Store the chunk `row` (see `chunk_row`) of the run `run_id`; return False if it was stored before.
 
         Raises NotFound if the run was deleted; on Postgres sqlalchemy.exc.IntegrityError, see `partitions.refusal`.
         """
@@ -172,7 +172,7 @@ class Telemetry(Repository):
         return stored
 
     def admitted(self, run_key: int, names: Sequence[str]) -> list[str]:
-        """Return the names that the run has as columns already, or has room for: MAX_NAMES in all."""
+        """Return the names that the run already has as columns or has room for, MAX_NAMES in total."""
         column = telemetry_columns.c
         has = set(self._connection.execute(_ADMITTED, {"run": run_key, "names": list(names)}).scalars())
         new = [name for name in names if name not in has]
@@ -196,10 +196,10 @@ class Telemetry(Repository):
         last_step: int | None = None,
         most_chunks: int | None = None,
     ) -> Series:
-        """Return one column of one rank, by step; a step that was sent twice has the later boot's value.
+        """Return one column of one rank, by step; a step that was sent twice has the value of the later boot.
 
-        Return an even share of more than MOST_POINTS points, with all peaks and dips. With `most_chunks`, read only
-        the first chunks, up to that number.
+        More than MOST_POINTS points are thinned evenly, keeping all peaks and dips. With `most_chunks`, only that many
+        of the first chunks are read.
         """
         chunk = telemetry_chunks.c
         first, last = first_step or 0, _LAST_STEP if last_step is None else last_step
@@ -211,13 +211,13 @@ class Telemetry(Repository):
         return Series(steps[keep], values[keep], total if keep.all() else int(np.count_nonzero(keep)))
 
     def newest(self, run_key: int, names: Collection[str]) -> dict[str, float | None]:
-        """Return the newest value that the first rank of the run sent of each column; None where it sent none."""
+        """Return the newest value of each column that the run's first rank sent, or None for a column without one."""
         column = telemetry_columns.c
         values = sa.select(column.name, column.newest_value).where(column.run_key == run_key, column.name.in_(names))
         return dict.fromkeys(names) | {row.name: row.newest_value for row in self._connection.execute(values)}
 
     def num_steps(self, run_ids: Collection[str]) -> dict[str, dict[str, int]]:
-        """Return the columns that the first rank of each run sent, each with the number of steps of its chunks."""
+        """Return the columns that the first rank of each run sent, each with the number of steps in its chunks."""
         column = telemetry_columns.c
         rows = self._connection.execute(
             sa.select(runs.c.id, column.name, column.num_steps)
@@ -230,7 +230,7 @@ class Telemetry(Repository):
         return counts
 
     def read_runs(self, run_ids: Collection[str], column: str) -> Iterator[tuple[str, IntArray, FloatArray]]:
-        """Yield run id, steps and values of each of these runs that sent the column, by one query."""
+        """Yield the run id, steps and values of each of these runs that sent the column, with a single query."""
         statement = (
             _chunks(column, 0)
             .add_columns(runs.c.id)
@@ -245,11 +245,11 @@ class Telemetry(Repository):
             yield run_id, steps, values
 
     def purge(self, job_id: str, *, limit: int) -> int:
-        """Delete up to `limit` chunks of a job; returns their number."""
+        """Delete up to `limit` chunks of a job; return how many were deleted."""
         return self._purge(telemetry_chunks, job_id, limit)
 
     def _note_columns(self, run_key: object, chunk: NewChunk) -> None:
-        """Note a stored chunk's columns; if the first rank sent it, count its steps and keep its newest values."""
+        """Record a stored chunk's columns; if the first rank sent it, count its steps and keep its newest values."""
         rows = sorted(_noted(chunk))  # by name, so that two chunks of a run lock rows in one order
         on_conflict = _OF_OTHER_RANKS if chunk.rank else _ADDED
         if self._postgres:
@@ -263,9 +263,9 @@ _ORDER = (telemetry_chunks.c.first_step, telemetry_chunks.c.boot_id, telemetry_c
 
 
 def _noted(chunk: NewChunk) -> Iterator[tuple[str, int, int | None, float | None]]:
-    """Yield each column of a chunk: its name, its number of steps, the newest step that has a number, and that number.
+    """Yield each column of a chunk: its name, its number of steps, the newest step with a number, and that number.
 
-    A rank after the first counts no steps and keeps no value.
+    Ranks other than the first count no steps and keep no value.
     """
     for name, values in zip(chunk.names, chunk.values, strict=True):
         numbers = np.flatnonzero(~np.isnan(values))
@@ -279,7 +279,7 @@ def _noted(chunk: NewChunk) -> Iterator[tuple[str, int, int | None, float | None
 def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
     """Return the query for the chunks of a rank that have the column.
 
-    Some columns are sent rarely, so that most chunks need neither be read nor decompressed.
+    Some columns are sent rarely, so most chunks need neither be read nor decompressed.
     """
     chunk = telemetry_chunks.c
     has_column = ("," + chunk.columns + ",").contains(f",{column},", autoescape=True)
@@ -287,9 +287,9 @@ def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
 
 
 class _History:
-    """A column while it is read: it takes any length in bounded memory, and beyond MOST_POINTS keeps an even share.
+    """A column while it is read: it takes any length in bounded memory, and thins evenly beyond MOST_POINTS.
 
-    Minimum and maximum of every interval stay, so that no peak is lost; medians of the rest hardly move.
+    The minimum and maximum of every interval stay, so that no peak is lost; medians of the rest hardly move.
     """
 
     def __init__(self) -> None:
@@ -307,7 +307,7 @@ class _History:
             self._thin()
 
     def points(self) -> Series:
-        """Return the points that were kept, and how many were read."""
+        """Return the points that were kept, and the number of points that were read."""
         self._thin()
         steps, values = _in_order(self._kept) if self._kept else (np.zeros(0, np.int64), np.zeros(0))
         return Series(steps, values, steps.size + self._left_out)
@@ -353,7 +353,7 @@ def _joined(chunks: Iterable[Sequence[Any]], column: str) -> Series:
 
 
 def _in_order(pieces: Sequence[_Piece]) -> _Piece:
-    """Return all steps of the pieces, in ascending order and each once, with their values."""
+    """Return all steps of the pieces, in ascending order, each once, with their values."""
     steps = np.concatenate([piece[0] for piece in pieces])
     values = np.concatenate([piece[1] for piece in pieces])
     if bool((np.diff(steps) > 0).all()):

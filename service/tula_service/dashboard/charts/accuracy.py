@@ -1,4 +1,4 @@
-"""Predicted against measured, of one job or of all, and how often prediction intervals hold."""
+"""Predicted against measured step times, for one job or for all, and how often prediction intervals hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NONE_FOLLOWED = "No training run has followed a recommendation yet:\ntula run s
 def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
     """Draw the measured against the predicted step time; on the diagonal the prediction was right.
 
-    Runs of the plan and `trainings` count, where a prediction preceded the measurement.
+    Runs of the plan and `trainings` count if a prediction preceded the measurement.
     """
     title = f"{job.name}: predicted against measured"
     rows = {entry.run_id: row for entry in ledger.entries if (row := _entry_row(entry)) is not None}
@@ -35,7 +35,7 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
 
 
 def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
-    """Return the same chart for all jobs: of recommendations that a training run followed, each with its job's name."""
+    """Return the same chart for all jobs: recommendations that a training run followed, each with its job's name."""
     title = "All jobs: predicted against measured"
     named_rows = [(name, row) for name, entry in entries if (row := _entry_row(entry)) is not None]
     rows = [row | {"configuration": f"{name}: {row['configuration']}"} for name, row in named_rows]
@@ -76,7 +76,7 @@ def calibration(entries: Sequence[LedgerEntry]) -> Spec:
 
 
 def _score(entry: LedgerEntry) -> float | None:
-    """Return the distance from the median, in standard deviations of that side's log; None if unknown."""
+    """Return the distance from the median, in standard deviations of that side's logarithm, or None if unknown."""
     predicted, measured = entry.predicted_step_time_s, entry.measured_step_time_s
     if predicted is None or measured is None or not 0 < predicted.low < predicted.value < predicted.high:
         return None
@@ -107,7 +107,7 @@ def _agreement(title: str, rows: list[Row]) -> Spec:
     shape = vega.field("kind", scale={"domain": list(_KINDS), "range": list(_SHAPES)}, legend=legend)
     interval = {"x": vega.field("low:Q"), "x2": {"field": "high"}, "y": y, "color": colour}
     point = {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tips}
-    # An interval of a first guess is a hundredfold wide.
+    # The interval of a first guess spans a factor of a hundred.
     with_interval: Spec = {"where": "datum.low !== null", "strokeWidth": 1.5, "opacity": 0.6, "clip": True}
     chart = vega.layered(
         vega.layer("agreement", "line", {"x": x, "y": y}, strokeDash=[5, 4], color=FAINT),

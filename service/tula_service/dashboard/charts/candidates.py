@@ -41,7 +41,7 @@ _BAR: Final = 46
 
 
 def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
-    """Return the named candidates, from the recommended one to the knee; one with several names comes once."""
+    """Return the named candidates, from the recommended one to the knee; a candidate with several names comes once."""
     at_knee = recommendation.knee.configuration
     named = (
         ("recommended", recommendation.chosen),
@@ -65,8 +65,8 @@ def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidat
 def frontier(job: Job, recommendation: Recommendation) -> Spec:
     """Draw total time against cost, both axes logarithmic; node-hours stand for the cost of a job without prices.
 
-    Intervals are drawn as crosses of the frontier and of the named candidates; a tooltip has them of all. `asks` of a
-    row are the fields of the page's what-if form that ask about its candidate.
+    Intervals are drawn as crosses for the frontier and the named candidates; tooltips show them for all. A row's `asks`
+    are the fields of the page's what-if form that ask about its candidate.
     """
     title = f"{job.name}: time against cost"
     priced = any(candidate.cost_usd is not None for candidate in recommendation.candidates)
@@ -88,7 +88,7 @@ def frontier(job: Job, recommendation: Recommendation) -> Spec:
     y = vega.field("y:Q", title=f"Time ({hours.name})", **across("y"))
     marked = [{"x": row["x"], "y": row["y"], "label": row["name"]} for row in rows if row["name"]]
     marked.sort(key=lambda row: list(names.values()).index(row["label"]))
-    # The points come last: what is drawn over them would keep the pointer from them.
+    # The points come last: anything drawn over them would keep the pointer from them.
     chart = {
         "layer": [_rings(marked, x, y), {"layer": _frontier_layers(recommendation, x, y)}],
         "resolve": {"scale": dict.fromkeys(("shape", "color", "fill"), "independent")},
@@ -212,7 +212,7 @@ def _limits(job: Job, quantity: Quantity, batches: Sequence[int], ends: tuple[fl
 
 
 def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
-    """Shade a region from `value` to `end` along an axis, with its label at one of them."""
+    """Shade a region from `value` to `end` along an axis, with its label at either end."""
     region = {axis: vega.field("value:Q"), f"{axis}2": {"field": "end"}}
     label = {axis: vega.field(f"{named_at}:Q"), "text": vega.field("label")}
     return [
@@ -222,7 +222,7 @@ def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
 
 
 def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
-    """Return the knee, and the batch beyond which, by gradient noise, more examples hardly help a step."""
+    """Return the knee, and the batch beyond which more examples hardly help a step, according to the gradient noise."""
     at: dict[float, list[str]] = {}
     if recommendation.knee.found and recommendation.knee.global_batch_size:
         at.setdefault(recommendation.knee.global_batch_size, []).append("knee")
@@ -237,7 +237,7 @@ def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
 
 
 def _rules(ruled: list[Row]) -> list[Spec]:
-    """Draw an upright rule for each row; its name stands on the wider side of it, each in a line of the frame."""
+    """Draw a vertical rule for each row; its name stands on its wider side, each name on a line of its own."""
     layers: list[Spec] = []
     for row in ruled:
         side: dict[str, Any] = {"align": "right", "dx": -5} if row["left"] else {"align": "left", "dx": 5}
@@ -249,7 +249,7 @@ def _rules(ruled: list[Row]) -> list[Spec]:
 def memory(job: Job, recommendation: Recommendation) -> Spec:
     """Draw the peak memory of one rank (equation 3, fitted) against local batch size, with the recommended options.
 
-    Where nothing is recommended, the options have their first values.
+    If nothing is recommended, the options have their first values.
     """
     chosen = recommendation.chosen
     options = job.spec.base_options if chosen is None else chosen.configuration.options
@@ -343,9 +343,9 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
 
 
 def options(job: Job, recommendation: Recommendation) -> Spec:
-    """Draw how each further value of an option changes time, money and memory, in per cent of its first value's.
+    """Draw how each further value of an option changes time, money and memory, in per cent relative to its first value.
 
-    Values that were launched are filled points, those that are believed hollow ones; lines are 90 % intervals.
+    Launched values are filled points, believed values are hollow points; lines are 90 % intervals.
     """
     title = f"{job.name}: what each option does"
     rows: list[Row] = [
@@ -404,8 +404,8 @@ def _interesting(recommendation: Recommendation) -> list[Candidate]:
 def _by_cluster(candidates: Iterable[Candidate], *, lines: bool) -> tuple[Spec, Spec]:
     """Return the colour, and the dash of lines or shape of points, by instance type and number of nodes.
 
-    The colour says how many nodes. The dash says the same, for those who cannot tell the colours apart, until several
-    instance types compete: then it says which type.
+    The colour shows the number of nodes. So does the dash, for readers who cannot tell the colours apart, unless
+    several instance types compete: then it shows the type.
     """
     seen = {(c.configuration.instance_type, c.configuration.num_nodes): c.configuration for c in candidates}
     types, sizes = sorted({kind for kind, _ in seen}), sorted({size for _, size in seen})
@@ -436,12 +436,12 @@ def _rings(marked: Sequence[Row], x: Spec, y: Spec) -> Spec:
 
 
 def _estimate(candidate: Candidate, quantity: Quantity) -> Estimate | None:
-    """Return the total time in seconds, or the cost in dollars; None without prices."""
+    """Return the total time in seconds or the cost in dollars, or None without prices."""
     return candidate.total_time_s if quantity == "time" else candidate.cost_usd
 
 
 def _cost(candidate: Candidate) -> Estimate:
-    """Return the cost in dollars, or without prices in node-hours."""
+    """Return the cost in dollars or, without prices, in node-hours."""
     hours, time = candidate.configuration.num_nodes / 3600, candidate.total_time_s
     return candidate.cost_usd or Estimate(value=time.value * hours, low=time.low * hours, high=time.high * hours)
 
@@ -475,4 +475,4 @@ CANDIDATE_CHARTS: Final[dict[str, Callable[[Job, Recommendation], Spec]]] = {
     "frontier": frontier, "tradeoff": tradeoff, "memory": memory, "step_breakdown": step_breakdown,
     "options": options,
 }  # fmt: skip
-"""The charts of a job's candidates by name."""
+"""The charts of a job's candidates, keyed by name."""

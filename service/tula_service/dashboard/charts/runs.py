@@ -15,15 +15,15 @@ from tula_wire.format import configuration, size
 Over = Literal["epoch", "step"]
 _COMPONENTS: Final = ("parameters", "gradients", "optimizer", "activations", "batch", "not attributed")
 _MOST_NAMED: Final = 24
-"""With more methods than these, the chart has no legend."""
+"""With more methods than this, the chart has no legend."""
 _FEW_A_RUN: Final = 80
 _BRUSH: Final = "brush"
 """Name of the selection whose steps the page asks for again, in more points."""
 _FEW: Final = 200
-"""A series of fewer points is drawn with its points, since a single one has no line."""
+"""A series with fewer points is drawn with its points, since a single point makes no line."""
 _TREND: Final = "_trend"
 _STEP_LABEL: Final = "datum.value % 1 ? '' : format(datum.value, '~s')"
-"""Formats each tick separately: the format of the axis would write 0 as 0k beside 200k."""
+"""Formats each tick separately: the axis's own format would write 0 as 0k next to 200k."""
 
 
 class Panel(NamedTuple):
@@ -61,9 +61,9 @@ _CHARTS: Final[dict[str, tuple[str, str, tuple[Panel, ...]]]] = {
         (Panel("Accuracy", ("accuracy", "validation_accuracy")),),
     ),
 }
-"""What a chart is of, where its columns come from (for the message while there are none), and its panels."""
+"""The subject of a chart, the source of its columns (for the message while there are none), and its panels."""
 SETTINGS: Final = ("delta", "small_batch_size", "directions", "thresholds_version")
-"""Columns, and the same after `scripted_`, whose one value a page states instead of drawing a chart of a point."""
+"""Columns, also with the prefix `scripted_`, whose single value a page states instead of drawing a one-point chart."""
 RUN_CHARTS: Final = ("step_time", "memory", "gradient", "scale", "loss", "accuracy")
 _UNITS: Final = {"step_time_s": vega.time_unit, "skew_s": vega.time_unit, "memory_bytes": vega.bytes_unit}
 
@@ -93,9 +93,9 @@ def run_chart(
     *,
     logarithmic: bool = False,
 ) -> Spec:
-    """Return one of `RUN_CHARTS`, or the column of that name; columns missing from `series` are left out.
+    """Return one of `RUN_CHARTS`, or the column with that name; columns missing from `series` are left out.
 
-    A column with a trend is drawn pale, the trend over it.
+    A column with a trend is drawn pale, with the trend over it.
     """
     trends = trends or {}
     noun, source, panels = _chart(name)
@@ -120,7 +120,7 @@ def run_chart(
     if not areas:
         needed = " or ".join(drawn_columns(name))
         return vega.message(title, f"Nothing received yet. {source}\nThis chart draws {needed}.")
-    # The selection is of one panel, so that it exists once however many there are.
+    # The selection belongs to one panel, so that it exists only once however many panels there are.
     areas[0][0]["params"] = [{"name": _BRUSH, "select": {"type": "interval", "encodings": ["x"]}}]
     if len(areas) == 1:
         chart = vega.layered(*areas[0], height=HEIGHT - 80)
@@ -134,7 +134,7 @@ def run_chart(
 def _lines(
     panel: Panel, rows: Mapping[str, list[Row]], smooth: Mapping[str, list[Row]], unit: Unit, logarithmic: bool
 ) -> list[Spec]:
-    """Return a line for each column, and over it its trend."""
+    """Return a line for each column, with its trend over it."""
     positive = all(row["value"] > 0 for points in rows.values() for row in points)
     scale: Spec = {"domain": [0, 1]} if panel.columns == ("scaled_share",) else {"zero": False}
     if logarithmic and positive:
@@ -173,7 +173,7 @@ def _lines(
 
 
 def _level(column: str, unit: Unit, run: Run) -> list[Spec]:
-    """Return a dashed line with its label, where the step time was predicted."""
+    """Return a dashed line with its label at the predicted step time."""
     if column != "step_time_s" or not run.predicted_step_time_s:
         return []
     level = run.predicted_step_time_s / unit.size
@@ -182,9 +182,9 @@ def _level(column: str, unit: Unit, run: Run) -> list[Spec]:
 
 
 def _rows(series: TelemetrySeries, unit: Unit) -> list[Row]:
-    """Return the values to six figures: more cannot be drawn, and half of what a long series sends would be digits.
+    """Return the values to six figures: more cannot be drawn, and would double the size of a long series.
 
-    Steps without a value are left out: between nulls no line is drawn, and what is logged at every tenth step stands
+    Steps without a value are left out: no line is drawn between nulls, and a value logged at every tenth step stands
     between nulls. So is a value beyond what a double holds in this unit: JSON has no infinity.
     """
     size = unit.size
@@ -211,16 +211,17 @@ def _subtitle(series: Sequence[TelemetrySeries], trends: Sequence[TelemetrySerie
 
 
 class QualityRun(NamedTuple):
-    """A training run and the series by which it is judged."""
+    """A training run with the series by which it is judged."""
 
     run: Run
     series: TelemetrySeries
 
 
 def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = False, over: Over = "epoch") -> Spec:
-    """Return one column of several runs over epochs or steps, a colour per method, or per run where no method is named.
+    """Return one column of several runs over epochs or steps, with a colour per method, or per run without methods.
 
-    Where the runs differ in their configurations, the legend has these too: a method is not all that sets them apart.
+    If the runs differ in their configurations, the legend names these too: the runs then differ in more than the
+    method.
     """
     title = f"{job.name}: training runs"
     drawn = [run for run in runs if _values(run.series)]
@@ -243,7 +244,7 @@ def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = F
     named = len(methods) <= _MOST_NAMED
     positive = all(row["value"] > 0 for row in rows)
     scale = {"type": "log" if positive else "symlog", "nice": False} if logarithmic else {"zero": False}
-    # Points carry the tooltip; only those of few short lines are seen.
+    # Points carry the tooltip; they are visible only if there are few short lines.
     seen = named and len(rows) < _FEW_A_RUN * len(drawn)
     look = {"scale": {"domain": methods, "range": [PALETTE[i % 8] for i in range(len(methods))]}}
     dash = {"scale": {"domain": methods, "range": [list(DASHES[(i + i // 8) % 8]) for i in range(len(methods))]}}
@@ -280,7 +281,7 @@ def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = F
 
 
 def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
-    """Draw the stacked components (equation 3) of each rank's peak; `readings` by rank, at least one."""
+    """Draw the stacked components (equation 3) of each rank's peak; `readings`, at least one, are keyed by rank."""
     peaks = [reading.peak_bytes for reading in readings.values()]
     capacities = [reading.capacity_bytes for reading in readings.values() if reading.capacity_bytes]
     unit = vega.bytes_unit([*peaks, *capacities])

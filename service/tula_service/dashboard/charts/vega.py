@@ -1,4 +1,4 @@
-"""Parts of Vega-Lite that several charts draw: colours, units, layers, axes, legends, and the finished specification.
+"""Parts of Vega-Lite that several charts share: colours, units, layers, axes, legends, and the finished specification.
 
 A chart is a plain dictionary in the words of https://vega.github.io/vega-lite/docs/; tests hold it to that schema.
 """
@@ -23,12 +23,12 @@ PALETTE: Final = ("#0f83ad", "#d1670c", "#25935a", "#c4559c", "#8a7a10", "#7a72d
 
 ALARM: Final = PALETTE[6]
 DASHES: Final = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (12, 4), (4, 2, 1, 2), (1, 3), (10, 2, 2, 2))
-"""Lines differ in dash as well as in colour, for those who cannot tell the colours apart."""
+"""Lines differ in dash as well as in colour, for readers who cannot tell the colours apart."""
 
 _MANY: Final = 500
-"""A page draws more rows than these as pixels, since a browser takes longer for as many elements of an SVG."""
+"""A page draws more rows than this as pixels, since a browser takes longer for as many SVG elements."""
 POINT: Final = {"size": 50, "strokeWidth": 1.8, "filled": False, "opacity": 1}
-"""The look of a candidate, of which an encoding says whether it is filled."""
+"""The look of a candidate; an encoding says whether it is filled."""
 _TYPES: Final = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
 
 Ends = tuple[float, float]
@@ -37,7 +37,7 @@ Ends = tuple[float, float]
 
 @dataclass(frozen=True)
 class Unit:
-    """Divide a base quantity by `size` to get a number in `name`."""
+    """A unit of display: divide a base quantity by `size` to get a number in `name`."""
 
     size: float
     name: str
@@ -64,7 +64,7 @@ def bytes_unit(sizes: Iterable[float]) -> Unit:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers between two positive ends: three to nine where the range allows, none if it is narrow."""
+    """Return round numbers between two positive ends: three to nine if the range allows, none if it is narrow."""
     for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         ticks = [float(f"{digit * 10.0**power:.6g}") for power in powers for digit in digits]
@@ -82,33 +82,33 @@ def _fitting(units: Sequence[Unit], values: Iterable[float]) -> Unit:
 
 
 def reach(values: Sequence[float]) -> Ends:
-    """Return both ends of an axis for these values, with room beyond them where all are positive."""
+    """Return both ends of an axis for these values, with room beyond them if all are positive."""
     least, most = min(values), max(values)
     return (least * 0.9, most * 1.15) if least > 0 else (least, most)
 
 
 def field(name: str, **more: Any) -> Spec:
-    """Return what a channel encodes: "value:Q" is quantitative, N nominal, O ordinal."""
+    """Return the encoding of a channel: "value:Q" is quantitative, N nominal, O ordinal."""
     name, _, kind = name.partition(":")
     return {"field": name, "type": _TYPES[kind or "N"], **more}
 
 
 def layer(data: str | Sequence[Row], mark: str, encoding: Mapping[str, Any], *, where: str = "", **look: Any) -> Spec:
-    """Draw a mark for each of the rows, given or named as a data set, or for those that pass the expression `where`."""
+    """Draw a mark for each row (given, or named as a data set), or only for rows that pass the expression `where`."""
     transform = {"transform": [{"filter": where}]} if where else {}
     rows = {"name": data} if isinstance(data, str) else {"values": data}
     return {"data": rows, **transform, "mark": {"type": mark, **look}, "encoding": dict(encoding)}
 
 
 def layered(*layers: Spec, height: Any = HEIGHT, width: int = WIDTH) -> Spec:
-    """Lay layers over each other, the first undermost."""
+    """Lay layers over each other, the first at the bottom."""
     return {"layer": list(layers), "width": width, "height": height}
 
 
 def axis_between(ends: Ends) -> Spec:
     """Return scale and axis: logarithmic between two positive ends, else linear; the ticks are round numbers."""
     low, high = ends
-    # A logarithmic axis would rule a line for every digit of every power of ten.
+    # A logarithmic axis would draw a line for every digit of every power of ten.
     values = log_ticks(low, high) if low > 0 else []
     ticks: dict[str, Any] = {"values": values} if values else {"tickCount": 6}
     # A "nice" logarithmic domain ends at powers of ten and leaves most of the area empty.
@@ -117,7 +117,7 @@ def axis_between(ends: Ends) -> Spec:
 
 
 def batch_axis(title: str, batches: Sequence[int]) -> Spec:
-    """Return the field `batch` along an axis on which a doubling has one length, with a tick at each of these."""
+    """Return the field `batch` along an axis on which every doubling has the same length, with a tick at each value."""
     ticks = {"values": batches, "format": "d", "labelOverlap": True}
     return field("batch:Q", title=title, scale={"type": "log", "base": 2, "nice": False}, axis=ticks)
 
@@ -135,7 +135,7 @@ def predicted(data: str, base: Spec, look: Spec, *, where: str = "") -> list[Spe
 
 
 def legend(names: Sequence[str], *, lines: bool = True) -> Spec:
-    """Return a legend above the chart, of lines or points, in as many columns as such names leave room for."""
+    """Return a legend above the chart, of lines or points, in as many columns as these names leave room for."""
     longest = max((len(name) for name in names), default=0)
     return {
         "title": None,
@@ -149,12 +149,12 @@ def legend(names: Sequence[str], *, lines: bool = True) -> Spec:
 
 
 def filled_where(test: str, colour: Spec) -> Spec:
-    """Return a fill of this colour for the rows that pass an expression, none for the others."""
+    """Return a fill of this colour for the rows that pass an expression, and no fill for the others."""
     return {"condition": {"test": test, **colour}, "value": "transparent"}
 
 
 def outlined(data: str | Sequence[Row], encoding: Mapping[str, Any], *, where: str = "", **look: Any) -> list[Spec]:
-    """Return text that stays readable across lines: behind it the same text, thick, in the background colour."""
+    """Return text that stays readable across lines, over the same text drawn thickly in the background colour."""
     return [layer(data, "text", encoding, where=where, **halo, **look) for halo in ({"style": "halo"}, {})]
 
 
@@ -170,9 +170,9 @@ def ruled(
 
 
 def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> Spec:
-    """Return length, colour and order for rows of `part`, `order` and `value`; parts that no row has are left out.
+    """Return length, colour and order for rows of `part`, `order` and `value`, without parts that no row has.
 
-    A part has the same colour in every chart, whichever other parts are present.
+    A part has the same colour in every chart, whatever other parts are present.
     """
     drawn = {row["part"] for row in rows if row["value"] > 0}
     present = [(part, PALETTE[place % len(PALETTE)]) for place, part in enumerate(parts) if part in drawn]
@@ -189,7 +189,7 @@ def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> Spec:
 
 
 def finish(chart: Spec, title: str, subtitle: str, datasets: Mapping[str, Sequence[Row]]) -> Spec:
-    """Return the chart with its title and data; leave the dictionary that it gets unchanged."""
+    """Return the chart with its title and data, without changing the dictionary that it gets."""
     many = sum(map(len, datasets.values())) > _MANY
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
