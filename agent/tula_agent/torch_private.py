@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from tula_agent.allocations import Allocation
 
 _HALVES = (torch.float16, torch.bfloat16)
+_EXACT = ("none", "ieee")  # values of `fp32_precision`
 
 # Process groups.
 
@@ -228,43 +229,45 @@ def foreach_subtract_(
         groups.setdefault((key, tensor.device, tensor.dtype), []).append(place)
     for (_, _, dtype), places in groups.items():
         steps, rate = [changes[place] for place in places], rates[places[0]]
-        torch._foreach_mul_(steps, rate)
+        # torch's optimizers also take a rate of shape (1,), which `_foreach_mul_` refuses.
+        torch._foreach_mul_(steps, rate.reshape(()) if isinstance(rate, torch.Tensor) else rate)
         steps = steps if dtype == torch.float32 else [step.to(dtype) for step in steps]
         torch._foreach_sub_([tensors[place] for place in places], steps)
 
 
 def rounds_products() -> bool:
     """Return True if the script lets torch round the factors of float32 products on a GPU, to TF32 or fewer bits."""
-    try:
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if precision is None:  # before torch 2.9; from then on this function raises where a script sets `fp32_precision`
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # from torch 2.9 on, where a script sets `fp32_precision`, which the older setting contradicts
-        return True
+    return precision not in _EXACT
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiply float32 matrices on a GPU in float32 inside the block, whatever the script allows outside of it.
+    """Multiply float32 matrices in float32 inside the block, whatever the script allows outside of it.
 
-    A setting is changed by the same interface by which the script made it: torch refuses a mixture of both.
+    From torch 2.9 on the setting of each backend is put back by itself: `set_float32_matmul_precision` would also let
+    products on the host be rounded, where the script allowed it on the GPU alone.
     """
-    if not rounds_products():
-        yield
-        return
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        matmul = torch.backends.cuda.matmul
-        own, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        allowed = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
         try:
             yield
         finally:
-            matmul.fp32_precision = own
+            torch.set_float32_matmul_precision(allowed)
         return
-    torch.set_float32_matmul_precision("highest")
+    mkldnn: Any = torch.backends.mkldnn
+    backends = (torch.backends.cuda.matmul, mkldnn.matmul)
+    rounding = [(backend, kept) for backend in backends if (kept := backend.fp32_precision) not in _EXACT]
     try:
+        for backend, _ in rounding:
+            backend.fp32_precision = "ieee"
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, kept in rounding:
+            backend.fp32_precision = kept
 
 
 # Tensors without data, and devices.

@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Variables that configure PyTorch's caching allocator: the second one from torch 2.9 on, the third one on ROCm."""
+ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables that configure PyTorch's caching allocator, which reads the first one that is set: the second one is for
+ROCm, the third one counts from torch 2.9 on."""
 GROWING_SEGMENTS: Final = "expandable_segments:True"
 """The setting with which the allocator's segments grow, so that they do not fragment."""
 ALLOCATOR_SLACK: Final = 0.02

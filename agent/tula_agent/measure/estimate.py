@@ -87,7 +87,12 @@ class MemoryEstimate:
         return self._largest_within(SURE * room_bytes(capacity_bytes))
 
     def reserved_ratio(self, capacity_bytes: float) -> float:
-        """Return how many bytes the allocator takes from a full device for each allocated byte; at least 1."""
+        """Return how many bytes the allocator takes from a full device for each allocated byte; at least 1.
+
+        It is 1 where the allocator's segments grow: what a last whole example leaves free is not taken.
+        """
+        if segments_grow():
+            return 1.0
         room = room_bytes(capacity_bytes)
         largest = self.largest_local_batch_size(capacity_bytes)
         return max(1.0, room / self.total_bytes(largest)) if largest else 1.0

@@ -95,12 +95,13 @@ def corrections(updates: Sequence[torch.Tensor], levels: torch.Tensor) -> list[t
         roots = torch.split(inverse_root(grams), [len(stack.unit) for stack in same])
         for stack, root in zip(same, roots, strict=True):
             stack.turned = stack.joined(root @ stack.unit)
+            del stack.unit  # as large as the matrices themselves
     sizes = torch.cat([torch.linalg.vector_norm(stack.turned, dim=(1, 2)) for stack in stacks])
     kept = kept | ~((sizes > 0.0) & torch.isfinite(sizes))
     scales = lengths / sizes
     changes: list[torch.Tensor] = []
     for stack in stacks:
-        change = stack.turned * scales[stack.part, None, None] - stack.whole
+        change = stack.turned.mul_(scales[stack.part, None, None]).sub_(stack.whole)
         changes += change.masked_fill_(kept[stack.part, None, None], 0.0).unbind()
     return changes
 
@@ -286,9 +287,12 @@ class _Matrix:
         return update.mT if self.shape.transposed else update
 
     def shaped(self, correction: torch.Tensor) -> torch.Tensor:
-        """Return D - U of the matrix, in any shape, as the weight's."""
+        """Return D - U of the matrix, in any shape, as the weight's, contiguous.
+
+        One kernel subtracts many tensors only where their strides are those of the weights.
+        """
         matrix = correction.view(self.shape.rows, self.shape.columns)
-        return (matrix.mT if self.shape.transposed else matrix).reshape(self.parameter.shape)
+        return (matrix.mT if self.shape.transposed else matrix).contiguous().view(self.parameter.shape)
 
 
 class Directions:
@@ -348,11 +352,12 @@ class Directions:
             corrected = self._correct(shares[self._ranks.rank], factor, noise)
         if self._ranks.size > 1:
             corrected = self._exchange(shares, corrected)
+        rates = {id(group): group["lr"] * factor for group in self._inner.param_groups}
         # w <- w - rate (D - U) turns the step taken along U into a step along D.
         foreach_subtract_(
             [matrix.parameter for matrix in matrices],
             [matrix.shaped(corrected[matrix.index]) for matrix in matrices],
-            [matrix.group["lr"] * factor for matrix in matrices],
+            [rates[id(matrix.group)] for matrix in matrices],
         )
 
     def _matrices(self) -> list[_Matrix]:

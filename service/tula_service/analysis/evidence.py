@@ -650,11 +650,12 @@ def _beside(model: wire.ModelSpec, readings: Sequence[MemoryReading], assumed: f
 
     These are the largest context that was read, else the assumed context, and what the allocator takes beyond its peaks
     when the device is full. A reading's reserved bytes say little about the latter: when memory is short, the allocator
-    gives back what it keeps.
+    gives back what it keeps. One run whose segments did not grow shows that the job may run without them.
     """
     contexts = [m.context_bytes for m in readings if m.context_bytes is not None]
     context, sd = (float(max(contexts)), 0.0) if contexts else (assumed, _CONTEXT_SD * assumed)
-    if any(m.growing_segments for m in readings):
+    growing = [m.growing_segments for m in readings if m.method == "cuda_allocator"]
+    if growing and all(growing):
         return Beside(context, sd, 1.0, GROWING_SD)
     return Beside(context, sd, model.reserved_ratio or RESERVED_RATIO, _RESERVED_SD)
 

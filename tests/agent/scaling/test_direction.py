@@ -81,25 +81,30 @@ def test_the_longer_side_of_more_than_256_rows_is_turned_in_blocks_of_rows():
     assert relative(found, right * (float(update.norm()) / right.norm())) < 1e-3
 
 
-@pytest.mark.parametrize("interface", ["precision", "fp32_precision"])
+@pytest.mark.parametrize("interface", ["precision", "allow_tf32", "fp32_precision"])
 def test_a_script_that_lets_products_be_rounded_keeps_its_setting(interface):
     update = spread(6, 9, decades=1.0)
     right, matmul = turned(update, 0.1), torch.backends.cuda.matmul
     before = getattr(matmul, "fp32_precision", None)
     if interface == "precision":
         torch.set_float32_matmul_precision("high")
+    elif interface == "allow_tf32":
+        matmul.allow_tf32 = True
     elif hasattr(matmul, "fp32_precision"):
         matmul.fp32_precision = "tf32"  # which makes torch.get_float32_matmul_precision() raise
     else:
         pytest.skip("this torch knows no such setting")
+    host = getattr(torch.backends.mkldnn, "matmul", None)
+    allowed = getattr(host, "fp32_precision", None)
     try:
         torch.testing.assert_close(turned(update, 0.1), right)
-        if interface == "precision":
+        assert getattr(host, "fp32_precision", None) == allowed
+        if interface != "fp32_precision":
             assert torch.get_float32_matmul_precision() == "high"
         else:
             assert matmul.fp32_precision == "tf32"
     finally:
-        if interface == "precision":
+        if interface != "fp32_precision":
             torch.set_float32_matmul_precision("highest")
         else:
             matmul.fp32_precision = before
@@ -221,12 +226,18 @@ def network() -> nn.Sequential:
 
 
 def trained(
-    policy: Gain, *, steps: int = 12, turned: bool = True, inner: type = torch.optim.SGD, autocast: bool = False
+    policy: Gain,
+    *,
+    steps: int = 12,
+    turned: bool = True,
+    inner: type = torch.optim.SGD,
+    autocast: bool = False,
+    rate: float | torch.Tensor = 0.01,
 ) -> nn.Sequential:
     """A small network after steps of four micro-steps, whose batch is eight times the small one."""
     net = network()
     options = {"momentum": 0.9} if inner is torch.optim.SGD else {}
-    sgd = inner([{"params": list(net.parameters()), "direction": turned}], lr=0.01, **options)
+    sgd = inner([{"params": list(net.parameters()), "direction": turned}], lr=rate, **options)
     optimizer = TulaOptimizer(sgd, global_batch_size=64, small_batch_size=8, policy=policy)
     draw = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -246,6 +257,13 @@ def test_matrices_are_turned_by_default_and_a_group_or_a_rule_can_leave_them():
     assert not torch.equal(default[3].weight, plain[3].weight)
     left = trained(Gain(), turned=False)
     assert all(torch.equal(a, b) for a, b in zip(left.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_rate_that_is_a_tensor_turns_steps_as_a_number_does(shape):
+    number, tensor = trained(Gain(), steps=4), trained(Gain(), steps=4, rate=torch.full(shape, 0.01))
+    for expected, weight in zip(number.parameters(), tensor.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected)
 
 
 def test_a_step_inside_autocast_is_turned_in_full_precision():
