@@ -245,29 +245,31 @@ def rounds_products() -> bool:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiply float32 matrices in float32 inside the block, whatever the script allows outside of it.
+    """Multiply float32 matrices on a GPU in float32 inside the block, whatever the script allows outside of it.
 
-    From torch 2.9 on the setting of each backend is put back by itself: `set_float32_matmul_precision` would also let
-    products on the host be rounded, where the script allowed it on the GPU alone.
+    From torch 2.9 on two interfaces hold this setting, and torch refuses a product while they contradict each other: it
+    is changed by the one that the script used. `allow_tf32` leaves the setting of products on the host alone.
     """
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    matmul = torch.backends.cuda.matmul
+    try:
         allowed = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
+    except RuntimeError:  # the script set `fp32_precision`
+        own, matmul.fp32_precision = matmul.fp32_precision, "ieee"
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(allowed)
+            matmul.fp32_precision = own
         return
-    mkldnn: Any = torch.backends.mkldnn
-    backends = (torch.backends.cuda.matmul, mkldnn.matmul)
-    rounding = [(backend, kept) for backend in backends if (kept := backend.fp32_precision) not in _EXACT]
+    if allowed == "highest":
+        yield
+        return
+    matmul.allow_tf32 = False
     try:
-        for backend, _ in rounding:
-            backend.fp32_precision = "ieee"
         yield
     finally:
-        for backend, kept in rounding:
-            backend.fp32_precision = kept
+        matmul.allow_tf32 = True
+        if allowed != "high":
+            torch.set_float32_matmul_precision(allowed)
 
 
 # Tensors without data, and devices.

@@ -29,7 +29,7 @@ RESERVED_RATIO: Final = 1.05
 rows on an H100, from 0.98 to 1.28."""
 SURE: Final = 0.85
 """Share of the room within which a batch is promised without a run. Work space of kernels is in no count: on 13 rows of
-an H100 the replay was up to 17 % too high, so those rows are no evidence for this share."""
+an H100 the largest batch was up to 3 % too high if segments grow, and up to 17 % by the replay if they do not."""
 
 
 def assumed_context_bytes(capacity_bytes: float) -> float:
