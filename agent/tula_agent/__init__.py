@@ -26,12 +26,12 @@ _LAZY = {
 
 
 def __dir__() -> list[str]:
-    """Return what a script uses."""
+    """Return the names that a script uses."""
     return __all__
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name only when a script asks for it, since most scripts need few."""
+    """Import a name only when a script uses it, since most scripts need few names."""
     if name in _LAZY:
         from importlib import import_module
 

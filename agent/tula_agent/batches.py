@@ -1,4 +1,4 @@
-"""What the agent reads of a batch: its examples, its tokens, its bytes; and its first examples."""
+"""Counts the examples, tokens and bytes of a batch, and cuts out its first examples."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def infer_batch_size(batch: Any) -> int | None:
-    """Return the examples that `batch` itself shows, or None where it does not show them.
+    """Return the number of examples that `batch` itself shows, or None if it shows none.
 
     Its own count (graphs), the length of a list of samples or of the first list of a tuple of lists, or the leading
-    length of the first two tensors, where these agree.
+    length of the first two tensors, if these agree.
     """
     first = batch[0] if type(batch) in (list, tuple) and batch else batch  # the usual case, without a search
     shape = getattr(first, "shape", None)
@@ -38,7 +38,7 @@ def _leading(value: Any) -> int | None:
 
 
 class BatchSizes:
-    """Counts the examples of batches. A stated size beats what a batch shows: the shape of one may say anything.
+    """Counts the examples of batches. A stated size takes precedence, since the shape of a batch may mislead.
 
     The stated size is `given` (by the script: a number, or a function of the batch), or the `batch_size` of the loader
     or of its batch sampler. Where a batch of that size shows the number (the leading or the second length of a tensor,
@@ -51,7 +51,7 @@ class BatchSizes:
         self._leads: int | None = None  # the stated size that is the first tensor's leading length
 
     def of(self, batch: Any, loader: Any = None) -> int | None:
-        """Return the examples in `batch`, or what `given` counts; None where neither says."""
+        """Return the number of examples in `batch`, or the count of `given`; None if neither tells."""
         given = self.given
         if given is not None and not isinstance(given, (int, float)):
             return max(1, round(given(batch)))
@@ -96,7 +96,7 @@ def _lengths(batch: Any) -> dict[tuple[str, int], int]:
 
 
 def infer_sequence_length(batch: Any) -> int | None:
-    """Return the tokens of an example, padding included; None where the batch is not of tokens.
+    """Return the tokens per example, including padding; None if the batch holds no tokens.
 
     This is the length of `input_ids` or, in a sequence, of inputs and targets of one shape (next-token prediction).
     """
@@ -134,7 +134,7 @@ def tensors_in(value: Any, depth: int = 4) -> list[Any]:
 
 
 def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return `value` with `function` applied to every tensor of a nest of tuples, lists and mappings."""
+    """Return `value` with `function` applied to every tensor in nested tuples, lists and mappings."""
     if hasattr(value, "element_size"):
         return function(value)
     if isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def first_examples(value: Any, size: int, count: int) -> Any:
 
     It cuts tensors and lists whose leading length is `size`.
 
-    Containers are copied, not changed. Raises TypeError where a part has another leading length, or may be either a
+    Containers are copied, not changed. Raises TypeError if a part has another leading length, or could be either a
     list of examples or a list of tensors.
     """
     if isinstance(value, PackedSequence):

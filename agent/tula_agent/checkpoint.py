@@ -1,15 +1,15 @@
-"""A training's place in its data, and checkpoints: stopped at any step, it continues as if it had not been stopped.
+"""Saves and resumes training: stopped at any step, it continues at its place in the data as if it had never stopped.
 
 A checkpoint is a folder `step-<ten digits>` below TULA_CHECKPOINT_DIR, or `step-<ten digits>.<n>` if it is the n-th of
 a step. `torch.distributed.checkpoint` writes it: model and optimizer by the names of the weights, so that neither
 wrappers (DDP, torch.compile) nor the number of ranks matter, sharded or not. This module adds what that package does
 not keep: scheduler, GradScaler, the script's extra, and each rank's place in the data and random number generators.
 
-`tula.json` is written first, and only a folder that holds it is ever deleted, file by file of those that were written
-here. Torch's `.metadata` comes last; a folder without it is never read.
+`tula.json` is written first, and only a folder that holds it is ever deleted, and in it only the files of a
+checkpoint. Torch's `.metadata` comes last; a folder without it is never read.
 
 On CPU a resumed run is bit for bit the run that was not stopped, if configuration and script are the same. A failure on
-one rank, in writing or reading, raises the same `CheckpointError` on all ranks, and no rank waits for another for ever.
+one rank, in writing or reading, raises the same `CheckpointError` on all ranks, and no rank waits for another forever.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _LONGEST: Final = 2000  # characters of an error that are sent to the other rank
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read. The agent raises this one into training, since training depends on it."""
+    """A checkpoint cannot be written or read. The agent raises this error into training, which depends on it."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where training continues: at batch `consumed` of epoch `epoch`, after `step` micro-steps.
+    """The point at which training continues: batch `consumed` of epoch `epoch`, after `step` micro-steps.
 
     `run.steps` skips the consumed batches. `exact` is False when the configuration has changed since.
     """
@@ -71,11 +71,11 @@ def save(
     extra: dict[str, Any] | None = None,
     directory: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a checkpoint; every rank must call it at the same step. Returns its folder.
+    """Write a checkpoint and return its folder; every rank must call it at the same step.
 
     `extra` is for the script's own state: numbers, text, tensors, lists and dictionaries of them. Raises
-    `CheckpointError` on all ranks, without a directory or where one of them cannot write; earlier checkpoints are not
-    changed, and what was written of this one is deleted.
+    `CheckpointError` on all ranks, without a directory or if one of the ranks cannot write; earlier checkpoints are not
+    changed, and the unfinished one is deleted.
     """
     ranks = _Ranks(model)
     root = _root(ranks, directory)
@@ -128,9 +128,9 @@ def resume(
 
     Loop over `range(resumed.epoch, epochs)` afterwards. After a change of batch or ranks the position in the data is
     kept in examples, and the random numbers start afresh. Weights are read into their place, without a second copy.
-    Torch's part of a checkpoint is pickled, and reading it runs what it holds: resume from a folder of your own only.
+    Torch's part of a checkpoint is pickled, and reading it can run any code: resume only from a folder of your own.
     Raises `CheckpointError` on all ranks when the checkpoint does not fit, with nothing changed, or cannot be read on
-    one of them; do not train on after the latter, since part of it may have been loaded.
+    one of them; do not train on after the latter, since part of the checkpoint may have been loaded.
     """
     ranks = _Ranks(model)
     root = _root(ranks, directory)
@@ -185,7 +185,7 @@ def resume(
 
 
 def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return model and optimizer as `torch.distributed.checkpoint` keeps them, with training's own tensors."""
+    """Return model and optimizer state as `torch.distributed.checkpoint` keeps it, sharing the training's tensors."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
     if optimizer is None:
@@ -195,9 +195,9 @@ def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def _describe(optimizer: Any) -> str | None:
-    """Return what must be equal where the optimizer's state is read; None without an optimizer.
+    """Return the facts that must agree when the optimizer's state is read; None without an optimizer.
 
-    Torch would leave out what fits nowhere, learning rates included.
+    Torch would leave out all state that fits nowhere, including learning rates.
     """
     if optimizer is None:
         return None
@@ -208,7 +208,7 @@ def _describe(optimizer: Any) -> str | None:
 
 
 def _refuse_other_weights(state: dict[str, Any], folder: Path) -> None:
-    """Raise ValueError where the checkpoint lacks weights, or has some that the model has not.
+    """Raise ValueError if the checkpoint lacks weights, or has weights that the model does not have.
 
     Torch would leave both out; it finds other shapes by itself, before it changes anything.
     """
@@ -240,7 +240,7 @@ def _restore_position(
     loader: Any,
     extra: dict[str, Any],
 ) -> Resumed:
-    """Continue where this rank's file (`own`) ends; `shape` and `facts` have batch and world size now and then."""
+    """Continue where this rank's file (`own`) ends; `shape` has the present batch and world size, `facts` the saved."""
     exact = all(facts[name] == size or size is None for name, size in shape.items())
     consumed = own["consumed"]
     if not exact:  # as many examples
@@ -277,10 +277,10 @@ def _shape(ranks: _Ranks, loader: Any) -> dict[str, Any]:
 
 
 class _Ranks:
-    """Calls that every rank training `model` makes in the same order, and that succeed or fail on all of them.
+    """Calls that all ranks training `model` make in the same order, and that succeed or fail on all ranks together.
 
-    Each method raises `CheckpointError` on all ranks with one sentence, "`failing` (rank, error): `remedy`", that of
-    the first rank that failed.
+    Each method raises `CheckpointError` on all ranks with the sentence of the first rank that failed, "`failing`
+    (rank, error): `remedy`".
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -293,7 +293,7 @@ class _Ranks:
         self._on_device = nullcontext() if device is None else torch.cuda.device(device)
 
     def on_each(self, function: Callable[[], T]) -> T:
-        """Call `function` on every rank; returns its result on this one."""
+        """Call `function` on every rank; return its result on this rank."""
         value, error = None, None
         try:
             value = function()
@@ -305,7 +305,7 @@ class _Ranks:
         return cast("T", value)
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on the first rank only; returns its result on every rank (pickled, so keep it small)."""
+        """Call `function` on the first rank only; return its result on every rank (pickled, so keep it small)."""
         return cast("T", self._gathered(self.on_each(lambda: function() if self.rank == 0 else None))[0])
 
     def _gathered(self, value: T) -> list[T]:
@@ -342,9 +342,9 @@ class _Ranks:
 
 
 def _new_folder(root: Path, facts: dict[str, Any]) -> str:
-    """Make a folder below `root` for a checkpoint of `facts["step"]`, and return its name, newer than any of that step.
+    """Make the newest folder below `root` for a checkpoint of `facts["step"]`, and return its name.
 
-    The folder that a crash left unfinished under that name is used again.
+    A folder that a crash left unfinished under that name is used again.
     """
     step = facts["step"]
     number = 1 + max((number for of, number in map(_age, _complete(root)) if of == step), default=0)
@@ -360,7 +360,7 @@ def _new_folder(root: Path, facts: dict[str, Any]) -> str:
 def _delete_superseded(folder: Path) -> None:
     """Delete older checkpoints once `folder` is complete.
 
-    The newest of each of the last KEEP steps stays, and no older unfinished one.
+    The newest checkpoint of each of the last KEEP steps stays; older unfinished ones go.
 
     A failure must not end the training.
     """
@@ -376,9 +376,9 @@ def _delete_superseded(folder: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete the files that were written here, and the folder if nothing else is in it.
+    """Delete the files of a checkpoint, and the folder if nothing else is in it.
 
-    The mark of completeness goes first and our own last, since the process may be killed in between.
+    Torch's `.metadata` goes first and our `tula.json` last, since the process may be killed in between.
     """
     try:
         for path in (folder / _COMPLETE, *folder.glob(".*.tmp"), *folder.glob("__*_*.distcp"), folder / _OURS):
@@ -399,7 +399,7 @@ def _complete(root: Path) -> list[Path]:
 
 
 def _age(folder: Path) -> tuple[int, int]:
-    """Return the step, and the number among the checkpoints of that step."""
+    """Return a checkpoint's step, and its number among the checkpoints of that step."""
     match = _NAME.fullmatch(folder.name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)

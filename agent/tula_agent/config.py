@@ -1,4 +1,4 @@
-"""The agent's configuration from environment variables, read once and validated."""
+"""Reads the agent's configuration from environment variables, once, and validates it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")
 _OFF = ("", "0", "false", "no")
 
 MEASURED_BY = "TULA_MEASURED_BY"
-"""A process that measures a run sets it for the processes that it starts, which belong to no run."""
+"""Variable that a measuring process sets for the processes that it starts, which belong to no run."""
 
 UNKNOWN_RUN = "unknown-run"
-"""Stands in requests and keys for the id of a run that the agent makes itself."""
+"""Placeholder, in requests and keys, for the id of a run that the agent makes itself."""
 
 
 @dataclass(frozen=True)
 class WantedJob:
-    """The name or id of a job, and what registers it where there is none: examples of an epoch, and epochs."""
+    """The name or id of a job, and the facts that register a missing job: examples per epoch, and epochs."""
 
     name: str
     dataset_size: int | None = None
@@ -56,7 +56,7 @@ class ProfilePlan:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """Place of this process in the job and destination of its measurements; times in seconds, sizes in bytes."""
+    """The place of this process in the job, and the destination of its measurements; in seconds and bytes."""
 
     url: str
     run_id: str
@@ -80,15 +80,15 @@ class AgentConfig:
 
     @property
     def restarted(self) -> bool:
-        """True in a process that replaces one that ended, started by `tula run` or by torchrun."""
+        """Return True in a process that `tula run` or torchrun started to replace an ended process."""
         return any(count not in _OFF for count in self.restart.split("-"))
 
 
 def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None = None) -> AgentConfig | None:
-    """Return the configuration, or None: no TULA_URL, TULA_DISABLED, or no run to report to.
+    """Return the configuration; None without TULA_URL, with TULA_DISABLED, or if there is no run to report to.
 
-    job: whose run the agent makes by itself where no launcher has made one; without a name, that in TULA_JOB. Never
-    raises: an invalid value is logged and treated as absent.
+    job: the job whose run the agent makes by itself if no launcher has made one; without a name, the job in TULA_JOB.
+    Never raises: an invalid value is logged and treated as absent.
     """
     read = _Environment(environ)
     url = read.text("TULA_URL").rstrip("/")
@@ -135,7 +135,7 @@ def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None =
 
 
 def keep_children_out(config: AgentConfig) -> None:
-    """Keep the processes that this one starts out of its run, such as an evaluation or the trainings of a search.
+    """Keep the child processes of this process out of its run, such as an evaluation or the training runs of a search.
 
     Such a process inherits the variables that name the run, and would report as the rank that started it.
     """
@@ -143,7 +143,7 @@ def keep_children_out(config: AgentConfig) -> None:
 
 
 def is_id(value: object) -> bool:
-    """Return True for an id of the service (`tula_wire`'s `Id`): a part of a path as it stands, never `..`."""
+    """Return True for a valid id of the service (`Id` in `tula_wire`), which is safe as a part of a path."""
     return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
@@ -175,7 +175,7 @@ def _plan(read: _Environment) -> ProfilePlan | None:
 
 
 def _smaller_batches(text: str) -> tuple[tuple[int, str], ...]:
-    """Return the batches in TULA_SMALLER_BATCHES, as in `8=run-1,16=run-2`; empty where the text can't be read."""
+    """Return the batches in TULA_SMALLER_BATCHES, as in `8=run-1,16=run-2`; empty if the text can't be parsed."""
     pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     batches = tuple(sorted((int(size), run) for size, _, run in pairs if size.isdecimal() and is_id(run)))
     if len(batches) == len(pairs) and all(size >= 1 for size, _ in batches):
@@ -185,7 +185,7 @@ def _smaller_batches(text: str) -> tuple[tuple[int, str], ...]:
 
 
 def _options(text: str) -> tuple[tuple[str, str], ...]:
-    """Return name and value of each option in TULA_OPTIONS, as in `compile=on,precision=bf16`; others are left out."""
+    """Return each option's name and value in TULA_OPTIONS, as in `compile=on,precision=bf16`; skip other entries."""
     pairs = (part.strip().partition("=") for part in text.split(","))
     return tuple((name, value) for name, equals, value in pairs if name and equals)
 
@@ -200,7 +200,7 @@ class _Environment:
         return self._environ.get(name, "").strip()
 
     def number(self, kind: type[N], least: N, *names: str, most: float = math.inf) -> N | None:
-        """Return the number in the first of `names` that holds a finite one within these bounds."""
+        """Return the number in the first of the variables `names` that holds a finite number within the bounds."""
         for name in names:
             if text := self.text(name):
                 with suppress(ValueError, OverflowError):

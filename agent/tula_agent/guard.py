@@ -1,4 +1,4 @@
-"""The agent must not raise into training: every call from the job runs under a guard."""
+"""Guards every call from the job, since the agent must not raise into training."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from types import TracebackType
 
 
 def _prefixed(record: logging.LogRecord) -> bool:
-    """Begin a message with `tula: `: in the script's log it says whose it is, and `tula tune` passes it on."""
+    """Begin a message with `tula: `, which marks it in the script's log and lets `tula tune` pass it on."""
     record.msg = f"tula: {record.msg}"
     return True
 
 
 logger = logging.getLogger("tula_agent")
-"""Everything that the agent has to tell goes through it."""
+"""The logger for all messages of the agent."""
 logger.addFilter(_prefixed)
 
 GIVE_UP_AFTER = 5
-"""Failures of one part after which it is left out for the rest of the run."""
+"""Number of failures after which a part is left out for the rest of the run."""
 
 
 class Guard:
-    """Catches what a part of the agent raises, logs the first failure, and leaves the part out when it keeps failing.
+    """Catches the exceptions of a part of the agent, logs the first, and leaves the part out if it keeps failing.
 
     `with guard("memory"): ...` never raises an `Exception`; `KeyboardInterrupt` and `SystemExit` pass through.
     It has no lock, which could not be pickled with a framework's callback: at worst a log line comes twice.
@@ -31,7 +31,7 @@ class Guard:
         self.failures: dict[str, int] = {}
 
     def __call__(self, part: str) -> _Quiet:
-        """Return a context manager that catches what `part` raises."""
+        """Return a context manager that catches the exceptions of `part`."""
         return _Quiet(self, part)
 
     def works(self, part: str) -> bool:

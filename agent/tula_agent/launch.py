@@ -1,4 +1,4 @@
-"""The local batches that one launch measures, one after the other: which is due, and to which run its samples go."""
+"""Tracks the local batches that one launch measures in turn: which batch is due, and which run gets its samples."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tula_agent.batches import first_examples
 class Launch:
     """The local batches of one launch, the smallest first, and the run of each; the script's whole batch comes last.
 
-    The script loads whole batches and gets the first examples of each, so that a launch pays for its start once.
+    The script loads whole batches and gets the first examples of each, so that one start serves all batches.
 
     whole: the local batch that the script was started with. smaller: the other batches with their runs, ascending.
-    own_run_id: the run of the whole batch. cut_to: the batch that is due, as an attribute, since the loop asks each
-    time; None: the whole one is. first_step: where the measurement of the batch that is due began. measured:
+    own_run_id: the run of the whole batch. cut_to: the batch that is due (None: the whole batch); an attribute, since
+    the loop reads it every time. first_step: the step at which the measurement of that batch began. measured:
     batches that were measured, with their runs; the shipping thread takes them.
     """
 
@@ -30,22 +30,22 @@ class Launch:
 
     @property
     def several(self) -> bool:
-        """True where the launch has more than one run."""
+        """Return True if the launch has more than one run."""
         return bool(self._runs)
 
     @property
     def run_id(self) -> str:
-        """The run that is being measured."""
+        """Return the run that is being measured."""
         return self._due[0][1] if self._due else self.own_run_id
 
     def use(self, smaller: Sequence[tuple[int, str]]) -> None:
-        """Measure these batches, then the whole one; measurements of other batches stay theirs."""
+        """Measure these batches, then the whole batch; measurements of other batches keep their runs."""
         self._due = list(smaller) if self.whole is not None else []
         self._runs.update(self._due)
         self.cut_to = self._due[0][0] if self._due else None
 
     def differs(self, smaller: Sequence[tuple[int, str]]) -> bool:
-        """Return True where nothing is measured yet and another batch than the first of `smaller` is due."""
+        """Return True if nothing is measured yet and a batch other than the first of `smaller` is due."""
         return self.first_step == 0 and (smaller[0][0] if smaller else None) != self.cut_to
 
     def cut(self, batch: Any, size: int | None, first: bool) -> Any:
@@ -60,7 +60,7 @@ class Launch:
         return batch if size <= self.cut_to else first_examples(batch, size, self.cut_to)
 
     def end_batch(self, step: int) -> None:
-        """End the batch that was due with `step`, its last one; the next batch is due."""
+        """End the batch that was due after `step`, its last step, and turn to the next batch."""
         if self.cut_to is not None:
             self.measured.append((self.cut_to, self.run_id))
         self.use(self._due[1:])
@@ -71,7 +71,7 @@ class Launch:
         return self._runs.get(local_batch_size or 0, self.own_run_id)
 
     def batch_share(self, local_batch_size: int | None) -> float:
-        """Return the share of the whole batch that this batch is; 1 where none is cut."""
+        """Return the share of the whole batch that the present batch has; 1 if batches are not cut."""
         if self.whole is None or local_batch_size not in self._runs:
             return 1.0
         return local_batch_size / self.whole

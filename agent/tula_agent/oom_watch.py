@@ -1,4 +1,4 @@
-"""One rank out of memory ends the others within a stated time, instead of leaving them in a collective.
+"""Ends all ranks within a stated time when one is out of memory, instead of leaving them in a collective.
 
 A rank that runs out of memory leaves its peers waiting in a collective for as long as the backend's timeout (30
 minutes). So the rank that notices publishes it in the ranks' key-value store and reports it to the service. A thread on
@@ -7,8 +7,8 @@ rank that noticed may host the store, so it keeps it open until the others have 
 
 A rank notices an exception that ends the process, an exception that the script reports with `run.report_out_of_memory`,
 and a CUDA error that the script catches without reporting it. The allocator counts such errors, but also those that
-torch itself catches while it looks for the fastest kernel. So a count ends a training only where two ranks agree that
-nothing goes on: this rank stands still in the middle of a step, and so does another rank, which has waited as long.
+torch itself catches while it looks for the fastest kernel. So a count ends a training run only if two ranks agree that
+nothing moves: this rank stands still in the middle of a step, and so does another rank, which has waited as long.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TIMES_LONGEST: Final = 10.0
 _SETTLED_AFTER: Final = 3
 """Batches after which a rank may stand still: during the first ones torch compiles and chooses kernels."""
 EXIT_CODE: Final = 137
-"""What a shell shows for a process that the kernel killed for its memory; launchers recognise it."""
+"""The exit status that a shell shows for a process killed by the kernel's OOM killer; launchers recognise it."""
 _KEY: Final = "out_of_memory"
 _SUSPECTED: Final = "suspected"
 
@@ -42,14 +42,14 @@ _SIGNS: Final = ("out of memory", "can't allocate memory", "not enough memory", 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for what torch, CUDA libraries, NumPy and Python raise when a device or the host is out of memory."""
+    """Return True for the out-of-memory errors of torch, CUDA libraries, NumPy and Python, on a device or the host."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
 
 
 def caught_by_the_script() -> str | None:
-    """Return the last out-of-memory that the script caught, if known; for the thread that trains."""
+    """Return the last out-of-memory error that the script caught, if known; call it on the training thread."""
     lowered_for = getattr(sys.modules.get("tula_startup"), "lowered_for", None)
     if lowered_for:
         return str(lowered_for[0])
@@ -101,9 +101,9 @@ class OomWatch:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the daemon thread that watches the device of the calling thread, which is the one that trains.
+        """Start the daemon thread that watches the device of the calling thread, the training thread.
 
-        A single rank leaves nobody waiting, so it starts no thread.
+        A single rank keeps no other rank waiting, so it starts no thread.
         """
         if self._channel is None:
             return
@@ -117,7 +117,7 @@ class OomWatch:
         self._closed.set()
 
     def close(self, within_s: float) -> None:
-        """Stop, and wait at most `within_s` seconds for a call to the store or a report under way.
+        """Stop, and wait at most `within_s` seconds for an unfinished call to the store or report.
 
         A thread that returns from C++ into an interpreter that is shutting down ends the process with "terminate called
         without an active exception" (Python before 3.14).
@@ -178,7 +178,7 @@ class OomWatch:
                     channel.set(f"heard/{self._rank}", True)
 
     def _stands_still(self) -> bool:
-        """Return True where a step is under way and no batch has come for long; an evaluation is not a step."""
+        """Return True if a step is in progress and no batch has come for long; an evaluation is not a step."""
         (batches, in_step), now, counted = self._progress(), time.monotonic(), self._count()
         if batches != self._batches or not in_step:
             if in_step:
@@ -190,7 +190,7 @@ class OomWatch:
         return batches >= _SETTLED_AFTER and now - self._moved_at >= waits_s
 
     def _others_agree(self, channel: Any, stands_still: bool) -> bool:
-        """Return True where this rank counted an error and another stands still too; answer another rank's question."""
+        """Return True if this rank counted an error and another stands still too; answer another rank's question."""
         if not stands_still:
             return False
         if channel.has(_SUSPECTED):  # answered even where this rank counted an error: both ranks wait
@@ -207,7 +207,7 @@ class OomWatch:
     def _schedule_exit(self) -> None:
         """End this process after `exit_within_s` if it still runs; a hung collective or destructor would not end.
 
-        The timer refers to this object, and so keeps the store open, in which other ranks may still look.
+        The timer refers to this object, and so keeps the store open, since other ranks may still read it.
         """
         timer = threading.Timer(self._exit_within_s, lambda: self._end(EXIT_CODE))
         timer.daemon = True
@@ -215,7 +215,7 @@ class OomWatch:
 
 
 def _own_device() -> int | None:
-    """Return the CUDA device of the calling thread; None where CUDA is not in use."""
+    """Return the CUDA device of the calling thread, or None if CUDA is not in use."""
     in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.current_device() if in_use else None
 

@@ -1,4 +1,4 @@
-"""Where a training is in its data, and the random number generators that its next step draws from."""
+"""Tracks the position of training in its data, and the random number generators that the next step uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass
 class Position:
-    """Epochs that are complete, and batches consumed of the one under way.
+    """Number of complete epochs, and of batches consumed in the current epoch.
 
     `step` counts micro-steps from the start of training. `epochs_before` is the progress of earlier processes in
     epochs, which do not depend on the batch size; `known` is True once the script or `resume` has set it.
@@ -61,9 +61,9 @@ class Position:
 
 
 def _captured(loader: Any) -> dict[str, Any]:
-    """Return the captured state, or nothing where a generator cannot be read.
+    """Return the captured state, or nothing if a generator cannot be read.
 
-    Only writing a checkpoint may fail for that.
+    Only writing a checkpoint may fail for that reason.
     """
     try:
         return capture_randomness(loader)
@@ -106,7 +106,7 @@ def capture_randomness(loader: Any = None) -> dict[str, Any]:
 
 
 def restore_randomness(state: dict[str, Any], loader: Any = None) -> None:
-    """Restore what `capture_randomness` captured; generators that do not exist in this process are left out."""
+    """Restore the states from `capture_randomness`; generators that do not exist in this process are left out."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Profiling runs: where the plan comes from, and how all ranks end at the same step without a collective."""
+"""Decides whether a run profiles, and ends profiling on all ranks at the same step without a collective."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tula_wire.bounds import FURTHER_WARMUP_STEPS
 from tula_wire.precision import FEWEST_STEPS, MOST_TIMES, is_known, is_long_enough, spread
 
 DECIDE_EVERY = 4
-"""Steps between two chances to end early, from FEWEST_STEPS measured ones on."""
+"""Steps between two chances to end early, once FEWEST_STEPS steps have been measured."""
 TRAIN_WARMUP_STEPS = 5
 PEERS_WITHIN_S = 10.0
 DECISION_WITHIN_S = 600.0
-"""How long a rank waits for the first rank's decision: no longer than the collectives of training would wait for it."""
+"""How long a rank waits for the first rank's decision: no longer than a collective of training would."""
 
 
 class StopAgreement:
@@ -38,7 +38,7 @@ class StopAgreement:
         self.agreed = self.joined = world_size == 1
 
     def join(self, plan: ProfilePlan | None) -> ProfilePlan | None:
-        """Find out whether all ranks take part; returns the first rank's plan, on every rank."""
+        """Find out whether all ranks take part; return the first rank's plan on every rank."""
         self.joined = True
         with self._guard("finding the other ranks"):
             channel = self._channel = None if self._rendezvous is None else self._rendezvous.channel(PEERS_WITHIN_S)
@@ -62,10 +62,10 @@ class StopAgreement:
         return plan
 
     def decide(self, measured: int, measure_steps: int, wants_stop: bool, first_step: int = 0) -> bool:
-        """Return True when the measurement that began at `first_step` ends at this step, where the ranks have agreed.
+        """Return True if the ranks have agreed that the measurement that began at `first_step` ends at this step.
 
-        measured: steps after warm-up, and measure_steps: how many were asked for, the same on every rank. wants_stop:
-        only the first rank's counts.
+        measured: steps after warm-up, and measure_steps: the requested number, the same on every rank. wants_stop:
+        only the value of the first rank counts.
         """
         channel = self._channel
         if channel is None:
@@ -103,12 +103,12 @@ class Profiling:
 
     @property
     def probe_s(self) -> float:
-        """Seconds for which the ranks probe their links; 0 unless all take part."""
+        """Return the seconds for which the ranks probe their links; 0 unless all take part."""
         return self.plan.probe_s if self.plan is not None and self._agreement.agreed else 0.0
 
     @property
     def warmup_steps(self) -> int:
-        """Steps at the beginning of the present batch that do not count."""
+        """Return the number of first steps of the present batch that do not count."""
         if self.plan is None:
             return TRAIN_WARMUP_STEPS
         further = self._launch.first_step > 0
@@ -116,21 +116,21 @@ class Profiling:
 
     @property
     def measuring(self) -> bool:
-        """True while a profiling run still measures."""
+        """Return True while a profiling run still measures."""
         return self.plan is not None and not self.stopping
 
     @property
     def timed_steps(self) -> int:
-        """Number of steps of the present batch, after its warm-up, whose time counts."""
+        """Return the number of steps of the present batch, after its warm-up, whose time counts."""
         return len(self._times)
 
     def use(self, agreement: StopAgreement) -> None:
-        """Take the ranks of `agreement` as those that train with this one from now on."""
+        """Take the ranks of `agreement` as the ranks that train from now on."""
         self._agreement = agreement
         self.pending = self.pending or not agreement.joined
 
     def stop_soon(self, run_id: str) -> None:
-        """Stop the run soon: the service says that it has ended, as when it was cancelled."""
+        """Stop the run soon: the service says that the run has ended, for example because it was cancelled."""
         self._stop_requested = run_id
 
     def drop_smaller_batches(self) -> None:
@@ -139,23 +139,23 @@ class Profiling:
             self.plan = replace(self.plan, smaller_batches=())
 
     def measure_alone(self, *, ends: bool) -> None:
-        """Agree with no other rank: ranks that step unequally often share no step at which all could end.
+        """Stop agreeing with other ranks: ranks that step unequally often share no step at which all could end.
 
-        Only a rank that `ends` ends its measurement.
+        Only a rank with `ends` set ends its measurement.
         """
         self._agreement, self.pending = StopAgreement(None, self._guard), False
         self._agreement.agreed = ends
         self.drop_smaller_batches()
 
     def begin_again(self) -> None:
-        """Measure another batch, warm-up first."""
+        """Start measuring another batch, warm-up first."""
         self.stopping = False
         self._usual_spread = max(self._usual_spread, spread(self._times))
         self._times = []
         self._began_s = time.monotonic()
 
     def agree(self) -> None:
-        """Agree with the other ranks on whether and how to profile: as the first rank's environment says."""
+        """Agree with the other ranks on whether and how to profile; the first rank's environment decides."""
         self.pending = False
         if not self._agreement.joined:
             self.plan = self._agreement.join(self.plan)
@@ -171,10 +171,10 @@ class Profiling:
         return self.measuring and self._agreement.agreed
 
     def ends(self, step: int, step_time_s: float | None, run_id: str = "") -> bool:
-        """Return True when `run_id` ends with `step`, of `step_time_s` (None where its time is not comparable).
+        """Return True if `run_id` ends with `step`, which took `step_time_s` (None if its time is not comparable).
 
-        The service may say in its reply that the run was cancelled, and the first rank knows when it has measured what
-        was asked for or is precise enough; the run ends at the next step at which all ranks read the decision.
+        The service may reply that the run was cancelled, and the first rank knows when the run has measured the
+        requested steps or is precise enough; the run ends at the next step at which all ranks read the decision.
         """
         if self.plan is None:
             return False

@@ -1,4 +1,4 @@
-"""How ranks reach an agreement: three mechanisms, each for what the other two cannot do. This file has the first.
+"""Lets ranks reach agreements. The agent has three mechanisms, each for a distinct purpose; this file has the first.
 
 1. A key-value store (`Channel`, here; `StopAgreement` in profiling.py and `OomWatch` in oom_watch.py use it). Messages
    between threads of any rank at any time, without a collective: a rank that hangs in a collective, or has no agent,
@@ -62,7 +62,7 @@ class Channel:
         return bool(self._store.check([self._prefix + key for key in keys]))
 
     def wait(self, key: str, within_s: float) -> Any:
-        """Return the value of `key`, or None when it is not published `within_s` seconds."""
+        """Return the value of `key`, or None if it is not published within `within_s` seconds."""
         ends = time.monotonic() + within_s
         pause = 0.0002
         while not self.has(key):
@@ -122,7 +122,7 @@ class RankRendezvous:
             self._over(group_store).set(_ADDRESS, addresses)
 
     def channel(self, within_s: float = 0.0) -> Channel | None:
-        """Return the channel, or None if the first rank has not published its address `within_s` seconds."""
+        """Return the channel, or None if the first rank has not published its address within `within_s` seconds."""
         ends = time.monotonic() + within_s
         if self._channel is None and self._lock.acquire(timeout=max(0.0, within_s)):
             try:
@@ -157,7 +157,7 @@ class RankRendezvous:
     def connect(self, host: str, port: int, within_s: float) -> Channel:
         """Return a channel over the store at `host`:`port`.
 
-        Raises RuntimeError when it does not answer `within_s` seconds.
+        Raises RuntimeError if it does not answer within `within_s` seconds.
         """
         store = _stores.TCPStore(host, port, **_options(within_s), is_master=False)
         store.set_timeout(timedelta(seconds=CONNECT_WITHIN_S))
@@ -181,7 +181,7 @@ def with_group_place(config: AgentConfig) -> AgentConfig:
 
 
 def _list_hosts(store: Any) -> list[str]:
-    """Return the names by which other ranks may reach this one; it hosts a TCPStore of the group too."""
+    """Return the names by which other ranks may reach this rank, which also hosts the group's TCPStore."""
     while isinstance(store, _stores.PrefixStore):
         store = getattr(store, "underlying_store", None)  # absent in old versions
     named = str(store.host) if isinstance(store, _stores.TCPStore) else os.environ.get("MASTER_ADDR")

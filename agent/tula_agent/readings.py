@@ -18,11 +18,11 @@ from tula_agent.torch_private import local_part
 
 T = TypeVar("T")
 _THREAD_LOCAL = 1
-"""Mode of a thread that captures in other threads do not concern: CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
+"""Mode of a thread that ignores captures in other threads: CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
 
 
 class StepTiming(NamedTuple):
-    """One optimizer step on this rank, seconds: `step_time_s` spans batch to batch, waiting for data included.
+    """One optimizer step on this rank, in seconds: `step_time_s` spans batch to batch, including waits for data.
 
     `uneven`: its micro-steps had different batch sizes, or it differs from the run's usual step. `optimizer_time_s`
     runs from the first optimizer's call to the end of the step, the clearing of gradients included; None where no
@@ -39,7 +39,7 @@ class StepTiming(NamedTuple):
 
 
 class CommTiming(NamedTuple):
-    """What DDP's clock on this rank says of one step, seconds. It includes waiting for slower ranks."""
+    """The times of one step by DDP's clock on this rank, in seconds, including waits for slower ranks."""
 
     step: int
     step_time_s: float
@@ -49,7 +49,7 @@ class CommTiming(NamedTuple):
 
     @property
     def compute_time_s(self) -> float:
-        """The step without waiting for data and for collectives."""
+        """Return the time of the step without waits for data and for collectives."""
         return max(0.0, self.step_time_s - self.input_time_s - self.exposed_comm_time_s)
 
 
@@ -66,9 +66,9 @@ class HostCopy:
 
 
 def to_number(value: Any) -> float | HostCopy:
-    """Return a float where that needs no wait, else a `HostCopy`.
+    """Return a float if that needs no wait, else a `HostCopy`.
 
-    Raises TypeError or ValueError for anything that is not one number.
+    Raises TypeError or ValueError for anything but a single number.
     """
     if isinstance(value, torch.Tensor):
         value = local_part(value)  # anything else on a DTensor may start a collective, and only one rank calls this
@@ -98,8 +98,8 @@ class Interval:
     def poll(self) -> tuple[float, float | None, float | None] | None:
         """Return the times of the step in seconds, or None while the device has not reached its end; never waits.
 
-        The times are those of the whole step; of waiting for data, zero while the device had other work; from the
-        optimizer's call to the end of the step. The latter two are None where their event was not recorded.
+        The times span the whole step; the wait for data, which is zero while the device had other work; and the part
+        from the optimizer's call to the end of the step. The latter two are None if their event was not recorded.
         """
         if self.end is None or not self.end.query():
             return None
@@ -184,7 +184,7 @@ class Readings:
             self._values.append((step, name, value))
 
     def take_values(self) -> list[tuple[int, str, float]]:
-        """Take all numbers that have arrived; those still on a device stay."""
+        """Take all numbers that have arrived; numbers still on a device stay."""
         arrived: list[tuple[int, str, float]] = []
         for step, name, value in take(self._values):
             if not isinstance(value, HostCopy):
@@ -197,7 +197,7 @@ class Readings:
 
 
 def take(queue: deque[T]) -> list[T]:
-    """Empty `queue` and return what it held, oldest first. Another thread may take from it meanwhile."""
+    """Empty `queue` and return its entries, oldest first. Another thread may take from it meanwhile."""
     taken: list[T] = []
     with suppress(IndexError):
         # Not until it is empty, since a training thread may add as fast as this one takes; and one by one, so that what

@@ -590,7 +590,7 @@ class Recorder:
         return not quiet and self._do_what_is_due(step, warmup, timing.step_time_s if usual else None)
 
     def _of_another_size(self, timing: StepTiming) -> StepTiming:
-        """Return the step to count if its batch is unusual; three such steps in a row do not end an epoch.
+        """Return the timing to count for a step with an unusual batch; three in a row are not the end of an epoch.
 
         If these steps have one size, that is the usual batch from then on. If they have several, sizes vary, and each
         step counts as a step of the run's configured batch, or of the mean.

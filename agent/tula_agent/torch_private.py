@@ -1,8 +1,8 @@
 """Every private part of PyTorch that the agent uses, in one place: torch may change these without notice.
 
 Each function says why the public interface does not suffice. The private names worked with torch 2.4.1 (the agent
-supports 2.4 and later) and with 2.13.0, unless a function says otherwise. Where torch lacks a name that it may lack,
-the function returns None or False, and the agent measures less.
+supports 2.4 and later) and with 2.13.0, unless a function says otherwise. If torch lacks an optional name, the function
+returns None or False, and the agent measures less.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def default_store() -> Any | None:
 
 
 def loader_iterator_class() -> Any | None:
-    """Return the class with which every DataLoader iterates; no public name reaches the loaders of all frameworks."""
+    """Return the iterator class of every DataLoader; no public name reaches the loaders of all frameworks."""
     return getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
 
 
 def has_yielded(value: object) -> bool:
-    """Return True for an iterator over a DataLoader that has given a batch; no public name tells whether one exists."""
+    """Return True if `value` is a DataLoader's iterator that has delivered a batch; no public name tells this."""
     kind = loader_iterator_class()
     return kind is not None and issubclass(type(value), kind) and getattr(value, "_num_yielded", 1) > 0
 
@@ -57,13 +57,13 @@ def index_sampler(iterator: Any) -> Any:
     """Return the sampler from which an iterator over a DataLoader takes the indices of each batch, or None.
 
     It is the loader's batch sampler, whose `batch_size` states the size of batches, or else its sampler. An iterator
-    does not keep its loader, so no public name leads there.
+    does not keep its loader, so no public name leads to the sampler.
     """
     return getattr(iterator, "_index_sampler", None)
 
 
 def loader_workers(iterator: Any) -> Any:
-    """Return how many processes load for an iterator over a DataLoader, which keeps no reference to its loader."""
+    """Return the number of workers of a DataLoader's iterator, which keeps no reference to its loader."""
     return getattr(iterator, "_num_workers", None)
 
 
@@ -78,12 +78,12 @@ def compiled_frames() -> int:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return True for what `torch.compile(module)` returns, and for a module whose `compile` was called."""
+    """Return True for a result of `torch.compile(module)`, and for a module whose `compile` was called."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def in_backward() -> bool:
-    """Return True while this thread runs a backward pass, as a forward pass that checkpointing repeats does."""
+    """Return True while this thread runs a backward pass, which includes the forward passes that it recomputes."""
     getter = getattr(torch._C, "_current_graph_task_id", None)
     return getter is not None and getter() >= 0
 
@@ -97,13 +97,13 @@ def joins_uneven_inputs(model: Any) -> bool:
 
 
 def ddp_models(models: Iterable[torch.nn.Module]) -> list[Any]:
-    """Return the DDP modules among `models`, also those inside the wrapper of `torch.compile` (`_orig_mod`)."""
+    """Return the DDP modules among `models`, including those inside the wrapper of `torch.compile` (`_orig_mod`)."""
     inner = [getattr(model, "_orig_mod", model) for model in models]
     return [model for model in inner if isinstance(model, torch.nn.parallel.DistributedDataParallel)]
 
 
 def has_ddp_statistics(model: Any) -> bool:
-    """Return True where DDP times its own reductions (`_get_ddp_logging_data`); no public name gives those times."""
+    """Return True if DDP times its own reductions (`_get_ddp_logging_data`); no public name gives those times."""
     return hasattr(model, "_get_ddp_logging_data")
 
 
@@ -114,7 +114,7 @@ def ddp_statistics(model: Any) -> Mapping[str, Any]:
 
 
 def set_ddp_statistics_interval(model: Any, steps: int) -> None:
-    """Let DDP time one iteration in `steps` (after its first ten, which it always times); its default is 100."""
+    """Make DDP time one iteration in `steps` (after its first ten, which it always times); its default is 100."""
     setter = getattr(model, "_set_ddp_runtime_logging_sample_rate", None)
     if setter is not None:
         setter(steps)
@@ -123,14 +123,14 @@ def set_ddp_statistics_interval(model: Any, steps: int) -> None:
 def ddp_buckets(model: Any) -> list[list[int]] | None:
     """Return the parameters of each bucket, as places among those that need a gradient, in the order of reduction.
 
-    None until DDP has ordered its buckets by the first backward pass, and where it never does (unused parameters).
+    Returns None until DDP has ordered its buckets by the first backward pass, or if it never does (unused parameters).
     """
     text = str(ddp_statistics(model).get("rebuilt_per_bucket_param_indices", "")) if has_ddp_statistics(model) else ""
     return [[int(index) for index in bucket.split()] for bucket in text.split(",")] if text else None
 
 
 def ddp_model_in_forward() -> Any | None:
-    """Return the DDP module whose forward runs now; a framework that hides its DDP module offers no other way to it.
+    """Return the DDP module whose forward pass is running; a framework may offer no other way to its DDP module.
 
     Seen in 2.13.0.
     """
@@ -143,7 +143,7 @@ def ddp_model_in_forward() -> Any | None:
 def is_sharded(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.Module] = ()) -> bool:
     """Return True for FSDP 1 and 2 and tensor parallelism: no rank holds these parameters, or their gradients, whole.
 
-    Give `models` where they are at hand: FSDP 1 wraps modules. Classes are compared by name, since importing FSDP costs
+    Pass `models` if they are available: FSDP 1 wraps modules. Classes are compared by name, since importing FSDP costs
     a second; with `use_orig_params` FSDP 1 marks parameters by `_fsdp_flattened` only.
     """
     if any(
@@ -157,7 +157,7 @@ def is_sharded(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.Mod
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds, and any other tensor as it is; start no collective.
+    """Return this rank's part of a DTensor, or any other tensor as it is, without a collective.
 
     `to_local` is public, but the module of DTensor was private in 2.4: `torch.distributed._tensor`, now `.tensor`.
     """
@@ -199,7 +199,7 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def add_squares(sums: list[torch.Tensor | None], places: Sequence[int], values: list[torch.Tensor]) -> None:
-    """Add the square of each value, which it overwrites, to the sum at its place; None there is 0. In two kernels."""
+    """Add the square of each value to the sum at its place (None: 0) with two kernels; overwrite the values."""
     if not values:
         return
     torch._foreach_mul_(values, values)
@@ -282,13 +282,13 @@ def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """Return the type that autocast computes in here, on a GPU rather than on a processor; None where it is off."""
+    """Return the type that autocast computes in here, preferring a GPU's over the CPU's; None if it is off."""
     return next((torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
 
 
 @contextmanager
 def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Give tensors shapes but no data inside; yield what converts a real tensor.
+    """Give new tensors shapes but no data inside the context; yield a function that converts real tensors.
 
     FakeTensorMode keeps the device of each tensor, which meta tensors (the fallback) do not; its module is private.
     """
@@ -304,7 +304,7 @@ def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
 
 
 class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, records what operations allocate and release, tensors without data included, as a CUDA device would.
+    """Records, inside the context, the memory that operations allocate and release, as a CUDA device would.
 
     `own`: tensors that exist already, which are not recorded. `step_operations`: how many operations since `begin_step`
     start a kernel, since they make a tensor or write to one. `step_flops`: of these, by torch's own formulas or those
@@ -334,7 +334,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [event for event in self._events if event.key not in self._fused]
 
     def peak(self) -> int:
-        """Return the largest sum of bytes held at a time, without what `allocate` and `leave_out` named."""
+        """Return the most bytes held at a time, without the memory that `allocate` and `leave_out` named."""
         live = peak = 0
         sizes: dict[int, int] = {}
         passed_over = self._fused | self._uncounted
@@ -356,10 +356,10 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.step_flops = self.step_operations = self.step_transposed = 0
 
     def events_with_step_repeated(self, times: int) -> list[Allocation]:
-        """Return the events, followed by the last step's events `times` more.
+        """Return the events, followed by `times` repetitions of the last step's events.
 
-        Each repeat releases what the step before it left: a step leaves its gradients to the next one, in the same
-        order.
+        Each repetition releases the memory that the step before it left: a step leaves its gradients to the next one,
+        in the same order.
         """
         (before, _), (began, place) = self._steps[-2:]
         earlier, later = began - before, self._last_key - began
@@ -374,13 +374,13 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [*self.events(), *again]
 
     def allocate(self, num_bytes: int) -> int:
-        """Record an allocation that no operation makes; returns the key to release it by."""
+        """Record an allocation that no operation makes; return the key for its release."""
         key = self._allocate(num_bytes)
         self._uncounted.add(key)
         return key
 
     def release(self, key: int) -> None:
-        """Record the release of what `allocate` recorded."""
+        """Record the release of an allocation that `allocate` recorded."""
         self._events.append(Allocation(key, None))
 
     def leave_out(self, tensor: torch.Tensor) -> None:
@@ -412,7 +412,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _fuse(self, last: torch.Tensor, made: torch.Tensor) -> None:
-        """Treat two operations as one kernel: the one that made `last`, and the one that read it and made `made`."""
+        """Treat two operations as one kernel: the operation that made `last`, and its reader, which made `made`."""
         key = self._keys[storage_key(last)]
         if made.dtype == torch.float32:  # log_softmax, which reads half precision
             self._fused.add(key)
@@ -436,7 +436,7 @@ _CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 
 
 def _transposed_elements(convolution: Any, args: Sequence[Any], made: Any) -> int:
-    """Return how many elements of images a convolution reads or makes in channels-first memory.
+    """Return the number of image elements that a convolution reads or makes in channels-first memory.
 
     A backward pass is two convolutions, each of which reads the gradient: one makes the gradient of the images, and one
     reads the images for the gradient of the weights.
@@ -468,5 +468,5 @@ def _may_be_fused(func: Any, args: Any, made: torch.Tensor) -> bool:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that tensors share where they share memory, even without data, where `data_ptr()` would raise."""
+    """Return a number equal for tensors that share memory, even for tensors without data (`data_ptr()` would raise)."""
     return int(tensor.untyped_storage()._cdata)

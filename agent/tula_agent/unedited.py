@@ -256,9 +256,9 @@ class UneditedLoop:
     def _key(self, iterator: Any) -> int:
         """Return the number of the loader's dataset, in the order in which the script first used its datasets.
 
-        All iterators over one loader share the number, in every epoch. The dataset's identity would not do: a new
-        dataset may by chance get the identity of one that is gone. A rank on which that happens would take two loaders
-        for one, and would not end at the same step as the others. So a number is forgotten with its dataset. A list,
+        All iterators over a loader share the number in every epoch. The dataset's identity would not do: a new dataset
+        may by chance get the identity of a deleted one. A rank on which that happens would confuse two loaders, and
+        would not end at the same step as the others. So a number is forgotten with its dataset. A list,
         which can't be referred to weakly, is held until it is no longer among the last `_LISTS_HELD` used.
         """
         dataset = getattr(iterator, "_dataset", iterator)

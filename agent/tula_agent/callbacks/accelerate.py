@@ -36,7 +36,7 @@ class TulaTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Run:
-        """The agent's run."""
+        """Return the agent's run."""
         return self.run
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -52,5 +52,5 @@ class TulaTracker(GeneralTracker):
 
 
 def watch(run: Run, model: Any, optimizer: Any) -> None:
-    """Watch objects from `accelerator.prepare` as `run.watch` does: hook the optimizer inside accelerate's wrapper."""
+    """Watch objects from `accelerator.prepare` as `run.watch` does; hook the optimizer inside accelerate's wrapper."""
     run.watch(model, getattr(optimizer, "optimizer", optimizer))

@@ -28,9 +28,9 @@ __all__ = ["TulaCallback", "UneditedCallback"]
 
 
 class TulaCallback(Callback):
-    """Measures `fit`, stops it when a profiling run has enough samples, and reports how it ended.
+    """Measures `fit`, stops it once a profiling run has enough samples, and reports how it ended.
 
-    A launch that measures several batches cuts each before the trainer's strategy moves it to the device.
+    A launch that measures several batch sizes cuts each batch before the trainer's strategy moves it to the device.
 
     The trainer's optimizers and strategy show accumulation, precision plugins and DDP. Metrics that the module logs
     become telemetry. `run` is the agent's run, one that does nothing before `fit`.
@@ -83,11 +83,11 @@ class TulaCallback(Callback):
         self._pause.enter_context(self.run.paused())
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
-        """Leave the time of writing out too: Lightning writes the file after this hook, the last of a batch's end."""
+        """Leave out the time of writing too: Lightning writes the file after this hook, its last at a batch's end."""
         self.on_validation_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Log the metrics of the validation."""
+        """Log the validation metrics."""
         if not trainer.sanity_checking:
             metrics = columns(trainer.callback_metrics)
             metrics.pop("loss", None)  # logged at every step already
@@ -116,10 +116,10 @@ class TulaCallback(Callback):
 
 
 class UneditedCallback(TulaCallback):
-    """The callback that Lightning takes from an entry point, for a script without a line of Tula (`tula_startup`).
+    """The callback that Lightning takes from an entry point, for a script that does not use Tula (`tula_startup`).
 
-    All fits of the script are one run, which ends with the process. A profiling run that has enough leaves the script,
-    all ranks after the same step: no validation, checkpoint or further fit follows.
+    All fits of the script form one run, which ends with the process. A profiling run with enough samples leaves the
+    script, all ranks after the same step: no validation, checkpoint or further fit follows.
     """
 
     _of_script: ClassVar[Run] = Run(None)
@@ -141,7 +141,7 @@ class UneditedCallback(TulaCallback):
             raise SystemExit(0)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Let a run go on for a further fit."""
+        """Keep the run for a further fit."""
         self._fit.close()
 
 

@@ -23,9 +23,9 @@ __all__ = ["TulaTrainerCallback"]
 
 
 class TulaTrainerCallback(TrainerCallback):
-    """Measures `train`, and stops it when a profiling run has enough samples.
+    """Measures `train`, and stops it once a profiling run has enough samples.
 
-    The trainer loads all micro-batches of a step before it calls back, so input time is that of the whole step.
+    The trainer loads all micro-batches of a step before it calls back, so the input time covers the whole step.
     `run` is the agent's run, one that does nothing before training.
     """
 
@@ -35,7 +35,7 @@ class TulaTrainerCallback(TrainerCallback):
         self._pause = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
-        """Start the agent's run; watch the trainer's model and optimizer."""
+        """Start the agent's run, and watch the trainer's model and optimizer."""
         self.run = init(dataset_size=self._dataset_size, grad_accum_steps=args.gradient_accumulation_steps)
         self.run.begin_at(state.epoch or 0.0)
         optimizer = others.get("optimizer")

@@ -1,4 +1,4 @@
-"""`tula doctor`: checks everything that a job needs, and how to fix what is wrong."""
+"""`tula doctor`: checks everything that a job needs, and says how to fix each problem."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_FREE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check; `remedy` is empty where nothing is wrong."""
+    """Result of one check; `remedy` is empty if nothing is wrong."""
 
     name: str
     state: State
@@ -36,7 +36,7 @@ class Finding:
 
 
 def _check(name: str, passed: bool, fact: str, remedy: str, otherwise: State = "wrong") -> Finding:
-    """Return the finding of a check called `name`: ok, or `otherwise` with its remedy."""
+    """Return the finding of the check `name`: ok, or else `otherwise` with its remedy."""
     return Finding(name, "ok", fact) if passed else Finding(name, otherwise, fact, remedy)
 
 

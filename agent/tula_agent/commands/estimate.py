@@ -1,4 +1,4 @@
-"""`tula estimate`: parameters, FLOPs and memory of a model before anything has run."""
+"""`tula estimate`: counts parameters, FLOPs and memory of a model before anything has run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def estimate(
 ) -> None:
     """Count a model's parameters, FLOPs and memory without a device, and print what its job.toml needs.
 
-    FACTORY takes the number of examples, and returns the model, its arguments for that many (a tensor, a tuple or a
-    mapping) and, to count its state, the optimizer.
+    FACTORY takes the number of examples, and returns the model, its arguments for that number (a tensor, a tuple or a
+    mapping) and, to count the optimizer's state, the optimizer.
     """
     sizes = _capacities(device)
     before = None if write is None else _read(write)
@@ -86,9 +86,9 @@ def estimate(
 
 
 def with_model(text: str, facts: Mapping[str, str]) -> str:
-    """Return a job specification whose table `[model]` has `facts`, values in TOML; every other line, and `name`, stay.
+    """Return a job specification with `facts` (values in TOML) in its table `[model]`; all other lines and `name` stay.
 
-    A fact replaces the line that sets it, or the comment that would. Raises ValueError where there is no such table.
+    A fact replaces the line that sets it, or that line as a comment. Raises ValueError if there is no such table.
     """
     table = _MODEL.search(text)
     if table is None:

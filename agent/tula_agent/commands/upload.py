@@ -19,7 +19,7 @@ _CONFLICT = 409  # the run has left that state already, which loses no measureme
 
 @dataclass
 class Uploaded:
-    """Counts of one upload. Sending a row twice is harmless: the service identifies rows by rank, boot and sequence."""
+    """Counts of an upload. Sending a row twice is harmless: the service identifies it by rank, boot id and sequence."""
 
     files: int = 0
     requests: int = 0
@@ -29,7 +29,7 @@ class Uploaded:
 
 
 def upload_spool(directory: Path, transport: Transport) -> Uploaded:
-    """Send every request under `directory` in the order it was written; a file is deleted once all of it was taken.
+    """Send every request under `directory` in the order of writing; delete a file once the service has taken all of it.
 
     A file with a refused request stays, since another service or token may take it. Stops at the first request that
     cannot be delivered.

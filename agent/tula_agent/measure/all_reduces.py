@@ -1,4 +1,4 @@
-"""Times all-reduces over the ranks of a profiling run, after its warm-up: a probe of their links."""
+"""Probes the links between the ranks of a profiling run by timing all-reduces after its warm-up."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _GROUP_WITHIN = timedelta(seconds=60)
 
 
 def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
-    """Return what the ranks measure together in about `total_s` seconds, as fields of `tula_wire.AllReduces`.
+    """Return the ranks' joint measurement, which takes about `total_s` seconds, as fields of `tula_wire.AllReduces`.
 
     All ranks of the default group call it at the same place, and all get the same answer. It makes groups of its own,
-    so that a missing rank disturbs no collective of training. Raises ValueError for another backend than gloo and NCCL,
-    and where nodes have different numbers of ranks.
+    so that a missing rank disturbs no collective of training. Raises ValueError for a backend other than gloo and NCCL,
+    and if nodes have different numbers of ranks.
     """
     nodes: list[str] = [""] * dist.get_world_size()
     every = dist.new_group(timeout=_GROUP_WITHIN)
@@ -67,7 +67,7 @@ def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
 
 
 def _own_launch_time_s(device: torch.device) -> float:
-    """Return the launch time in seconds; NaN where measuring fails, since others would wait for a rank that raised."""
+    """Return the launch time in seconds, or NaN if measuring fails: other ranks would wait for a rank that raised."""
     try:
         return launch_time_s(device)
     except Exception:
@@ -83,7 +83,7 @@ def _backend(group: Any, device: torch.device) -> str:
 
 
 def _readings(group: Any, device: torch.device, budget_s: float) -> list[dict[str, float]]:
-    """Return times from small sizes to large, until the next size would exceed `budget_s`; all ranks decide alike."""
+    """Return times from small sizes to large until the next size would exceed `budget_s`; the ranks decide together."""
     readings: list[dict[str, float]] = []
     size, end = _SMALLEST_BYTES, time.monotonic() + budget_s
     largest = _LARGEST_BYTES[_backend(group, device)]
@@ -117,10 +117,10 @@ def _times(buffer: torch.Tensor, group: Any, repeats: int) -> list[float]:
 
 
 def _mean(group: Any, device: torch.device, seconds: Sequence[float]) -> list[float]:
-    """Return the mean of each value over the ranks of the group: the same on all of them.
+    """Return the mean of each value over the ranks of the group, equal on all ranks.
 
-    A rank that comes early to an all-reduce waits for the others and one that comes late does not: over repeats that
-    follow one another the means add up to the time that passed, the largest values to more.
+    A rank that comes early to an all-reduce waits for the others, and a late rank does not wait: over successive
+    repeats the means add up to the elapsed time, whereas the largest values add up to more.
     """
     ranks = dist.get_world_size(group)
     return [value / ranks for value in _reduced(group, device, seconds, dist.ReduceOp.SUM)]

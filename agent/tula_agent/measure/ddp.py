@@ -1,4 +1,4 @@
-"""What DDP does in a step on this rank: the times that it takes of its reductions, and when each bucket is complete."""
+"""Reads what DDP does in a step on this rank: how long its reductions take, and when each bucket is complete."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from tula_agent.torch_private import (
 TRAIN_INTERVAL = 50
 """Steps between two readings in training; the first ten are always read."""
 CUDA_TRAIN_INTERVAL, CUDA_PROFILE_INTERVAL = 100, 4
-"""On CUDA, DDP waits for the device at the start of a step that it times: in training as seldom as DDP does by default,
-and in a profiling run seldom enough to leave most steps undisturbed."""
+"""On CUDA, DDP waits for the device at the start of a step that it times: in training as rarely as by DDP's default,
+and in a profiling run rarely enough to leave most steps undisturbed."""
 ALWAYS_SAMPLED = 10
 _KEPT_STEPS = 4
 TIMED_STEPS = 5
 """Backward passes that are timed; each bucket's time is their median."""
 MOST_STEPS = 20
-"""Steps after which a model whose gradients never come whole is given up."""
+"""Steps after which the timer gives up on a model whose gradients are never complete."""
 
 
 def sample_interval(models: list[Any], profiling: bool) -> int:
-    """Return the steps from one reading of `models` (DDP) to the next."""
+    """Return the number of steps from one reading of `models` (DDP) to the next."""
     if any(getattr(model, "device_type", "cpu") == "cuda" for model in models):
         return CUDA_PROFILE_INTERVAL if profiling else CUDA_TRAIN_INTERVAL
     return 1 if profiling else TRAIN_INTERVAL
@@ -44,9 +44,9 @@ def sample_interval(models: list[Any], profiling: bool) -> int:
 class CommSplit:
     """Reads the DDP modules among `models` at each boundary between two micro-steps.
 
-    DDP's statistics lag: the forward pass of one synchronised iteration publishes the times of the one before, and its
+    DDP's statistics lag: the forward pass of a synchronised iteration publishes the times of the previous one, and its
     `iteration` shows whether anything new was published. So the timings of the last few steps are kept until then.
-    `usable` is False without a DDP module, or where DDP takes no times. Models are held by weak references.
+    `usable` is False without a DDP module, or if DDP takes no times. Models are held by weak references.
     """
 
     def __init__(self, models: list[Any], profiling: bool) -> None:
@@ -66,7 +66,7 @@ class CommSplit:
     def at_boundary(self, step: int, ended: StepTiming | None) -> CommTiming | None:
         """Return the times of an earlier step, if DDP has published them since the last boundary.
 
-        step: the step under way; ended: that step's timing when this boundary is its end. Costs about 8 us when it
+        step: the current step; ended: its timing if this boundary is its end. Costs about 8 us when it
         reads, and next to nothing at boundaries before DDP can have published.
         """
         if ended is not None:
@@ -82,7 +82,7 @@ class CommSplit:
         return CommTiming(timing.step, timing.step_time_s, timing.input_time_s, *published[1:])
 
     def _read(self, step: int) -> tuple[int, float, float] | None:
-        """Return (step, communication, exposed communication in seconds) if something new was published, else None."""
+        """Return the step and its total and exposed communication in seconds, or None if DDP published nothing new."""
         models = [model() for model in self._models]
         data = [ddp_statistics(model) for model in models if model is not None]
         iterations = [int(statistics.get("iteration", 0)) for statistics in data]
@@ -113,7 +113,7 @@ class CommSplit:
 class BucketTimer:
     """Times the parameters of one DDP module by hooks on them, which are gone after TIMED_STEPS steps.
 
-    The module is held by a weak reference. On CUDA the times are those of events, read once the device is past them.
+    The module is held by a weak reference. On CUDA, events give the times, read once the device has passed them.
     """
 
     def __init__(self, model: Any) -> None:
@@ -134,7 +134,7 @@ class BucketTimer:
             self._start, self._seen = self._now(), []
 
     def end(self) -> dict[str, list[float]] | None:
-        """End a step; return the timeline once it is known, and an empty timeline where it cannot be known."""
+        """End a step; return the timeline once it is known, or an empty timeline if it cannot be known."""
         self._steps += 1
         if self._hooks:
             if len(self._seen) == len(self._bytes) and self._start is not None:
@@ -157,7 +157,7 @@ class BucketTimer:
     def _ready(self, index: int, _: torch.Tensor) -> None:
         try:
             self._seen.append((index, self._now()))
-        except Exception:  # in the middle of a backward pass, which must not notice
+        except Exception:  # runs in the middle of a backward pass, which it must not disturb
             self._seen = []
 
     def _timeline(self) -> dict[str, list[float]]:

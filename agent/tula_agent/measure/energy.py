@@ -1,4 +1,4 @@
-"""Joules of a step, from the counter of energy that NVML keeps of a device."""
+"""Measures the joules of a step with the energy counter that NVML keeps for a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EnergyMeter:
     """Measures the joules of a step on this rank's device: mean power since `begin`, times the mean time of a step.
 
     What a script does between steps, such as an evaluation, counts in the mean power but in no step's time. `read_j`
-    returns the joules that a device has taken so far, None where nothing counts them. No reading waits for the device,
+    returns the joules that a device has used so far, or None if nothing counts them. No reading waits for the device,
     so the steps that are queued at the first reading count, and the steps that are queued at the last do not.
     """
 
@@ -30,7 +30,7 @@ class EnergyMeter:
         self._steps, self._in_steps_s = 0, 0.0
 
     def begin(self, local_batch_size: int | None, device: torch.device | None) -> None:
-        """Begin to count, with the first measured step of a batch."""
+        """Start counting at the first measured step of a batch."""
         joules = self._read_j(device)
         self._begin = None if joules is None else (local_batch_size, self._clock(), joules)
         self._steps, self._in_steps_s = 0, 0.0

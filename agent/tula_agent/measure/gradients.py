@@ -1,4 +1,4 @@
-"""The global gradient norm, sampled so rarely that its cost stays within a budget per step."""
+"""Samples the global gradient norm, so rarely that its cost stays within a budget per step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GradientReader:
     ) -> list[tuple[str, float | HostCopy]]:
         """Return `grad_norm` over dense gradients and, at a pair's second step, `gradient_variability` (equation 5).
 
-        step_time_s: of the step before, seconds.
+        step_time_s: seconds of the previous step.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self.due == 0 and is_sharded(parameters, models):

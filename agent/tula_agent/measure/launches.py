@@ -1,4 +1,4 @@
-"""How many operations a step starts, and the time that the host takes to start one, which bounds small batches."""
+"""Counts the operations that a step starts, and times how fast the host starts them, which bounds small batches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tula_agent.torch_private import AllocationTrace
 
 _LAYERS, _WIDTH, _REPEATS = 50, 8, 4
 MOST_NODES = 20_000
-"""Nodes of a graph that are visited, in some 10 ms; a larger graph counts as one of so many."""
+"""Most nodes of a graph that are visited, in some 10 ms; a larger graph counts as having this many."""
 
 
 def launch_time_s(device: torch.device) -> float:
-    """Return the seconds that an operation of a training step takes where it is too small to keep `device` busy.
+    """Return the seconds that an operation of a training step takes if it is too small to keep `device` busy.
 
     It is the time of a forward and backward pass through fifty tiny layers, the fastest of some repeats, divided by the
     number of operations that `estimate_memory` counts there. The probe takes some 10 ms, draws no random number and
@@ -34,7 +34,7 @@ def launch_time_s(device: torch.device) -> float:
 
 
 def node_time_s(device: torch.device) -> float:
-    """Return the same for each node of the autograd graph, forward and backward together: as `OperationCounter` counts.
+    """Return the same per node of the autograd graph, forward and backward together, as `OperationCounter` counts.
 
     It costs what `launch_time_s` does.
     """
@@ -45,7 +45,7 @@ def node_time_s(device: torch.device) -> float:
 
 
 class _TinyNetwork:
-    """Fifty layers that are too small to keep a device busy."""
+    """Applies fifty layers that are too small to keep a device busy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -83,18 +83,18 @@ def count_nodes(output: Any) -> int:
 class OperationCounter:
     """Counts the operations of one step from the outputs of its models, by a forward hook on each until `end`.
 
-    With several models, the one with the most counts, since the graph of one may hold another's. What a compiled model
-    runs is one node: its operations are joined already.
+    Of several models, the one with the most operations counts, since its graph may contain another model's. A compiled
+    model is one node: its operations are already fused.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
         self._counts: Counter[int] = Counter()  # by model, over the micro-steps
         self._hooks = [
             model.register_forward_hook(self._counting(number)) for number, model in enumerate(models)
-        ]  # called in the middle of a forward pass, which must not notice
+        ]  # called in the middle of a forward pass, which they must not disturb
 
     def end(self) -> int:
-        """Remove the hooks and return the count; 0 where no model showed a graph."""
+        """Remove the hooks and return the count; 0 if no model showed a graph."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -1,4 +1,4 @@
-"""Where one step ends and the next begins, and how long each took: by the host's clock, and by the device's."""
+"""Finds where each step ends and the next begins, and times steps by the host's clock and by the device's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tula_agent.guard import logger
 from tula_agent.readings import Interval, StepTiming
 
 _PATIENCE = 8
-"""Steps' worth of micro-steps to wait for a watched optimizer's first step."""
+"""How many steps' micro-steps to wait for a watched optimizer's first step."""
 POOL_SIZE = 256
 """Most events: a step takes four, so that 64 steps may be in flight; a step beyond them has wall time only."""
 
@@ -21,7 +21,7 @@ POOL_SIZE = 256
 class StepTimer:
     """Turns the loop's two moments, batch wanted and batch ready, into timings of optimizer steps.
 
-    A step is over at the first boundary after the optimizer has stepped; where no optimizer is watched, after
+    A step is over at the first boundary after the optimizer has stepped; if no optimizer is watched, after
     `grad_accum_steps` micro-steps. A step that the optimizer skips (an inf under AMP) ends by count too, at the number
     of micro-steps that two steps in a row have shown, since a script may accumulate otherwise than configured.
     """
@@ -50,21 +50,21 @@ class StepTimer:
 
     @property
     def grad_accum_steps(self) -> int:
-        """Micro-steps per step: as configured, until two steps in a row show another number; 1 while none is known."""
+        """Return the micro-steps per step: as configured until two successive steps show another number, or else 1."""
         return self._expected or 1
 
     @property
     def between_steps(self) -> bool:
-        """True from a step's end until the next one's first batch."""
+        """Return True from a step's end until the first batch of the next step."""
         return not self._sizes
 
     @property
     def in_step(self) -> bool:
-        """True from a batch until the optimizer steps, but not between `leave_out` and `count_again`."""
+        """Return True from a batch until the optimizer steps, but not between `leave_out` and `count_again`."""
         return bool(self._sizes) and not self._stepped and self._left_at is None
 
     def optimizer_stepped(self, timed: bool = False) -> None:
-        """Note that an optimizer's step is called; `timed` unless that call computes the gradients too.
+        """Note a call of an optimizer's step; `timed` is False if the call computes the gradients too.
 
         A call without a batch is not a step of training: torch.distributed.checkpoint makes such a call to fill an
         optimizer's state. The time of the step counts from its first call.
@@ -78,11 +78,11 @@ class StepTimer:
         self._stepped = True
 
     def forget_optimizer(self) -> None:
-        """Drop the time of the optimizer's step, since more than that step has run since its call."""
+        """Drop the time of the optimizer's step, since other work has run since its call."""
         self._optimizer_at = None
 
     def want_batch(self) -> StepTiming | None:
-        """Note that the loop asks for a batch, and return the timing of the step that ends here, if one does."""
+        """Note that the loop requests a batch, and return the timing of the step that ends here, if any."""
         now = self._wanted = self._clock()
         if self._started is None or not self._sizes:
             self._started = now
@@ -108,7 +108,7 @@ class StepTimer:
         return timing
 
     def wanted(self) -> None:
-        """Note that the loop asks for a batch in the middle of a step."""
+        """Note that the loop requests a batch in the middle of a step."""
         self._wanted = self._clock()
 
     def waited(self) -> None:
@@ -124,7 +124,7 @@ class StepTimer:
     def stepped_after(self, micro_steps: int, local_batch_size: int) -> None:
         """Note that the optimizer has stepped after `micro_steps`.
 
-        Micro-steps whose batch was not seen have the size of the last batch that was, else `local_batch_size`.
+        Micro-steps whose batch was not seen have the size of the last seen batch, else `local_batch_size`.
         """
         if self._started is not None:
             sizes = self._sizes or [local_batch_size]
@@ -148,7 +148,7 @@ class StepTimer:
         self._left_at = self._clock()
 
     def count_again(self) -> None:
-        """Move the begin of the step, and of its wait for data, by the time since `leave_out`."""
+        """Move the start of the step, and of its wait for data, by the time since `leave_out`."""
         now, left_at = self._clock(), self._left_at
         self._left_at = None
         if left_at is not None and self._started is not None:
@@ -203,7 +203,7 @@ class DeviceClock:
             self._open.optimizer = self._mark()
 
     def end(self) -> Interval | None:
-        """End the step and return its interval, to be polled for its times; None where the step was not marked."""
+        """End the step and return its interval, to be polled for its times; None if the step was not marked."""
         interval, self._open = self._open, None
         if interval is None:
             return None
@@ -214,7 +214,7 @@ class DeviceClock:
         return interval
 
     def drop(self) -> None:
-        """Discard the step under way: the loop was left in it."""
+        """Discard the current step, in which the loop was left."""
         if self._open is not None:
             self._open.release()
             self._open = None

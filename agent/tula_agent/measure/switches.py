@@ -1,4 +1,4 @@
-"""What a script does, whatever its run's options say: autocast, compilation, checkpointing, shards, loader workers."""
+"""Observes what a script does, whatever its options say: autocast, compilation, checkpointing, shards, workers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SwitchWatch:
             self._types.add(autocast_dtype())
 
     def end(self) -> dict[str, Any]:
-        """Remove the hooks, and return what the step did, by the names of `tula_wire.HostFacts`; None is unknown."""
+        """Remove the hooks, and return the observed switches by the names of `tula_wire.HostFacts`; None: unknown."""
         for hook in self._hooks:
             hook.remove()
         parameters = [p for model in self._models for p in model.parameters()]
@@ -57,7 +57,7 @@ class SwitchWatch:
         }
 
     def _compiled(self) -> bool | None:
-        """Return whether a model is compiled; None where only something else is."""
+        """Return whether a model is compiled; None if only something else is compiled."""
         if not compiled_frames():
             return False
         return True if any(is_compiled(module) for model in self._models for module in model.modules()) else None
@@ -66,7 +66,7 @@ class SwitchWatch:
 def contradictions(options: Mapping[str, str], seen: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each of `options` that a step did not follow, according to what was `seen`.
 
-    What other options and other words mean, the script knows.
+    Only the script knows the meaning of other options and other words.
     """
     looks: dict[str, Callable[[str], str | None]] = {
         "precision": lambda word: _precision(word, seen.get("precision")),
@@ -99,7 +99,7 @@ def contradictions(options: Mapping[str, str], seen: Mapping[str, Any]) -> Itera
 
 
 def _precision(word: str, seen: str | None) -> str | None:
-    """Return the observed precision where it contradicts the asked one; None where either is unknown."""
+    """Return the observed precision if it contradicts the requested precision; None if either is unknown."""
     asked = next((name for part, name in _HALVES.items() if part in word), None)
     if seen is None or (asked is None and word not in _SINGLES):
         return None
@@ -109,7 +109,7 @@ def _precision(word: str, seen: str | None) -> str | None:
 
 
 def _switch(asked_on: bool, asked_off: bool, seen: bool | None, on: str, off: str) -> str | None:
-    """Return the observed switch, in words, where it is the opposite of the asked one."""
+    """Return the observed state of a switch, in words, if it is the opposite of the requested state."""
     if seen is None or not (asked_on or asked_off) or seen is asked_on:
         return None
     return on if seen else off
@@ -121,5 +121,5 @@ def _workers(word: str, num_workers: int | None) -> str | None:
 
 
 def _inner(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that DDP wraps, else the model itself."""
+    """Return the module inside a DDP wrapper, or the model itself if it has none."""
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model

@@ -46,7 +46,7 @@ def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: floa
 
 @dataclass(frozen=True)
 class GatedFactors:
-    """Factor by parameter (None: 1; 0-d, or of its shape) and the gate (0-d: 1 where the step may be scaled)."""
+    """Factor by parameter (None: 1; 0-d, or of its shape) and the gate (0-d: 1 if the step may be scaled)."""
 
     by_parameter: Gradients
     gate: torch.Tensor
@@ -72,12 +72,12 @@ class AgsRule:
         self._due = False
 
     def next_epoch(self, step: int) -> None:
-        """Find factors after step number `step`, with which an epoch begins, where no interval was given."""
+        """Find factors after step number `step`, the first of an epoch, unless an interval was given."""
         ags = self._ags
         self._due = self._due or (ags is not None and step > 0 and ags.steps_per_epoch is None)
 
     def wants(self, step: int) -> TapMode:
-        """Return what the taps must sum during step number `step`."""
+        """Return the sums that the taps must collect during step number `step`."""
         ags = self._ags
         if ags is None:
             return "projections"
@@ -88,7 +88,7 @@ class AgsRule:
         return "element" if self._due and ags.model is None else "projections"
 
     def factors(self, step: int, numbers: Numbers) -> GatedFactors:  # noqa: ARG002 - as of `gain`
-        """Return what scales this step; finds the factors of later ones when they are due."""
+        """Return the factors of this step; find the factors of later steps when they are due."""
         self._receive()
         if self._factors is not None and self._found_with != numbers:
             self._due, self._factors, self._mean_factor = True, None, 1.0
@@ -108,12 +108,12 @@ class AgsRule:
         return self._by_parameter()
 
     def _by_parameter(self) -> Gradients:
-        """Return the last factors in the order of today's parameters: groups may have been added, moved or removed."""
+        """Return the last factors in the order of the present parameters: groups may have changed since."""
         by_parameter = dict(zip(map(id, self._found_for), self._factors or [], strict=False))
         return [by_parameter.get(id(parameter)) for parameter in self._statistics.parameters()]
 
     def _static_scale(self, numbers: Numbers) -> float:
-        """Return equation 8's factor; one that the service set is at most B / b_small."""
+        """Return the factor of equation 8; a factor that the service set is at most B / b_small."""
         ratio = self._statistics.batch_ratio(numbers.small_batch_size)
         if isinstance(self._policy, Static) and self._policy.scale is None:
             return min(numbers.static_scale, 1.0 if ratio is None else ratio)
@@ -122,7 +122,7 @@ class AgsRule:
     def _refresh(self, reading: Reading, ags: Ags, numbers: Numbers) -> None:
         """Refresh the factors (UPDATEGRADSCALE of Algorithm 1).
 
-        A probe finds them where the script allows one, else ranks and micro-steps.
+        A probe finds them if the script allows one, else ranks and micro-steps do.
         """
         statistics = self._statistics
         statistics.count(reading.examples)
@@ -133,7 +133,7 @@ class AgsRule:
                 part, whole = map(_squares, (probed[0], statistics.gradients()))
                 factors = self._by_element(part, whole, numbers, probed[1])
         elif statistics.tap.mode != "element":
-            return  # due since this step: the next one is tapped
+            return  # due since this step: the taps read the next step
         else:
             factors = self._from_parts(reading, numbers)
         self._due = False
@@ -144,7 +144,7 @@ class AgsRule:
         self._mean_factor = float(torch.stack([m.to(means[0].device) for m in means]).mean()) if means else 1.0
 
     def _from_parts(self, reading: Reading, numbers: Numbers) -> Gradients:
-        """Return factors from the parts of all ranks; none when there is one part, or when it differs from the whole.
+        """Return factors from the parts of all ranks; none if there is only one part or it differs from the whole.
 
         |g_small|^2 is the mean over parts: b_small is then the size of a part, whatever `small_batch_size` says.
         """
@@ -208,14 +208,14 @@ class AgsRule:
         ]
 
     def load(self, saved: Sequence[float]) -> None:
-        """Restore what `state` returned."""
+        """Restore the state that `state` returned."""
         previous, due, self._mean_factor, self._scaled, self._counted, *last = saved[:8]
         self._reduction, self._last, self._due = None, last, bool(due)
         device = self._statistics.device
         self._gate.previous = torch.full((), previous, dtype=wide_dtype(device), device=device)
 
     def saved_factors(self) -> Gradients:
-        """Return the factors of `ags` for a checkpoint, by parameter; ones where none was found.
+        """Return the factors of `ags` for a checkpoint, by parameter; ones if none have been found.
 
         torch.distributed.checkpoint loads into the state of a new optimizer, and only what that state holds.
         """
@@ -225,7 +225,7 @@ class AgsRule:
         return [torch.ones_like(squares(p, "element")) if f is None else f for f, p in pairs]
 
     def load_factors(self, factors: Gradients, numbers: Numbers) -> None:
-        """Restore what `saved_factors` returned; `numbers` are in force."""
+        """Restore the factors that `saved_factors` returned; `numbers` are in force."""
         if not any(f is not None and bool((f != 1.0).any()) for f in factors):
             return
         self._found_for, self._found_with = self._statistics.parameters(), numbers
@@ -238,7 +238,7 @@ def _squares(gradients: Gradients) -> Gradients:
 
 
 class SensitivityGate:
-    """Equation 5 without leaving the device: 1 where the step may be scaled, 0 where it is sensitive."""
+    """Evaluates equation 5 on the device: 1 if the step may be scaled, 0 if it is sensitive."""
 
     def __init__(self) -> None:
         self.previous = self.variability = torch.full((), math.nan, device="cpu")
@@ -255,7 +255,7 @@ class SensitivityGate:
 def _probe(
     statistics: GradientStatistics, model: nn.Module, loss: LossFunction, small_batch_size: int | None
 ) -> tuple[Gradients, float] | None:
-    """Return the reduced gradient of a sub-batch and B / b of it; None where it would be the whole batch of any rank.
+    """Return the reduced gradient of a sub-batch and its B / b; None if it would be the whole batch of any rank.
 
     The sub-batch is b_small over all ranks, or an eighth of the batch without one. A few numbers are reduced first: all
     ranks skip the reduction of gradients if one rank's batch is too short for it.

@@ -1,4 +1,4 @@
-"""The estimator: how much of a gradient is noise, from gradients of two batch sizes of the same step.
+"""Estimates how much of a gradient is noise, from gradients of two batch sizes in the same step.
 
     noise  = S / B   = (small - large) / (n - 1)        small: mean of |g_i|^2 over n parts of the batch
     signal = |G|^2   = large - noise                    large: |mean of g_i|^2
@@ -32,7 +32,7 @@ def noise_moments(small_norm_sq: float, large_norm_sq: float, samples: float) ->
 
 
 def is_usable(small_norm_sq: float, large_norm_sq: float, samples: float) -> bool:
-    """Return False where a step's numbers say nothing: infinite or zero norms, or a batch of a single part."""
+    """Return False if a step's numbers are useless: infinite or zero norms, or a batch with a single part."""
     return samples > 1.0 and math.isfinite(small_norm_sq + large_norm_sq) and large_norm_sq > 0.0
 
 
@@ -84,7 +84,7 @@ class NoiseAverage:
         return noise_gain(1.0 - share, noise_weight * share, batch_ratio) if self.count else 1.0
 
     def change_batch(self, factor: float) -> None:
-        """Take the global batch to be `factor` times as large: noise falls in proportion."""
+        """Convert the averages to a global batch `factor` times as large: noise falls in proportion."""
         self.noise /= factor
         for name in ("slow", "fast"):
             noise = getattr(self, name) / factor
@@ -92,7 +92,7 @@ class NoiseAverage:
 
     @property
     def noise_scale_over_batch(self) -> float:
-        """tr(Sigma) / |G|^2 in units of the global batch B; NaN without data, infinite without a positive |G|^2."""
+        """Return tr(Sigma) / |G|^2 in units of the global batch B; NaN without data, infinite unless |G|^2 > 0."""
         if not self.count:
             return math.nan
         return max(self.noise, 0.0) / self.signal if self.signal > 0.0 else math.inf

@@ -1,4 +1,4 @@
-"""TulaOptimizer: wraps any optimizer and scales the steps of a large batch, by the same factor on every rank.
+"""TulaOptimizer: wraps any optimizer and scales its steps at a large batch by the same factor on every rank.
 
 w <- w - r eta u        u: the wrapped optimizer's update, which `gain` turns under SGD; eta: its learning rate;
                         r: the policy's factor, under `ags` and `static` one for each element
@@ -39,7 +39,7 @@ OWN_RATE = (
 
 
 def _of_inner(name: str) -> Any:
-    """Return an attribute of the wrapped optimizer, to read and to replace."""
+    """Return a property that reads and replaces an attribute of the wrapped optimizer."""
     return property(lambda self: getattr(self._inner, name), lambda self, value: setattr(self._inner, name, value))
 
 
@@ -58,8 +58,8 @@ class TulaOptimizer(torch.optim.Optimizer):
     micro-step.
     process_group: of the ranks that share the model.
 
-    Neither the service nor a checkpoint ever changes what is given here. Every rank must construct it with the same
-    arguments and step as often (a few numbers are reduced over the group with the measurements). Raises TypeError for
+    Neither the service nor a checkpoint ever changes these arguments. Every rank must construct it with the same
+    arguments and step equally often (the ranks reduce a few numbers with the measurements). Raises TypeError for
     something that is not an optimizer, and ValueError for a number that makes no sense, for sharded parameters (FSDP,
     tensor parallelism), of which no rank's own gradient is left to compare, or for a group without `lr`. The first
     `step` raises ValueError for a `small_batch_size` without any global batch size.
@@ -92,7 +92,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._closed = self._size_known = False
         self._prepare()
 
-    # Schedulers and frameworks read and replace these three: they are the wrapped optimizer's.
+    # Schedulers and frameworks read and replace these three, which belong to the wrapped optimizer.
     param_groups: list[dict[str, Any]] = _of_inner("param_groups")
     state: Any = _of_inner("state")
     defaults: dict[str, Any] = _of_inner("defaults")
@@ -105,34 +105,34 @@ class TulaOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer."""
+        """Return the wrapped optimizer."""
         return self._inner
 
     @property
     def numbers(self) -> Numbers:
-        """The numbers in force on all ranks."""
+        """Return the numbers in force on all ranks."""
         return numbers_in_force(self.policy, self._arguments["small_batch_size"], self._statistics.served)
 
     @property
     def progress(self) -> float:
-        """Steps so far, each counted by its `gain` factor (AdaScale's progress), else as 1; equal on all ranks.
+        """Return the steps so far, each counted as its `gain` factor (AdaScale's progress) or as 1; equal on all ranks.
 
-        Where a step is as good as r steps at the small batch, a schedule in steps of the small batch continues at this
+        If a step is worth r steps at the small batch, a schedule in steps of the small batch continues at this
         position: `scheduler = LambdaLR(optimizer, lambda _: decay(optimizer.progress))`.
         """
         return self._progress
 
     def use_served(self, served: Served) -> None:
-        """Ask for the service's numbers: the first rank's are in force on all ranks from the step after a measurement.
+        """Request the service's numbers; the first rank's take effect on all ranks in the step after a measurement.
 
         Safe from another thread: it assigns one reference.
         """
         self._statistics.pulled = served
 
     def observe_batch(self, batch: Any, *, size: float | None = None, share: float | None = None) -> None:
-        """Take the batch of this step on this rank (nested tensors, examples first), or of each of its micro-steps.
+        """Observe this rank's batch of the step or micro-step (nested tensors with the examples as first dimension).
 
-        size: what it counts for, where that is not its number of examples: tokens, for sequences of unequal length;
+        size: the size to count, if not the number of examples: the tokens, for sequences of unequal length;
         batch sizes and the noise scale are then in tokens. share: which part of each batch the script is handed from
         now on; the agent says so while a launch measures smaller batches, and B is this part of `global_batch_size`.
         The last batch is kept by reference until `step`.
@@ -153,7 +153,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         """Take one scaled step; `closure` is evaluated once, before the factor is found. The first step is not scaled.
 
         A step without a backward pass at a learning rate of 0, by which torch.distributed.checkpoint makes an
-        optimizer's state, is the wrapped optimizer's alone and is not counted.
+        optimizer's state, runs the wrapped optimizer unchanged and is not counted.
         """
         loss = None
         if closure is not None:
@@ -183,7 +183,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         return not self._statistics.tap.seen and on_host and not any(rates)
 
     def _refuse_unknown_batch(self) -> None:
-        """Refuse b_small without B: the ceiling of the factors would be several times too high."""
+        """Raise ValueError for b_small without B: the ceiling of the factors would be several times too high."""
         needed = self._arguments["small_batch_size"] is not None and self.policy.name in ("gain", "ags")
         if needed and self._statistics.batch_size is None and not self._statistics.observed:
             raise ValueError(
@@ -193,7 +193,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._size_known = True
 
     def _apply(self, factors: float | GatedFactors) -> None:
-        """Take the wrapped optimizer's step, scaled: the one place where factors meet weights."""
+        """Take the wrapped optimizer's step, scaled; nothing else applies factors to weights."""
         if isinstance(factors, float):
             if scaled_step(self._inner, factors):
                 self._statistics.warn(OWN_RATE)
@@ -216,7 +216,7 @@ class TulaOptimizer(torch.optim.Optimizer):
             torch.lerp(old, parameter, scale.expand_as(parameter), out=parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as the wrapped optimizer does, and what a skipped step left in the taps."""
+        """Clear gradients as the wrapped optimizer does, and the sums that a skipped step left in the taps."""
         self._inner.zero_grad(set_to_none=set_to_none)
         self._statistics.tap.clear()
 
@@ -237,7 +237,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         return {**{name: value for name, value in measured.items() if not math.isnan(value)}, **base}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state and, under `tula` of the first group, all that decides the next factors.
+        """Return the wrapped optimizer's state and, as `tula` in the first group, all numbers behind the next factors.
 
         Equal on all ranks. It is in the group, since torch.distributed.checkpoint, ZeRO and FSDP's helpers keep the
         group's values, and equally long under every policy, since they load in place; factors of `ags` are in the state
@@ -259,9 +259,9 @@ class TulaOptimizer(torch.optim.Optimizer):
         return {**saved, "state": state, "param_groups": [{**first, _STATE_KEY: own}, *rest]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue bit for bit from `state_dict`; without what `tula` names, scaling starts from nothing.
+        """Continue bit for bit from `state_dict`; without its entry `tula`, scaling starts afresh.
 
-        The policy and its numbers are those of this optimizer. What another policy had measured is left out.
+        This optimizer keeps its policy and numbers. Measurements under another policy are left out.
         """
         first, *rest = state_dict["param_groups"]
         groups = [{key: value for key, value in first.items() if key != _STATE_KEY}, *rest]
@@ -291,7 +291,7 @@ class TulaOptimizer(torch.optim.Optimizer):
             self._rule.load_factors(factors, self.numbers)
 
     def close(self) -> None:
-        """Remove every hook from the parameters; later steps are the wrapped optimizer's."""
+        """Remove every hook from the parameters; later steps run the wrapped optimizer unchanged."""
         self._closed = True
         self._statistics.tap.close()
 
@@ -350,7 +350,7 @@ def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> bool:
 
     For SGD, Adam and their variants the update is linear in the learning rate, so this scales the update, decoupled
     weight decay included, without touching a tensor. A rate that the step changed keeps its change in proportion, and
-    the function returns True; of rates that are tensors it does not say so, since that would wait for the device.
+    the function returns True; it does not check rates that are tensors, since that would wait for the device.
     """
     if factor == 1.0:
         optimizer.step()
@@ -379,5 +379,5 @@ def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> bool:
 
 
 def _gated(factor: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Return `factor` where the gate is open, else exactly 1."""
+    """Return `factor` if the gate is open, else exactly 1."""
     return torch.where(gate.to(factor.device) > 0, factor, torch.ones_like(factor))

@@ -1,7 +1,7 @@
-"""The policies of `TulaOptimizer`, and the numbers of each that are in force.
+"""Defines the policies of `TulaOptimizer`, and which of their numbers are in force.
 
-A number in force is the script's; where the script gives none, what a user set at the service (`Served`); else the
-default.
+The script's number is in force; if the script gives none, the number that a user set at the service (`Served`); else
+the default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tula_wire.bounds import MAX_DELTA, MAX_FACTOR, MIN_DELTA, MIN_FACTOR, NOISE
 from tula_wire.problems import remedy
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
-"""Mean loss of the bare module on a batch; enters autocast itself where training uses it."""
+"""Function that returns the mean loss of the bare module on a batch, under autocast if training uses it."""
 
 _DEFAULT_DELTA, _DEFAULT_S_MIN = 0.5, 1e-3  # of Algorithm 1
 
@@ -29,7 +29,7 @@ _DEFAULT_DELTA, _DEFAULT_S_MIN = 0.5, 1e-3  # of Algorithm 1
 class Gain:
     """The default: the learning rate times the noise gain, from gradients of earlier steps; its root under Adam.
 
-    Under torch's SGD the steps of matrices also turn to directions that the noise does not decide (`direction`).
+    Under torch's SGD the steps of matrices also turn to directions that noise does not dominate (`direction`).
     Embeddings keep their steps, and so does a parameter group with `direction=False`.
 
     s_max: the largest factor; B / b_small by default, which is also the most that is accepted.
@@ -106,7 +106,7 @@ class Ags:
 class Static:
     """Equation 8 of the paper: one factor for every step that is not sensitive.
 
-    scale: the factor; where the script gives none, the service's, and 1 until there is one. delta: as of `Ags`.
+    scale: the factor; if the script gives none, the service's, and 1 until the service has one. delta: as in `Ags`.
     Raises ValueError for a number that makes no sense.
     """
 
@@ -132,7 +132,7 @@ POLICIES: Mapping[str, type[Policy]] = {kind.name: kind for kind in (Gain, Measu
 
 
 def policy_named(policy: Policy | str) -> Policy:
-    """Return the policy, or the one of that name with its defaults. Raises ValueError for an unknown name."""
+    """Return the given policy, or the named policy with its defaults. Raises ValueError for an unknown name."""
     if not isinstance(policy, str):
         return policy
     if policy not in POLICIES:
@@ -142,7 +142,7 @@ def policy_named(policy: Policy | str) -> Policy:
 
 @dataclass(frozen=True)
 class Served:
-    """Numbers that a user set at the service for the script's policy; `version` 0 where nothing was pulled."""
+    """Numbers that a user set at the service for the script's policy; `version` is 0 until they have been pulled."""
 
     version: int = 0
     delta: float | None = None
@@ -153,9 +153,9 @@ class Served:
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any], policy: str) -> Served:
-        """Read the service's answer; numbers of another policy are left out, and fields of a newer service ignored.
+        """Read the service's answer without numbers of other policies and fields that this version does not know.
 
-        Raises ValueError naming a field of a wrong type or out of its range.
+        Raises ValueError that names a field with a wrong type or a value out of range.
         """
         names = [field.name for field in fields(cls)]
         numbers = {name: answer[name] for name in (*names, "policy") if answer.get(name) is not None}
@@ -201,9 +201,9 @@ class Numbers:
 
 
 def numbers_in_force(policy: Policy, small_batch_size: int | None, served: Served) -> Numbers:
-    """Return each number of the script's, else the service's, else the default.
+    """Return each number from the script, else from the service, else the default.
 
-    A served bound that crosses one of the script's is left out: a user sets bounds without the script's.
+    A served bound that contradicts a bound of the script is left out: users set bounds without seeing the script.
     """
 
     def of_script(name: str) -> Any:

@@ -20,8 +20,8 @@ RETRY_S = 10.0
 class ServedNumbers:
     """Pulls on the shipping thread of the first rank: at the start and, for `ags` and `static`, after each epoch.
 
-    optimizer: a `TulaOptimizer`, held weakly. An answer that is invalid is ignored, at first with a
-    warning, and asked for again.
+    optimizer: a `TulaOptimizer`, held weakly. An invalid answer is ignored (the first time with a warning) and
+    requested again.
     """
 
     def __init__(self, job_id: str, optimizer: Any) -> None:
@@ -35,11 +35,11 @@ class ServedNumbers:
 
     @property
     def wanted(self) -> bool:
-        """False once the script has released its optimizer."""
+        """Return False once the script has released its optimizer."""
         return self._optimizer() is not None
 
     def poll(self, transport: Transport) -> None:
-        """Send one request if an epoch began since the last answer; later, where the service did not answer."""
+        """Send one request if an epoch began since the last answer; retry later if the service did not answer."""
         optimizer = self._optimizer()
         if optimizer is None:
             return

@@ -15,7 +15,7 @@ from tula_agent.readings import HostCopy
 
 @dataclass
 class AsyncReduction:
-    """A reduced vector on its way to the host; `values` waits only for work that was queued before it."""
+    """A reduced vector that is being copied to the host; `values` waits only for work that was queued before it."""
 
     vector: torch.Tensor
     event: torch.cuda.Event | None = None
@@ -28,26 +28,26 @@ class AsyncReduction:
 
 
 class Ranks:
-    """The process group that shares one model; one rank when torch.distributed is not in use."""
+    """The process group that shares a model; a single rank if torch.distributed is not in use."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self._group = process_group
 
     @property
     def size(self) -> int:
-        """World size N of the group."""
+        """Return the world size N of the group."""
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return dist.get_world_size(self._group)
 
     @property
     def rank(self) -> int:
-        """This process within the group, from 0."""
+        """Return the rank of this process within the group, from 0."""
         return 0 if self.size == 1 else dist.get_rank(self._group)
 
     @property
     def is_first(self) -> bool:
-        """True on the rank whose thresholds count."""
+        """Return True on the rank whose thresholds count."""
         return self.size == 1 or dist.get_rank(self._group) == 0
 
     def portion(self, sizes: Sequence[int]) -> list[bool]:
@@ -55,7 +55,7 @@ class Ranks:
 
         Every rank holds the same tensors.
 
-        Exactly one rank reads each, and all read about as much: N ranks need an Nth of the time.
+        Exactly one rank reads each tensor, and all ranks read about equally much: N ranks need an Nth of the time.
         """
         if self.size == 1:
             return [True] * len(sizes)
@@ -78,7 +78,7 @@ class Ranks:
         return [part.view(parcel.dtype) for part in received]
 
     def send(self, vector: torch.Tensor) -> AsyncReduction:
-        """Start to sum `vector` over ranks and to copy it to the host; on a GPU blocks neither host nor device.
+        """Start summing `vector` over ranks and copying the sum to the host; on a GPU neither host nor device waits.
 
         The reduction is ordered on the stream, and the copy to the host after it. On a CPU the sum is waited for: gloo
         aborts a process that ends while a reduction is in flight, and no later step need come to wait for it.

@@ -4,7 +4,7 @@
 
 Under Adam the learning rate is multiplied by the root of r. With c = 1 this is AdaScale's gain (Johnson et al. 2020,
 equation 6). Under `Measure` the same measurement runs, and the factor is 1. `SpikeClip` clips gradients that are
-suddenly much longer than those before them.
+suddenly much longer than earlier gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEASURE_DENSE_STEPS = 128  # of the policy `measure`: a launch of three batches 
 SPARSE_EVERY = 8
 
 PLAIN = (torch.optim.SGD, torch.optim.ASGD)
-"""Optimizers whose update is proportional to the gradient; others divide by its size, as Adam."""
+"""Optimizers whose update is proportional to the gradient; others, such as Adam, divide by its size."""
 
 CLIPPED_OFTEN = (
     "the gradients of more than one step in ten are far longer than usual and are clipped, as where tasks alternate: "
@@ -49,7 +49,7 @@ cost percents of a step."""
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True where the update is proportional to the gradient, also inside ZeRO (`.optim`) and the like."""
+    """Return True if the update is proportional to the gradient, even inside a wrapper such as ZeRO (`.optim`)."""
     inner: object = optimizer
     while not isinstance(inner, PLAIN):
         inner = getattr(inner, "optim", None) or getattr(inner, "optimizer", None)
@@ -60,7 +60,7 @@ def is_plain(optimizer: torch.optim.Optimizer) -> bool:
 
 @dataclass
 class GainState:
-    """What past steps showed; equal on all ranks.
+    """The readings of past steps; equal on all ranks.
 
     `samples`, `norm`: B / b and |G| of the last reading, of step `measured_at`. `variability`: equation 5.
     """
@@ -74,7 +74,7 @@ class GainState:
 
 
 class GainRule:
-    """A factor from past steps only: independent of the batch that it scales, and never waited for.
+    """Computes a factor from past steps only: it is independent of the batch that it scales, and no step waits for it.
 
     `matrix_noise`: V by matrix, the average (0.9 a measurement) of the noise of its gradient in the optimizer's unit.
     `turn` then turns the step that was taken at the factor.
@@ -91,19 +91,19 @@ class GainRule:
         self._reduction: AsyncReduction | None = None
         self._sent_at = -2
         self._clippable = self._clippable_at_send = 0  # steps in which a long gradient is clipped
-        self._clips_before: tuple[float, int] | None = None  # those clipped, and of how many such steps
+        self._clips_before: tuple[float, int] | None = None  # clipped and clippable steps at the last look
         self.matrix_noise: list[float] = []
 
     def next_epoch(self, step: int) -> None:
         """Do nothing: a gain needs no epochs."""
 
     def wants(self, step: int) -> TapMode | None:
-        """Return what the taps must sum during step number `step`."""
+        """Return the sums that the taps must collect during step number `step`."""
         dense = DENSE_STEPS if self._scales else MEASURE_DENSE_STEPS
         return None if step % (self._policy.measure_every or (1 if step < dense else SPARSE_EVERY)) else "tensor"
 
     def factors(self, step: int, numbers: Numbers) -> float:
-        """Return the learning rate's factor, from the steps before this one; measures this one and clips its spike."""
+        """Return the learning rate's factor from earlier steps; measure this step, and clip it if it is a spike."""
         self._receive()
         measurement = self._measure(numbers)
         factor = self._state.factor = self._factor(numbers)
@@ -118,7 +118,7 @@ class GainRule:
         return factor
 
     def turn(self, factor: float) -> None:
-        """Turn a step that was taken at this factor, where the noise of its matrices is known."""
+        """Turn a step that was taken at this factor, if the noise of its matrices is known."""
         if self._directions is None or factor <= 1.0 or not self.matrix_noise:
             return
         noise = dict(zip(self._statistics.matrices, self.matrix_noise, strict=True))
@@ -139,7 +139,7 @@ class GainRule:
         return min(max(gain, 1.0), ratio if numbers.s_max is None else min(numbers.s_max, ratio))
 
     def _receive(self) -> None:
-        """Take up the reading that was sent at an earlier step."""
+        """Add the reading that was sent at an earlier step to the averages."""
         if self._reduction is None:
             return
         (*values, clipped), self._reduction = self._reduction.values(), None
@@ -167,10 +167,10 @@ class GainRule:
         state.samples, state.norm, state.measured_at = moments[2], norm, self._sent_at
 
     def _judge_clips(self, clipped: float) -> None:
-        """Warn where long gradients come regularly: there the clip takes a part of the training away.
+        """Warn if long gradients come regularly: the clip then suppresses a part of the training.
 
-        The first 200 steps are not judged: without normalization layers one step in five of a training's start is a
-        spike, and the clip is for those.
+        The first 200 steps are not judged: without normalization layers one in five of these steps is a spike, and
+        the clip exists for such spikes.
         """
         most, steps = _OFTEN_CLIPPED
         before = self._clips_before
@@ -202,7 +202,7 @@ class GainRule:
         return None
 
     def telemetry(self, numbers: Numbers) -> dict[str, float]:  # noqa: ARG002 - as of `ags`
-        """Return numbers of the last measured step; the noise scale in examples where B is known, else in batches."""
+        """Return numbers of the last measured step; the noise scale is in examples if B is known, else in batches."""
         state = self._state
         return {
             "grad_norm": state.norm,
@@ -214,7 +214,7 @@ class GainRule:
         }
 
     def state(self) -> list[float]:
-        """Return averages for a checkpoint; waits for the measurement in flight and takes it up."""
+        """Return averages for a checkpoint; wait for the measurement in flight and add it."""
         self._receive()
         state, clip = self._state, self._clip
         usual = math.nan if clip is None or clip.usual is None else float(clip.usual)
@@ -226,7 +226,7 @@ class GainRule:
         return [*own, *noise, size, float(self._sent_at), usual, *by_parameter]
 
     def load(self, saved: Sequence[float]) -> None:
-        """Restore what `state` returned."""
+        """Restore the state that `state` returned."""
         numbers = iter(saved)
         factor, samples, norm, measured_at, variability = (next(numbers) for _ in range(5))
         signal, noise, slow, fast, count = (next(numbers) for _ in range(5))
@@ -295,7 +295,7 @@ class SpikeClip:
 
 
 def _part_read(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the first rows of `gradient`: a view in any memory format."""
+    """Return a view of the first rows of `gradient`, whatever its memory format."""
     elements = gradient.numel()
     if elements <= _WHOLE:
         return gradient

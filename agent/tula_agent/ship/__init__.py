@@ -1,1 +1,1 @@
-"""How measurements leave the training process: columns, one background thread, a spool on disk."""
+"""Sends measurements out of the training process: as columns, from one background thread, with a spool on disk."""

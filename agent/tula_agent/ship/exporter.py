@@ -1,4 +1,4 @@
-"""The background thread that carries measurements to the service, or to disk while the service is away."""
+"""Runs the background thread that sends measurements to the service, or to disk while the service is away."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tula_agent.ship.transport import Reply, Transport
 from tula_wire.retry import backoff_s
 
 _JITTER = random.Random()
-"""Our own: a script that decides by the module's generator, seeded alike on all ranks, must find it as it left it."""
+"""A private generator: a script that uses the module's generator, seeded alike on all ranks, must find it unchanged."""
 TRIES_BEFORE_OPEN = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 FLUSH_INTERVAL_S, QUICK_FOR_S, SLOW_FLUSHES = 1.0, 30.0, 10
 """A run sends at every flush interval for `QUICK_FOR_S` seconds, and once in `SLOW_FLUSHES` intervals after that."""
 QUEUE_LIMIT = 100
-"""Requests in memory, those of a minute or two. What no request has taken yet is bounded by `Readings`."""
+"""Most requests in memory, worth a minute or two. `Readings` bounds the measurements that are in no request yet."""
 _TOKENS_FAULT = (401, 403)
-"""Statuses of a token that is unknown or of another job: another one may send the same, as that of `tula upload`."""
+"""Statuses for an unknown token or one of another job: another token, such as that of `tula upload`, may succeed."""
 SAVING_SHARE = 0.1
-"""Share of the time to close that is kept for writing to disk what a service that hangs has not taken."""
+"""Share of the time to close that is kept for writing to disk if the service hangs."""
 
 
 class Exporter:
     """A bounded queue, one daemon thread that is started when first needed, and a spool on disk.
 
-    `collect` is called on the thread before each delivery and answers the requests that are due; `on_reply` gets each
+    `collect` is called on the thread before each delivery and returns the requests that are due; `on_reply` gets each
     reply; `poll` is called after each delivery, with True after the last. While the service fails the circuit is open:
     requests go to the spool, and one at a time probes whether the service is back. The training thread never waits for
     this, except in `close`, which has a deadline.
@@ -84,7 +84,7 @@ class Exporter:
             self._thread = _started(self._run, "tula-agent")
 
     def put(self, request: SpooledRequest) -> None:
-        """Queue a request, from any thread; over the bound the oldest go to disk, or are counted as dropped."""
+        """Queue a request from any thread; beyond the bound, the oldest requests go to disk or count as dropped."""
         self._queue.append(replace(request, lease=self._lease))
         with suppress(IndexError):  # another thread has emptied it
             while len(self._queue) > self.queue_limit:
@@ -95,7 +95,7 @@ class Exporter:
         self._wake.set()
 
     def flush(self, within_s: float) -> None:
-        """Wait at most `within_s` seconds until all measurements so far are sent, or on disk: the process may end."""
+        """Wait up to `within_s` seconds until all measurements so far are sent or on disk; the process may end next."""
         done = threading.Event()
         self._flushes.append(done)
         self.wake()
@@ -103,7 +103,7 @@ class Exporter:
             done.wait(within_s)
 
     def close(self, deadline_s: float, final: Callable[[], list[SpooledRequest]]) -> None:
-        """Deliver the rest and then `final`'s, write what remains to disk, and return: all within `deadline_s`."""
+        """Deliver the queue and `final`'s requests, write the rest to disk, and return, all within `deadline_s`."""
         ends = time.monotonic() + deadline_s
         self.start()
         self._finals.append(final)
@@ -158,7 +158,7 @@ class Exporter:
                 transport.close()
 
     def deliver(self, last: bool = False) -> None:
-        """Deliver once, as the thread does: what waits on disk first, then the queue; `last` ignores pauses."""
+        """Deliver once, as the thread does: first the spool on disk, then the queue; `last` ignores pauses."""
         if self._failures >= TRIES_BEFORE_OPEN:
             self._spool_all()
         if not last and self._clock() < self._not_before:
@@ -193,7 +193,7 @@ class Exporter:
         return self._spool.empty
 
     def _attempt(self, request: SpooledRequest, last: bool) -> bool:
-        """Return True when the request was delivered or refused."""
+        """Return True if the request was delivered or refused."""
         while True:
             assert self._transport is not None
             reply = self._transport.send(request)
@@ -243,7 +243,7 @@ def pause_s(failures: int, reply: Reply) -> float:
 
 
 def _started(target: Callable[[], None], name: str) -> threading.Thread | None:
-    """Return a new daemon thread; None where Python starts no more: too many, or version 3.12 while it exits."""
+    """Return a new daemon thread; None if Python cannot start one (too many, or Python 3.12 during exit)."""
     thread = threading.Thread(target=target, name=name, daemon=True)
     try:
         thread.start()

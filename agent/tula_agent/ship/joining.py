@@ -1,4 +1,4 @@
-"""A run that no launcher has made: the first rank makes it from what the ranks see, in the background."""
+"""Makes a run if no launcher has made one: the first rank registers it, in the background, as the ranks see it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tula_agent.ship.transport import Reply, Transport
 from tula_wire import routes
 
 LEASE_S: Final = 600.0
-"""Samples renew it; the service fails a training that is killed once it has expired."""
+"""Seconds of the lease, which samples renew; once it expires, the service marks a killed training run as failed."""
 HOSTS_WITHIN_S: Final = 10.0
 AT_END_WITHIN_S: Final = 1.5
-"""How long the first rank waits for the names of the others' hosts; how long ranks wait at the end of the script."""
+"""How long the first rank waits for the other ranks' host names; how long ranks wait at the end of the script."""
 TIMEOUT_S: Final = 20.0
-"""Of a request here: the service fits its models before it answers."""
+"""Time-out of these requests: the service fits its models before it answers."""
 _JOBS_READ: Final = 2
-"""Jobs of this name that are asked for: with a second one, the name does not say which."""
+"""Most jobs of this name to request: with a second one, the name is ambiguous."""
 
 
 class Process(Protocol):
-    """What the recorder is asked: its place among the ranks, and what it has seen."""
+    """The recorder's answers: the process's place among the ranks, and the configuration that the recorder has seen."""
 
     config: AgentConfig
     boot_id: str
@@ -47,7 +47,7 @@ class Process(Protocol):
 
 
 class _NoRun(Exception):
-    """Why there is no run; the service's `reply`, if that is the reason."""
+    """Says why there is no run, with the service's `reply` if that is the reason."""
 
     def __init__(self, reason: str, reply: Reply | None = None) -> None:
         super().__init__(reason)
@@ -58,7 +58,7 @@ class Joining:
     """The run of a job: the first rank makes it once a step has shown its configuration, the others learn its id.
 
     Until then measurements stay in their queues. A service that is away is asked again after a back-off; one that
-    refuses is not: the first rank says why, once, and what is measured is dropped. `number` differs for each training
+    refuses is not: the first rank says why, once, and measurements are dropped. `number` differs for each training
     of this process. Everything here runs on the shipping thread, so that training waits for none of it.
     """
 
@@ -141,7 +141,7 @@ class Joining:
         self._known(run_id)
 
     def _known(self, run_id: str | None) -> None:
-        """Note the run, or with None that there will be none.
+        """Store the run; None means that there will be none.
 
         It is left to a later start, whose first rank may be on any machine.
         """
@@ -186,7 +186,7 @@ class Joining:
     def _continued(self, service: Transport, job_id: str) -> dict[str, Any]:
         """Return the training run before a restart by torchrun, if the service still has it.
 
-        One that another run continued is older: this machine had no part in the start before.
+        A run that another run has continued is too old: this machine had no part in the previous start.
         """
         before = ""
         with self._guard("finding the run before a restart"):
@@ -199,7 +199,7 @@ class Joining:
         return {"continues": before} if latest else {}
 
     def _nodes(self) -> tuple[int, int]:
-        """Return nodes and ranks (replicas of the model) per node, by host names, or else as the launcher says."""
+        """Return nodes and ranks (replicas of the model) per node by host names, else by the launcher's variables."""
         per_replica = self._process.model_parallel_size
         processes = self._process.config.ranks_per_node
         channel = self._process.channel()
@@ -211,7 +211,7 @@ class Joining:
         return max(1, ranks // ranks_per_node), ranks_per_node
 
     def _job(self, service: Transport, num_nodes: int, ranks_per_node: int, local_batch_size: int) -> str:
-        """Return the id of the job: found by that, found by its name, or registered."""
+        """Return the job's id, looked up by id or by name, or newly registered."""
         name = self._wanted.name
         if is_id(name) and _ask(service, "GET", f"{routes.JOB_RUNS.format(job_id=name)}?limit=1", may_miss=True):
             return name
@@ -237,7 +237,7 @@ class Joining:
 def _ask(
     service: Transport, method: str, path: str, body: dict[str, Any] | None = None, *, may_miss: bool = False
 ) -> dict[str, Any]:
-    """Send a request whose answer is needed at once, and return the answer; empty where it `may_miss` and does.
+    """Send a request whose answer is needed at once, and return it; empty if the resource `may_miss` and is missing.
 
     Raises _NoRun.
     """
@@ -262,12 +262,12 @@ def _mark(number: int) -> Path | None:
 
 
 def _host(channel: Channel, rank: int) -> str:
-    """Return the key of a host's name; an elastic round of another size, after as many restarts, has another."""
+    """Return the key of a host's name, which differs between elastic rounds of different size or restart count."""
     return f"host/{channel.world_size}/{rank}"
 
 
 def _checked(identifier: Any) -> str:
-    """Return an id that can be part of a path. Raises ValueError for anything else."""
+    """Return an id that is safe as part of a path. Raises ValueError for anything else."""
     if not is_id(identifier):
         raise ValueError(f"no id: {identifier!r:.40}")
     return str(identifier)

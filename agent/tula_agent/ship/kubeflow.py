@@ -1,4 +1,4 @@
-"""The status of a Kubeflow TrainJob: how far a training is, where the Trainer's controller asks its pods (KEP-2779)."""
+"""Reports a training run's progress to a Kubeflow TrainJob if the Trainer's controller asks its pods (KEP-2779)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ URL, CA_FILE, TOKEN_FILE = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL"
 """Variables that the controller sets in the pods of a TrainJob: the address that takes its status, the file of the
 certificate's authority, and the file of the pod's token."""
 EVERY_S: Final = 15.0
-"""Seconds between two posts; the controller limits what it takes of a job."""
+"""Seconds between two posts; the controller limits how often it accepts them."""
 TIMEOUT_S: Final = 2.0
 MOST_METRICS: Final = 100
 _INT32: Final = 2**31 - 1
@@ -29,8 +29,8 @@ _INT32: Final = 2**31 - 1
 class TrainJobStatus:
     """Posts percent, time left, spend and metrics of a training, on the shipping thread of the first rank.
 
-    newest: the newest numbers that the script and the agent have logged, by name. The service knows the size of the
-    training, its speed and its prices, so it is asked how far the training is.
+    newest: the newest numbers that the script and the agent have logged, by name. The progress comes from the service,
+    which knows the size of the training, its speed and its prices.
     """
 
     def __init__(self, url: str, ca_file: str, token_file: str, newest: Callable[[], Mapping[str, float]]) -> None:
@@ -42,16 +42,16 @@ class TrainJobStatus:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], newest: Callable[[], Mapping[str, float]]) -> Self | None:
-        """Return what posts the status, or None where no controller asks for it."""
+        """Return the reporter of the status, or None if no controller asks for it."""
         url = environ.get(URL, "")
         if not url.startswith(("http://", "https://")):
             return None
         return cls(url, environ.get(CA_FILE, ""), environ.get(TOKEN_FILE, ""), newest)
 
     def report(self, service: Transport, run_id: str, *, last: bool) -> None:
-        """Post the status if it is due, and at the end of the training, `last`. Lasts a few seconds at most.
+        """Post the status if it is due, or at the end of the training (`last`). Takes a few seconds at most.
 
-        Raises OSError for a file that cannot be read, ValueError for an answer of the service that does not fit.
+        Raises OSError for an unreadable file, and ValueError for an invalid answer from the service.
         """
         now = time.monotonic()
         if now < self._due and not last:

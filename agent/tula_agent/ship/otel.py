@@ -1,4 +1,4 @@
-"""Metrics of a training for OpenTelemetry, where the process has configured its SDK: the agent configures nothing."""
+"""Records metrics of a training run with OpenTelemetry if the process has configured its SDK; configures nothing."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _METRICS: Final = (
     ("tula.training.communication.exposed.duration", "Communication of a step that no compute hides."),
     ("tula.training.input.wait.duration", "Time for which a step waits for data."),
 )
-"""Name and description of each histogram, in seconds. No convention names metrics of a training yet."""
+"""Name and description of each histogram, in seconds. No convention defines names for training metrics yet."""
 
 
 class OtelMetrics:
-    """Three histograms of the process's own meter provider; nothing is imported, and nothing done, without one."""
+    """Three histograms of the process's own meter provider; without one, it imports nothing and does nothing."""
 
     def __init__(self) -> None:
         self._histograms: list[Any] | None = None
 
     def record(self, run_id: str, step_time_s: float, exposed_comm_time_s: float | None, input_time_s: float) -> None:
-        """Record a step after the warm-up, as the first rank measured it. Raises what the SDK raises."""
+        """Record a step after the warm-up, as the first rank measured it. Exceptions of the SDK pass through."""
         histograms = self._found()
         attributes = {"tula.run.id": run_id}
         for histogram, value in zip(histograms, (step_time_s, exposed_comm_time_s, input_time_s), strict=False):

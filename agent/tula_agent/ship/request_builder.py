@@ -1,4 +1,4 @@
-"""On the shipping thread: joins what the ranks measured of a step, and makes the requests of samples and telemetry."""
+"""Joins the ranks' measurements of a step and builds the requests for samples and telemetry, on the shipping thread."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from tula_wire import routes
 HOLD_S = 5.0
 """How long a row waits for the other ranks' times of its step."""
 HOLD_AT_END_S = 1.5
-"""The same at the end of the run, when every rank is leaving."""
+"""The same wait at the end of the run, when every rank is leaving."""
 KEPT_STEPS = 16
-"""Steps that DDP's times are waited for; it publishes them a step or two later."""
+"""Number of steps to wait for DDP's times, which DDP publishes a step or two later."""
 MAX_ROWS = 5_000
-"""Rows of one request; the wire allows twice as many."""
+"""Most rows per request; the wire allows twice as many."""
 MAX_COLUMNS = 64
 MAX_VALUES = 60_000
-"""Columns and numbers of one chunk of telemetry, at most 14 bytes each: less than the wire's MAX_BODY_BYTES."""
+"""Most columns and numbers per chunk of telemetry, at 14 bytes or less each: below the wire's MAX_BODY_BYTES."""
 MAX_NAMES = 1_000
-"""Metrics of one run; the service takes as many."""
+"""Most metrics of a run; the service accepts as many."""
 STRAGGLER_SHARE = 0.02
 """Skew below this share of the step names no straggler."""
 
 
 class StepSplit(NamedTuple):
-    """One step over all ranks, seconds. `straggler_rank` is None where all ranks arrive at the same time."""
+    """One step over all ranks, in seconds. `straggler_rank` is None if all ranks arrive at the same time."""
 
     compute_time_s: float
     comm_time_s: float
@@ -49,7 +49,7 @@ class StepSplit(NamedTuple):
 
 @dataclass
 class SampleRow:
-    """One step as it is sent. `split` is None where communication was not measured; `held_since`: monotonic seconds."""
+    """One step as it is sent. `split` is None if communication was not measured; `held_since`: monotonic seconds."""
 
     timing: StepTiming
     warmup: bool
@@ -61,8 +61,8 @@ class SampleRow:
 def split_over_ranks(timings: Mapping[int, CommTiming]) -> StepSplit:
     """Return one step's split from the timing of every rank, by rank.
 
-    The last rank to arrive waits for no other, so the least exposed time is the communication itself. What the others
-    wait beyond it is skew, and the rank that waits least is the straggler. Compute is the median over ranks.
+    The last rank to arrive waits for no other, so the least exposed time is the communication itself. The others'
+    additional wait is skew, and the rank that waits least is the straggler. Compute is the median over ranks.
     """
     exposed = {rank: timing.exposed_comm_time_s for rank, timing in timings.items()}
     least = min(exposed.values())
@@ -79,7 +79,7 @@ def split_over_ranks(timings: Mapping[int, CommTiming]) -> StepSplit:
 
 
 class Identity(NamedTuple):
-    """Who measured: the columns that every body begins with."""
+    """The process that measured: the columns at the start of every body."""
 
     rank: int
     boot_id: str
@@ -87,10 +87,10 @@ class Identity(NamedTuple):
 
 
 class RequestBuilder:
-    """Takes measurements from `readings`, joins those of one step, and returns requests.
+    """Takes measurements from `readings`, joins the measurements of each step, and returns requests.
 
     identity, is_training: asked at each call, since a process may join another group or become a profiling run.
-    device_use: numbers of the device at this moment, sent as telemetry of the newest step.
+    device_use: the device's present usage, sent as telemetry of the newest step.
     launch: the batches; samples go to the run of their batch, telemetry to the run of the whole batch.
     channel: the connection to the other ranks, or None as long as there is none. Ranks other than the first send their
     `CommTiming`s to the first, and only a summary of their steps with their memory to the service. The reported world
@@ -140,7 +140,7 @@ class RequestBuilder:
         return len(self._rows)
 
     def collect(self, last: bool = False) -> list[SpooledRequest]:
-        """Return the requests that are due; `last` waits a moment for the other ranks and then keeps nothing back."""
+        """Return the requests that are due; `last` waits a moment for the other ranks, then returns everything."""
         leads, measured = (
             self._identity().rank == 0,
             take(self._launch.measured),
@@ -189,7 +189,7 @@ class RequestBuilder:
     def _collect_other(
         self, taken: list[tuple[StepTiming, bool, bool]], channel: Channel | None
     ) -> list[SpooledRequest]:
-        """Post times to the first rank, and return for the service the memory, with the median step time."""
+        """Post times to the first rank; return the request with this rank's memory and median step time."""
         timings = take(self._readings.comm) if channel is not None else []
         if channel is not None and timings:
             with self._guard("sending times to the first rank"):
@@ -204,7 +204,7 @@ class RequestBuilder:
         return due
 
     def _receive(self, channel: Channel, last: bool) -> None:
-        """Take what the other ranks have sent; at the end, wait up to HOLD_AT_END_S for the rest."""
+        """Take the messages of the other ranks; at the end, wait up to HOLD_AT_END_S for the rest."""
         if not self._guard.works("receiving times of the other ranks"):
             return
         ends = time.monotonic() + (HOLD_AT_END_S if last else 0.0)
@@ -220,7 +220,7 @@ class RequestBuilder:
                 time.sleep(0.02)
 
     def _release(self, now: float, last: bool) -> list[SampleRow]:
-        """Return the rows that wait for nothing any more, in order of their steps."""
+        """Return the rows that no longer wait for anything, in order of their steps."""
         ready = []
         world_size = self._identity().world_size
         for step in [s for s in self._device if s <= self._newest and s not in self._rows]:
@@ -247,7 +247,7 @@ class RequestBuilder:
         return ready
 
     def _timed_by_device(self, row: SampleRow, last: bool) -> bool:
-        """Return False while the device has not finished the step; at the end of the run, wall time has to do."""
+        """Return False while the device has not finished the step; at the end of the run, accept wall time instead."""
         pending = self._device.get(row.timing.step)
         if pending is None:
             return True
@@ -276,7 +276,7 @@ class RequestBuilder:
 
     def _samples(self, rows: list[SampleRow]) -> list[SpooledRequest]:
         for row in rows:
-            # Without the time in which the loader prepared examples beyond those that the script got.
+            # Without the time in which the loader prepared examples that the script did not get.
             timing = row.timing
             further_s = timing.input_time_s * (1.0 - self._launch.batch_share(timing.local_batch_size))
             step_time_s, input_time_s = max(timing.step_time_s - further_s, 0.0), timing.input_time_s - further_s
@@ -305,7 +305,7 @@ class RequestBuilder:
         return due
 
     def _note(self, row: SampleRow) -> None:
-        """Let the log's verdict and OpenTelemetry see a step of a training."""
+        """Pass a training step to the verdict in the log and to OpenTelemetry."""
         if row.warmup or not self._is_training() or self._identity().rank:
             return
         timing, split = row.timing, row.split
@@ -316,7 +316,7 @@ class RequestBuilder:
                 self._otel.record(self._launch.find_run(None), timing.step_time_s, comm[0], timing.input_time_s)
 
     def _take_host(self, size: int | None) -> dict[str, Any] | None:
-        """Return facts of loader and host, once for each batch size, which may have a run of its own."""
+        """Return facts about loader and host, once for each batch size, since each may have a run of its own."""
         host = self._readings.host
         if "cores" not in host or size in self._told_host or self._identity().rank:
             return None
@@ -337,7 +337,7 @@ class RequestBuilder:
 
 
 class MetricNames:
-    """The name on the wire of each metric that a script logs: always the same one, and no other metric's."""
+    """Gives each metric that a script logs a unique, constant name on the wire."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}

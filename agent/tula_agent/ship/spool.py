@@ -1,4 +1,4 @@
-"""Requests as bytes, and on disk while the service is away: append-only, bounded, readable after a crash."""
+"""Stores requests on disk while the service is away: append-only, bounded, readable after a crash."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ SUFFIX = ".spool"
 TAKEN = ".uploading"  # after a random part, so that no other file has that name
 _RUN = r"/v1/runs/[\w-][\w.:-]{0,199}"
 _AGENTS_ROUTES = re.compile(rf"PATCH {_RUN}|POST {_RUN}/(samples|telemetry)", re.ASCII)
-"""What `tula upload` sends with the token of its user: a job can write any record into its spool."""
+"""Requests that `tula upload` may send with its user's token, since a job can write any record into its spool."""
 
 
 @dataclass(frozen=True)
 class SpooledRequest:
     """A request without its token.
 
-    `values`: how many measurements are lost if it is dropped. `keep`: write it to disk while the service is away; a
-    heartbeat is not worth that. `lease`: the number of the lease under which it was measured; once another lease has
-    taken over the run, the service refuses the request, even days later.
+    `values`: how many measurements are lost if the request is dropped. `keep`: write it to disk while the service is
+    away; a heartbeat is not worth that. `lease`: the number of the lease under which it was measured; once another
+    lease has taken over the run, the service refuses the request, even days later.
     """
 
     method: Literal["POST", "PATCH"]
@@ -47,7 +47,7 @@ class SpooledRequest:
 
     @classmethod
     def from_record(cls, payload: bytes) -> SpooledRequest:
-        """Return the request that `to_record` made a record of. Raises ValueError for any other payload."""
+        """Return the request in a payload made by `to_record`. Raises ValueError for any other payload."""
         head, _, body = payload.partition(b"\n")
         fields = json.loads(head)
         method, path = fields.get("method"), fields.get("path")
@@ -70,7 +70,7 @@ class Spool:
     A write is one `write` call, so that `kill -9` leaves a torn tail at most, which `read_records` leaves out.
     `tula upload` takes the file by renaming it, at any time: a write into a file that has lost its name meanwhile, and
     may have been read before, is repeated into a new one.
-    Raises OSError when the disk refuses; returns False from `append` when the bound is reached.
+    Raises OSError if the disk refuses; `append` returns False once the bound is reached.
     """
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
@@ -80,7 +80,7 @@ class Spool:
 
     @property
     def empty(self) -> bool:
-        """True when it holds nothing."""
+        """Return True if the spool is empty."""
         return self.size == 0
 
     def append(self, request: SpooledRequest) -> bool:
@@ -95,7 +95,7 @@ class Spool:
         return True
 
     def _write(self, record: bytes) -> bool:
-        """Append to the file; return False where it has lost its name meanwhile."""
+        """Append to the file; return False if it has been renamed meanwhile."""
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             opened = os.fstat(descriptor)
@@ -113,12 +113,12 @@ class Spool:
         return False
 
     def requests(self) -> Iterator[SpooledRequest]:
-        """Yield the requests that it holds, oldest first."""
+        """Yield the requests in the spool, oldest first."""
         if self.path.exists():
             yield from read_records(self.path)
 
     def clear(self) -> None:
-        """Delete everything: it has been sent."""
+        """Delete all requests, which have been sent."""
         self.path.unlink(missing_ok=True)
         self.size = 0
 

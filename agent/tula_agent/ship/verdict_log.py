@@ -1,4 +1,4 @@
-"""The line on a training's speed in its log: the verdict after 100 steps, and at its end."""
+"""Logs a verdict on the speed of a training run after 100 steps and at its end."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tula_wire.memory_breakdown import MemoryBreakdown
 from tula_wire.verdict import Steps, diagnose, sentence
 
 SAID_AFTER_STEPS: Final = 100
-"""Steps after which the verdict is said; a training that ends earlier leaves it to the service."""
+"""Steps after which the verdict is logged; if a run ends earlier, only the service gives its verdict."""
 _KEPT: Final = 1000
-"""Steps that the verdict rests on; as many as the service reads."""
+"""Most steps that the verdict uses; the service reads as many."""
 _QUIET: Final = ("compute_bound", "healthy")
-"""Diagnoses that name nothing to change; the log has them as information, not as warnings."""
+"""Diagnoses that name nothing to change; they are logged as information, not as warnings."""
 
 
 class StepRow(NamedTuple):
-    """One measured step, seconds; None where communication was not measured. The fields are those of `Steps`."""
+    """One measured step in seconds, with the fields of `Steps`; None if communication was not measured."""
 
     step_time_s: float
     input_time_s: float | None
@@ -38,18 +38,18 @@ class VerdictLog:
         self._memory: dict[str, Any] | None = None
 
     def add(self, step: int, row: StepRow) -> None:
-        """Take a step after the warm-up."""
+        """Add a step after the warm-up."""
         self._rows.append(row)
         self._newest = max(self._newest, step)
 
     def add_memory(self, memory: dict[str, Any]) -> None:
-        """Take the newest reading of memory, by the names of a `MemoryBreakdown`."""
+        """Store the newest memory reading, by the names of a `MemoryBreakdown`."""
         self._memory = memory
 
     def say_when_due(self, host: dict[str, Any], *, last: bool) -> None:
-        """Log the verdict once after SAID_AFTER_STEPS, and at the end of a training that took more.
+        """Log the verdict once after SAID_AFTER_STEPS, and again at the end of a longer run.
 
-        host: by the names of `HostFacts`. Nothing is said where too little is measured for a diagnosis.
+        host: by the names of `HostFacts`. Logs nothing if too little is measured for a diagnosis.
         """
         due = self._newest >= SAID_AFTER_STEPS and (self._said_at is None or (last and self._newest > self._said_at))
         if not due:
