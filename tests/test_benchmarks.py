@@ -28,7 +28,7 @@ STORED = {"cluster": ("cluster-tune", "cluster-drift")}
 """Results in several files; else one, whose name may end with the input that it was run on."""
 ELSEWHERE = re.compile(
     r"mlflow|agents\.(workers_4|replicas)|^(source|without)\.|^memory\.(analytic|counted_one|apart)\.|^cold\.held_out"
-    r"|^(sqlite|postgres)\.json\."
+    r"|^(sqlite|postgres)\.json\.|^options\.effect\."
 )
 """Figures of earlier studies (`benchmarks/results/README.md`), and of tables that are not in the repository."""
 
