@@ -26,19 +26,19 @@ Positive = Annotated[float, Field(gt=0, le=1e24)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S)]
 UsdPerHour = Annotated[float, Strict(), Field(ge=0, le=MAX_USD_PER_HOUR)]
-"""A number, and no text that holds one: a price in quotes is a mistake."""
+"""A number, not a text that holds a number: a price in quotes is a mistake."""
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^{UNPRINTABLE}]+$")]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/@+-]{1,200}$")]
-"""A name that may fill a placeholder of a command: to a shell it is one word, and nothing but a word."""
+"""A name that may fill a command's placeholder: to a shell it is a single plain word."""
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}$")]
-"""An id that the service gives: a file name and a word of a shell as it stands, and never `..`."""
+"""An id that the service assigns: usable as it stands as a file name and as a shell word, and never `..`."""
 Message = Annotated[str, AfterValidator(printable), Field(max_length=2000)]
-"""A sentence, often of an exception: control characters in it are replaced, as refusing them would lose the report."""
+"""A sentence, often from an exception: its control characters are replaced, as refusing them would lose the report."""
 Timestamp = AwareDatetime
 
 
 def _open(part: Any) -> Any:
-    """Return the schema with every closed set of words open to readers, since such sets may grow."""
+    """Return the schema with every closed set of words opened for readers, since such sets may grow."""
     if isinstance(part, list):
         return [_open(inner) for inner in part]
     if not isinstance(part, dict):
@@ -54,13 +54,13 @@ def _known_word(value: Any, parse: ValidatorFunctionWrapHandler, info: Validatio
 
 
 class WireModel(BaseModel):
-    """Base of all models. Rejects unknown fields, NaN and infinity; readers use `read`."""
+    """Base class of all models. It rejects unknown fields, NaN and infinity; readers use `read`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, ser_json_inf_nan="null")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the model's schema, in which `read` lets a word pass that this version does not know."""
+        """Return the model's schema, in which `read` accepts words that this version does not know."""
         schema: CoreSchema = _open(handler(source))
         return schema
 
@@ -69,12 +69,12 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def optional(description: str) -> Any:
-    """Return a field that is null unless it is given."""
+    """Return a field that is null unless given."""
     return Field(None, description=description)
 
 
 def read(model: type[M], payload: bytes | str | dict[str, Any]) -> M:
-    """Parse `payload` as a reader: takes fields and words that a newer writer may send, and validates all others.
+    """Parse `payload` as a reader: accept fields and words that a newer writer may send, and validate all others.
 
     Raises `pydantic.ValidationError` if a known field is wrong or missing.
     """

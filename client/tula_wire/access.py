@@ -34,14 +34,14 @@ class ProjectList(WireModel):
 class TokenCreate(WireModel):
     """A new token. `agent` needs `job_id`; `read` and `user` take `project`; `admin` needs neither."""
 
-    name: Name = Field(description="What the token is for, as people will read it in a list.")
+    name: Name = Field(description="The purpose of the token, as people will read it in a list.")
     scope: Scope = Field(
         description=(
             "`agent` measures for one job, `read` reads one project and changes nothing, `user` works in one project, "
             "`admin` may do everything."
         )
     )
-    project: Name | None = optional("Name of the project that a `read` or `user` token belongs to.")
+    project: Name | None = optional("Name of the project to which a `read` or `user` token belongs.")
     job_id: str | None = optional("Job that an `agent` token is bound to.")
     expires_in_s: Seconds | None = optional("Seconds until the token expires; null: never.")
 

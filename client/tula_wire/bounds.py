@@ -1,13 +1,13 @@
-"""Physical bounds of numbers on the wire: a value outside of them is a mistake or a lie, and both sides refuse it."""
+"""Physical bounds of numbers on the wire: a value outside them is a mistake or a lie, and both sides refuse it."""
 
 from __future__ import annotations
 
 from typing import Final, Literal
 
 MAX_COUNT: Final = 2**31 - 1
-"""Nodes, ranks, steps between two refreshes, examples of a batch or of a data set."""
+"""Nodes, ranks, steps between two refreshes, examples in a batch or a data set."""
 MAX_NUMBER: Final = 2**53
-"""Steps, sequences and versions: the whole numbers that a double holds exactly."""
+"""Steps, sequence numbers and versions: the whole numbers that a double holds exactly."""
 MIN_FACTOR: Final = 1e-6
 MAX_FACTOR: Final = 1e3
 """Factors of gradient scaling: a batch a million times larger asks for sqrt(10**6)."""
@@ -19,9 +19,9 @@ MAX_BYTES_PER_S: Final = 1e14
 """Bytes a second that one rank can all-reduce: ten times the memory bandwidth of any device."""
 MAX_DURATION_S: Final = 10 * 365 * 86_400.0
 LAUNCH_TOKEN_S: Final = 2 * 86_400.0
-"""Lifetime of the token that a launch gives its agents; whoever renews the lease of their run extends it."""
+"""Lifetime of the token that a launch gives its agents; renewing the lease of their run extends it."""
 FURTHER_WARMUP_STEPS: Final = 3
-"""Most steps discarded of a launch's second batch and those after it: process, optimizer and links are warm. The first
+"""Most steps discarded from a launch's second and later batches: process, optimizer and links are warm. The first
 compiles for the new shape, the second captures a CUDA graph, the third is the first to replay it."""
 MIN_EPOCHS: Final = 1e-9
 MAX_EPOCHS: Final = 1e6

@@ -1,4 +1,4 @@
-"""A configuration: how many nodes, which batch and which options, the one thing that Tula chooses."""
+"""A configuration: how many nodes, which batch and which options. It is the one thing that Tula chooses."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DEFAULT_INSTANCE_TYPE: Final = "default"
 
 
 class Variant(NamedTuple):
-    """An instance type and the value of each option: what a posterior, a memory model and waits for data belong to."""
+    """An instance type and the value of each option, to which a posterior, a memory model and waits for data belong."""
 
     instance_type: str = DEFAULT_INSTANCE_TYPE
     options: Options = ()
 
     def options_include(self, values: Options) -> bool:
-        """Return True where these options have these values, whatever the others have."""
+        """Return True if these options have these values, whatever values other options have."""
         return set(values) <= set(self.options)
 
 
@@ -29,7 +29,7 @@ class Variant(NamedTuple):
 class Configuration:
     """One way to run a job; global batch = local batch x accumulation x world size.
 
-    Creating one checks nothing, because the service creates and hashes thousands. Pydantic checks it where it is a
+    Creating a configuration checks nothing, because the service creates and hashes thousands. Pydantic checks it as a
     field of a model, for example of `RunCreate`.
     """
 
@@ -43,12 +43,12 @@ class Configuration:
         DEFAULT_INSTANCE_TYPE
     )
     options: Annotated[
-        ChosenOptions, Field(description="Value of each option of the job; one that is left out has its first value.")
+        ChosenOptions, Field(description="Value of each option of the job; an omitted option has its first value.")
     ] = ()
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self.num_nodes * self.ranks_per_node
 
     @property
@@ -58,15 +58,15 @@ class Configuration:
 
     @property
     def variant(self) -> Variant:
-        """Its instance type and options, without nodes and batch."""
+        """The variant of this configuration: its instance type and options, without nodes and batch."""
         return Variant(self.instance_type, self.options)
 
     def as_json(self) -> dict[str, Any]:
-        """Return its fields as JSON has them, with the options as an object."""
+        """Return the fields as in JSON, with the options as an object."""
         return asdict(self) | {"options": dict(self.options)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Configuration:
-        """Return the configuration whose fields `as_json` wrote; other keys of `values` do not matter."""
+        """Return the configuration whose fields `as_json` wrote; other keys of `values` are ignored."""
         given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         return cls(**given | {"options": tuple(sorted(given.get("options", {}).items()))})

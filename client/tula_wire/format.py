@@ -9,18 +9,18 @@ from typing import Final
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 
 NOTHING: Final = "-"
-"""What is not known."""
+"""Stands for an unknown value."""
 
 _STEPS: Final = (
     (60, "min", 1, "s", 3_600),
     (3_600, "h", 60, "min", 86_400),
     (86_400, "d", 3_600, "h", math.inf),
 )
-"""Two units with their seconds, and the seconds from which on greater ones are used."""
+"""Two units with their seconds, and the seconds from which larger units are used."""
 
 
 def duration(seconds: float | None) -> str:
-    """Format seconds with three figures, or in two units from a minute on.
+    """Format seconds with three significant figures, or in two units from a minute on.
 
     For example: `512 us`, `41.3 ms`, `2.05 s`, `3 min 20 s`, `5 h 12 min`.
     """
@@ -54,7 +54,7 @@ def size(size_bytes: float | None) -> str:
 
 
 def count(number: float) -> str:
-    """Format a count with three figures: `950`, `32.8 k`, `2.1 M`."""
+    """Format a count with three significant figures: `950`, `32.8 k`, `2.1 M`."""
     if not math.isfinite(number):
         return NOTHING
     if number < 0:
@@ -67,12 +67,12 @@ def count(number: float) -> str:
 
 
 def multiple(ratio: float) -> str:
-    """Return a factor with two figures, and whole from ten on: `0.5`, `2.6`, `16`, `120`."""
+    """Return a factor with two significant figures, as a whole number from ten on: `0.5`, `2.6`, `16`, `120`."""
     return f"{_figures(ratio, 2):f}" if abs(ratio) < 9.95 else f"{ratio:,.0f}"
 
 
 def money(usd: float | None) -> str:
-    """Format dollars with cents below a thousand, and with three figures below one."""
+    """Format dollars with cents below a thousand, and with three significant figures below one."""
     if usd is None or not math.isfinite(usd):
         return NOTHING
     if usd < 0:
@@ -95,7 +95,7 @@ def mass(grams: float | None) -> str:
 
 
 def percent(share: float | None, *, signed: bool = False, digits: int = 1) -> str:
-    """Return a fraction as per cent."""
+    """Return a fraction as a percentage."""
     if share is None or not math.isfinite(share):
         return NOTHING
     rounded = round(share * 100, digits) + 0.0  # never -0
@@ -108,12 +108,12 @@ def _in_unit(number: float, unit: str) -> str:
 
 
 def _figures(number: float, figures: int = 3) -> Decimal:
-    """Return `number` rounded to `figures` significant figures; printed as `f` it has no exponent."""
+    """Return `number` rounded to `figures` significant figures; when formatted with `f`, it has no exponent."""
     return Decimal(f"{number + 0.0:.{figures}g}")
 
 
 def cluster_name(value: Configuration) -> str:
-    """Return the nodes: `4 nodes`, or `4 nodes of p3` where the instance types have names."""
+    """Return the nodes: `4 nodes`, or `4 nodes of p3` if the instance types have names."""
     nodes = f"{value.num_nodes} node{'s' if value.num_nodes != 1 else ''}"
     return nodes if value.instance_type == DEFAULT_INSTANCE_TYPE else f"{nodes} of {value.instance_type}"
 
@@ -124,11 +124,11 @@ _OPTIONS: Final = {
     ("checkpointing", "on"): "checkpointing",
     ("checkpointing", "off"): "no checkpointing",
 }
-"""Values of options that have a short name."""
+"""Option values that have a short name."""
 
 
 def option(name: str, word: str) -> str:
-    """Describe a value of an option, `bf16` or `8 workers`, with the option's name where it says too little."""
+    """Describe a value of an option, `bf16` or `8 workers`, with the option's name if the value says too little."""
     if name == "precision":
         return word
     if name == "num_workers":

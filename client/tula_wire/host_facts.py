@@ -1,4 +1,4 @@
-"""What a rank reports of its script and its host."""
+"""What a rank reports about its script and its host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tula_wire._base import Name, Seconds, WireModel, optional
 
 
 class HostFacts(WireModel):
-    """What a rank knows of its script and its host, which the times of steps do not tell.
+    """Facts that a rank knows about its script and its host, which step times do not reveal.
 
     `precision`, `compiled`, `checkpointing` and `sharded` are what one step of a profiling run with options was seen to
     do, whatever the options say.
@@ -21,8 +21,8 @@ class HostFacts(WireModel):
     operations: Annotated[int, Field(ge=1, le=2**31)] | None = optional(
         "Nodes of the autograd graphs of a step: its operations, those of the optimizer left out."
     )
-    launch_time_s: Seconds | None = optional("Seconds that starting one such operation takes, forward and backward.")
-    precision: Name | None = optional("Types in which the forward pass computed, as in `bfloat16`.")
+    launch_time_s: Seconds | None = optional("Seconds that it takes to start one such operation, forward and backward.")
+    precision: Name | None = optional("Types in which the forward pass computed, such as `bfloat16`.")
     compiled: bool | None = optional("True: a model is compiled; false: nothing is.")
     checkpointing: bool | None = optional("True: the backward pass repeated parts of the forward pass.")
     sharded: bool | None = optional("True: no rank holds all parameters whole (FSDP, tensor parallelism).")

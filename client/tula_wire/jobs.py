@@ -35,10 +35,10 @@ MeasuringSteps = Annotated[int, Field(ge=2, le=100_000)]
 
 
 class Instruction(WireModel):
-    """How many steps the agent of a profiling run discards and measures, its precision, and whether it probes."""
+    """How many steps a profiling run's agent discards and measures, with what precision, and whether it probes."""
 
     profiling_warmup_steps: WarmupSteps = Field(
-        description="Steps to discard first; at most 3 of a launch's second batch and those after it."
+        description="Steps to discard first; at most 3 of a launch's second and later batches."
     )
     measuring_steps: MeasuringSteps = Field(
         description="Steps to measure; up to eight times as many while slow steps leave their mean little known."
@@ -54,8 +54,8 @@ class Run(WireModel):
 
     id: Id = Field(description="Identifier that the service assigned.")
     job_id: Id = Field(description="The job.")
-    kind: RunKind = Field(description="`profile` measures a configuration, `train` is a training.")
-    state: RunState = Field(description="Where the run stands.")
+    kind: RunKind = Field(description="`profile` measures a configuration, `train` is a training run.")
+    state: RunState = Field(description="State of the run.")
     configuration: Configuration = Field(description="The configuration that it is to run.")
     origin: RunOrigin = Field("plan", description="Who asked for it: the profiling plan or the user.")
     purpose: str = Field("", description="Why the plan contains it.")
@@ -71,7 +71,9 @@ class Run(WireModel):
     started_at: Timestamp | None = optional("When it first reported `running`.")
     finished_at: Timestamp | None = optional("When it reached a final state.")
     lease_expires_at: Timestamp | None = optional("When its lease expires, unless it is renewed.")
-    lease: int = Field(0, description="Number of its lease, which its agents send; grows when another may hold it.")
+    lease: int = Field(
+        0, description="Number of its lease, which its agents send; grows when the run may get another holder."
+    )
     num_samples: int = Field(0, description="Number of samples stored.")
     num_steps: int | None = optional("Number of steps measured, without warm-up.")
     step_time_s: float | None = optional("Seconds per optimizer step: robust mean over the measuring steps.")
@@ -84,7 +86,7 @@ class Run(WireModel):
     )
     drifted: bool = Field(False, description="True: it does not run at the predicted speed.")
     machine: HostFacts | None = optional(
-        "What its first rank reported of its script and its host; null before that, and in lists of runs."
+        "What its first rank reported about its script and its host; null before that, and in lists of runs."
     )
 
 
@@ -96,7 +98,7 @@ class RunList(WireModel):
 
 
 class Progress(WireModel):
-    """Where a training stands. Its earlier starts count as read and spent."""
+    """The progress of a training run. Its earlier starts count as read and spent."""
 
     done: float | None = optional("Share of the examples that were read, 0 to 1; null before the first step.")
     left_s: float | None = optional("Seconds that the rest takes at the speed of the newest steps.")
@@ -110,20 +112,22 @@ class ClaimRequest(WireModel):
     holder: Name = Field(description="Who leases the run, for example host and process id.")
     lease_s: LeaseSeconds = Field(120.0, description="Seconds until the lease expires, unless it is renewed.")
     max_nodes: Count | None = optional("Claim only runs that need at most this many nodes.")
-    whole_launch: bool = Field(False, description="True: also claim runs that differ in the local batch alone.")
+    whole_launch: bool = Field(False, description="True: also claim runs that differ only in the local batch.")
 
 
 class RunClaimed(WireModel):
-    """The leased run, or None with the reason: all runs are done, or leased by others."""
+    """The leased run, or None with the reason: all runs are done or leased by others."""
 
-    run: Run | None = Field(description="The leased run, of a launch that of the largest batch; null: see `reason`.")
+    run: Run | None = Field(
+        description="The leased run, in a launch the run with the largest batch; null: see `reason`."
+    )
     smaller: list[Run] = Field([], description="The other leased runs of the launch, the smallest batch first.")
     reason: str = Field(description="Why this run, or why none, in one sentence.")
     retry_after_s: float | None = optional("Seconds after which to ask again; null: do not.")
 
 
 class RunCreate(WireModel):
-    """A run outside the plan: a training, or a profiling run of a chosen configuration."""
+    """A run outside the plan: a training run, or a profiling run of a chosen configuration."""
 
     kind: RunKind = Field(description="`profile` or `train`.")
     configuration: Configuration = Field(
@@ -131,7 +135,7 @@ class RunCreate(WireModel):
         "only one with as many ranks per node; an option without a value has its first."
     )
     method: Name | None = optional("Quality method, for comparison on the quality page.")
-    continues: Name | None = optional("The training run that this one resumes.")
+    continues: Name | None = optional("The training run that this run resumes.")
     holder: Name | None = optional("Who holds the run's lease; null: no lease.")
     lease_s: LeaseSeconds = Field(120.0, description="Seconds until the lease expires, unless it is renewed.")
 
@@ -147,7 +151,7 @@ class RunPatch(WireModel):
     lease_s: LeaseSeconds | None = optional("Seconds from now until the lease expires.")
     dropped: Annotated[int, Field(ge=0, le=2**53)] | None = optional("Measurements dropped by the agent so far.")
     output: Annotated[str, AfterValidator(printable_lines), Field(max_length=65_536)] | None = optional(
-        "The end of what the run has written so far; replaces the ones before."
+        "The tail of the run's output so far; replaces the tail stored before."
     )
 
 
@@ -164,7 +168,7 @@ class Terms(WireModel):
 
     compute_time_s: float = Field(description="Seconds of forward, backward and optimizer.")
     exposed_comm_time_s: float = Field(description="Seconds of communication not hidden behind compute.")
-    input_time_s: float = Field(0.0, description="Seconds of waiting for data, as the profiled runs waited.")
+    input_time_s: float = Field(0.0, description="Seconds of waiting for data, judged by the waits of profiled runs.")
     skew_s: float = Field(0.0, description="Seconds of waiting for the slowest rank.")
 
 
@@ -193,10 +197,12 @@ class Candidate(WireModel):
     spot: bool = Field(False, description="True: cost and time are those of pre-emptible capacity.")
     profiled: bool = Field(False, description="True: it was measured.")
     extrapolated: bool = Field(False, description="True: it lies outside what was measured.")
-    dominated: bool = Field(False, description="True: another is neither slower nor dearer, and better in one.")
+    dominated: bool = Field(
+        False, description="True: another candidate is no slower and costs no more, and is better in one of the two."
+    )
     excluded_by: str | None = optional("The limit that excludes it, in one sentence.")
     statistical_efficiency: float | None = optional(
-        "Progress per example over that at the base batch (see `quality`); null: gradient noise scale unknown."
+        "Progress per example relative to the base batch (see `quality`); null: gradient noise scale unknown."
     )
     learning_rate_factor: float | None = optional(
         "Learning rate over that of the base batch (see `quality`), by the rule for such a batch (see "
@@ -209,7 +215,7 @@ ScalingRule = Literal["gain"]
 
 
 class Knee(WireModel):
-    """The knee of the frontier of cost over time (Kneedle's), or why there is none."""
+    """The knee of the frontier of cost over time (by Kneedle), or why there is none."""
 
     found: bool = Field(description="True: the frontier has a knee.")
     configuration: Configuration | None = optional("The candidate at the knee.")
@@ -218,7 +224,7 @@ class Knee(WireModel):
 
 
 class MenuPoint(WireModel):
-    """A point of the frontier of time and cost, and what it costs over the next slower one."""
+    """A point on the frontier of time and cost, and its extra cost over the next slower point."""
 
     configuration: Configuration = Field(description="The configuration.")
     spot: bool = Field(False, description="True: cost and time are those of pre-emptible capacity.")
@@ -231,13 +237,15 @@ class MenuPoint(WireModel):
     energy_kwh: Estimate | None = optional("Kilowatt-hours of the accelerators; null: no run has reported energy.")
     energy_usd: Estimate | None = optional("US dollars of that energy; null without `usd_per_kwh`.")
     energy_gco2: Estimate | None = optional("Grams of CO2 of that energy; null without `gco2_per_kwh`.")
-    recommended: bool = Field(False, description="True: it is the recommended one.")
+    recommended: bool = Field(False, description="True: it is the recommended point.")
 
 
 class Quality(WireModel):
-    """Whether the chosen batch is expected to keep the accuracy of the base batch, at which the rate was tuned."""
+    """Whether the chosen batch is expected to keep the accuracy of the base batch, for which the rate was tuned."""
 
-    kept: bool = Field(description="True: most such trainings lost at most one point; false: the accuracy is at risk.")
+    kept: bool = Field(
+        description="True: most such training runs lost at most one point; false: the accuracy is at risk."
+    )
     steps: int = Field(description="Optimizer steps of the training at the chosen batch.")
     base_batch_size: int = Field(description="The script's `small_batch_size`, else the smallest candidate, examples.")
     base_steps: int = Field(description="Optimizer steps of the training at that batch.")
@@ -246,15 +254,16 @@ class Quality(WireModel):
 
 
 class OptionEffect(WireModel):
-    """What a value of an option is worth: the best candidate with it against the best with the option's first value.
+    """The worth of an option's value: the best candidate with it against the best with the option's first value.
 
-    Each is at its own nodes and batch; a factor of 0.5 halves the time. The other options are those of two launches
-    that differ in this option alone, as near as may be to the recommended ones, else the recommended ones.
+    Each has its own nodes and batch; a factor of 0.5 halves the time. The other options come from two launches that
+    differ only in this option and are nearest to the recommended options; without such launches, they are as
+    recommended.
     """
 
     option: str = Field(description="Name of the option.")
     value: str = Field(description="The value.")
-    base: str = Field(description="The option's first value, which it is compared with.")
+    base: str = Field(description="The option's first value, with which it is compared.")
     launched: bool = Field(description="True: a run with this value was measured; false: the factors are believed.")
     recommended: bool = Field(description="True: it is the recommended value.")
     time: Estimate | None = optional("Time of the whole training over that with the first value.")
@@ -263,7 +272,7 @@ class OptionEffect(WireModel):
         "Peak bytes of one rank over those with the first value at equal batch; null before any is known."
     )
     most_gain: float | None = optional(
-        "Share of the recommendation's time or cost that it could save at most (0.01: 1 %), where it was not launched."
+        "Largest share of the recommendation's time or cost that it could save (0.01: 1 %), if it was not launched."
     )
     left_out: str | None = optional("Why no candidate has this value, in one sentence: no launch with it succeeded.")
     sentence: str = Field(description="The same in words.")
@@ -276,8 +285,8 @@ class ModelReport(WireModel):
     version: str = Field(description="Version of the fit; changes with the data.")
     num_runs: int = Field(description="Number of runs that were fitted.")
     num_samples: int = Field(description="Number of samples that were fitted.")
-    cross_validated_error: float | None = optional("Median relative error, one run left out; null with too few.")
-    warnings: list[str] = Field([], description="What to know before trusting the predictions, one sentence each.")
+    cross_validated_error: float | None = optional("Median relative error, one run left out; null with too few runs.")
+    warnings: list[str] = Field([], description="Warnings to read before trusting the predictions, one sentence each.")
 
 
 class Recommendation(WireModel):
@@ -297,20 +306,20 @@ class Recommendation(WireModel):
     least_cost: Candidate | None = optional("The candidate of least expected cost; null without a price.")
     balanced: Candidate | None = optional("What the objective `balanced` chooses among the candidates.")
     with_base_options: Candidate | None = optional(
-        "What the objective chooses where each option has its first value, as the script runs today; null: no options."
+        "What the objective chooses if each option has its first value, as the script runs today; null: no options."
     )
     options: list[OptionEffect] = Field(
         [], description="What each further value of each option is worth; empty before a run was measured."
     )
     knee: Knee = Field(description="The knee of the frontier of cost over time.")
-    quality: Quality | None = optional("What the chosen batch does to the accuracy; null: nothing is chosen.")
+    quality: Quality | None = optional("The effect of the chosen batch on the accuracy; null: nothing is chosen.")
     why: str = Field(description="Reason for the choice, the runner-up, and what limits excluded.")
     scaling_rule: ScalingRule | None = optional(
         "What to do with the learning rate of the smallest global batch: `gain` let `TulaOptimizer` scale "
         "it by the noise scale; null: nothing is chosen, that batch itself, or an optimizer that no experiment used."
     )
     candidates: list[Candidate] = Field(description="All candidates, those excluded by a limit too.")
-    frontier: list[Configuration] = Field(description="Not dominated in time and cost.")
+    frontier: list[Configuration] = Field(description="Candidates not dominated in time and cost.")
     menu: list[MenuPoint] = Field(
         [],
         description="Up to five points to choose among, the fastest first: of the frontier of what the objective may "
@@ -338,10 +347,10 @@ class Predictions(WireModel):
 
 
 class BatchStage(WireModel):
-    """One stage of a batch schedule, which lasts until the next one begins."""
+    """One stage of a batch schedule, which lasts until the next stage begins."""
 
-    first_step: int = Field(description="Optimizer step with which it begins; 0: the first of the training.")
-    first_example: int = Field(description="Examples that the stages before it train on.")
+    first_step: int = Field(description="Optimizer step with which it begins; 0: the first step of the training.")
+    first_example: int = Field(description="Examples on which the stages before it train.")
     first_share: float = Field(description="The same as a share of all examples.")
     steps: int = Field(description="Its optimizer steps.")
     configuration: Configuration = Field(description="The best configuration for it, by the objective.")
@@ -356,7 +365,7 @@ class BatchStage(WireModel):
 
 
 class BatchSchedule(WireModel):
-    """A batch that grows during a training, in at most four stages, each at the best number of nodes for it."""
+    """A batch that grows during training, in at most four stages, each on its best number of nodes."""
 
     job_id: str = Field(description="The job.")
     objective: str = Field(description="What was optimized.")
@@ -364,9 +373,11 @@ class BatchSchedule(WireModel):
     steps: int = Field(0, description="Optimizer steps of all stages.")
     constant: Configuration | None = optional("The recommended configuration, with which the schedule is compared.")
     spot: bool = Field(False, description="True: cost and time are those of pre-emptible capacity.")
-    base_batch_size: int | None = optional("The batch that the learning rate was tuned for, examples.")
+    base_batch_size: int | None = optional("The batch for which the learning rate was tuned, in examples.")
     tokens_per_example: float | None = optional("Tokens of an example; null: unknown, or no text.")
-    noise_run_id: str | None = optional("The training whose gradient noise decides; null: none measured it throughout.")
+    noise_run_id: str | None = optional(
+        "The training run whose gradient noise decides; null: none measured it throughout."
+    )
     relaunch_s: float = Field(0.0, description="Seconds that each later stage takes to start again from a checkpoint.")
     time_s: Estimate | None = optional("Seconds of all stages and relaunches.")
     cost_usd: Estimate | None = optional("US dollars of all stages and relaunches; null without a price.")
@@ -377,14 +388,14 @@ class BatchSchedule(WireModel):
 
 
 class LedgerEntry(WireModel):
-    """A past recommendation with the prices of that time, and the measurement that followed."""
+    """A past recommendation with the prices at that time, and the measurement that followed."""
 
     recommendation_id: str = Field(description="The recommendation.")
     created_at: Timestamp = Field(description="When it was made (RFC 3339, with time zone).")
     objective: str = Field(description="What was optimized.")
-    basis: Basis = Field(description="What it rested on.")
+    basis: Basis = Field(description="The basis of the recommendation.")
     configuration: Configuration | None = Field(description="What was recommended; null: nothing.")
-    prices: dict[str, object] = Field(description="Prices of that time, by instance type (US dollars).")
+    prices: dict[str, object] = Field(description="Prices at that time, by instance type (US dollars).")
     model_version: str = Field(description="Version of the fit.")
     predicted_step_time_s: Estimate | None = Field(description="Predicted seconds per optimizer step.")
     predicted_cost_usd: Estimate | None = optional("Predicted US dollars of the whole training.")
@@ -401,7 +412,7 @@ class Ledger(WireModel):
 
 
 JOBS_COUNTED: Final = 1000
-"""The total of a list of jobs is counted up to this number, to bound the time that a list takes."""
+"""The total of a list of jobs is counted up to this number, which bounds the time that a list takes."""
 
 Optimizer = Literal["sgd", "momentum", "adam", "other"]
 JobState = Literal["planning", "ready", "training", "finished", "archived"]
@@ -417,7 +428,7 @@ class ModelSpec(WireModel):
     name: Name = Field(description="Name of the network; jobs with the same name and device share what was learnt.")
     parameters: Annotated[int, Field(ge=1, le=2**50)] | None = optional("Number of trainable parameters.")
     flops_per_sample: Positive | None = optional("Forward and backward, floating point operations.")
-    precision: Precision | None = optional("Of most arithmetic; `bf16` and `fp16` also where mixed with `fp32`.")
+    precision: Precision | None = optional("Precision of most arithmetic; `bf16` and `fp16` also if mixed with `fp32`.")
     activation_bytes_per_sample: Bytes | None = optional(
         "Bytes of activations that one more example holds at the peak of a step; the service refuses 0."
     )
@@ -506,7 +517,7 @@ class ClusterSpec(WireModel):
 
     @property
     def device(self) -> str | None:
-        """The name in `DEVICES` of its accelerator; None where the table does not have it."""
+        """The name of its accelerator in `DEVICES`, or None if the table lacks it."""
         return known_device(self.accelerator)
 
     @model_validator(mode="after")
@@ -571,7 +582,7 @@ class ProfilingSpec(WireModel):
         description="One launch measures every local batch that the plan wants on a cluster, and `max_runs` counts "
         "launches; false: one batch per launch.",
     )
-    max_runs: Count | None = optional("Most launches, without `share_launches` runs; null: the planner decides.")
+    max_runs: Count | None = optional("Most launches (without `share_launches`, most runs); null: the planner decides.")
     max_gpu_seconds: Positive | None = optional("Most seconds of all ranks together; null: unlimited.")
     memory_safety: Share = Field(0.95, description="Required probability that a recommended batch fits in memory.")
     only: _OptionNames | None = optional("Options that vary; the others keep their first value. Null: all vary.")
@@ -589,7 +600,7 @@ class JobSpec(WireModel):
 
     name: Name = Field(description="Name of the job, for people.")
     model: ModelSpec = Field(description="The network.")
-    dataset: DatasetSpec = Field(description="The data that an epoch consists of.")
+    dataset: DatasetSpec = Field(description="The data that make up an epoch.")
     epochs: Annotated[float, Field(ge=MIN_EPOCHS, le=MAX_EPOCHS)] = Field(
         1, description="Epochs of the whole training."
     )
@@ -602,7 +613,7 @@ class JobSpec(WireModel):
         "US dollars per hour that the training's duration costs you; `balanced` then minimizes both."
     )
     usd_per_kwh: _PerKwh | None = optional(
-        "US dollars per kilowatt-hour, where you pay for energy apart from the nodes."
+        "US dollars per kilowatt-hour, if you pay for energy separately from the nodes."
     )
     gco2_per_kwh: _PerKwh | None = optional("Grams of CO2 per kilowatt-hour.")
     search: Search = Field(
@@ -622,7 +633,7 @@ class JobSpec(WireModel):
 
     @property
     def varied_options(self) -> dict[str, list[str]]:
-        """The values that are tried of each option: the first alone where `profiling.only` does not name the option."""
+        """The values of each option that are tried: only the first if `profiling.only` does not name the option."""
         only = self.profiling.only
         return {name: values if only is None or name in only else values[:1] for name, values in self.options.items()}
 
@@ -633,12 +644,12 @@ class JobSpec(WireModel):
 
     @property
     def option_combinations(self) -> list[Options]:
-        """Every combination of the values of the options, the base first."""
+        """Every combination of option values, the base first."""
         return combinations(self.options)
 
     @property
     def varied_combinations(self) -> list[Options]:
-        """The combinations that are tried, the base first."""
+        """The combinations of option values that are tried, the base first."""
         return combinations(self.varied_options)
 
     @model_validator(mode="after")
@@ -668,10 +679,10 @@ class JobPatch(WireModel):
 
     objective: Objective | None = optional("What to optimize from now on.")
     usd_per_hour_of_waiting: Annotated[UsdPerHour, Field(gt=0)] | None = optional(
-        "US dollars per hour, from now on; null takes it out."
+        "US dollars per hour, from now on; null removes it."
     )
-    usd_per_kwh: _PerKwh | None = optional("US dollars per kilowatt-hour, from now on; null takes it out.")
-    gco2_per_kwh: _PerKwh | None = optional("Grams of CO2 per kilowatt-hour, from now on; null takes it out.")
+    usd_per_kwh: _PerKwh | None = optional("US dollars per kilowatt-hour, from now on; null removes it.")
+    gco2_per_kwh: _PerKwh | None = optional("Grams of CO2 per kilowatt-hour, from now on; null removes it.")
     limits: Limits | None = optional("Limits from now on; replaces all of them.")
     prices: Annotated[dict[str, Price], Field(title="Prices")] | None = optional("By instance type.")
     share_launches: bool | None = optional("`profiling.share_launches` from now on.")
@@ -686,7 +697,7 @@ class JobSummary(WireModel):
     id: Id = Field(description="Identifier that the service assigned.")
     name: str = Field(description="Name of the job.")
     model_name: str = Field(description="Name of the network.")
-    state: JobState = Field(description="Where the job stands.")
+    state: JobState = Field(description="State of the job.")
     objective: Objective = Field(description="What is optimized.")
     created_at: Timestamp = Field(description="When it was registered (RFC 3339, with time zone).")
     runs_done: int = Field(description="Number of profiling runs that ended.")
@@ -700,7 +711,7 @@ class JobSummary(WireModel):
 
 
 class JobPage(WireModel):
-    """One page of jobs; `next_cursor` is None on the last."""
+    """One page of jobs; `next_cursor` is None on the last page."""
 
     jobs: list[JobSummary] = Field(description="Jobs, newest first.")
     total: int = Field(
@@ -710,12 +721,12 @@ class JobPage(WireModel):
 
 
 class ProfilingCost(WireModel):
-    """What profiling has taken, and what is left of the plan as it is now, launch after launch, start-up included.
+    """The cost of profiling so far, and of the rest of the present plan, launch after launch, start-up included.
 
-    What is left rests on predicted step times and on the start-up of earlier launches, before the first on 30 s. An
+    The rest is estimated from predicted step times and the start-up of earlier launches, or 30 s before the first. An
     interrupted launch counts as taken until its lease expired, and no longer once its runs are leased again. `at_most`
-    counts the launches that an adaptive search may add too, up to its cap, each as long and as dear as the longest and
-    the dearest of the plan.
+    also counts the launches that an adaptive search may add, up to its cap, each as long as the longest and as
+    expensive as the most expensive launch of the plan.
     """
 
     spent_gpu_seconds: float = Field(description="Seconds of all ranks together, so far.")
@@ -734,7 +745,7 @@ class Job(JobSummary):
     """A job with its specification and plan."""
 
     spec: JobSpec = Field(description="The specification as registered and changed since.")
-    plan: list[Run] = Field(description="The profiling runs, those that ended included.")
+    plan: list[Run] = Field(description="The profiling runs, including those that ended.")
     plan_reason: str = Field(description="Why these runs are planned, or why profiling stopped.")
     profiling_cost: ProfilingCost = Field(description="What profiling has cost, and what the rest of the plan costs.")
 
@@ -744,7 +755,7 @@ class JobCreated(WireModel):
 
     job: Job = Field(description="The job, registered or found.")
     recommendation: Recommendation = Field(description="The recommendation as of now.")
-    runs: list[Run] = Field(description="To be profiled next.")
+    runs: list[Run] = Field(description="The runs to profile next.")
 
 
 class Event(WireModel):

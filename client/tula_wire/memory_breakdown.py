@@ -16,7 +16,7 @@ MemoryMethod = Literal["cuda_allocator", "peak_rss", "estimate", "reported"]
 class MemoryBreakdown:
     """Memory of one rank by component (equation 3 of the paper); `method` says how it was read.
 
-    None where it was not read. As with `Configuration`, creating one checks nothing.
+    A component is None if it was not read. As with `Configuration`, creating a breakdown checks nothing.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", revalidate_instances="always")

@@ -1,8 +1,8 @@
 """Options of a job: words of its launch command that have several values, such as the precision or the loader workers.
 
-The first value of an option is its base, what runs today. A configuration holds one value of each option of its job, as
-pairs sorted by name: the canonical form, which `complete` makes. On the wire these pairs are an object, such as
-`{"compile": "off", "precision": "bf16"}`, and an option that a request leaves out has its base value.
+The first value of an option is its base, with which the script runs today. A configuration holds one value of each
+option of its job, as pairs sorted by name: the canonical form, which `complete` makes. On the wire these pairs are an
+object, such as `{"compile": "off", "precision": "bf16"}`, and an option that a request leaves out has its base value.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, GetPydanticSchema, 
 from tula_wire._base import Word
 
 MAX_COMBINATIONS: Final = 64
-"""Most combinations of a job's options: the planner and the model look at every one."""
+"""Most combinations of a job's options: the planner and the model look at every combination."""
 MAX_OPTIONS: Final = 6
-"""Two values of each make `MAX_COMBINATIONS`."""
+"""Two values of each option make `MAX_COMBINATIONS`."""
 PLACEHOLDERS: Final = {
     "num_nodes": "nodes of this run",
     "ranks_per_node": "processes per node",
@@ -40,7 +40,7 @@ PLACEHOLDERS: Final = {
 }
 """The words that Tula fills into a launch command, with their meanings; no option takes such a name.
 
-What `Template.fill` in `tula_client/launch/template.py` is not given is a field of the configuration.
+Words that `Template.fill` in `tula_client/launch/template.py` is not given are fields of the configuration.
 """
 
 _NAME: Final = r"[a-z][a-z0-9_]{0,63}"
@@ -73,7 +73,7 @@ ChosenOptions: TypeAlias = Annotated[
 
 
 def _texts_only(value: Any) -> Any:
-    """Refuse numbers and truth values: TOML has these as well as texts."""
+    """Refuse numbers and booleans, which TOML has besides strings."""
     for name, values in value.items() if isinstance(value, Mapping) else ():
         if isinstance(values, str):
             raise ValueError(f'{name} holds one value: give a list of them, as in ["{values}", "..."]')
@@ -115,13 +115,13 @@ def _checked(options: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 OptionValues: TypeAlias = Annotated[dict[str, list[str]], BeforeValidator(_texts_only), AfterValidator(_checked)]
-"""The values of each option of a job by its name, the base first."""
+"""The values of each option of a job, keyed by its name, the base first."""
 
 
 def complete(options: Mapping[str, Sequence[str]], chosen: Options) -> Options:
-    """Return the canonical form of `chosen`: a value for each of a job's `options`, the base where none was chosen.
+    """Return the canonical form of `chosen`: a value for each of a job's `options`, the base if none was chosen.
 
-    Raises ValueError with the name and the remedy where the job has no such option or no such value of it.
+    Raises ValueError with the name and the remedy if the job has no such option, or the option no such value.
     """
     given = dict(chosen)
     for name, word in given.items():

@@ -1,4 +1,4 @@
-"""What runs and probes measure: all-reduces, samples of steps as columns, and series of numbers by step (telemetry)."""
+"""Measurements by runs and probes: all-reduces, samples of steps as columns, and series by step (telemetry)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AllReduceReading(WireModel):
     size_bytes: Annotated[int, Field(ge=1, le=2**40)] = Field(description="Bytes that each rank holds.")
     time_s: Seconds = Field(description="Seconds of one all-reduce, the median.")
     relative_sd: Annotated[float, Field(ge=0, le=100)] = Field(
-        0.0, description="Standard deviation of the repeats by their median deviation, as a share of the median."
+        0.0, description="Standard deviation of the repeats, from their median deviation, as a share of the median."
     )
     repeats: Count = Field(1, description="How often it was measured.")
 
@@ -38,14 +38,16 @@ Readings = Annotated[list[AllReduceReading], Field(min_length=3, max_length=64)]
 
 
 class AllReduces(WireModel):
-    """What ranks measured together."""
+    """All-reduces that ranks measured together."""
 
-    backend: Backend = Field(description="What reduced the bytes.")
+    backend: Backend = Field(description="The backend that reduced the bytes.")
     num_nodes: Count = Field(description="Nodes that took part.")
-    ranks_per_node: Count = Field(description="Ranks of each of them.")
+    ranks_per_node: Count = Field(description="Ranks of each node.")
     launch_time_s: Seconds | None = optional("Seconds that one kernel takes to launch, the mean over ranks.")
     all_ranks: Readings = Field(description="All-reduces over all ranks, by size.")
-    in_node: Readings | None = optional("Over those of one node; null where there is one node, or one rank per node.")
+    in_node: Readings | None = optional(
+        "All-reduces over the ranks of one node; null with one node, or one rank per node."
+    )
 
     @model_validator(mode="after")
     def _several(self) -> Self:
@@ -57,7 +59,7 @@ class AllReduces(WireModel):
 
 
 class FabricProbe(AllReduces):
-    """What one probe measured of the nodes of an instance type; the newest of each number of nodes and ranks counts.
+    """What one probe measured on nodes of an instance type; the newest for each number of nodes and ranks counts.
 
     A job uses it if `instance_type`, `accelerator` and `network_gbps` are those of its cluster; without an accelerator,
     `default` nodes are the same only with as many ranks.
@@ -80,10 +82,10 @@ class Fabric(WireModel):
 
     probe: FabricProbe = Field(description="What was measured.")
     all_ranks: AllReduceCost = Field(description="Over all ranks.")
-    in_node: AllReduceCost | None = optional("Over the ranks of one node, where it was measured apart.")
+    in_node: AllReduceCost | None = optional("Over the ranks of one node, if measured separately.")
     created_at: Timestamp = Field(description="When it was stored (RFC 3339, with time zone).")
     job_id: str | None = optional(
-        "The job whose run measured it: it counts for other jobs once one of theirs agrees; null: a user's probe."
+        "The job whose run measured it: it counts for other jobs once a probe of theirs agrees; null: a user's probe."
     )
 
 
@@ -96,7 +98,7 @@ class FabricList(WireModel):
 LEASE_HEADER = "Tula-Lease"
 """Header in which agents send the number of the lease under which they measure."""
 MAX_BODY_BYTES = 2**20
-"""Of one body of samples or telemetry: agents send no larger one, and the service refuses it."""
+"""Most bytes of a body of samples or telemetry: agents send no larger body, and the service refuses one."""
 MAX_STEPS = 10_000
 MAX_BUCKETS = 4096
 
@@ -122,11 +124,13 @@ def _check_lengths(of: str, length: int, columns: Iterable[tuple[str, object]]) 
 
 
 class BucketTimeline(WireModel):
-    """When the gradients of each bucket that DistributedDataParallel reduces at once were complete, on one rank."""
+    """When the gradients of each bucket that DistributedDataParallel reduces were complete, on one rank."""
 
-    bucket_bytes: Annotated[list[Bytes], _BUCKETS] = Field(description="Bytes of each, in the order of reduction.")
+    bucket_bytes: Annotated[list[Bytes], _BUCKETS] = Field(
+        description="Bytes of each bucket, in the order of reduction."
+    )
     ready_s: Annotated[list[Elapsed], _BUCKETS] = Field(
-        description="Seconds from the begin of the micro-step until all gradients of the bucket were there."
+        description="Seconds from the start of the micro-step until all gradients of the bucket were complete."
     )
 
     @model_validator(mode="after")
@@ -146,15 +150,17 @@ class SampleBatch(WireModel):
     timing_method: TimingMethod = Field("wall", description="How step times were split.")
     memory: MemoryBreakdown | None = optional("Memory of this rank.")
     energy_per_step_j: Annotated[float, Field(gt=0, le=1e12)] | None = optional(
-        "Joules that its device took for a step, the mean of its measured steps so far."
+        "Joules that its device used per step, the mean over its measured steps so far."
     )
-    machine: HostFacts | None = optional("What it knows of its script and its host; for the verdict and the run.")
+    machine: HostFacts | None = optional(
+        "What the rank knows about its script and its host, for the verdict and the run."
+    )
     timeline: BucketTimeline | None = optional("When its gradients were ready to be reduced.")
     all_reduces: AllReduces | None = optional(
-        "What a probe within the run measured; stored as a fabric of its cluster."
+        "Measurements of a probe within the run; stored as a fabric of its cluster."
     )
     warmup: bool = Field(False, description="True: discarded by the fit.")
-    epochs_before: Annotated[float, Field(ge=0, le=1e6)] | None = optional("Epochs that had been trained at its start.")
+    epochs_before: Annotated[float, Field(ge=0, le=1e6)] | None = optional("Epochs trained before the process started.")
     sequence: Annotated[Column[Number], Field(min_length=1)] = Field(
         description="Number of each sample of this process, increasing; identifies it when resent."
     )
@@ -177,25 +183,25 @@ class SampleBatch(WireModel):
 
 
 class SamplesAccepted(WireModel):
-    """The numbers of stored rows and of duplicates, which a resend makes."""
+    """The numbers of stored rows and of duplicates from resends."""
 
     stored: int = Field(description="Number of samples stored.")
     duplicates: int = Field(description="Number of samples that were stored before.")
     stop: bool = Field(
         False,
-        description="True: end the run, which is over, or measured as long or as precisely as asked.",
+        description="True: end the run, since it is over, or has measured as long or as precisely as asked.",
     )
     run_ended: bool = Field(False, description="True: the run was cancelled or has ended in another way.")
     reason: str | None = optional("Why to stop, in one sentence.")
 
 
 class StepSample(WireModel):
-    """One step of one rank as it is stored; None where nothing was measured."""
+    """One step of one rank as it is stored; None if nothing was measured."""
 
     run_id: str = Field(description="The run.")
     rank: int = Field(description="Global rank of the process.")
     boot_id: str = Field(description="The process that measured it.")
-    sequence: int = Field(description="Number of the sample of that process.")
+    sequence: int = Field(description="Number of the sample within that process.")
     step: int = Field(description="Optimizer step.")
     warmup: bool = Field(description="True: discarded by the fit.")
     step_time_s: float = Field(description="Wall-clock seconds of the step.")
@@ -216,7 +222,7 @@ class SamplePage(WireModel):
 
 
 COLUMN_NAME = r"[a-z][a-z0-9_]{0,63}"
-"""What a column is called; one with another name is left out of its chunk, and named in the answer."""
+"""The name of a column; a column with any other name is left out of its chunk, and named in the answer."""
 
 COLUMNS = (
     "step_time_s", "grad_norm", "gradient_variability", "scale", "scaled_share", "gradient_noise_scale", "loss",
@@ -231,7 +237,7 @@ class ChunkIdentity(WireModel):
 
     rank: Rank = Field(0, description="Global rank of the process.")
     boot_id: Name = Field(description="Random per process start, so that a restart never collides.")
-    sequence: Number = Field(description="Number of the chunk of this process; identifies it when resent.")
+    sequence: Number = Field(description="Number of the chunk within this process; identifies it when resent.")
 
 
 class TelemetryChunk(ChunkIdentity):

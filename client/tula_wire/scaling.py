@@ -1,4 +1,4 @@
-"""Numbers of gradient scaling: set by users for a job and a policy, pulled by agents."""
+"""Parameters of gradient scaling, set by users for a job and a policy, and pulled by agents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ScalingPatch(WireModel):
 
 
 class ScalingThresholds(ScalingPatch):
-    """The numbers of one policy; the training script decides a null one, and any that it passed explicitly."""
+    """The numbers of one policy; the training script decides null numbers, and any that it passed explicitly."""
 
     version: int = Field(1, ge=0, le=MAX_NUMBER, description="Grows with every change; also the ETag.")
-    policy: ScalingPolicy = Field("gain", description="Whose numbers these are.")
+    policy: ScalingPolicy = Field("gain", description="The policy to which the numbers belong.")

@@ -1,4 +1,4 @@
-"""Text from outside: without characters that steer a terminal, forge a line of a log, or reorder what is read."""
+"""Text from outside, without characters that control a terminal, forge a log line, or reorder the text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _REST = re.compile(f"[{UNPRINTABLE}\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Return `text` on one line: U+FFFD for characters that are not printable, a space for tabs and line breaks."""
+    """Return `text` on one line, with U+FFFD for unprintable characters and a space for tabs and line breaks."""
     return _REST.sub("\ufffd", _SPACES.sub(" ", text))
 
 
 def printable_lines(text: str) -> str:
-    """Return the lines of `text`, each as `printable` makes it, without the colours of a terminal.
+    """Return the lines of `text`, each made printable, without terminal colours.
 
     If a line was overwritten, as by a progress bar, only its last text is returned.
     """

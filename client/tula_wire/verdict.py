@@ -1,6 +1,6 @@
 """The verdict on a run: one diagnosis, its evidence, and one next step with its worth; one rule for agent and service.
 
-Pure arithmetic over what is measured of steps; no numpy, so that the agent can call it wherever it runs.
+Pure arithmetic on measured steps; no numpy, so that the agent can call it wherever it runs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ Diagnosis = Literal[
     "input_bound", "communication_bound", "launch_bound", "memory_bound", "straggler", "compute_bound", "healthy",
     "unknown",
 ]  # fmt: skip
-"""What bounds the speed of a run; `unknown` where too little is measured to say."""
+"""What bounds the speed of a run; `unknown` if too little is measured to say."""
 
 WAIT_SHARE: Final = 0.1
-"""Share of a step from which on a wait is a diagnosis, by the lower end of its interval: less is within what one node
-differs from the next."""
+"""Share of a step from which on a wait is a diagnosis, by the lower end of its interval: nodes differ by as much."""
 COMPUTE_SHARE: Final = 0.85
 """Share of a step from which on forward, backward and optimizer alone bound the speed: all waits together are small."""
 LAUNCH_SHARE: Final = 0.5
@@ -38,19 +37,19 @@ LAUNCH_SHARE: Final = 0.5
 up; on an accelerator starting overlaps with running, and the operations of the optimizer, which are not counted, fill
 the rest."""
 FEWEST_SPLIT: Final = 3
-"""Steps with measured communication that its share needs; in a training DDP times few, by its own interval."""
+"""Steps with measured communication that its share needs; during training, DDP times only few, at its own interval."""
 FEWEST_RETRIES: Final = 3
 """Requests that found the device full from which on memory is the diagnosis: one or two are the allocator's search for
 its blocks in the first steps."""
 STRAGGLER_STEPS: Final = 0.5
-"""Share of the steps with a slowest rank in which it must be the same one to be named."""
+"""Share of the steps with a slowest rank in which it must be the same rank to be named."""
 WAITING_ROUNDS: Final = 0.5
 """Share of the rounds of the loader's workers that must wait before more workers are sure to help: less is a stall of
 the storage or of one batch, which they may not remove."""
 MOST_MORE_WORKERS: Final = 16
-"""Workers of a loader that are recommended at most beyond those it has where the cores are not known."""
+"""Most workers that are recommended beyond those the loader has, if the number of cores is not known."""
 BLOCKS: Final = 10
-"""Consecutive steps are averaged in so many blocks before their spread is taken, since neighbours are alike."""
+"""Consecutive steps are averaged in this many blocks before their spread is taken, since neighbours are alike."""
 
 
 class Verdict(WireModel):
@@ -68,15 +67,16 @@ class Verdict(WireModel):
     )
     at_most: bool = Field(False, description="True: `saves` is an upper bound, not an expectation.")
     straggler_rank: Rank | None = optional("The rank that the others wait for; null: none stands out.")
-    steps: int = Field(description="Measured steps that it rests on.")
+    steps: int = Field(description="Number of measured steps on which it rests.")
 
 
 @dataclass(frozen=True)
 class Steps:
     """Measured steps of the first rank, oldest first, warm-up left out; all columns have one length, times in seconds.
 
-    None where nothing was measured of a step. `exposed_comm_time_s` is the communication itself, `skew_s` what the
-    fastest rank waited beyond it for the slowest, `straggler_rank` the slowest where one stands out.
+    None means that nothing was measured for a step. `exposed_comm_time_s` is the communication itself, `skew_s` the
+    additional time that the fastest rank waited for the slowest, and `straggler_rank` the slowest rank if one stands
+    out.
     """
 
     step_time_s: Sequence[float]
@@ -87,12 +87,12 @@ class Steps:
 
 
 def diagnose(steps: Steps, host: HostFacts | None = None, memory: MemoryBreakdown | None = None) -> Verdict:
-    """Return the verdict on these steps: the cause that takes the largest share of a step, where one takes enough.
+    """Return the verdict on these steps: the cause that takes the largest share of a step, if any takes enough.
 
-    A share is the sum of what the cause took over the sum of the step times, since time and money are sums; its
-    interval comes from its variation over the steps. What the next step saves is at most that share, and is stated as
-    an expectation only where arithmetic tells it: workers of a loader divide the time of loading, and accumulation
-    halves the communication of an example. Memory has no share of its own; it is the diagnosis where no wait is.
+    A share is the total time that the cause took over the total of the step times, since time and money are sums; its
+    interval comes from its variation over the steps. The next step saves at most that share, and the saving is stated
+    as an expectation only if arithmetic yields it: loader workers divide the time of loading, and accumulation halves
+    the communication per example. Memory has no share of its own; it is the diagnosis if no wait is.
     """
     host, measured = host or HostFacts(), len(steps.step_time_s)
     if measured < FEWEST_STEPS:
@@ -129,7 +129,7 @@ def sentence(verdict: Verdict) -> str:
 
 
 def worth(verdict: Verdict) -> str:
-    """Return what the next step saves, as the end of its sentence: ` It saves 31 % [25, 36] of a step.`"""
+    """Return what the next step saves, as the end of the sentence: ` It saves 31 % [25, 36] of a step.`"""
     saves = verdict.saves
     if saves is None:
         return ""
@@ -166,9 +166,9 @@ def _input_bound(share: Estimate, steps: Steps, host: HostFacts) -> Verdict:
 
 
 def _waits_in_most_rounds(steps: Steps, workers: int) -> bool:
-    """Return whether the training waits for data in most rounds, of as many steps as the loader has workers.
+    """Return whether training waits for data in most rounds; a round has as many steps as the loader has workers.
 
-    Workers that are all too slow deliver their batches together: one step of a round waits, and the others do not.
+    If all workers are too slow, they deliver their batches together: one step of a round waits, and the others do not.
     """
     pairs = zip(steps.input_time_s, steps.step_time_s, strict=True)
     rows = [(data, whole) for data, whole in pairs if data is not None]
@@ -179,9 +179,9 @@ def _waits_in_most_rounds(steps: Steps, workers: int) -> bool:
 
 
 def _enough_workers(waits: float, workers: int) -> int:
-    """Return how many workers load a batch in the time that the rest of a step takes.
+    """Return how many workers it takes to load a batch in the time of the rest of a step.
 
-    Without workers the wait is the whole time of loading. With n of them, all busy since the training waits, a batch
+    Without workers, the wait is the whole time of loading. With n workers, all busy since the training waits, a batch
     takes n steps to load.
     """
     rest = max(1.0 - waits, 1e-3)
@@ -189,7 +189,7 @@ def _enough_workers(waits: float, workers: int) -> int:
 
 
 def _saved_by_workers(waits: float, workers: int, now: int) -> float:
-    """Return the share of a step saved by `now` workers, where a step takes the longer of loading and the rest."""
+    """Return the share of a step saved by `now` workers, if a step takes the longer of loading and the rest."""
     loading = (workers or waits) / now
     return 1.0 - max(1.0 - waits, loading)
 
@@ -291,9 +291,10 @@ def _verdict(
 
 
 def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Estimate | None:
-    """Return the share of the step times that a part took, over the steps where it was measured; None with too few.
+    """Return the share of the step times that a part took, over the steps with a measurement; None with too few.
 
-    The interval is that of a ratio: the spread of what the part took beyond its share, over blocks of steps.
+    The interval is the interval of a ratio: the spread, over blocks of steps, of the time that the part took beyond its
+    share.
     """
     measured = [(part, whole) for part, whole in zip(part_s, step_time_s, strict=True) if part is not None]
     if len(measured) < FEWEST_SPLIT:
@@ -309,7 +310,7 @@ def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Esti
 
 
 def _fast_compute_s(steps: Steps) -> float:
-    """Return the compute time of a quick step, since the time of a launch is the fastest of several too."""
+    """Return the compute time of a fast step, since the time of a launch is also the fastest of several."""
     rows = zip(steps.step_time_s, steps.input_time_s, steps.exposed_comm_time_s, steps.skew_s, strict=True)
     compute = [t - (data or 0.0) - comm - (skew or 0.0) for t, data, comm, skew in rows if comm is not None]
     return max(1e-9, quantiles(compute, n=4)[0])
