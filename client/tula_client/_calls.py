@@ -71,7 +71,7 @@ class EventReader:
         return event
 
     def disconnected(self) -> float:
-        """Record that the stream ended; return the seconds to wait before connecting again, doubling up to 30 s."""
+        """Record that the stream ended; return the seconds to wait before reconnecting, which double up to 30 s."""
         self._data.clear()
         self.failures += 1
         return min(30.0, self.retry_s * 2.0 ** min(self.failures - 1, 5))
@@ -80,10 +80,10 @@ class EventReader:
 def _endpoint(
     method: Literal["GET", "POST", "PATCH", "DELETE"], route: str, *, idempotent: bool = False
 ) -> Callable[[Callable[Concatenate[Any, P], Call[T]]], Method[P, T]]:
-    """Return a decorator for the declaration of a call.
+    """Return a decorator for call declarations.
 
-    Arguments that `route` names go there, a model is the body, and the others are the query; the answer is parsed as
-    the declared type.
+    Arguments that `route` names go into the path, a model is the body, and the others form the query; the answer is
+    parsed as the declared type.
     """
 
     def declared(declaration: Callable[Concatenate[Any, P], Call[T]]) -> Method[P, T]:
@@ -110,9 +110,9 @@ def _endpoint(
 
 
 def _request(method: str, route: str, arguments: Mapping[str, Any], *, idempotent: bool = False) -> Request:
-    """Build the request of `route`; each of the `arguments` in it, whatever it holds, stays one segment of the path.
+    """Build the request for `route`; each of the `arguments` in it stays one segment of the path, whatever it holds.
 
-    POST alone is not idempotent: PATCH sets absolute values.
+    Only POST is not idempotent: PATCH sets absolute values.
     """
     path: dict[str, str] = {}
     query: list[tuple[str, str]] = []
@@ -141,7 +141,7 @@ def events(job_id: str, *, last_id: int | None = None) -> Request:
 
 
 def parse_error(answer: Answer) -> TulaError:
-    """Return the exception of an answer whose status is not a success."""
+    """Return the exception for an answer whose status is not a success."""
     try:
         return from_problem(read(wire.Problem, answer.body))
     except ValidationError:
@@ -207,13 +207,13 @@ _PARSERS: Final[dict[Any, Callable[[Answer], Any]]] = {
     type(None): _nothing,
     Scaling: _scaling,
 }
-"""For answers that are not models."""
+"""Parsers of answers that are not models."""
 
 
 class Calls(Unsent):
-    """Every call, declared by its route, its arguments and its answer, from which `_endpoint` builds it.
+    """Every call, declared by its route, arguments and answer, from which `_endpoint` builds it.
 
-    Without an argument that is None or its default, and without fields of a body that were not set.
+    Arguments that are None or have their default value are not sent, nor are fields of a body that were not set.
     """
 
     @_endpoint("POST", routes.JOBS, idempotent=True)
@@ -255,7 +255,7 @@ class Calls(Unsent):
 
     @_endpoint("POST", routes.JOB_RUNS)
     def create_run(self, job_id: str, run: wire.RunCreate) -> Call[wire.Run]:
-        """Register a run outside the plan: a training, or a profiling run of a chosen configuration."""
+        """Register a run outside the plan: a training run, or a profiling run of a chosen configuration."""
 
     @_endpoint("GET", routes.JOB_RUNS)
     def runs(
@@ -269,7 +269,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.RUN_PROGRESS)
     def progress(self, run_id: str) -> Call[wire.Progress]:
-        """Return where a training stands: its examples read, seconds left and money spent."""
+        """Return the progress of a training run: examples read, seconds left and money spent."""
 
     @_endpoint("GET", routes.RUN_VERDICT)
     def verdict(self, run_id: str) -> Call[wire.Verdict]:
@@ -300,7 +300,7 @@ class Calls(Unsent):
         cursor: str | None = None,
         limit: int | None = None,
     ) -> Call[wire.SamplePage]:
-        """Return one page of a job's stored steps; `warmup` selects those that the fit discards, or uses (False)."""
+        """Return one page of a job's stored steps; `warmup` selects the steps that the fit discards or (False) uses."""
 
     @_endpoint("GET", routes.RUN_TELEMETRY)
     def series(
@@ -321,7 +321,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.JOB_RECOMMENDATION)
     def recommendation(self, job_id: str, objective: wire.Objective | None = None) -> Call[wire.Recommendation]:
-        """Return the recommended configuration with predictions and reason, by default for the job's objective."""
+        """Return the recommended configuration with predictions and the reason, by default for the job's objective."""
 
     @_endpoint("GET", routes.JOB_PREDICTIONS)
     def predictions(
@@ -336,7 +336,7 @@ class Calls(Unsent):
         usd_per_node_hour: float | None = None,
         deadline_s: float | None = None,
     ) -> Call[wire.Predictions]:
-        """Predict all combinations of the values (what-if); an omitted one takes all that the job allows.
+        """Predict all combinations of the values (what-if); an omitted argument takes all values that the job allows.
 
         `option` holds values such as `precision=bf16`; other options are as recommended.
         """
@@ -381,7 +381,7 @@ class Calls(Unsent):
 
     @_endpoint("POST", routes.FABRICS)
     def send_probe(self, probe: wire.FabricProbe) -> Call[wire.Fabric]:
-        """Store what a probe measured of a fabric; the answer has the line through it."""
+        """Store a probe's measurements of a fabric; the answer holds the line fitted to them."""
 
     @_endpoint("GET", routes.FABRICS)
     def fabrics(self) -> Call[wire.FabricList]:

@@ -1,4 +1,4 @@
-"""`Client` and `AsyncClient`, handles of a job, and runs that the caller measures: each blocking and to be awaited."""
+"""`Client` and `AsyncClient`, job handles, and runs that the caller measures, both blocking and awaitable."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _options(service: settings.Access, timeout_s: float | None) -> dict[str, Any
         "base_url": service.url,
         "headers": {**agent, "Authorization": f"Bearer {service.token}"} if service.token else agent,
         "timeout": TIMEOUT if timeout_s is None else httpx.Timeout(timeout_s),
-        # Over plain HTTP an empty context, as loading all authorities takes 30 ms.
+        # For plain HTTP, an empty context: loading all certificate authorities takes 30 ms.
         "verify": service.url.startswith("https:") or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
     }
 
@@ -89,8 +89,8 @@ def _append(body: bytearray, part: bytes) -> None:
 class Client(Calls, Blocking):
     """A client of one service. Threads may share a client.
 
-    `url` and `token` default to TULA_URL and TULA_TOKEN, of the environment, else of `.env` in the working directory,
-    else to `url` and `token` of the user's config file.
+    `url` and `token` default to TULA_URL and TULA_TOKEN from the environment, else from `.env` in the working
+    directory, else to `url` and `token` from the user's config file.
 
     Every method raises `TulaError`: `ServiceUnreachableError` if no answer came, a `ProblemError` if the service
     rejected the request. Failures are retried as `retry` says, and only if a repetition is harmless.
@@ -111,7 +111,7 @@ class Client(Calls, Blocking):
         self._retry = retry or RetryPolicy()
 
     def send(self, question: Question[T]) -> T:
-        """Send a call, or all calls of a flow, for its result; each method of the API builds its call and sends it."""
+        """Send a call, or all calls of a flow, and return the result; every API method builds its call and sends it."""
         todo = steps(question, self._retry, self.url)
         received: Received = None
         try:
@@ -138,9 +138,9 @@ class Client(Calls, Blocking):
             return error
 
     def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> JobHandle:
-        """Return a handle of a job given by id or name, or by its specification: a `JobSpec`, a mapping or a TOML file.
+        """Return a handle for a job given by id or name, or by specification: a `JobSpec`, a mapping or a TOML file.
 
-        A specification finds the job that has the same one, else registers it. Raises `TulaError` if a name is
+        A specification finds the job with the same specification, else registers it. Raises `TulaError` if a name is
         ambiguous.
         """
         return JobHandle(self, self.send(_flows.resolve_job(job)))
@@ -152,7 +152,8 @@ class Client(Calls, Blocking):
     def events(self, job_id: str, *, last_id: int | None = None) -> Iterator[Event]:
         """Yield the events of a job, each once, until the caller stops.
 
-        After a lost connection, it reconnects and resumes after the last event. `past_events` returns those until now.
+        After a lost connection, it reconnects and resumes after the last event. `past_events` returns the events until
+        now.
         """
         reader = EventReader(last_id=last_id)
         while True:
@@ -250,7 +251,7 @@ class AsyncClient(Calls, Awaited):
 
 
 class _JobMethods(Generic[C]):
-    """What both handles can do: calls and flows that take the job's id first."""
+    """The methods of both handles: calls and flows that take the job's id first."""
 
     def __init__(self, client: C, job_id: str) -> None:
         self.client: C = client
@@ -327,7 +328,7 @@ class ProfileRun:
         peak_bytes: int | None = None,
         warmup: bool = False,
     ) -> bool:
-        """Store the next steps' times in seconds; return True when the service knows the run precisely enough.
+        """Store the next steps' times in seconds; return True once the service knows the run precisely enough.
 
         `warmup` marks steps that the fit discards; `peak_bytes` is the largest memory of a rank. Raises `TulaError`,
         and `pydantic.ValidationError` for a number out of range or columns of different lengths.
@@ -364,7 +365,7 @@ def recommend(
 ) -> Recommendation:
     """Return the recommendation for a job given as a `JobSpec`, a mapping, or the path of a TOML file.
 
-    Registers the job unless the service has one with this specification. `url` and `token` are as of `Client`. Raises
+    Registers the job unless the service has one with this specification. `url` and `token` are as for `Client`. Raises
     `TulaError`.
     """
     with Client(url, token) as client:

@@ -32,7 +32,7 @@ class ExitCode(IntEnum):
 
 
 class TulaError(Exception):
-    """Base of all exceptions of this package."""
+    """Base class of all exceptions of this package."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.FAILED
 
@@ -44,13 +44,13 @@ class JobNotFoundError(TulaError):
 
 
 class UsageError(TulaError):
-    """The command line, a file named there, or the template of a command is wrong."""
+    """The command line, a file that it names, or the template of a command is wrong."""
 
     exit_code = ExitCode.USAGE
 
 
 class LaunchError(TulaError):
-    """What stops `tula tune` or `tula run`, with the remedy; `brief` where the terminal has shown the failure."""
+    """An error that stops `tula tune` or `tula run`, with a remedy; `brief` if the terminal has shown the failure."""
 
     def __init__(self, message: str, brief: str = "") -> None:
         super().__init__(message)
@@ -72,11 +72,11 @@ class ServiceUnreachableError(TulaError):
 
 
 class UnexpectedAnswerError(TulaError):
-    """An answer that no Tula service gives; the address is probably that of another server."""
+    """An answer that no Tula service gives; the address probably belongs to another server."""
 
 
 class ForeignAnswerError(UnexpectedAnswerError):
-    """An error of another server: of a proxy while the service is away, or of whatever has the address."""
+    """An error from another server: a proxy while the service is away, or whatever server has the address."""
 
 
 class ProblemError(TulaError):
@@ -96,7 +96,7 @@ class ProblemError(TulaError):
 
     @property
     def status(self) -> int:
-        """HTTP status of the answer."""
+        """The HTTP status of the answer."""
         return self.problem.status
 
     @property
@@ -121,7 +121,7 @@ class ConflictError(ProblemError, type=ProblemType.CONFLICT):
 
 
 class UnauthenticatedError(ProblemError, type=ProblemType.UNAUTHENTICATED, exit_code=ExitCode.DENIED):
-    """401: the request has no token, or one that is unknown, expired or revoked."""
+    """401: the request has no token, or a token that is unknown, expired or revoked."""
 
 
 class ForbiddenError(ProblemError, type=ProblemType.FORBIDDEN, exit_code=ExitCode.DENIED):
@@ -141,7 +141,7 @@ class TooManyRequestsError(ProblemError, type=ProblemType.TOO_MANY_REQUESTS, exi
 
 
 class ServiceUnavailableError(ProblemError, type=ProblemType.UNAVAILABLE, exit_code=ExitCode.UNREACHABLE):
-    """503: the service cannot serve at present, even after the retries."""
+    """503: the service is currently unavailable, even after the retries."""
 
 
 class InternalServiceError(ProblemError, type=ProblemType.INTERNAL):
@@ -149,7 +149,7 @@ class InternalServiceError(ProblemError, type=ProblemType.INTERNAL):
 
 
 def from_problem(problem: Problem) -> ProblemError:
-    """Return the exception of a problem's type; a type of a newer service becomes a plain `ProblemError`."""
+    """Return the exception for a problem's type; a type from a newer service becomes a plain `ProblemError`."""
     return _BY_TYPE.get(problem.type, ProblemError)(problem)
 
 

@@ -1,6 +1,6 @@
 """Questions that take several calls, as generators that yield calls and are sent their answers; tables and charts.
 
-Without I/O, but for what is written into a file that the user named.
+They do no I/O, except for writing a file that the user named.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _P = TypeVar("_P", bound=_Page)
 
 
 def job_id(name_or_id: str) -> Flow[str]:
-    """Return the id of a job given by id, or by a name that exactly one job has that is not archived."""
+    """Return the id of a job given by id, or by a name that exactly one unarchived job has."""
     if not name_or_id.strip():
         raise JobNotFoundError("JOB: give a job's id or name; tula jobs list shows them")
     try:
@@ -67,7 +67,7 @@ def resolve_job(job: str | Path | Mapping[str, Any] | JobSpec) -> Flow[str]:
 
 
 def jobs_named(name: str, limit: int | None = None) -> Flow[list[JobSummary]]:
-    """Return the jobs of that name that are not archived, newest first: all, or the first `limit`."""
+    """Return the unarchived jobs with that name, newest first: all, or the first `limit`."""
     summaries: list[JobSummary] = []
     cursor: str | None = None
     while limit is None or len(summaries) < limit:
@@ -85,9 +85,9 @@ def runs(job_id: str) -> Flow[list[Run]]:
 
 
 def wait(job_id: str, timeout_s: float | None = None, *, poll_s: float = 2.0) -> Flow[Recommendation]:
-    """Wait until no profiling run waits or is in progress, and return the recommendation.
+    """Wait until no profiling run is waiting or in progress, and return the recommendation.
 
-    Asks the service every `poll_s` seconds. Raises `TulaError` after `timeout_s` seconds; None waits for ever.
+    Asks the service every `poll_s` seconds. Raises `TulaError` after `timeout_s` seconds; None waits forever.
     """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while (job := (yield from calls.job(job_id))).state == "planning":
@@ -128,7 +128,7 @@ def to_dataframe(job_id: str, table: Table = "candidates") -> Flow[Any]:
 
 
 def rows(job_id: str, table: Table = "candidates") -> Flow[list[Row]]:
-    """Return a table as a list of dictionaries, with the names of the wire; raises `TulaError` for an unknown one.
+    """Return a table as a list of dictionaries, with the wire's names; raises `TulaError` for an unknown table.
 
     A configuration gives the columns of its fields and `world_size` and `global_batch_size`, an estimate a column and
     the ends of its interval as `_low` and `_high`, other objects the columns of their fields, a list or a mapping JSON.
@@ -167,7 +167,7 @@ def _telemetry(job_id: str) -> Flow[list[Row]]:
 
 
 def _points(run_id: str, column: str, first: int | None, last: int | None) -> Flow[list[Row]]:
-    """Return the points from step `first` to `last`; a range with more than one answer holds is halved."""
+    """Return the points from step `first` to `last`; a range with more points than one answer holds is halved."""
     series = yield from calls.series(run_id, column, max_points=_POINTS, first_step=first, last_step=last)
     if not series.downsampled or series.steps[0] == series.steps[-1]:
         same: Row = {"run_id": series.run_id, "rank": series.rank, "column": series.column}
@@ -183,7 +183,7 @@ def _rows(models: Iterable[BaseModel]) -> list[Row]:
 
 
 def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, bool]:
-    """Return the role of a candidate in the answer."""
+    """Return the roles of a candidate in the answer."""
 
     def is_same(other: Candidate | None) -> bool:
         return other is not None and (other.configuration, other.spot) == (candidate.configuration, candidate.spot)
@@ -238,7 +238,7 @@ def save(spec: dict[str, Any], path: Path) -> None:
 
 
 def check_suffix(path: Path, *kinds: str) -> str:
-    """Return the suffix of a file to write, without its point. Raises `UsageError` for one not among `kinds`."""
+    """Return the suffix of a file to write, without its point. Raises `UsageError` for a suffix not among `kinds`."""
     if path.suffix.lower() not in kinds:
         raise UsageError(f"--output: {path.name!r} must end in one of {', '.join(kinds)}")
     return path.suffix.lower()[1:]
@@ -254,7 +254,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def needs_extra(what: str, extra: str = "notebook") -> Iterator[None]:
-    """Wrap the import of what `extra` installs; raise `MissingExtraError` where it is not installed."""
+    """Wrap the import of packages that `extra` installs; raise `MissingExtraError` if they are not installed."""
     try:
         yield
     except ImportError:

@@ -34,11 +34,11 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 NOT_PROCESSED: Final = frozenset({429, 503})
-"""Statuses by which a server says that it has not processed the request."""
+"""Statuses with which a server says that it has not processed the request."""
 MAYBE_PROCESSED: Final = frozenset({502, 504})
-"""Statuses of a gateway that does not know what the server did with the request."""
+"""Statuses from a gateway that does not know what the server did with the request."""
 NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-"""Failures without a connection, so that the service has seen nothing; after every other it may have acted."""
+"""Failures without a connection, so the service has seen nothing; after any other failure it may have acted."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,9 @@ class Call(Generic[T]):
 
 
 Work = Callable[[], None]
-"""What would block an event loop: `AsyncClient` does it in a thread."""
+"""Work that would block an event loop: `AsyncClient` does it in a thread."""
 Flow = Generator[Call[Any] | float | Work, Any, T]
-"""What takes several calls: yields each call and is sent its answer, yields seconds to wait or work to be done, and
-returns the result."""
+"""Several calls: yields each call and is sent its answer, yields seconds to wait or work to do, returns the result."""
 Step = Request | float | Work
 """A request to send, seconds to wait, or work to do."""
 Received = Answer | httpx.TransportError | None
@@ -107,7 +106,7 @@ class Unsent:
 class Method(Generic[P, T]):
     """A method for both kinds of client, written once: it sends the call or flow that `build` makes.
 
-    The client is its object's; `build` gets the object first, or the object's attribute of that name.
+    The object has the client; `build` gets the object first, or the object's attribute with that name.
     """
 
     def __init__(self, build: Callable[Concatenate[Any, P], Question[T]], attribute: str = "") -> None:
@@ -174,7 +173,7 @@ def _signature(build: Callable[..., Any]) -> inspect.Signature:
 class RetryPolicy:
     """Exponential backoff with full jitter (`tula_wire.retry`), bounded in attempts and in seconds of waiting.
 
-    Requests that are not idempotent are repeated only if the service cannot have acted on them (`worth_repeating`).
+    A request that is not idempotent is repeated only if the service cannot have acted on it (`worth_repeating`).
     """
 
     max_attempts: int = 5
@@ -205,7 +204,7 @@ def worth_repeating(received: Received, *, idempotent: bool) -> bool:
 
 
 def steps(question: Question[T], policy: RetryPolicy, url: str) -> Generator[Step, Received, T]:
-    """Yield the requests and waits of a flow; raise the error of a call where the flow made it."""
+    """Yield the requests and waits of a flow; raise a call's error at the place in the flow that made the call."""
     flow = iter(question)
     try:
         asked = next(flow)
@@ -242,7 +241,7 @@ def _attempts(call: Call[T], policy: RetryPolicy, url: str) -> Generator[Step, R
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the proxy that the environment names for this address, without a password; None without one."""
+    """Return the proxy that the environment names for this address, without its password, or None."""
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme) or getproxies().get("all")
     if proxy is None or proxy_bypass(parts.netloc):

@@ -1,4 +1,4 @@
-"""A batch schedule written down for the program that trains: an option of Megatron-LM, or a module with a callback."""
+"""A batch schedule written for the training program: an option of Megatron-LM, or a module with a callback."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ class BatchSchedule(pl.Callback):
 
 
 def write_schedule(schedule: BatchSchedule, target: Target) -> str:
-    """Return a schedule that has stages as `target` takes it.
+    """Return a schedule with stages in the form that `target` takes.
 
     For `megatron` the option `--step-batch-size-schedule` of Megatron-LM (its pull request 4411): pairs of a threshold
-    and a batch. Megatron counts thresholds in tokens where it knows `--seq-length`, else in examples; so does this,
-    where it knows the tokens of an example. For `transformers` and `lightning` the text of a Python module with the
+    and a batch. Megatron counts thresholds in tokens if it knows `--seq-length`, else in examples; so does this
+    function if it knows the tokens per example. For `transformers` and `lightning` the text of a Python module with the
     callback `BatchSchedule`. Raises ValueError for a schedule without stages.
     """
     if not schedule.stages:

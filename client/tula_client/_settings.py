@@ -20,7 +20,7 @@ DEFAULT_URL: Final = "http://127.0.0.1:8321"
 
 @dataclass(frozen=True)
 class Access:
-    """Address of the service and the token to send ("" for none), and what gave the address: a path or a word.
+    """The address of the service, the token to send ("" for none), and the source of the address: a path or a word.
 
     `file` is None for arguments and environment.
     """
@@ -35,14 +35,14 @@ _NOTHING: Final = Access("", "", "")
 
 
 def access(url: str | None = None, token: str | None = None) -> Access:
-    """Return the address without a trailing slash, and the token, each from the first place that has it.
+    """Return the address without a trailing slash, and the token, each from the first place that holds one.
 
     `token=""` sends none.
 
-    A token is sent only to the address of its own place, the default one where that names none: the `.env` of a
-    downloaded folder must not lead it elsewhere. TULA_TOKEN also goes to the address of an argument. Raises `TulaError`
-    for a wrong HTTP address or token, for a file that cannot be used, and for a token that other users of this machine
-    can read.
+    A token is sent only to the address from its own place, or to the default address if that place names none: the
+    `.env` of a downloaded folder must not lead it elsewhere. TULA_TOKEN also goes to the address of an argument. Raises
+    `TulaError` for a wrong HTTP address or token, for a file that cannot be used, and for a token that other users of
+    this machine can read.
     """
     given = Access(url or "", token or "", "argument")
     named = given if given.url else None
@@ -62,7 +62,7 @@ def access(url: str | None = None, token: str | None = None) -> Access:
 
 
 def _sent_to(named: Access, places: list[Access]) -> Access | None:
-    """Return the first place whose token may be sent to the address that `named` gave, None without one."""
+    """Return the first place whose token may be sent to the address that `named` gave, or None."""
     for place in places:
         by_argument = place.file is None and named.origin == "argument"
         if place.token and (by_argument or _bare(place.url or DEFAULT_URL) == _bare(named.url)):
@@ -82,11 +82,11 @@ def _environment() -> Access:
 
 
 def _dotenv() -> Access:
-    """Return TULA_URL and TULA_TOKEN of `.env` in the working directory; ignore its other lines."""
+    """Return TULA_URL and TULA_TOKEN from `.env` in the working directory; ignore its other lines."""
     path = Path(".env").absolute()
     try:
         text = path.read_text(encoding="utf-8-sig", errors="replace")
-    except OSError:  # none, or for instance a virtual environment of that name
+    except OSError:  # there is no such file, or for instance a virtual environment has that name
         return _NOTHING
     pairs = (line.strip().removeprefix("export ").partition("=") for line in text.splitlines())
     values = {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
@@ -94,7 +94,7 @@ def _dotenv() -> Access:
 
 
 def _config_file() -> Access:
-    """Return `url` and `token` of the config file."""
+    """Return `url` and `token` from the config file."""
     path = config_path()
     with suppress(PermissionError):  # `read_toml` says so
         if not path.exists():

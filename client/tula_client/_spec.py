@@ -1,4 +1,4 @@
-"""Reads a job's specification from a TOML file or a mapping, and says which fields of it are wrong."""
+"""Reads a job's specification from a TOML file or a mapping, and says which of its fields are wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tula_wire.problems import remedy
 def load_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:
     """Return the job that a TOML file, a mapping or a model describes.
 
-    Raises `UsageError` with each wrong field and its remedy, several on one line each.
+    Raises `UsageError`, which names each wrong field with its remedy, several on one line each.
     """
     if isinstance(spec, JobSpec):
         return spec
@@ -37,7 +37,7 @@ def load_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:
 
 
 def read_toml(path: Path, if_unreadable: str) -> dict[str, Any]:
-    """Return what a TOML file holds. Raises `UsageError`, which for a file that cannot be read says `if_unreadable`."""
+    """Return the content of a TOML file. Raises `UsageError`, which says `if_unreadable` if the file cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:

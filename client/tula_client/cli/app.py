@@ -66,7 +66,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _usage(error: Exception, arguments: list[str]) -> str:
-    """Return the message for a command line that the parser rejects, with the command that prints help."""
+    """Return the message for a command line that the parser rejects, with the command that prints the help."""
     sentence = str(error.format_message()).strip()  # type: ignore[attr-defined]
     if not sentence:
         return ""
@@ -77,14 +77,14 @@ def _usage(error: Exception, arguments: list[str]) -> str:
 
 
 def _fail(sentence: str, code: int) -> int:
-    """Print the message, if any, and return the exit code; after help was printed, there is none."""
+    """Print the message, if any, and return the exit code; there is no message after the help was printed."""
     if sentence:
         print("\n".join(map(printable, f"tula: {sentence}".split("\n"))), file=sys.stderr)
     return code
 
 
 def build(arguments: Sequence[str] = ()) -> typer.Typer:
-    """Return the whole command; of other packages, imports only the sub-command that `arguments` name."""
+    """Return the whole command; from other packages, import only the sub-command that `arguments` name."""
     app = typer.Typer(
         name="tula",
         help="How many nodes, and which global batch size?",
@@ -124,7 +124,7 @@ def _add(app: typer.Typer, *commands: Callable[..., int | None]) -> None:
 
 
 def plugins() -> dict[str, EntryPoint]:
-    """Return the sub-commands of installed packages, by name; each resolves to a function or a `typer.Typer`."""
+    """Return the sub-commands of installed packages, keyed by name; each resolves to a function or a `typer.Typer`."""
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
@@ -142,7 +142,7 @@ def _root(
     ] = False,
 ) -> None:
     context.obj = settings = access(url)
-    # Also for every command that this one starts: the agent reads the environment alone.
+    # Also for every command that this one starts: the agent reads only the environment.
     if settings.origin not in ("TULA_URL", "default"):
         os.environ["TULA_URL"] = settings.url
     if settings.token:
@@ -150,7 +150,7 @@ def _root(
 
 
 def _first_word(arguments: Sequence[str]) -> str | None:
-    """Return the name of the sub-command; None if there is none, for which the help lists all."""
+    """Return the name of the sub-command, or None without one, in which case the help lists all."""
     rest = iter(arguments)
     for word in rest:
         if word == "--url":

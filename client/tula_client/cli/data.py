@@ -28,7 +28,7 @@ _STATUS = {
     "failed": "FAILED",
     "cancelled": "KILLED",
 }
-"""MLflow's word for the state of a run; a run that only waits in the plan is left out."""
+"""MLflow's words for the states of a run; a run that only waits in the plan is left out."""
 _SERIES = ("step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s")
 _TAG = "tula.run_id"
 _MOST_METRICS = 1000  # in one request of MLflow
@@ -112,8 +112,8 @@ def _parquet(rows: Sequence[Row]) -> bytes:
 def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
     """Write every run that has begun; return the name of the experiment, which is the job's, and the number of runs.
 
-    A run that MLflow has from an earlier export is brought up to date. Raises `MissingExtraError` without MLflow,
-    `TulaError` where it refuses.
+    A run that MLflow has from an earlier export is updated. Raises `MissingExtraError` without MLflow, and `TulaError`
+    if MLflow refuses.
     """
     with needs_extra("an export to MLflow", "mlflow"):
         import mlflow
@@ -132,13 +132,13 @@ def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
                 estimate = getattr(predicted.get(run.configuration), column, None)
                 single[f"predicted_{column}"] = estimate and estimate.value
             _write_run(store, experiment, run, measured[run.id] | {(key, 0): value for key, value in single.items()})
-    except Exception as error:  # of MLflow, of its database, of the network: whatever its store raises
+    except Exception as error:  # from MLflow, its database or the network: whatever its store raises
         raise TulaError(f"MLflow refused the runs: {' '.join(str(error).split())}") from error
     return name, len(runs)
 
 
 def _measured(handle: JobHandle) -> defaultdict[str, Metrics]:
-    """Return what the first rank of each run measured and logged, by run."""
+    """Return what the first rank of each run measured and logged, keyed by run."""
     by_run: defaultdict[str, Metrics] = defaultdict(dict)
     for row in handle.rows("samples"):
         if row["rank"] == 0:

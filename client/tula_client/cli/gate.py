@@ -1,4 +1,4 @@
-"""`tula gate`: what a change of the code costs the training."""
+"""`tula gate`: what a change of the code costs in training."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _archive(client: Client, job_id: str) -> None:
 
 
 def _recommendation(client: Client, spec: JobSpec) -> Recommendation | None:
-    """Return the recommendation of the job of this name, None where the service has no such job."""
+    """Return the recommendation for the job with this name, or None if the service has no such job."""
     try:
         return client.handle(spec.name).recommendation()
     except JobNotFoundError:
@@ -190,7 +190,7 @@ def _sentence(result: Estimate, peaks: list[float | None], chosen: Candidate | N
 def _write(
     path: Path, sentence: str, configuration: str, base: str, pairs: int, exceeded: bool, threshold: float
 ) -> None:
-    """Write the result for a comment on a pull request. Raises `UsageError` where the file cannot be written."""
+    """Write the result for a comment on a pull request. Raises `UsageError` if the file cannot be written."""
     verdict = f"**Slower than the {threshold:g} % that are allowed.** " if exceeded else ""
     text = (
         f"### What this change costs the training\n\n{verdict}{sentence}\n\n"

@@ -34,7 +34,7 @@ _QUERY: Final = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,no
 _PLAIN: Final = re.compile(r"[\w@%+=:,./{}-]+", re.ASCII)
 _DEFAULT_BATCH: Final = 64
 _SPAN: Final = 4
-"""The batches to try are from a fourth to four times that of the command."""
+"""The batches to try range from a quarter of the command's batch to four times as large."""
 
 
 def init(
@@ -63,7 +63,7 @@ def init(
 
 
 def _devices() -> list[tuple[str, int]]:
-    """Return name and bytes of memory of the NVIDIA devices that a process may see; none without a driver."""
+    """Return the name and the bytes of memory of the NVIDIA devices that a process may see; none without a driver."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -100,7 +100,7 @@ def _varied(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
 
 
 def _bare(name: str, equals: str) -> str:
-    """Return an option's name without dashes in front; nothing for a word that is none."""
+    """Return an option's name without leading dashes, or an empty text for a word that is no option."""
     dashed = name.startswith("-")
     return name.lstrip("-").replace("_", "-") if dashed or equals else ""
 

@@ -1,4 +1,4 @@
-"""Commands on what the service knows of a job: the job, its runs and events, its recommendation, its scaling."""
+"""Commands on what the service knows about a job: the job, its runs and events, its recommendation, its scaling."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def edit(
 
 
 def _price(word: str, job: Job) -> tuple[str, dict[str, Any]]:
-    """Return the instance type and its price with the new rate; the only type where none is named."""
+    """Return the instance type and its price with the new rate; the only type if none is named."""
     name, equals, usd = word.rpartition("=")
     prices = {cluster.instance_type: cluster.price for cluster in job.spec.cluster}
     if not equals and len(prices) == 1:
@@ -226,7 +226,7 @@ def event_line(event: Event) -> str:
 
 
 def job_view(job: Job, runs: list[Run], ledger: Ledger | None = None) -> RenderableType:
-    """Render a job, its runs, and the predictions of trainings with their measurements."""
+    """Render a job, its runs, and the predictions for training runs with their measurements."""
     failed = sum(run.kind == "profile" and run.state in ("failed", "out_of_memory") for run in job.plan)
     suffix = f", {failed} of them failed" if failed else ""
     rows = [
@@ -427,7 +427,7 @@ def recommendation_view(answer: Recommendation, *, candidates: bool = False) -> 
 
 
 def schedule_view(answer: BatchSchedule) -> RenderableType:
-    """Return a batch schedule for the terminal: its stages, what it saves, its risk, and how to train by it."""
+    """Return a batch schedule for the terminal: its stages, what it saves, its risk, and how to train with it."""
     if not answer.stages:
         return answer.sentence
     with_beta2 = any(stage.beta2 is not None for stage in answer.stages)
@@ -461,10 +461,10 @@ def schedule_view(answer: BatchSchedule) -> RenderableType:
 
 
 def today_line(answer: Recommendation) -> list[Text]:
-    """Return the line that compares the recommendation with the options as the script runs today; none without both.
+    """Return the line that compares the recommendation with today's options of the script; an empty text without both.
 
     Such as `4 nodes, global batch 2048, bf16, compiled: 3 h 6 min, $152.00; as you run it today: 7 h 54 min, $388.00.`
-    The second half is left out where the recommended options are those of today.
+    The second half is left out if the recommended options are today's.
     """
     chosen, today = answer.chosen, answer.with_base_options
     if chosen is None or today is None:
@@ -481,9 +481,9 @@ def _totals(candidate: Candidate) -> str:
 
 
 def menu_table(answer: Recommendation) -> RenderableType:
-    """Return a table of the points to choose among, the fastest first, with what an hour saved costs.
+    """Return a table of the points to choose among, fastest first, with the price of an hour saved.
 
-    `*` marks the recommended point. The table has energy, its price and its CO2 as far as the points have them.
+    `*` marks the recommended point. The table has energy, its price and its CO2 if the points have them.
     """
     points = answer.menu
     columns = {
@@ -510,7 +510,7 @@ def _value(predicted: Estimate | None) -> float | None:
 
 
 def _basis(answer: Recommendation | Predictions, evidence: str = "") -> list[Text]:
-    """Say what predictions rest on, and what to know before trusting them."""
+    """Say what the predictions rest on, and what to know before trusting them."""
     basis = Text(f"Based on {BASIS[answer.basis]}{evidence}; intervals are 90 % prediction intervals.", style="dim")
     return [basis, *(Text(f"Note: {warning}", style="yellow") for warning in answer.model.warnings)]
 

@@ -48,7 +48,7 @@ RETRY = RetryPolicy(max_attempts=3, budget_s=10.0)
 """Short, because the runner retries for minutes itself and supervises its processes meanwhile."""
 TIMEOUT_S = 15.0
 _TRAINING_GRACE_S = 30.0
-"""Seconds between SIGTERM and SIGKILL of a training: enough to write a checkpoint."""
+"""Seconds between SIGTERM and SIGKILL of a training run: enough to write a checkpoint."""
 
 _Runs = Sequence[tuple[Run, Outcome]]
 _Verdicts = Sequence[tuple[Run, Verdict]]
@@ -145,7 +145,7 @@ def tune(
 
 
 def _narrowed(spec: JobSpec, names: list[str]) -> JobSpec:
-    """Return the job with only these options to vary; raises `UsageError` for an option that it does not have."""
+    """Return the job with only these options varying; raises `UsageError` for an option that the job lacks."""
     for name in names:
         if name not in spec.options:
             choices = f"use {', '.join(sorted(spec.options))}" if spec.options else "list it under [options] in the job"
@@ -165,7 +165,7 @@ def _with_explanations(runner: Runner, tuned: Tuned, template: Template, limits:
 
 
 def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
-    """Return True where the answer to "what does an hour of waiting cost you?" could change the recommendation.
+    """Return True if the answer to "what does an hour of waiting cost you?" could change the recommendation.
 
     False with `then_run`: perhaps nobody is there to answer, and the training would wait for an answer.
     """
@@ -175,7 +175,7 @@ def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
 
 
 def _with_waiting(client: Client, tuned: Tuned) -> Tuned:
-    """Show the points to choose among, and return `tuned` with the answer to the question; Enter changes nothing."""
+    """Show the points to choose among, and return `tuned` updated with the user's answer; Enter changes nothing."""
     lasting_console().print(menu_table(tuned.recommendation))
     text = "What does an hour of waiting cost you, in US dollars? (Enter: leave it open)"
     try:
@@ -191,7 +191,7 @@ def _with_waiting(client: Client, tuned: Tuned) -> Tuned:
 
 
 def usd_typed(text: str) -> float | None:
-    """Return the amount that was typed, None for nothing.
+    """Return the amount that was typed, or None for an empty line.
 
     Raises `typer.BadParameter` for a text that is not an amount, so that typer asks again.
     """
@@ -253,7 +253,7 @@ def run(
 
 
 def _note_change(client: Client, job: Job, reporter: Reporter) -> None:
-    """Say that the recommendation is another than what the last training used."""
+    """Say that the recommendation differs from the configuration that the last training run used."""
     newest = client.runs(job.id, kind="train", limit=1).runs
     chosen = client.recommendation(job.id).chosen
     if not newest or newest[0].state != "succeeded" or chosen is None:
@@ -306,7 +306,7 @@ def open_reporter(as_json: bool, quiet: bool = False) -> Reporter:
 
 @contextmanager
 def open_runner(client: Client, job: Job, work_dir: Path, reporter: Reporter, **options: Any) -> Iterator[Runner]:
-    """Yield the runner of a job and lock the job's folder; for signals see `orderly_end`."""
+    """Yield the runner of a job, with the job's folder locked; for signals see `orderly_end`."""
     work = WorkDir(work_dir, job.id)
     with work.locked() as holder, orderly_end():
         try:
@@ -342,9 +342,9 @@ def _go_on(_number: int, _frame: FrameType | None) -> None:
 
 
 def run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:
-    """Return the measured run of the recommended configuration, or the one that is most like it.
+    """Return the measured run of the recommended configuration, or the run most like it.
 
-    The fewest options differ, then the nodes differ least, then the batch does.
+    That run differs in the fewest options, then least in nodes, then least in the batch.
     """
     chosen = recommendation.chosen
     measured = [run for run in plan if run.state == "succeeded"]
@@ -361,7 +361,7 @@ def run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:
 
 
 def _verdict_on(client: Client, run: Run | None) -> list[tuple[Run, Verdict]]:
-    """Return the run with its verdict, else nothing: the command has done its work without one."""
+    """Return the run with its verdict, or nothing without a verdict: the command has done its work anyway."""
     if run is None:
         return []
     with suppress(TulaError):

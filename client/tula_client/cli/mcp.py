@@ -1,4 +1,4 @@
-"""`tula mcp`: answers of the service as tools of the Model Context Protocol, for agents and editors."""
+"""`tula mcp`: the service's answers as tools of the Model Context Protocol, for agents and editors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MOST: Final = 20
 LAST_LINES: Final = 20
 ESTIMATE_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 45.0
-"""More than the seconds that `tula run` gives a training to write a checkpoint."""
+"""More seconds than `tula run` gives a training run to write a checkpoint."""
 
 P = ParamSpec("P")
 JobText = Annotated[str, Field(description="A job's id, or its name.")]
@@ -87,9 +87,9 @@ def mcp(
 
 @dataclass
 class Launch:
-    """What `tula mcp --allow-runs` may start, and what it has started: one command at a time.
+    """The command that `tula mcp --allow-runs` may start, one at a time, and the launch that it has started.
 
-    The person who starts the server fixes specification and command, so that no text which an agent reads becomes a
+    The person who starts the server fixes specification and command, so that no text that an agent reads becomes a
     command. A launch outlives the server: a file in the work folder names its process for the next server.
     """
 
@@ -100,7 +100,7 @@ class Launch:
 
     @property
     def log(self) -> Path:
-        """The file with what the newest launch has written."""
+        """The file with the output of the newest launch."""
         return Path(".tula", "mcp.log").absolute()
 
     def start(self, words: Sequence[str]) -> None:
@@ -131,9 +131,9 @@ class Launch:
                 time.sleep(0.1)
 
     def state(self) -> Facts:
-        """Return whether a launch is in progress or how it ended, and the end of what it has written.
+        """Return whether a launch is in progress or how it ended, and the tail of its output.
 
-        The exit code of another server's launch is None, as only its parent process learns it.
+        The exit code of another server's launch is None, since only the parent process learns it.
         """
         noted = self._noted()
         if noted is None:
@@ -153,7 +153,7 @@ class Launch:
         return self.log.with_name("mcp.pid")
 
     def _noted(self) -> tuple[int, str] | None:
-        """Return process id and start of the newest launch, of this server or another one; None without one."""
+        """Return the process id and the start of the newest launch, by this server or another one, or None."""
         try:
             pid, start = self._file.read_text().split()
             return int(pid), start
@@ -161,7 +161,7 @@ class Launch:
             return None
 
     def _running(self) -> int | None:
-        """Return the process id of the launch in progress; None without one."""
+        """Return the process id of the launch in progress, or None."""
         if self.process is not None and self.process.poll() is None:
             return self.process.pid
         noted = self._noted()
@@ -270,7 +270,7 @@ class Tools:
     ) -> Facts:
         """Import and run FACTORY to count its model's parameters, FLOPs and memory, and what fits on a device."""
         words = ["--batch", str(batch), *(["--device", device] if device else []), "--json", "--", factory]
-        try:  # in a process of its own: the model's code is read anew each time, and may end or block its process
+        try:  # in a process of its own: the model's code is read afresh each time, and may end or block its process
             done = subprocess.run(
                 [*_TULA, "estimate", *words],
                 env={name: value for name, value in os.environ.items() if not name.startswith("TULA_")},  # no token
@@ -317,9 +317,9 @@ class Tools:
 
 
 _REASONS: Final = ("runner_up", "knee", "max_sensible_batch_size", "max_local_batch_size")
-"""What only `why` answers of a recommendation."""
+"""Parts of a recommendation with which only `why` answers."""
 _RUNNING: Final = ("estimate", "launch")
-"""Tools that run code of the user's, which may do anything."""
+"""Tools that run the user's code, which may do anything."""
 _CHANGING: Final = (*_RUNNING, "add_job")
 
 
@@ -328,7 +328,7 @@ def _plain(model: BaseModel, *left_out: str) -> Facts:
 
 
 def _ratios(candidate: Candidate, recommended: Candidate | None) -> dict[str, float]:
-    """Return duration and cost divided by those of the recommended candidate, where both are known."""
+    """Return the ratios of duration and cost to the recommended candidate's, if both are known."""
     if recommended is None:
         return {}
     ratios = {"total_time": candidate.total_time_s.value / recommended.total_time_s.value}
@@ -338,7 +338,7 @@ def _ratios(candidate: Candidate, recommended: Candidate | None) -> dict[str, fl
 
 
 def _server(tools: Tools, token: str, url: str, without: Sequence[str] = ()) -> MCPServer:
-    """Build the server with all tools except those `without`; with a token, HTTP requests must bring the same one."""
+    """Build the server with all tools except `without`; with a token, HTTP requests must carry the same token."""
     with needs_extra("tula mcp", "mcp"):
         from mcp.server.auth.settings import AuthSettings
         from mcp.server.mcpserver import MCPServer
@@ -374,13 +374,13 @@ def _server(tools: Tools, token: str, url: str, without: Sequence[str] = ()) -> 
 
 
 class _SameToken:
-    """Accepts the token that this server sends to the service: who may use the port could ask the service, too."""
+    """Accepts the token that this server sends to the service: whoever may use the port could ask the service, too."""
 
     def __init__(self, token: str) -> None:
         self._token = token
 
     async def verify_token(self, token: str) -> AccessToken | None:
-        """Return who has the token, None for another one."""
+        """Return the owner of the token, or None for another token."""
         from mcp.server.auth.provider import AccessToken
 
         if not hmac.compare_digest(token.encode(), self._token.encode()):

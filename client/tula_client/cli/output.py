@@ -28,7 +28,7 @@ JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its 
 
 
 WORDS_WIDTH = 16
-"""Columns of characters that a cell of several words needs at least."""
+"""Fewest columns of characters that a cell of several words needs."""
 
 
 def seconds(text: str) -> float:
@@ -48,7 +48,7 @@ _UNPRINTABLE_IN_JSON = re.compile(f"(?!\n)[{UNPRINTABLE}]")
 
 
 class _Terminal(Console):
-    """A console that writes no control character but its style codes: names and sentences come from elsewhere."""
+    """A console that writes no control characters except its style codes: names and sentences come from elsewhere."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
@@ -63,7 +63,7 @@ def console(file: TextIO | None = None) -> Console:
 
 
 class _LossyStream:
-    """Standard output whose writes never fail: what a closed terminal, a full disk or a closed pipe refuses is lost."""
+    """Standard output whose writes never fail: text refused by a closed terminal, full disk or closed pipe is lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -99,7 +99,7 @@ def emit(value: Any, human: RenderableType, as_json: bool) -> None:
 
 
 def escaped(document: str) -> str:
-    """Return the same JSON without characters that steer a terminal: they can only be within its strings."""
+    """Return the same JSON without characters that control a terminal, which can only be within its strings."""
     return _UNPRINTABLE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
 
 
@@ -128,10 +128,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 class Narrowing:
-    """A table that leaves whole columns out, rather than cut a number, where the terminal is too narrow for all.
+    """A table that leaves out whole columns, rather than cut a number, if the terminal is too narrow for all.
 
-    spare: headings of the columns that may go, the first one first. Other columns than numbers, and those marked `=`,
-    need as much room as their longest word, and WORDS_WIDTH at least if all of their text is longer.
+    spare: headings of the columns that may go, in the order in which they go. Columns other than numbers, and columns
+    marked `=`, need as much room as their longest word, and at least WORDS_WIDTH if all of their text is longer.
     """
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str]) -> None:
@@ -162,7 +162,7 @@ class Narrowing:
 
 
 def saving(value: float) -> str:
-    """Return a saved share of time in words; a negative share means a longer time."""
+    """Return a saved share of the time in words; a negative share means a longer time."""
     if abs(value) < 0.005:
         return "the same time as"
     if value > 0:

@@ -1,7 +1,7 @@
 """`tula gate`: launch one configuration on two revisions in turn, and compare their step times in pairs.
 
-A machine's pace drifts by some percent within an hour. Launches that follow each other share that drift, so each launch
-of the change is compared with the launch of the base next to it, and every second pair starts with the change.
+A machine's speed drifts by a few per cent within an hour. Launches that follow each other share that drift, so each
+launch of the change is compared with the launch of the base next to it, and every second pair starts with the change.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _GIT_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Side:
-    """One revision: the job that its launches are measured in, and the runner that starts them in its folder."""
+    """One revision: the job in which its launches are measured, and the runner that starts them in its folder."""
 
     name: str
     job: Job
     runner: Runner
 
     def step_time_s(self, configuration: Configuration, template: Template) -> float:
-        """Launch the configuration once and return the measured seconds a step. Raises `LaunchError`."""
+        """Launch the configuration once and return the measured seconds per step. Raises `LaunchError`."""
         runner = self.runner
         run = runner.create_run(self.job, "profile", configuration)
         spec = self.job.spec
@@ -51,7 +51,7 @@ class Side:
         return ended.step_time_s
 
     def peak_bytes(self, configuration: Configuration) -> float | None:
-        """Return the peak memory of a rank in the launches so far, None where none was reported."""
+        """Return the peak memory of a rank in the launches so far, or None if none was reported."""
         answer = self.runner.retrying(self.runner.service.recommendation, self.job.id)
         measured = [
             candidate
@@ -66,7 +66,7 @@ class Side:
 def alternate(
     base: Side, change: Side, configuration: Configuration, template: Template, pairs: int
 ) -> tuple[list[float], list[float]]:
-    """Launch both sides `pairs` times in turn; return their seconds a step, each pair at one place of both lists."""
+    """Launch both sides `pairs` times in turn; return their seconds per step, pairs at the same place in both lists."""
     times_s: dict[str, list[float]] = {"base": [], "change": []}
     for pair in range(pairs):
         order = (("base", base), ("change", change))
@@ -76,7 +76,7 @@ def alternate(
 
 
 def slower(base_s: Sequence[float], change_s: Sequence[float]) -> Estimate:
-    """Return by what share the steps of the change take longer, with its 95 % interval (Student's t over pairs)."""
+    """Return the share by which the change's steps take longer, with its 95 % interval (Student's t over pairs)."""
     logs = [math.log(after / before) for before, after in zip(base_s, change_s, strict=True)]
     mean = fmean(logs)
     half = half_width(stdev(logs), len(logs))
@@ -84,7 +84,7 @@ def slower(base_s: Sequence[float], change_s: Sequence[float]) -> Estimate:
 
 
 def git(*words: str, folder: Path | None = None) -> str:
-    """Return what a git command prints, without the last line break. Raises `UsageError` where it fails."""
+    """Return the output of a git command, without the last line break. Raises `UsageError` if it fails."""
     try:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=_GIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -95,7 +95,7 @@ def git(*words: str, folder: Path | None = None) -> str:
 
 
 def resolve_commit(revision: str) -> str:
-    """Return the full id of the commit that a revision names. Raises `UsageError` for an unknown one."""
+    """Return the full id of the commit that a revision names. Raises `UsageError` for an unknown revision."""
     if revision.startswith("-"):
         raise UsageError(f"--against {revision}: give a commit, a tag or a branch")
     return git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
@@ -103,7 +103,7 @@ def resolve_commit(revision: str) -> str:
 
 @contextmanager
 def checkout(commit: str, parent: Path) -> Iterator[Path]:
-    """Check a commit out into a new folder in `parent`; yield the folder in it that corresponds to the current one.
+    """Check out a commit into a new folder in `parent`; yield the folder in it that corresponds to the current folder.
 
     The checkout is a worktree of this repository, and is removed at the end. Raises `UsageError`.
     """
@@ -123,9 +123,9 @@ def checkout(commit: str, parent: Path) -> Iterator[Path]:
 
 
 def refuse_tracked_paths(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise `UsageError` for an absolute path to what git tracks here: both revisions would run the same file.
+    """Raise `UsageError` for an absolute path to a file that git tracks here: both revisions would run the same file.
 
-    words: of the command. environment: its variables, of which PYTHONPATH is looked at.
+    words: the words of the command. environment: its variables, of which only PYTHONPATH matters.
     """
     named = [(part, "the command") for word in words for part in word.split("=")]
     named += [(part, "PYTHONPATH") for part in environment.get("PYTHONPATH", "").split(os.pathsep)]

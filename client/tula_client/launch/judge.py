@@ -1,4 +1,4 @@
-"""How a finished command is judged, from its exit status, its log and what the service knows of the run."""
+"""How a finished command is judged, from its exit status, its log and what the service knows about the run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ AGENT_PREFIX: Final = "tula:"
 """Starts each line that the agent prints for the user."""
 
 EMBED: Final = "call tula_agent.init() and loop over run.steps(loader) in the script."
-"""The remedy where no measurement arrives."""
+"""The remedy if no measurement arrives."""
 
 _MEMORY_EXCEPTION = re.compile(
     r"^(?:\w+\.)*_?\w*MemoryError\b|(?:CUDA|HIP) out of memory|(?:CUDA|HIP) error: out of memory"
     r"|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator: (?:can't allocate|not enough) memory|Cannot allocate memory"
     r"|Caught \w*MemoryError in|RayTaskError\(OutOfMemoryError\)|died with <Signals\.SIGKILL"
 )
-"""The line of an exception, of memory of a device or the host."""
+"""The line of an exception about the memory of a device or the host."""
 _CONSEQUENCE = re.compile(
     r"ChildFailedError|SignalException|ProcessExitedException|DistBackendError|DistNetworkError"
     r"|Connection (?:closed|reset)|Broken pipe|DataLoader worker \(pid"
@@ -36,7 +36,7 @@ _TORCHRUN_STATUS = re.compile(r"^\s+exitcode\s*:\s*(-?\d+)")
 _TRACEBACK = "Traceback (most recent call last)"
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _RANK = re.compile(r"^(\[(?:rank|default)?(\d+)\]:)\s?(?:\[rank\d+\]:\s?)?")
-"""How torchrun begins a line of a rank, and after that torch a line of its traceback."""
+"""The prefix that torchrun gives a rank's line, followed by torch's prefix for a line of its traceback."""
 _ELASTIC = re.compile(
     r"torch/distributed/(?:elastic|run|launcher)|multiprocessing/api|torch\.distributed\.elastic|ChildFailedError"
     r"|^=+$|^-+$|^Failures:|^\s*<NO_OTHER_FAILURES>|error_file|traceback : |Root Cause"
@@ -80,12 +80,12 @@ class Outcome:
 def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float | None = None) -> Outcome:
     """Return the outcome of `run`, as the service knows it now, from exit `status` and the last `lines` of its log.
 
-    A run that was cancelled, by a user or by its limits, stays so however its command then ended, and so does a
-    profiling run that has measured enough, which its agent reports as success. A failure that the agent reported
-    stands, because it saw the cause inside the process. Otherwise status 0 with samples is a success, of a profiling
-    run only if it used the configuration as planned; status 137 (SIGKILL, which the kernel sends when memory is short)
-    or an out-of-memory as the exception that ended a rank is an out-of-memory; everything else is a failure. A
-    training without samples, or with another configuration, succeeds with a message.
+    A run that was cancelled, by a user or by its limits, stays cancelled however its command then ended; likewise, a
+    profiling run that has measured enough, which its agent reports as success, stays a success. A failure that the
+    agent reported stands, because it saw the cause inside the process. Otherwise, status 0 with samples is a success,
+    for a profiling run only if it used the planned configuration; status 137 (SIGKILL, which the kernel sends when
+    memory is short) or an out-of-memory as the exception that ended a rank is an out-of-memory; everything else is a
+    failure. A training run without samples, or with another configuration, succeeds with a message.
     """
     if (reported := _reported(run)) is not None:
         return reported
@@ -113,7 +113,7 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
 
 
 def _reported(run: Run) -> Outcome | None:
-    """Return the outcome that a user or the agent reported, which stands however the command ends; None without one."""
+    """Return the outcome that a user or the agent reported, which stands however the command ends, or None."""
     if run.state == "cancelled":
         return Outcome("cancelled", run.message or "The run was cancelled.")
     if run.kind == "profile" and run.state == "succeeded":
@@ -141,8 +141,8 @@ def tail(log: Path) -> list[str]:
 def ran_out_of_memory(lines: list[str]) -> bool:
     """Return True if memory ended a rank: its exception says so, or a launcher reports that the kernel killed it.
 
-    The words alone, in an option, a warning or an exception that the script caught, say nothing of how it ended. The
-    exception of a rank is that of its last traceback, or one from which that followed (`raise ... from`).
+    The words alone, in an option, a warning or an exception that the script caught, say nothing about how it ended. A
+    rank's exception is the exception of its last traceback, or one that caused it (`raise ... from`).
     """
     ranks: dict[str, _LastException] = {}
     status = None
@@ -159,7 +159,7 @@ def ran_out_of_memory(lines: list[str]) -> bool:
 
 @dataclass
 class _LastException:
-    """Reads the lines of one process; `of_memory`: the exception of its last traceback was of memory."""
+    """Reads the lines of one process; `of_memory`: the exception of its last traceback was about memory."""
 
     of_memory: bool = False
     _in_traceback: bool = False

@@ -26,7 +26,7 @@ _MARGIN_S = 45.0
 _READ_BYTES = 262_144
 _MAX_LINE_BYTES = 65_536
 _OF_ANOTHER_RANK = re.compile(r"\[(?:default|rank)0*[1-9]\d*\]:")
-"""How torchrun and torch begin a line of a rank other than the first."""
+"""The prefix with which torchrun and torch mark lines of ranks other than the first."""
 _TORCHRUN: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
 _RANK_OPTIONS: Final = frozenset(
     {"-t", "--tee", "-r", "--redirects", "--log-dir", "--log_dir", "--logs-specs", "--logs_specs"}
@@ -35,28 +35,28 @@ _RANK_OPTIONS: Final = frozenset(
 _RANK_VARIABLES: Final = frozenset(
     {"PET_TEE", "PET_REDIRECTS", "PET_LOG_DIR", "PET_LOCAL_RANKS_FILTER", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"}
 )
-"""How a user says where torchrun writes what ranks print."""
+"""Options with which a user says where torchrun writes the output of ranks."""
 _WITH_A_VALUE = re.compile(r"-[tr]\d")
-"""The short ones of these options as in `-t3`."""
+"""The short forms of these options, as in `-t3`."""
 _ELSEWHERE: Final = frozenset(
     {"srun", "ssh", "pdsh", "mpirun", "mpiexec", "kubectl", "docker", "podman", "apptainer", "singularity", "enroot"}
 )
-"""Programs that start another one on other machines or in a container."""
+"""Programs that start another program on other machines or in a container."""
 _TEE: Final = ",".join(f"{local_rank}:3" for local_rank in range(1, 10))
-"""Both streams of local ranks 1 to 9, of those that there are: torchrun takes one digit."""
+"""Both streams of the local ranks 1 to 9 that exist: torchrun takes one digit."""
 
 
 def of_first_rank(lines: Iterable[str]) -> list[str]:
-    """Return the lines without those that are marked as another rank's than the first.
+    """Return the lines without lines that are marked as coming from a rank other than the first.
 
-    Of a line in whose middle such a mark stands, its beginning: torchrun wrote behind a progress bar.
+    A line with such a mark in its middle is cut before the mark: torchrun wrote after a progress bar.
     """
     beginnings = (_OF_ANOTHER_RANK.split(line, maxsplit=1) for line in lines)
     return [beginning for beginning, *other in beginnings if beginning or not other]
 
 
 class LogLines:
-    """The lines of a log, as they come, without lines that are marked as another rank's than the first."""
+    """The lines of a log, as they come, without lines that are marked as coming from a rank other than the first."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -64,7 +64,7 @@ class LogLines:
         self._unfinished = b""
 
     def new(self, *, last: bool = False) -> list[str]:
-        """Return the whole lines since the last call, at most 256 KiB; `last`: all, also a line without an end."""
+        """Return the whole lines since the last call, at most 256 KiB; with `last`, all, even an unfinished line."""
         lines: list[bytes] = []
         try:
             with self._log.open("rb") as file:
@@ -93,12 +93,12 @@ class Process:
         self._grace_s = grace_s
 
     def poll(self) -> int | None:
-        """Return the exit status, 128 + n for signal n; None while the command runs."""
+        """Return the exit status (128 + n for signal n), or None while the command runs."""
         status = self._supervisor.poll()
         return status if status is None or status >= 0 else 128 - status
 
     def request_stop(self, *, stacks: bool = False) -> None:
-        """Ask for SIGTERM to the command, then to the processes that are left, then for SIGKILL; return at once.
+        """Request SIGTERM for the command, then for the processes that are left, then SIGKILL; return at once.
 
         stacks: each rank first prints its own into the log, which ends the rank.
         """
@@ -205,13 +205,13 @@ def command_environment(
 ) -> dict[str, str]:
     """Return the environment of `command`: inherited, without `TULA_*` variables of an outer run, output unbuffered.
 
-    rank_logs: the folder in which torchrun keeps what each rank but the first prints.
+    rank_logs: the folder in which torchrun keeps the output of each rank except the first.
     """
     kept = {name: value for name, value in inherited.items() if not name.startswith("TULA_")}
     defaults = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     words = [part for word in command for part in word.split()]  # also of `bash -c "torchrun ..."`
     if any(word.rpartition("/")[2] in _TORCHRUN for word in words):
-        # torchrun sets this itself, but only if it starts more than one rank on a node. A run of one rank would use
+        # torchrun sets this itself, but only if it starts more than one rank on a node. A run with one rank would use
         # every core, and its measurement could not be compared with that of other runs.
         defaults["OMP_NUM_THREADS"] = "1"
         if rank_logs is not None and _starts_here(words) and not _says_where_ranks_write(words, inherited):

@@ -1,4 +1,4 @@
-"""Finds the job that a specification describes, changes what may change in it, or registers another."""
+"""Finds the job that a specification describes, changes the fields that may change, or registers a new job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tula_client._client import Client
 from tula_wire import Job, JobPatch, JobSpec, Price
 
 _MAX_JOBS: Final = 20
-"""How many of the newest jobs of one name are compared."""
+"""How many of the newest jobs with one name are compared."""
 
 _CHANGEABLE: Final = re.compile(
     r"objective|usd_per_hour_of_waiting|usd_per_kwh|gco2_per_kwh|profiling\.(share_launches|only)|limits\.\w+"
@@ -23,7 +23,7 @@ _CHANGEABLE: Final = re.compile(
 and which options vary."""
 
 Differences = dict[str, tuple[Any, Any]]
-"""By dotted path: the value of a registered job and that of the specification."""
+"""Keyed by dotted path: the value in a registered job and the value in the specification."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Registered:
 
 
 def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Registered:
-    """Return the job of `spec`: the newest of its name that is equal or that a change makes equal, else a new one.
+    """Return the job of `spec`: the newest job with its name that is equal or can be made equal, else a new job.
 
     With `retry_failed`, the failed runs of an older job are planned again. Raises the client's errors.
     """
@@ -71,7 +71,7 @@ def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Re
 
 
 def _jobs_named(client: Client, name: str) -> list[Job]:
-    """Return the newest jobs of that name that are not archived."""
+    """Return the newest unarchived jobs with that name."""
     if not name.isprintable():  # no search takes it
         return []
     return [client.job(summary.id) for summary in client.send(_flows.jobs_named(name, _MAX_JOBS))]
@@ -89,10 +89,10 @@ def _differences(job: Job, spec: JobSpec) -> Differences:
 
 
 def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
-    """Return `spec` with the values that its file leaves out and that the registered job was told later.
+    """Return `spec` with values that its file leaves out and that the registered job received later.
 
     These are the price of waiting, which `tula tune` asks for and which needs prices, and `profiling.share_launches`,
-    which is off where the script's batches can't be cut.
+    which is off if the script's batches cannot be cut.
     """
     later: dict[str, Any] = {}
     if "usd_per_hour_of_waiting" not in spec.model_fields_set and any(
@@ -110,7 +110,7 @@ def _fixed(differences: Differences) -> list[str]:
 
 
 def _values_by_path(spec: JobSpec) -> dict[str, Any]:
-    """Return every value by its dotted path; clusters by instance type, so that their order does not matter."""
+    """Return every value keyed by its dotted path; instance types key the clusters, whose order does not matter."""
     values = dict(_flatten("", spec.model_dump(mode="json", exclude={"cluster"})))
     values["cluster.instance_type"] = sorted(cluster.instance_type for cluster in spec.cluster)
     for cluster in spec.cluster:

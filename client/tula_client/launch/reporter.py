@@ -1,4 +1,4 @@
-"""What `tula tune` and `tula run` print while they work: runs, the rest of the plan, and messages."""
+"""The output of `tula tune` and `tula run` while they work: runs, the rest of the plan, and messages."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _WORDS = {"succeeded": "measured", "out_of_memory": "out of memory", "failed": "
 
 
 class Reporter:
-    """Draws a progress bar on a terminal; prints plain lines to a file. `quiet`: not what a training writes.
+    """Draws a progress bar on a terminal; prints plain lines to a file. `quiet` leaves out what training writes.
 
-    The methods are called for every event, in order, and must not raise. A console that is quiet prints nothing.
+    The methods are called for every event, in order, and must not raise. A quiet console prints nothing.
     """
 
     def __init__(self, console: Console, *, quiet: bool = False) -> None:
@@ -76,14 +76,14 @@ class Reporter:
         self._describe()
 
     def output(self, lines: Sequence[str]) -> None:
-        """Print what the command of a training has just written."""
+        """Print what the command of a training run has just written."""
         for line in lines if not self._quiet else ():
             self._console.print(Text.from_ansi(line), soft_wrap=True)
 
     def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
-        """Print one line on a run that ended and was judged; of a failure also the log and its last lines.
+        """Print one line about a run that ended and was judged; for a failure, also the log and its last lines.
 
-        `took_s`, of the launch, is 0 for its smaller batches.
+        `took_s` is the duration of the launch, or 0 for its smaller batches.
         """
         self._running.pop(run.id, None)
         word = _WORDS.get(outcome.state, outcome.state)
@@ -101,7 +101,7 @@ class Reporter:
         self._describe()
 
     def waiting(self, reason: str) -> None:
-        """Print why nothing can be started at present, unless that was printed last."""
+        """Print why nothing can be started now, unless that was the last message printed."""
         if reason != self._last_reason:
             self._last_reason = reason
             self._console.print(f"waiting   {reason}", highlight=False, markup=False)
@@ -125,7 +125,7 @@ class Reporter:
 
 
 def _cut_short(run: Run) -> str:
-    """Return `, 4 of 16 steps` for a profiling run that measured so few steps that its step time is little known."""
+    """Return `, 4 of 16 steps` for a profiling run that measured too few steps to know its step time well."""
     planned = 0 if run.instruction is None else min(FEWEST_STEPS, run.instruction.measuring_steps)
     if run.instruction is None or not 0 < (run.num_steps or 0) < planned:
         return ""
@@ -133,7 +133,7 @@ def _cut_short(run: Run) -> str:
 
 
 def _place(log: Path) -> str:
-    """Return the path of a log, and the folder in which other ranks have theirs, if there is one."""
+    """Return the path of a log, and the folder with the logs of other ranks, if there is one."""
     ranks = rank_logs(log)
     return f"{log} (each other rank's: {ranks})" if ranks.is_dir() else str(log)
 
@@ -141,7 +141,7 @@ def _place(log: Path) -> str:
 def rest_of_plan(cost: ProfilingCost) -> str:
     """Describe the rest of a plan: `2 launches, 8 configurations, about 3 min 20 s and $0.21`.
 
-    Without prices it names no money. Where the search may add launches, what all of them take follows.
+    Without prices, it names no money. If the search may add launches, the text also says what all of them take.
     """
 
     def words(launches: int, seconds: float, usd: float | None, between: str) -> str:

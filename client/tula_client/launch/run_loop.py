@@ -1,6 +1,6 @@
 """One run from lease to outcome: start its command, renew the lease, judge how it ended, report to the service.
 
-What the service answers is checked before a command is started from it, as it becomes the command's arguments and
+The service's answer is checked before a command is started from it, since it becomes the command's arguments and
 `TULA_*` variables: a training with the kind `profile`, for example, would end after a few steps, with exit code 0.
 """
 
@@ -64,7 +64,7 @@ ENDS_WITHIN_S: Final = 30.0
 """Seconds that the command of a profiling run has to end once its agent has reported the end: `sbatch --wait` looks at
 its job every ten seconds."""
 RETRY_S: Final = 600.0
-"""Longest wait for an unreachable service, so that a restart of the service ends no `tula tune`."""
+"""Longest wait for an unreachable service, so that restarting the service does not end `tula tune`."""
 _RETRY_INTERVAL_S: Final = 1.0
 _UNREACHABLE: Final = (ServiceUnreachableError, ServiceUnavailableError, TooManyRequestsError, ForeignAnswerError)
 """Errors after which the service is expected to answer again, since it did so when the job was read."""
@@ -81,9 +81,9 @@ class ActiveRun:
     """A run whose command was started; times are of the runner's clock, in seconds.
 
     smaller: the runs of smaller batches that the same command measures first. limit_from: when the time limit last
-    began to count, which it does at the start and again at the first measurement. limit_reached: the training was
-    asked to end at its own limit. has_measured: its first sample is stored. has_ended: the service refused to renew
-    its lease.
+    began to count, which it does at the start and again at the first measurement. limit_reached: the training run was
+    asked to end at its own limit. has_measured: its first sample is stored. has_ended: the service refused to renew its
+    lease.
     """
 
     run: Run
@@ -152,7 +152,7 @@ class Runner:
                 self.service.revoke_token(made.token.id)
 
     def retrying(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Make a call and return its answer; repeat it while the service is unreachable, for RETRY_S at most."""
+        """Make a call and return its answer; repeat it while the service is unreachable, for at most RETRY_S."""
         deadline = self.clock() + RETRY_S
         reported = False
         while True:
@@ -179,7 +179,7 @@ class Runner:
         return claimed
 
     def create_run(self, job: Job, kind: RunKind, configuration: Configuration, **more: Any) -> Run:
-        """Return a run outside the plan of `job`, checked; raises `LaunchError` for another than the one asked for."""
+        """Return a run outside the plan of `job`, checked; raises `LaunchError` if it is not as requested."""
         create = RunCreate(kind=kind, configuration=configuration, holder=self.holder, lease_s=LEASE_S, **more)
         return _check_run(self.retrying(self.service.create_run, job.id, create), job, kind, configuration)
 
@@ -197,8 +197,8 @@ class Runner:
     ) -> ActiveRun:
         """Start the command of `run`; without `checkpoints`, it gets a scratch folder for them.
 
-        smaller: runs that differ in a smaller local batch alone, which the same command measures. examples: how many
-        the whole training takes. Raises `UsageError`, after releasing the leases, if there is no such program.
+        smaller: runs that differ only in a smaller local batch, which the same command measures. examples: how many the
+        whole training takes. Raises `UsageError`, after releasing the leases, if there is no such program.
         """
         checkpoints = checkpoints or self.work.scratch(run.id)
         launch_id = f"{run.id}-{secrets.token_hex(3)}"
@@ -241,7 +241,7 @@ class Runner:
         ranks = rank_logs(log) if run.configuration.world_size > 1 else None
         environment = command_environment(self.inherited, variables, command, rank_logs=ranks)
         if ranks is not None and environment.get("PET_LOG_DIR") == str(ranks):
-            with suppress(OSError):  # torchrun says what is wrong
+            with suppress(OSError):  # torchrun reports what is wrong
                 ranks.mkdir()  # so that its path can be named from the start
         try:
             process = self.start_command(
@@ -266,9 +266,10 @@ class Runner:
     def poll(self, active: ActiveRun) -> int | None:
         """Return the exit status of an ended command; else enforce the time limits, renew the lease, and return None.
 
-        The limit of the runner makes each rank print its stack; that of a training (`limits.on_breach`) asks it to end.
+        The runner's limit makes each rank print its stack; a training run's own limit (`limits.on_breach`) asks it to
+        end.
 
-        Reports what a training has written since.
+        Also reports what a training run has written since the last call.
         """
         status = active.process.poll()
         if active.run.kind == "train":
@@ -295,7 +296,7 @@ class Runner:
     def finish(self, active: ActiveRun, status: int) -> list[tuple[Run, Outcome]]:
         """Judge and report every run of a command that ended with `status`, in the order in which it measured them.
 
-        A run that had not begun goes back to the plan. So does that of the largest batch where no sample of it came
+        A run that had not begun goes back to the plan. So does the run of the largest batch if no sample of it came
         after the others: a command that ends between two batches has measured the first.
         """
         self._ended(active)
@@ -330,9 +331,9 @@ class Runner:
         return outcomes
 
     def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str], stopped: bool) -> tuple[Run, Outcome]:
-        """Return one run of a command that ended with `status`, as the service then knows it, and its outcome.
+        """Return one run of a command that ended with `status`, as the service then knows the run, and its outcome.
 
-        stopped: the command was, because the run of its largest batch was cancelled.
+        stopped: the command was stopped because the run of its largest batch was cancelled.
         """
         limit = self.time_limit_s if active.stacks_dumped_at is not None else None
         outcome = judge(run, status, lines, timed_out_after_s=limit)
@@ -369,9 +370,9 @@ class Runner:
                 self.service.patch_run(run.id, stopped if run.kind == "train" else patch)
 
     def _agent_token(self, job_id: str) -> str | None:
-        """Return a token that may report for this one job, not the user's own, which would give its code all rights.
+        """Return a token that may only report for this job, not the user's, which would give its code all rights.
 
-        None where `tula` itself has none.
+        Returns None if `tula` itself has no token.
         """
         if not self.inherited.get("TULA_TOKEN"):
             return None
@@ -381,7 +382,7 @@ class Runner:
         return self._tokens[job_id].secret
 
     def _run_with_samples(self, run_id: str) -> Run:
-        """Return the run as the service knows it, once the samples are uploaded that its agent could not send."""
+        """Return the run as the service knows it, after uploading the samples that its agent could not send."""
         run = self.retrying(self.service.run, run_id)
         spool = self.work.spool(run_id)
         if run.num_samples == 0 and any(spool.glob("*.spool")):
@@ -408,7 +409,7 @@ class Runner:
         return done.returncode == 0
 
     def _look_for_measurements(self, active: ActiveRun) -> None:
-        """Let the time limit count from the first measurement, and say once that a profiling run has sent none yet."""
+        """Count the time limit from the first measurement, and say once that a profiling run has sent none yet."""
         first, now = (*active.smaller, active.run)[0], self.clock()
         if active.has_measured:
             return
@@ -421,7 +422,7 @@ class Runner:
                 self.reporter.note(f"Run {first.id}: still starting after {now - active.started_at:.0f} s. {steps}")
 
     def _send_output(self, active: ActiveRun, run: Run, state: RunState) -> None:
-        """Send the end of what rank 0 has written, if it is new and the user agrees; a failure leaves it in the log."""
+        """Send the tail of rank 0's output, if it is new and the user agrees; after a failure it remains in the log."""
         if self.inherited.get("TULA_SEND_OUTPUT") == "0":
             return
         output = "\n".join(of_first_rank(tail(active.log))).encode(errors="replace")[-_MOST_OUTPUT_BYTES:]
@@ -451,7 +452,7 @@ class Runner:
 
 
 def _check_run(run: Run, job: Job, kind: RunKind, configuration: Configuration) -> Run:
-    """Return `run` if it is the run of `job` that was asked for; raises `LaunchError` with the first wrong field."""
+    """Return `run` if it is the requested run of `job`; raises `LaunchError` with the first wrong field."""
     asked: dict[str, object] = {"job_id": job.id, "kind": kind, "configuration": configuration}
     if kind == "profile" or job.spec.limits.on_breach != "stop":
         asked["time_limit_s"] = None  # nothing stops such a run at its limits
@@ -465,7 +466,7 @@ def _check_run(run: Run, job: Job, kind: RunKind, configuration: Configuration) 
 
 
 def check_configuration(configuration: Configuration, job: Job) -> Configuration:
-    """Return `configuration`, if the job's specification allows it; else raises `LaunchError`."""
+    """Return `configuration` if the job's specification allows it; else raise `LaunchError`."""
     batch = job.spec.batch
     fixed, held, steps = batch.global_batch_size is not None, batch.grad_accum_steps, configuration.grad_accum_steps
     allowed = (

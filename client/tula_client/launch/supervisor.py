@@ -2,12 +2,12 @@
 
 Runs as a script and imports only the standard library. It registers as the reaper of orphans below it (Linux, prctl
 PR_SET_CHILD_SUBREAPER), so that it finds ranks that torchrun moved to another session. Its standard input is a pipe
-from `tula`: `s` stops the command, `d` too, once every rank has printed its stack, and so does the end of the pipe
-(`tula` died, even by kill -9). Its exit status is the command's, or 128 + n for signal n.
+from `tula`: `s` stops the command, `d` does so once every rank has printed its stack, and the end of the pipe also
+stops it (`tula` died, even by kill -9). Its exit status is the command's, or 128 + n for signal n.
 
-A stop goes to the top of the tree first: the command gets SIGTERM alone, as from a kubelet, since torchrun
-and srun pass it on to ranks, and a rank that saves needs its data loading processes. A process whose parent has
-gone is a new top. After half of the grace period all that is left gets SIGTERM, and at its end SIGKILL.
+A stop goes to the top of the tree first: the command gets SIGTERM alone, as from a kubelet, since torchrun and srun
+pass it on to ranks, and a rank that saves needs its data loading processes. A process whose parent has gone is a new
+top. After half of the grace period, all remaining processes get SIGTERM, and at its end SIGKILL.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _asked_to_stop(wake: int) -> bool:
-    """Wait up to a second for a signal or an order of `tula`; return True if either asked the command to stop."""
+    """Wait up to a second for a signal or an order from `tula`; return True if either asked the command to stop."""
     ready, _, _ = select.select([0, wake], [], [], 1.0)
     if wake in ready:
         os.read(wake, 4096)
@@ -118,7 +118,7 @@ def _children() -> dict[int, list[int]]:
 
 
 def _left(child: subprocess.Popen[bytes], *, top: bool = False) -> list[int]:
-    """Return the ids of the processes below that still run; `top`: only processes whose parent is this process."""
+    """Return the ids of descendant processes that still run; `top`: only processes whose parent is this process."""
     _reap(child)
     if sys.platform != "linux":
         return [child.pid] * (child.returncode is None)

@@ -19,9 +19,9 @@ _TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 @dataclass(frozen=True)
 class Template:
-    """A command as words; `{name}` is replaced, `{{` and `}}` mean braces, other braces stay unchanged.
+    """A command as words; `{name}` is replaced, `{{` and `}}` mean braces, and other braces stay unchanged.
 
-    options: names of the job's options, which are placeholders too.
+    options: the names of the job's options, which are also placeholders.
     """
 
     words: tuple[str, ...]
@@ -39,7 +39,7 @@ class Template:
 
     @property
     def placeholders(self) -> frozenset[str]:
-        """Names between single braces, anywhere in the command."""
+        """The names between single braces, anywhere in the command."""
         return frozenset().union(*map(_names_in, self.words))
 
     def fill(
@@ -54,12 +54,12 @@ class Template:
         learning_rate_factor: float = 1.0,
         examples: float = 1.0,
     ) -> list[str]:
-        """Return the command for one run, without arguments that hold `{resume}` while `resume` is None.
+        """Return the command for one run, without arguments that hold `{resume}` if `resume` is None.
 
         examples: how many the whole training takes, from which `{max_steps}` follows.
 
-        Values are not quoted, since the command may pass them through any number of shells: a value of the service that
-        is not a plain word raises UsageError.
+        Values are not quoted, since the command may pass them through any number of shells: a value from the service
+        that is not a plain word raises UsageError.
         """
         made_here = {"resume": str(resume or ""), "env_file": env_file, "checkpoint_dir": str(checkpoint_dir)}
         made_here["learning_rate_factor"] = f"{learning_rate_factor:.6g}"
@@ -117,7 +117,7 @@ def _names_in(word: str) -> frozenset[str]:
 
 
 _ACCUMULATION: Final = "grad_accum_steps or local_batch_size with global_batch_size"
-"""Either tells a script how many micro-steps to accumulate."""
+"""Placeholders that tell a script how many micro-steps to accumulate."""
 
 
 def _needs(spec: JobSpec) -> list[tuple[str, bool, str]]:

@@ -44,11 +44,11 @@ def train(
     """Train until the command succeeds; return every start with its outcome, the successful one last.
 
     `fresh` starts another training; `reconfigure` continues the unfinished one with the current recommendation. Either
-    kind of training uses `configuration` where it is given.
+    kind of training uses `configuration` if given.
 
-    After an out-of-memory, continues with the next smaller configuration (`next_smaller`); after a pre-emption, or a
-    failure since which a checkpoint was written, with the same one; both from the last checkpoint. Calling it again
-    after `tula` died continues too, if there is a checkpoint.
+    After an out-of-memory failure, it continues with the next smaller configuration (`next_smaller`); after a
+    pre-emption, or a failure before which the attempt had written a checkpoint, with the same configuration; both from
+    the last checkpoint. Calling it again after `tula` died also continues, if there is a checkpoint.
 
     Raises `LaunchError`, and the client's errors.
     """
@@ -99,7 +99,7 @@ def train(
 
 
 def _save(runner: Runner, state: _State) -> None:
-    """Save the state for a later `tula run`; a disk that takes none ends no training."""
+    """Save the state for a later `tula run`; a disk that accepts no writes does not end the training."""
     try:
         runner.work.save(_STATE, state)
     except OSError as error:
@@ -110,7 +110,7 @@ def _save(runner: Runner, state: _State) -> None:
 
 
 def _preempted(active: ActiveRun, status: int) -> bool:
-    """Return True if the host ended the command, rather than its own time limit, which each start would reach."""
+    """Return True if the host ended the command, not its own time limit, which every start would reach."""
     return status in _PREEMPTED and active.stacks_dumped_at is None
 
 
@@ -138,7 +138,7 @@ def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool, configurati
 
 
 def _create_run(runner: Runner, job: Job, state: _State, method: str | None) -> Run:
-    """Register a run that continues the one before, or none if the service does not know that one any more."""
+    """Register a run that continues the previous run, unless the service no longer knows that run."""
     try:
         return runner.create_run(job, "train", state.configuration, method=method, continues=state.run_id)
     except InvalidInputError as error:
@@ -160,7 +160,7 @@ def _recommended(runner: Runner, job: Job) -> Configuration:
 
 
 def _learning_rate_factor(runner: Runner, job: Job, template: Template, configuration: Configuration) -> float:
-    """Return the factor for the placeholder; 1, with a note, where the rule has no answer for this configuration."""
+    """Return the factor for the placeholder, or 1, with a note, if the rule has no answer for this configuration."""
     if "learning_rate_factor" not in template.placeholders:
         return 1.0
     candidates = runner.retrying(runner.service.recommendation, job.id).candidates
@@ -176,13 +176,13 @@ def _learning_rate_factor(runner: Runner, job: Job, template: Template, configur
 
 
 def _steps_alike(one: Configuration, other: Configuration) -> bool:
-    """Return True where both have the same global batch, and both or neither divide it: that decides the factor."""
+    """Return True if both have the same global batch, and both or neither divide it: that decides the factor."""
     divided, also = (c.world_size * c.grad_accum_steps > 1 for c in (one, other))
     return one.global_batch_size == other.global_batch_size and divided == also
 
 
 def _newest_file(folder: Path) -> tuple[str, float] | None:
-    """Return name and modification time of the newest file below `folder`; None if none can be read."""
+    """Return the name and modification time of the newest file below `folder`, or None if none can be read."""
     entries = []
     with suppress(OSError):  # the script may write or delete checkpoints meanwhile
         for entry in folder.rglob("*"):
@@ -196,7 +196,7 @@ def _fall_back(runner: Runner, job: Job, template: Template, failed: Configurati
     """Return the next smaller configuration, and note it.
 
     Its bound is the largest local batch of the candidates that fit, by a memory model that has seen the failure. Only
-    candidates on the failed instance type with the failed options count, since other options take other memory.
+    candidates on the failed instance type with the failed options count, since other options need other memory.
     """
     bound = max(
         (
@@ -219,7 +219,7 @@ def _fall_back(runner: Runner, job: Job, template: Template, failed: Configurati
 
 
 def _fits(candidate: Candidate, job: Job) -> bool:
-    """Return whether it fits into memory; what a limit excludes may fit too, where the probability is known."""
+    """Return whether a candidate fits into memory; even excluded candidates may fit, if the probability is known."""
     if candidate.memory_fits is None:
         return candidate.excluded_by is None
     return candidate.memory_fits >= job.spec.profiling.memory_safety
@@ -228,12 +228,12 @@ def _fits(candidate: Candidate, job: Job) -> bool:
 def next_smaller(
     failed: Configuration, *, can_accumulate: bool, max_local_batch_size: int | None = None
 ) -> Configuration | None:
-    """Return what to try after `failed` ran out of memory; None if there is nothing smaller.
+    """Return the configuration to try after `failed` ran out of memory, or None if there is nothing smaller.
 
     First the same global batch B from a smaller local batch b and more accumulation (b * accumulation constant), the
     largest such b below the failed one and at most `max_local_batch_size`, but not below a quarter of that bound:
-    smaller ones waste the accelerator. Without a way to accumulate, the same nodes with half the local batch, hence a
-    smaller B.
+    smaller batches waste the accelerator. Without a way to accumulate, the same nodes with half the local batch, hence
+    a smaller B.
     """
     bound = min(failed.local_batch_size - 1, max_local_batch_size or failed.local_batch_size)
     if can_accumulate:

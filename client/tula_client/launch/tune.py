@@ -46,10 +46,10 @@ def work_through(
 ) -> Tuned:
     """Execute the pending runs of the plan, up to `max_parallel` at once on at most `node_budget` nodes.
 
-    `again`: measured once more before the plan.
-    Stops if a run fails before any has succeeded, after `max_failures` failures in a row, and if a run used another
-    configuration than planned. Measurements are kept. Raises `LaunchError`, also if every pending run needs more nodes
-    than `node_budget`, `UsageError` if there is no such command, and the client's errors.
+    `again` names configurations to measure once more before the plan. Stops if a run fails before any has succeeded,
+    after `max_failures` failures in a row, and if a run used another configuration than planned. Measurements are kept.
+    Raises `LaunchError`, also if every pending run needs more nodes than `node_budget`, `UsageError` if there is no
+    such command, and the client's errors.
     """
     # Leases of an earlier `tula`, which is dead: this process holds the folder's lock.
     runner.release(*(run for run in job.plan if run.state in ("claimed", "running")))
@@ -68,12 +68,12 @@ def to_measure_again(
     candidates: Iterable[Configuration],
     options: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> tuple[Configuration, ...]:
-    """Return the configurations that `words` name, each once.
+    """Return the configurations that `words` name, each only once.
 
     words: `failed`, `all`, a run's id, or nodes x local batch (x accumulation) as in `2x64`, with values of options as
-    in `2x64,precision=bf16`. runs: the runs of the job, newest first. options: those of the job. The newest profiling
-    run of a configuration says how it ended; `failed` and `all` repeat no configuration whose newest run has not ended.
-    Raises `UsageError` for any other word.
+    in `2x64,precision=bf16`. runs: the runs of the job, newest first. options: the options of the job. The newest
+    profiling run of a configuration says how it ended; `failed` and `all` repeat no configuration whose newest run has
+    not ended. Raises `UsageError` for any other word.
     """
     newest: dict[Configuration, Run] = {}
     for run in runs:
@@ -98,8 +98,8 @@ def named_configuration(
 ) -> Configuration:
     """Return the one configuration that `word` names: a run's id, or nodes x local batch (x accumulation) as in `2x64`.
 
-    Values of the job's `options` may follow, as in `2x64,precision=bf16`; one that is left out has its first value.
-    newest: a run of each configuration. Raises `UsageError`, which names `flag`, for none or several.
+    Values of the job's `options` may follow, as in `2x64,precision=bf16`; an omitted option has its first value.
+    newest: a run of each configuration. Raises `UsageError`, which names `flag`, if it names none or several.
     """
     numbers_word, *pairs = word.split(",")
     shape = _SHAPE.fullmatch(numbers_word)
@@ -134,7 +134,7 @@ def _chosen_options(pairs: Sequence[str], options: Mapping[str, Sequence[str]], 
 
 
 def to_explain(job: Job, chosen: Configuration | None) -> tuple[Configuration, ...]:
-    """Return a configuration for each value of an option with which nothing of the plan has been launched.
+    """Return a configuration for each option value with which the plan has launched nothing.
 
     It is one that was measured with every option at its first value, with that one value instead: its step time then
     differs for that value alone. If there are several, it has the cluster of `chosen`, if possible, and the largest
@@ -156,7 +156,7 @@ def to_explain(job: Job, chosen: Configuration | None) -> tuple[Configuration, .
 
 
 def cost_of_explaining(job: Job, configurations: Sequence[Configuration]) -> str:
-    """Return a sentence that says what launches of `configurations` take, by the measured launches of the plan."""
+    """Return a sentence that says what launches of `configurations` cost, judged by the plan's measured launches."""
     took_s = [
         (run.finished_at - run.started_at).total_seconds()
         for run in job.plan
@@ -175,7 +175,7 @@ def cost_of_explaining(job: Job, configurations: Sequence[Configuration]) -> str
 
 
 def _difference(configuration: Configuration, job: Job) -> tuple[str, str]:
-    """Return the one option of `configuration` that has another value than its first."""
+    """Return the one option of `configuration` that does not have its first value."""
     base = dict(job.spec.base_options)
     return next((name, word) for name, word in configuration.options if base[name] != word)
 
@@ -196,7 +196,7 @@ class _PlanLoop:
     finished: list[tuple[Run, Outcome]] = field(default_factory=list)
 
     def step(self) -> float | None:
-        """Finish runs that ended and start the next; return the seconds until the next step, None after the last."""
+        """Finish runs that ended and start the next; return the seconds until the next step, or None after the last."""
         runner = self.runner
         for active in list(runner.active):
             status = runner.poll(active)
@@ -216,7 +216,7 @@ class _PlanLoop:
         return _WAIT_BESIDE_RUNS_S if runner.active else self._wait_s(claimed)
 
     def _next_again(self, free: int) -> Run | None:
-        """Create a run of the next configuration to measure again on at most `free` nodes; return None without one."""
+        """Create a run of the next configuration to measure again on at most `free` nodes, or return None."""
         fitting = [c for c in self.again if c.num_nodes <= free]
         if self.again and not fitting and not self.runner.active:
             raise LaunchError(f"--again needs {self.again[0].num_nodes} nodes, but --nodes is {self.budget}: raise it")
@@ -236,9 +236,10 @@ class _PlanLoop:
             self._count(active, run, outcome)
 
     def _count(self, active: ActiveRun, run: Run, outcome: Outcome) -> None:
-        """Raise where failures, or measurements of another configuration than planned, end the plan.
+        """Raise `LaunchError` if failures, or measurements of a configuration other than planned, end the plan.
 
-        A failure with other values of options than the first says nothing about the rest: the service leaves them out.
+        A failure with option values other than the first says nothing about the rest: the service leaves these values
+        out.
         """
         if run.configuration_mismatch is not None:  # every further run would measure the same one
             raise LaunchError(
@@ -266,7 +267,7 @@ class _PlanLoop:
             )
 
     def _measure_single_batches(self) -> None:
-        """Ask the service to plan single runs from now on, since the script's batches can't be cut."""
+        """Ask the service to plan single runs from now on, since the script's batches cannot be cut."""
         self.runner.reporter.note(
             "The launch measured its largest batch alone, so each further run gets a separate launch, as with "
             "profiling.share_launches = false in the job."
@@ -274,7 +275,7 @@ class _PlanLoop:
         self.runner.retrying(self.runner.service.patch_job, self.job.id, JobPatch(share_launches=False))
 
     def _wait_s(self, claimed: RunClaimed) -> float | None:
-        """Return the seconds until the next claim while nothing runs; None once the plan is done."""
+        """Return the seconds until the next claim while nothing runs, or None once the plan is done."""
         if claimed.retry_after_s is None:
             return None
         # Checked several times: a run of another `tula` may just have ended, and the service may be replanning.

@@ -24,14 +24,14 @@ _FOR_RAY = {"RAY_DEDUP_LOGS": "0"}
 
 
 def may_hold_files(folder: Path) -> bool:
-    """Return True if there is a file below `folder`, or if that cannot be determined because a folder is unreadable."""
+    """Return True if there is a file below `folder`, or if an unreadable folder makes that impossible to tell."""
     errors: list[OSError] = []
     holds = any(files for _, _, files in os.walk(folder, onerror=errors.append))
     return holds or not all(isinstance(error, FileNotFoundError) for error in errors)
 
 
 def rank_logs(log: Path) -> Path:
-    """Return the folder for what each rank but the first prints in the start that has this log, see `WorkDir.log`."""
+    """Return the folder for the output of each rank but the first in the start that has this log, see `WorkDir.log`."""
     return log.with_suffix("")
 
 
@@ -41,7 +41,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _replace(path: Path, document: object) -> None:
-    """Write a JSON document that only the user can read, atomically: a crash or a full disk leaves the file before."""
+    """Write a JSON document that only the user can read, atomically: a crash or a full disk leaves the old file."""
     new = path.with_name(f".{path.name}.new")
     with open(new, "w", opener=_private) as file:
         json.dump(document, file, indent=1)
@@ -51,14 +51,14 @@ def _replace(path: Path, document: object) -> None:
 
 
 class WorkDir:
-    """One folder per job. Its content survives `tula`, so that the same command continues where it stopped."""
+    """A job's folder. Its content survives `tula`, so that the same command continues where it stopped."""
 
     def __init__(self, root: Path, job_id: str) -> None:
         self.path = (root / job_id).resolve()
 
     @contextmanager
     def locked(self) -> Iterator[str]:
-        """Lock the folder; yields the name under which this folder holds leases, the same after a restart.
+        """Lock the folder; yield the name under which this folder holds leases, which is the same after a restart.
 
         The kernel releases the lock when the process ends, even by kill -9, so under the lock any lease of that name is
         an orphan. Raises `LaunchError` if another process has the lock, `UsageError` if the folder cannot be used.
@@ -86,7 +86,7 @@ class WorkDir:
             yield holder
 
     def log(self, launch_id: str) -> Path:
-        """Return the log file of one start; it has its own, so that no earlier output is judged."""
+        """Return the log file of one start; each start has its own, so that no earlier output is judged."""
         return self.path / "logs" / f"{launch_id}.log"
 
     def spool(self, run_id: str) -> Path:
@@ -94,11 +94,11 @@ class WorkDir:
         return self.path / "spool" / run_id
 
     def checkpoints(self, training: int = 1) -> Path:
-        """Return the checkpoint folder of a training, shared by its restarts but not with other trainings."""
+        """Return the checkpoint folder of a training run, which its restarts share but other training runs do not."""
         return self.path / ("checkpoints" if training == 1 else f"checkpoints-{training}")
 
     def next_training(self) -> int:
-        """Return the number of a training that has no checkpoints yet."""
+        """Return the number of a training run that has no checkpoints yet."""
         return next(n for n in count(1) if not may_hold_files(self.checkpoints(n)))
 
     def scratch(self, run_id: str) -> Path:
@@ -134,7 +134,7 @@ class WorkDir:
         (self.path / f"{name}.json").unlink(missing_ok=True)
 
     def _make(self) -> None:
-        """Make the folder, and its parent if need be, for the user alone: logs and states may hold secrets."""
+        """Create the folder, and its parent if needed, for the user only: logs and states may hold secrets."""
         if not self.path.parent.exists():
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.mkdir(exist_ok=True)
