@@ -345,7 +345,7 @@ class Calls(Unsent):
     def schedule(
         self, job_id: str, objective: wire.Objective | None = None, *, beta2: float = 0.999
     ) -> Call[wire.BatchSchedule]:
-        """Return a batch that grows with the gradient noise that a training measured; `write_schedule` writes it.
+        """Return a batch that grows with the gradient noise that a training run measured; `write_schedule` writes it.
 
         `beta2` is Adam's at the base batch.
         """
@@ -358,7 +358,7 @@ class Calls(Unsent):
     def patch_scaling(
         self, job_id: str, patch: wire.ScalingPatch, *, policy: wire.ScalingPolicy = "gain"
     ) -> Call[wire.ScalingThresholds]:
-        """Set numbers of a policy; trainings take them up when they start, `ags` and `static` after each epoch too."""
+        """Set numbers of a policy; runs take them up when they start, with `ags` and `static` after each epoch too."""
 
     @_endpoint("GET", routes.JOB_LEDGER)
     def ledger(self, job_id: str, *, limit: int | None = None) -> Call[wire.Ledger]:

@@ -81,7 +81,7 @@ class Run(WireModel):
     dropped: int = Field(0, description="Measurements that the agent had to drop.")
     straggler_rank: int | None = optional("The rank that the others wait for; null: none stands out.")
     time_limit_s: Seconds | None = optional(
-        "Seconds after which `tula run` ends a training, from what is left of deadline and budget; null "
+        "Seconds after which `tula run` ends a training run, from what is left of deadline and budget; null "
         'unless the job has `limits.on_breach = "stop"`.'
     )
     drifted: bool = Field(False, description="True: it does not run at the predicted speed.")
@@ -331,7 +331,7 @@ class Recommendation(WireModel):
         "where nothing is chosen, with the first value of each option.",
     )
     max_sensible_batch_size: int | None = optional(
-        "Examples per step; a larger batch hardly improves one. Null until a training, or a profiling run of 100 "
+        "Examples per step; a larger batch hardly improves one. Null until a training run, or a profiling run of 100 "
         "steps, has shown the noise."
     )
     model: ModelReport = Field(description="The model behind the predictions.")
@@ -555,7 +555,7 @@ class Limits(WireModel):
     max_global_batch_size: Count | None = optional("Most examples per optimizer step.")
     on_breach: Literal["warn", "stop"] = Field(
         "warn",
-        description="What happens to a training that exceeds its deadline or budget: an event says so, or `stop`: "
+        description="What happens to a training run that exceeds its deadline or budget: an event says so, or `stop`: "
         "`tula run` ends its command.",
     )
 

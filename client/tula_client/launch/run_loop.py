@@ -1,7 +1,7 @@
 """One run from lease to outcome: start its command, renew the lease, judge how it ended, report to the service.
 
 The service's answer is checked before a command is started from it, since it becomes the command's arguments and
-`TULA_*` variables: a training with the kind `profile`, for example, would end after a few steps, with exit code 0.
+`TULA_*` variables: training with the kind `profile`, for example, would end after a few steps, with exit code 0.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ class Runner:
         patch = RunPatch(state="pending", holder=self.holder)
         stopped = RunPatch(state="cancelled", holder=self.holder, message="It was stopped before its end.")
         for run in runs:
-            with suppress(TulaError):  # a later `tula run` creates another run that continues a training
+            with suppress(TulaError):  # a later `tula run` creates another run that continues the training
                 self.service.patch_run(run.id, stopped if run.kind == "train" else patch)
 
     def _agent_token(self, job_id: str) -> str | None:

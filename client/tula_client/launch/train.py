@@ -115,7 +115,7 @@ def _preempted(active: ActiveRun, status: int) -> bool:
 
 
 def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool, configuration: Configuration | None) -> _State:
-    """Return the state of the unfinished training, or of another training."""
+    """Return the state of the unfinished training, or of a new training."""
     work, note = runner.work, runner.reporter.note
     state = None if fresh else work.load(_State, _STATE)
     if state is not None and not may_hold_files(work.checkpoints(state.training)):

@@ -92,7 +92,7 @@ def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
     return {
         "basis": "prior",
         "objective": analysis.objective,
-        "knee": wire.Knee(found=False, reason="no knee: there is no candidate."),
+        "knee": wire.Knee(found=False, reason="no knee: there are no candidates."),
         "why": f"Nothing can be recommended. {reason[0].upper()}{reason[1:]}",
         "candidates": [],
         "frontier": [],

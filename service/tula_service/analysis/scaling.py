@@ -23,9 +23,9 @@ from tula_wire.jobs import ScalingRule
 MOST_TIMES = 16.0
 """The largest ratio of batches in the experiments; beyond it, the advice says so."""
 PARTS = 20
-"""Equal parts of a training's examples, for each of which a `NoiseCurve` has a value."""
+"""Equal parts of a training run's examples, for each of which a `NoiseCurve` has a value."""
 LEAST_COVERED = 0.9
-"""Share of a training's examples that its telemetry must reach to count as measured throughout."""
+"""Share of a training run's examples that its telemetry must reach to count as measured throughout."""
 _AS_LOW, _LOST_POINTS = 1.05, 1.0
 _MEASURED_OPTIMIZERS = ("sgd", "momentum", "adam")
 _MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722

@@ -8,7 +8,7 @@
 4. A schedule is worth its trouble if it is better than the constant recommendation by `WORTH`.
 
 Increasing the batch as the noise scale grows is due to McCandlish et al. (2018, section 5). Merrill et al. (2025), who
-measured on OLMo which batches a training bears, doubt that the noise scale is a proxy for them, hence the guard.
+measured on OLMo which batches training tolerates, doubt that the noise scale is a proxy for them, hence the guard.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RELAUNCH_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Stage:
-    """Parts `first` to `end` (exclusive) of a training at one configuration.
+    """Parts `first` to `end` (exclusive) of a training run at one configuration.
 
     `estimate` has the time, cost and energy of this stage alone; `noise_scale` is the least from its beginning on.
     """

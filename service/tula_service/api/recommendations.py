@@ -49,5 +49,5 @@ def get_schedule(
     objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
     beta2: Annotated[float, Query(gt=0, lt=1, description="Adam's beta2 at the base batch.")] = 0.999,
 ) -> Response:
-    """Return a batch that grows with the gradient noise that a training measured, and what it saves."""
+    """Return a batch that grows with the gradient noise that a training run measured, and what it saves."""
     return Response(recommendations.schedule(*user, job_id, objective, beta2), media_type="application/json")

@@ -49,7 +49,7 @@ async def get_run(run_id: str, caller: Caller, services: AppServices) -> Run:
 
 @router.get(routes.RUN_PROGRESS)
 async def get_progress(run_id: str, caller: Caller, services: AppServices) -> Progress:
-    """Return where a training stands: its examples read, seconds left and money spent."""
+    """Return the progress of a training run: examples read, seconds left and money spent."""
     return await to_thread.run_sync(runs.progress, services.store, caller, run_id, limiter=services.ingest_threads)
 
 

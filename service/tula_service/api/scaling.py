@@ -48,5 +48,5 @@ def update_scaling(
     user: CurrentUser,
     policy: Annotated[ScalingPolicy, Query(description="Whose numbers to set.")] = "gain",
 ) -> ScalingThresholds:
-    """Set numbers of a policy; trainings take them up when they start, `ags` and `static` after each epoch too."""
+    """Set numbers of a policy; training runs take them up when they start, `ags` and `static` after each epoch too."""
     return scaling.change(*user, job_id, patch, policy)

@@ -38,7 +38,7 @@ _VERDICT_STEPS = 1000
 """Newest steps that a verdict rests on: a run's bottleneck may change, and these steps show the present one."""
 _MEMORY_REPLAN = "A run has just run out of memory: the plan is being computed again."
 _MESSAGES = {
-    "vanished": "No report or sample of this training arrived before its lease expired.",
+    "vanished": "No report or sample from this training run arrived before its lease expired.",
     "superseded": "Superseded: another run continued it before it reported its end.",
     "no_samples": (
         "No sample arrived: the command ended without calling the agent. Call tula_agent.init() in the training "
