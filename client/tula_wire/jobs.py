@@ -181,7 +181,7 @@ class Candidate(WireModel):
     epoch_time_s: Estimate = Field(description="Seconds per epoch.")
     total_time_s: Estimate = Field(description="Seconds of the whole training.")
     cost_usd: Estimate | None = optional("US dollars of the whole training; null without a price.")
-    tokens_per_step: float | None = optional("Tokens per optimizer step; null where tokens are unknown.")
+    tokens_per_step: float | None = optional("Tokens per optimizer step; null if tokens are unknown.")
     tokens_per_s: Estimate | None = optional("Tokens per second of all ranks, at the step time.")
     usd_per_million_tokens: Estimate | None = optional("US dollars per million tokens; null without a price.")
     energy_kwh: Estimate | None = optional(

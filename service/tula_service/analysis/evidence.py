@@ -47,7 +47,7 @@ _PROVING_STEPS = 3  # from the third step on, the allocator holds the blocks of 
 _CONTEXT_SD = 0.7  # relative error of an assumed context
 _RESERVED_SD = 0.1  # of the log of what the allocator takes over its peak, by 13 rows on an H100
 GROWING_SD = 0.02
-"""The same where the segments grow: there the allocator took at most 2 % more, which is the share that is kept free."""
+"""The same if the segments grow: the allocator then took at most 2 % more, which is the share that is kept free."""
 
 Measured = Sequence[tuple[Configuration, RunSummary]]
 Rows = Sequence[tuple[Configuration, MemoryReading | None]]

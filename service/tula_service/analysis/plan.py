@@ -125,7 +125,7 @@ def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunReco
 
     A run that repeats a failed one stays in any case, and so does a run that lost its lease half-way, to be completed.
     Other waiting runs stay while a plan without them would ask for at least as many: the design that chose them still
-    holds. If that plan asks for fewer or, where launches are shared, leaves out a launch that waits, enough has been
+    holds. If that plan asks for fewer or, if launches are shared, leaves out a launch that waits, enough has been
     measured meanwhile, and only the waiting runs that the plan asks for stay.
     """
     again = [run.configuration for run in _to_repeat(answer, ())]

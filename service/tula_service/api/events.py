@@ -30,7 +30,7 @@ async def _opened(
     caller: Caller,
     services: AppServices,
     last_event_id: Annotated[str | None, Header(description="Resume after this event.")] = None,
-    after: Annotated[int | None, Query(ge=0, le=2**53, description="The same, where no header can be set.")] = None,
+    after: Annotated[int | None, Query(ge=0, le=2**53, description="The same, if no header can be set.")] = None,
 ) -> AsyncIterator[int]:
     """Yield the id after which the stream starts; a stream counts until its response ends, in whatever way.
 

@@ -2,8 +2,8 @@
 
 With S(B) = floor(E D / B) steps in all, b the base batch and N the gradient noise scale, a batch B is allowed if
 
-    B <= b,   or   S(B) >= S0  and  ( B <= k (N + 2 b)   where N is known,
-                                      S(B) >= q B / b    where it is not,
+    B <= b,   or   S(B) >= S0  and  ( B <= k (N + 2 b)   if N is known,
+                                      S(B) >= q B / b    if it is not,
                                       or S(B) >= 5,000   in either case )
 
 In 271 training runs of five small networks, the number of steps predicted a loss of more than a point far better than

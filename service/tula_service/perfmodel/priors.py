@@ -43,14 +43,14 @@ _OF_ARITHMETIC, _OF_ACTIVATIONS, _OF_PARAMETERS = 0.634, 18.5, 30.7
 """From timm's table (Apache-2.0: 765 rows, one RTX 3090 with AMP) and the rows of Lambda's, TensorFlow's, DLPerf's and
 mxnet-finetuner's (BSD-3-Clause, Apache-2.0: eleven devices), each network or device left out in turn when scored."""
 _OF_ACTIVATIONS_ALONE = 16.2
-"""In half precision, where the bytes that convolutions convert are counted apart: from timm's rows in two layouts, with
+"""In half precision, if the bytes that convolutions convert are counted apart: from timm's rows in two layouts, with
 the other two numbers as they are. With each family left out in turn, these rows say 16.2 too."""
 FLOOR_S: Final = 0.03
-"""Seconds that launches and the optimizer take on any accelerator where operations were not counted: batch sweeps on
+"""Seconds that launches and the optimizer take on any accelerator if operations were not counted: batch sweeps on
 one device in Pollux's and DLPerf's tables (Apache-2.0) have floors of 7 to 215 ms, around 30. No table covers small
 batches on another class of devices."""
 LAUNCH_S: Final = 30e-6
-"""Seconds that the host of an accelerator takes to launch one operation where no probe timed it, in PyTorch without
+"""Seconds that the host of an accelerator takes to launch one operation if no probe timed it, in PyTorch without
 compilation: steps of 8 examples, divided by their counted operations, took 23 to 50 us on an H100."""
 _LOG_BEND_OF_A_QUEUE: Final = math.log(3.0)
 """h = 4: the host queues operations while the device computes, so the longer of the two times counts."""
@@ -108,9 +108,9 @@ class ModelFacts:
     parameters pass a link in a step: 2 for an all-reduce, or for a reduce-scatter and one gathering; 3 if the backward
     pass gathers the parameters again. `idle_samples` is the number of examples whose compute a device of a pipeline
     waits for: with m micro-batches and p stages, a step takes the time of m + p - 1 micro-batches. `operations` is how
-    many operations of a micro-step start a kernel, or None where they were not counted. `transposed_bytes_per_sample`
-    is the number of bytes of a sample's images that are read and written while convolutions in half precision change
-    their memory layout; None if they were not counted, or in single precision.
+    many operations of a micro-step start a kernel, or None if they were not counted. `transposed_bytes_per_sample` is
+    the number of bytes of a sample's images that are read and written while convolutions in half precision change their
+    memory layout; None if they were not counted, or in single precision.
     """
 
     parameter_count: float
@@ -193,12 +193,12 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
 
         t(b) = b (arithmetic 3 F / peak + (activations A + X) / W) + parameters P / W + floor
 
-    or, where the operations of a step were counted, (g^4 + l^4)^(1/4): g has the terms in b, and l the term of the
+    or, if the operations of a step were counted, (g^4 + l^4)^(1/4): g has the terms in b, and l the term of the
     parameters and `operations` launches. F is the FLOPs of one forward pass per sample, A the bytes that one sample
     leaves for the backward pass, X the bytes that one sample moves while convolutions in half precision change the
-    memory layout of its images, P the bytes of parameters, and W the memory bandwidth. Between nodes,
-    s_inter = volumes * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). A guess stands in for
-    an unknown figure of the hardware, and makes c wider.
+    memory layout of its images, P the bytes of parameters, and W the memory bandwidth. Between nodes, s_inter = volumes
+    * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). A guess stands in for an unknown figure
+    of the hardware, and makes c wider.
     """
     base = generic_prior()
     b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])

@@ -2,7 +2,7 @@
 
     t        = (m - 1) * T_g + (T_g^g + T_s^g)^(1/g) + T_o    m micro-steps, only the last one waits for gradients
     T_g      = c * (a^h + x^h)^(1/h),  x = (b / b_ref)^q      compute of a micro-step: a floor, then growth with b;
-                                                              times 1.28 where convolutions are too large (`slow_from`)
+                                                              times 1.28 if convolutions are too large (`slow_from`)
     T_s      = c * (s_intra * phi(r)^k_intra  [r > 1]         r ranks in a node
                   + s_inter * phi(n)^k_inter * r^k_share [n > 1])   n nodes; the ranks of a node share its link
     phi(x)   = x / 2                                          so that s is the cost of two participants
@@ -21,7 +21,7 @@ prior fits both a phone-sized network and a language model.
     inter_growth  k_inter      its growth with the nodes
     shared_link   k_share      its growth with the ranks that share a node's link
     overlap       log(g - 1)   overlap (g = 1: none; large: communication hides behind compute)
-    once          log o        what comes once a step, over c; only where steps accumulate can it be told from T_g
+    once          log o        the once-a-step part, over c; only if steps accumulate can it be told from T_g
 
 The residual of the form is a Gaussian process on log t over batch, cluster, and their product (`ResidualScales`).
 """
