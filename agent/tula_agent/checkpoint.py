@@ -79,7 +79,9 @@ def save(
     """
     ranks = _Ranks(model)
     root = _root(ranks, directory)
-    ranks.failing = f"no checkpoint of step {position.step} was written below {root}, the one before is still valid"
+    ranks.failing = (
+        f"no checkpoint of step {position.step} was written below {root}; the previous checkpoint is still valid"
+    )
     ranks.remedy = "all ranks need the same directory, with room in it"
     facts = {"step": position.step, **_shape(ranks, position.loader)}
     folder = root / ranks.on_first(lambda: _new_folder(root, facts))

@@ -160,7 +160,7 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 def _plan(read: _Environment) -> ProfilePlan | None:
     kind = read.text("TULA_KIND")
     if kind not in ("", "profile", "train"):
-        logger.warning("TULA_KIND is %r: give profile or train; it is ignored", kind)
+        logger.warning("TULA_KIND is %r and is ignored: give profile or train", kind)
     measure = read.number(int, 1, "TULA_MEASURE_STEPS") or (DEFAULT_MEASURE_STEPS if kind == "profile" else None)
     if measure is None or kind == "train":
         return None
@@ -180,7 +180,7 @@ def _smaller_batches(text: str) -> tuple[tuple[int, str], ...]:
     batches = tuple(sorted((int(size), run) for size, _, run in pairs if size.isdecimal() and is_id(run)))
     if len(batches) == len(pairs) and all(size >= 1 for size, _ in batches):
         return batches
-    logger.warning("TULA_SMALLER_BATCHES is %r: give batches with their runs, as in 8=run-1; it is ignored", pairs)
+    logger.warning("TULA_SMALLER_BATCHES is %r and is ignored: give batches with their runs, as in 8=run-1", pairs)
     return ()
 
 
@@ -209,7 +209,7 @@ class _Environment:
                         return value
                 bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most:g}"
                 whole = "whole " if kind is int else ""
-                logger.warning("%s is %r: give a %snumber %s; it is ignored", name, text, whole, bounds)
+                logger.warning("%s is %r and is ignored: give a %snumber %s", name, text, whole, bounds)
         return None
 
 

@@ -88,7 +88,7 @@ class TrackedObjects:
                 if hasattr(optimizer, "observe_batch"):
                     self.scaled[optimizer], self.scales = {}, True
             except TypeError:  # a wrapper in the script that has slots or defines equality
-                logger.warning("%s can't be a key: its state is not measured", type(optimizer).__name__)
+                logger.warning("%s cannot be a dictionary key, so its state is not measured", type(optimizer).__name__)
             new.append(optimizer)
         return new
 
@@ -303,7 +303,7 @@ class Recorder:
                 optimizer.register_step_pre_hook(self.before_optimizer_step)
                 self.timer.watched = True
             else:
-                logger.warning("%s has no step hooks: its gradient norm is not measured", type(optimizer).__name__)
+                logger.warning("%s has no step hooks, so its gradient norm is not measured", type(optimizer).__name__)
         self._times_optimizer = len(self.objects.optimizers) <= _FEW_OPTIMIZERS
         tracked = list(self.objects.models)
         self._on_host = find_device(tracked).type == "cpu"
@@ -357,7 +357,7 @@ class Recorder:
         size = counted = self.sizes.of(batch, loader if self.launch.cut_to is None else None)
         if size is None:
             size = self.config.local_batch_size
-            self._say_that_sizes_are_unknown("how many examples a batch holds can't be told from it")
+            self._say_that_sizes_are_unknown("a batch does not show how many examples it holds")
         self.timer.batch_ready(size)
         if micro_steps > 1:
             self.timer.more_micro_steps(micro_steps - 1)
@@ -612,7 +612,7 @@ class Recorder:
             size = self._batch_size or self.local_configured
             counted = f" (it counts as the run's {size})" if size else ""
             remedy = (
-                "state it: run.steps(loader, size=...), with a number or a function of the batch (examples, or tokens)"
+                "state the size: run.steps(loader, size=...), a number or a function of the batch (examples or tokens)"
             )
             logger.warning("%s%s; %s, or tula_agent.init(batch_size=...)", what, counted, remedy)
 

@@ -50,7 +50,9 @@ def estimate(
     try:
         estimated = estimate_memory(model, sample, optimizer)
     except Exception as error:  # the user's model raises what it likes
-        raise typer.BadParameter(f"the model cannot be run on what {factory} returned ({_first_line(error)})") from None
+        raise typer.BadParameter(
+            f"the model cannot be run on the arguments that {factory} returned ({_first_line(error)})"
+        ) from None
     largest = {f"{device} {size} GiB": estimated.largest_local_batch_size(size * _GIB) for size in sizes}
     safe = {f"{device} {size} GiB": estimated.safe_local_batch_size(size * _GIB) for size in sizes}
     capacity = float(min(sizes)) * _GIB if sizes else None

@@ -32,8 +32,8 @@ PLAIN = (torch.optim.SGD, torch.optim.ASGD)
 """Optimizers whose update is proportional to the gradient; others, such as Adam, divide by its size."""
 
 CLIPPED_OFTEN = (
-    "the gradients of more than one step in ten are far longer than usual and are clipped, as where tasks alternate: "
-    "spike_limit=None of its policy, tula_agent.scaling.Gain, turns that off"
+    "more than one step in ten has far longer gradients than usual, which are clipped, for example because tasks "
+    "alternate: to turn clipping off, give policy=tula_agent.scaling.Gain(spike_limit=None)"
 )
 LEFT_OUT = (
     "the steps of the largest matrices stay along the gradient: to turn all would cost more than a twentieth of a "

@@ -131,7 +131,7 @@ class Joining:
                 if self._failures == 1:
                     logger.warning("no run of job %r could be made yet (%s)", self._wanted.name, error)
                 return
-            reason = str(error) if isinstance(error, _NoRun) else "its answer makes no sense"
+            reason = str(error) if isinstance(error, _NoRun) else "its answer is invalid"
             text = "no run of job %r could be made (%s): nothing is measured, training continues"
             logger.warning(text, self._wanted.name, reason)
         with self._guard("giving the run to the other ranks"):
