@@ -148,7 +148,7 @@ def is_id(value: object) -> bool:
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True when a launcher started this process as a rank; SLURM_NTASKS alone is the size of an allocation."""
+    """Return True if a launcher started this process as a rank; SLURM_NTASKS alone is the size of an allocation."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return True
     sizes = (

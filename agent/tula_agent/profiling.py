@@ -163,7 +163,7 @@ class Profiling:
                 self.drop_smaller_batches()  # the ranks would not end a batch at the same step
 
     def may_repeat(self) -> bool:
-        """Return True when a profiling run needs more steps than its loader has; the same on all ranks."""
+        """Return True if a profiling run needs more steps than its loader has; the same on all ranks."""
         if not self.measuring:
             return False
         if not self._agreement.joined:

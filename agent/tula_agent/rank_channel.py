@@ -58,7 +58,7 @@ class Channel:
         self._store.set(self._prefix + key, json.dumps(value))
 
     def has(self, *keys: str) -> bool:
-        """Return True when all of `keys` have been published; never waits."""
+        """Return True if all of `keys` have been published; never waits."""
         return bool(self._store.check([self._prefix + key for key in keys]))
 
     def wait(self, key: str, within_s: float) -> Any:

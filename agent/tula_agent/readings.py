@@ -25,7 +25,7 @@ class StepTiming(NamedTuple):
     """One optimizer step on this rank, in seconds: `step_time_s` spans batch to batch, including waits for data.
 
     `uneven`: its micro-steps had different batch sizes, or it differs from the run's usual step. `optimizer_time_s`
-    runs from the first optimizer's call to the end of the step, the clearing of gradients included; None where no
+    runs from the first optimizer's call to the end of the step, including the clearing of gradients; None if no
     optimizer was watched or the host does not wait for the device.
     """
 

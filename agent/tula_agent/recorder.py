@@ -212,7 +212,7 @@ class Recorder:
 
     @property
     def stopping(self) -> bool:
-        """True once a profiling run has measured enough."""
+        """Return True once a profiling run has measured enough."""
         return self.profiling.stopping
 
     @property
@@ -250,7 +250,7 @@ class Recorder:
         self.readings.epochs_before = epochs_before if known or not self.config.restarted else None
 
     def may_repeat(self) -> bool:
-        """Return True when a profiling run needs more steps than its loader has; the same on all ranks."""
+        """Return True if a profiling run needs more steps than its loader has; the same on all ranks."""
         repeats = not self.finished and self.profiling.may_repeat()
         self._follow_first_rank()
         self._repeats = self._repeats or repeats

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     class Callback:
         """Stands in for Lightning's class, whose hooks are untyped."""
 
-elif "pytorch_lightning" in sys.modules:  # the older package, where the script uses that one
+elif "pytorch_lightning" in sys.modules:  # the older package, if the script uses it
     from pytorch_lightning import Callback
 else:
     try:

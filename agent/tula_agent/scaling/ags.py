@@ -87,7 +87,7 @@ class AgsRule:
             self._statistics.warn(NO_EPOCHS)
         return "element" if self._due and ags.model is None else "projections"
 
-    def factors(self, step: int, numbers: Numbers) -> GatedFactors:  # noqa: ARG002 - as of `gain`
+    def factors(self, step: int, numbers: Numbers) -> GatedFactors:  # noqa: ARG002 - as in `gain`
         """Return the factors of this step; find the factors of later steps when they are due."""
         self._receive()
         if self._factors is not None and self._found_with != numbers:

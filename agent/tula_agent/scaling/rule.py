@@ -201,7 +201,7 @@ class GainRule:
             statistics.warn(NO_SMALL_BATCH)
         return None
 
-    def telemetry(self, numbers: Numbers) -> dict[str, float]:  # noqa: ARG002 - as of `ags`
+    def telemetry(self, numbers: Numbers) -> dict[str, float]:  # noqa: ARG002 - as in `ags`
         """Return numbers of the last measured step; the noise scale is in examples if B is known, else in batches."""
         state = self._state
         return {
