@@ -159,8 +159,10 @@ def build_priors(
                 max_nodes=cluster.max_nodes,
                 ranks_per_node=cluster.ranks_per_node,
             )
-            if fabric.num_nodes > 1 and cluster.max_nodes > 1:
-                probed.add(name)
+        # The first run on one node tells the buckets: before it, the probe counts without them.
+        usable = buckets is not None or own is None or not own.world_size.size
+        if fabric is not None and fabric.num_nodes > 1 and cluster.max_nodes > 1 and usable:
+            probed.add(name)
         if prior is not None:
             believed[name] = prior
     return Priors(believed, figures.hardware, frozenset(probed), figures.slow_from, base)
