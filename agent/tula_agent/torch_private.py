@@ -282,7 +282,7 @@ def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """Return the type that autocast computes in here, preferring a GPU's over the CPU's; None if it is off."""
+    """Return the dtype of autocast in this thread, that of a GPU before the CPU's; None if autocast is off."""
     return next((torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
 
 

@@ -160,7 +160,7 @@ async def _every_day(work: Callable[[], None]) -> None:
 
 
 def _tracer() -> Any:
-    """Return the sender of FastAPI's OpenTelemetry traces, configured by `OTEL_` variables; `shutdown` sends the last.
+    """Return the exporter of FastAPI's traces, configured by `OTEL_` variables; `shutdown` sends the remaining ones.
 
     Raises SettingsError without the extra `otel`.
     """

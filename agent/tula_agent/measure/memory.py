@@ -118,9 +118,9 @@ def device_use(device: torch.device | None) -> dict[str, float]:
 
 
 def total_energy_j(device: torch.device | None) -> float | None:
-    """Return the joules that a CUDA device has taken since its driver was loaded; None for others or without NVML.
+    """Return the joules that a CUDA device has consumed since its driver was loaded.
 
-    The counter includes all processes on the device.
+    None for other devices and without NVML. The counter includes all processes on the device.
     """
     if device is None or device.type != "cuda":
         return None

@@ -116,7 +116,7 @@ class StatisticalEfficiency:
 
     @property
     def max_sensible_batch_size(self) -> int:
-        """Largest B whose examples keep half of their worth: B_noise + 2 B_0."""
+        """Largest batch B of which each example still teaches half of what it can: B_noise + 2 B_0."""
         return int(self.noise_scale + 2.0 * self.base_batch_size + 1e-9)
 
 

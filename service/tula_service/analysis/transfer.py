@@ -169,7 +169,7 @@ def build_priors(
 
 
 def export_posteriors(model: StepTimeModel) -> dict[str, dict[str, Any]]:
-    """Return what a job's runs with the base options taught about each instance type, as JSON for later jobs.
+    """Return, as JSON for later jobs, what a job's runs with the base options say about each instance type.
 
     Parameters have the order of `perfmodel.step_time_form.AT`. `_as_prior` is the inverse.
     """

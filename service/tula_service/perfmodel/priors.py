@@ -248,7 +248,7 @@ class ScaleError:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What the runs of one network on one instance type taught, with the facts known about both without runs."""
+    """What was learned from a network's runs on one instance type, and the facts that need no run."""
 
     learned: StepTimePrior
     facts: ModelFacts

@@ -104,7 +104,7 @@ def list_jobs(
     cursor: str | None = None,
     limit: int = 50,
 ) -> wire.JobPage:
-    """List jobs of the caller's project; only the order newest first has further pages.
+    """List jobs of the caller's project; further pages exist only when the newest come first.
 
     Raises InvalidInput for a malformed cursor or search.
     """
