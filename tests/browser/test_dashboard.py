@@ -140,6 +140,8 @@ def test_every_page_fits_laptop_and_phone_in_both_schemes_and_those_who_enlarge_
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         draw_all(page)
+        # A chart follows a new width a moment later.
+        page.wait_for_function("[...document.querySelectorAll('.canvas')].every(c => c.scrollWidth <= c.clientWidth)")
         check(page, f"{name}-{scheme}-{width}")
     enlarged(page)
 

@@ -90,9 +90,9 @@ def plan(
     cluster. `paper` takes two of these corners: the smallest batch on the smallest cluster and the largest batch on the
     largest. `adaptive` takes the four most informative runs (largest cluster first), then follows `_refine_choice`.
     With `budget.share_launches`, a launch measures up to three batches of its cluster: the first launch of an instance
-    type takes its largest cluster or, if a probe measured the links between nodes, its smallest. If the job has
-    options, that launch uses the base, which is launched on the smallest cluster too, unless the first launch showed
-    how a step splits into compute and communication; `adaptive` then takes the launch with the largest expected gain.
+    type takes its largest cluster, the second its smallest, unless the first showed how a step splits into compute and
+    communication. If a probe measured the links between nodes, the launch on the smallest cluster comes alone. If the
+    job has options, both launches use the base; `adaptive` then takes the launch with the largest expected gain.
 
     `model` is the job's fit, or its priors before the first measurement, or None if nothing is known. Once runs were
     measured, `recommendation` is the answer that the user gets for `goal`; by default the planner computes it from the
@@ -252,10 +252,9 @@ def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> 
 def _first_launches(state: _State) -> list[PlannedRun]:
     """Return the runs that are missing from the launches that every search begins with.
 
-    These use the largest cluster of each instance type or, if a probe measured the links between nodes, its smallest.
-    If the job has options, whose effects are read against the base, a launch on the smallest cluster follows the launch
-    on the largest. A type with a launch that told compute from communication needs no further launch. If one cluster
-    has several launches, the launch with the least accumulation counts as the largest.
+    These use the largest and the smallest cluster of each instance type or, if a probe measured the links between
+    nodes, the smallest alone. A type with a launch that told compute from communication needs no further launch. If one
+    cluster has several launches, the launch with the least accumulation counts as the largest.
     """
     begun = find_launches(state.used)
     told = {launch.instance_type for launch in begun if launch.options == state.base and state.tells_split(launch)}
@@ -267,7 +266,7 @@ def _first_launches(state: _State) -> list[PlannedRun]:
             key=lambda launch: (launch.world_size, -launch.grad_accum_steps, launch),
         )
         ends = launches[:1] if name in state.priors.probed else list(dict.fromkeys((launches[-1], launches[0])))
-        needed += [launch for launch in (ends if state.base else ends[:1]) if launch in begun or name not in told]
+        needed += [launch for launch in ends if launch in begun or name not in told]
     first = sorted(needed, key=lambda launch: launch not in begun)
     missing = [launch for launch in first if launch not in begun]
     runs = []

@@ -226,7 +226,7 @@ def test_a_replica_over_several_devices_divides_compute_and_state_between_them()
 
 
 def test_a_plan_that_ends_yields_posteriors_and_a_validation_error() -> None:
-    _, decision = profiled(job(profiling={"share_launches": False}))
+    _, decision = profiled(job())
     assert decision.posteriors is not None
     assert list(decision.posteriors) == ["default"]
     assert decision.cross_validated_error is not None

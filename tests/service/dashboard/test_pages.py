@@ -146,7 +146,7 @@ def test_the_cost_of_profiling_stands_beside_the_plan(browser: Browser) -> None:
     job_id = register(browser)
     before = browser.page(f"/jobs/{job_id}")
     assert "Profiling has taken" not in before
-    assert re.search(r"1 launch left: about [^,]*, [^,]* of GPU time, \$[\d.]+, start-up included", before)
+    assert re.search(r"2 launches left: about [^,]*, [^,]* of GPU time, \$[\d.]+, start-up included", before)
     assert re.search(r"With what the search may add, at most 8 launches: [^,]*, \$[\d.]+\.", before)
     claimed = browser("POST", wire.routes.JOB_CLAIM.format(job_id=job_id), json={"holder": "h"}).json()["run"]
     running = {"state": "running", "holder": "h"}

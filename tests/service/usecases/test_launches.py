@@ -43,8 +43,8 @@ def test_a_plan_of_shared_launches_finds_the_choice_in_few_launches(cluster: Clu
         assert len({run.configuration.num_nodes for run in leased}) == 1
         batches = [run.configuration.local_batch_size for run in leased]
         assert batches == sorted(set(batches))
-    assert launches[0][0].configuration.num_nodes == 8
-    assert len(launches) <= 4
+    assert [launches[0][0].configuration.num_nodes, launches[1][0].configuration.num_nodes] == [8, 1]
+    assert 2 <= len(launches) <= 4
     job = cluster.job(job_id)
     assert job.state == "ready"
     assert {run.state for run in job.plan} == {"succeeded"}
@@ -64,7 +64,7 @@ def test_out_of_memory_in_a_launch_bounds_the_batch_and_tries_no_larger_one(clus
     cluster.capacity_bytes = 1e9 + 100 * 30e6  # between batches of 64 and 128
     job_id = cluster.register(shared()).job.id
     launches = work(cluster, job_id)
-    assert all(run.configuration.local_batch_size <= 64 for leased in launches[1:] for run in leased)
+    assert [run.configuration.local_batch_size for run in launches[1]] == [32, 64]
     ended = {(run.configuration.local_batch_size, run.state) for run in cluster.job(job_id).plan}
     assert (128, "out_of_memory") in ended
     assert {state for batch, state in ended if batch > 128} == {"cancelled"}
@@ -87,8 +87,9 @@ def test_a_heartbeat_keeps_the_whole_launch_and_without_one_all_of_it_returns_to
 
 def test_a_launcher_that_asks_for_no_whole_launch_gets_one_run_at_a_time(cluster: Cluster) -> None:
     job_id = cluster.register(shared()).job.id
-    assert len(cluster.work(job_id, most=3)) == 3
-    assert {run.state for run in cluster.job(job_id).plan} == {"succeeded"}
+    assert len(cluster.work(job_id, most=6)) == 6
+    assert {run.configuration.num_nodes for run in cluster.job(job_id).plan} >= {1, 8}
+    assert "succeeded" in {run.state for run in cluster.job(job_id).plan}
 
 
 def test_shared_launches_can_be_turned_off_and_the_plan_continues_with_single_runs(cluster: Cluster) -> None:

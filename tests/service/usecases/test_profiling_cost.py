@@ -142,8 +142,8 @@ def test_a_registered_job_says_what_its_plan_costs_from_what_is_known_of_the_har
     assert all(each.predicted_step_time_s for each in job.plan)
     found = job.profiling_cost
     assert found is not None
-    assert (found.launches_left, found.runs_left) == (1, 3)
-    assert 30 < found.left_s < 30 + 3 * 35
+    assert (found.launches_left, found.runs_left) == (2, 6)
+    assert 2 * 30 < found.left_s < 2 * 30 + 6 * 35
     assert found.left_usd is not None
     cluster.work(job.id)
     after = cluster.job(job.id).profiling_cost
