@@ -74,8 +74,8 @@ def save(
     """Write a checkpoint and return its folder; every rank must call it at the same step.
 
     `extra` is for the script's own state: numbers, text, tensors, lists and dictionaries of them. Raises
-    `CheckpointError` on all ranks, without a directory or if one of the ranks cannot write; earlier checkpoints are not
-    changed, and the unfinished one is deleted.
+    `CheckpointError` on all ranks if no directory is known or one of the ranks cannot write; earlier checkpoints are
+    not changed, and the unfinished one is deleted.
     """
     ranks = _Ranks(model)
     root = _root(ranks, directory)

@@ -180,7 +180,7 @@ class Monitor:
         return monitor
 
     def at(self, step: int, epochs_before: float | None) -> Monitor:
-        """Return the state with this step as its newest."""
+        """Return the state after this step."""
         return replace(self, step=step, epochs_before=epochs_before)
 
     def examples_left(self, spec: wire.JobSpec, c: Configuration) -> float | None:

@@ -43,7 +43,8 @@ _RESTS_ON = {
 def recommendation_fields(answer: Answer, cross_validated_error: float | None) -> dict[str, object]:
     """Return the fields of `wire.Recommendation` that follow from an answer: all but `id`, `job_id` and `created_at`.
 
-    It lists the candidates whose options are the base or were launched; `options` says what other options may be worth.
+    The recommendation lists candidates with the base options or with launched options; `options` says what other
+    options may be worth.
 
     `cross_validated_error` belongs to exactly the runs and the model of this answer, and may be None.
     """

@@ -32,7 +32,7 @@ async def _opened(
     last_event_id: Annotated[str | None, Header(description="Resume after this event.")] = None,
     after: Annotated[int | None, Query(ge=0, le=2**53, description="The same, if no header can be set.")] = None,
 ) -> AsyncIterator[int]:
-    """Yield the id after which the stream starts; a stream counts until its response ends, in whatever way.
+    """Yield the id after which the stream starts; the stream counts as open until its response ends or fails.
 
     Raises NotFound, InvalidInput, or Busy.
     """

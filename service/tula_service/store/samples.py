@@ -302,7 +302,7 @@ class Samples(Repository):
         return True
 
     def _highest(self, run_keys: Sequence[int]) -> dict[int, MemoryReading]:
-        """Return the reading with the highest peak of each run; among equal readings, that of the newest process."""
+        """Return each run's reading with the highest peak; of equal readings, the one from the newest process."""
         table = memory_readings.c
         place = sa.func.row_number().over(
             partition_by=table.run_key, order_by=(table.peak_bytes.desc(), table.source_key.desc())
