@@ -5,9 +5,11 @@ line: argv (a script, `-c` and its text, or `-m` and a module, then arguments), 
 and stderr, files to open under further descriptors, and the interpreter that multiprocessing is to start.
 For each it answers the process id in a line. When a child ends, its exit status goes into the file `<pid>` of the
 folder. The child is what `python ARGV` would have started: a process with a separate session, environment and files,
-whose signals, `atexit` functions and exit status are the program's. Only what follows the `atexit` functions is left
-out: to take apart all modules of torch, page by copied page, costs half a second of CPU, more than most programs of the
-tests. When the input ends, as it does when the tests are killed, the parent ends the children that still run.
+whose signals, `atexit` functions and exit status are the program's. Left out is what follows the `atexit` functions: to
+take apart all modules of torch, page by copied page, costs half a second of CPU, more than most programs of the tests.
+Left out, too, is a deadlock of torch with gloo: the destructor of a DDP model holds the GIL and waits for gloo's
+threads, one of which needs the GIL to free the last reduction (`keep_reducers`). When the input ends, as it does when
+the tests are killed, the parent ends the children that still run.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -165,48 +168,85 @@ def leave() -> None:
         os._exit(_status)
 
 
+class Children:
+    """The processes that the parent has forked, whose exit statuses go into files of a folder.
+
+    `ended` becomes readable when one ends: a signal that comes between a handler's return and the next blocking call
+    would not interrupt that call.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: set[int] = set()
+        self.ended, self._wakes = os.pipe()
+        for descriptor in (self.ended, self._wakes):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(self._wakes)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def fork(self) -> int:
+        """Fork, and return the process id, or 0 in the child, as `os.fork` does."""
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+            os.close(self.ended)
+            os.close(self._wakes)
+        else:
+            self._running.add(pid)
+            (self._folder / str(pid)).unlink(missing_ok=True)  # of an earlier process, for which nobody has waited
+        return pid
+
+    def keep_statuses(self) -> None:
+        """Write the statuses of those that have ended."""
+        with suppress(BlockingIOError):
+            os.read(self.ended, 4096)
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                draft = self._folder / f"{ended[0]}.draft"
+                with suppress(FileNotFoundError):  # the folder is gone with the tests
+                    draft.write_text(str(ended[1]))
+                    draft.rename(self._folder / str(ended[0]))
+                self._running.discard(ended[0])
+
+    def end(self) -> None:
+        """End those that still run: SIGTERM, then SIGKILL."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            ends = time.monotonic() + GRACE_S
+            for pid in list(self._running):
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, number)
+            while self._running and time.monotonic() < ends:
+                time.sleep(0.01)
+                self.keep_statuses()
+
+
 def serve_forks(folder: Path, modules: Sequence[str]) -> None:
     """Fork a program for each line of standard input, until it ends."""
     for name in modules:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a child does not copy pages that its collector never visits
-    running: set[int] = set()
-
-    def keep_statuses(*_: object) -> None:
-        with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                draft = folder / f"{ended[0]}.draft"
-                with suppress(FileNotFoundError):  # the folder is gone with the tests
-                    draft.write_text(str(ended[1]))
-                    draft.rename(folder / str(ended[0]))
-                running.discard(ended[0])
-
-    signal.signal(signal.SIGCHLD, keep_statuses)
-    for line in sys.stdin:
+    children = Children(folder)
+    while True:
+        ready, _, _ = select.select([sys.stdin, children.ended], [], [])
+        children.keep_statuses()
+        if sys.stdin not in ready:
+            continue
+        if not (line := sys.stdin.readline()):  # one at a time: the next is written after the answer to this one
+            break
         order = json.loads(line)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        pid = os.fork()
+        pid = children.fork()
         if pid == 0:
             become(order)
             return
-        running.add(pid)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         with suppress(BrokenPipeError):
             print(pid, flush=True)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        ends = time.monotonic() + GRACE_S
-        for pid in list(running):
-            with suppress(ProcessLookupError):
-                os.killpg(pid, number)
-        while running and time.monotonic() < ends:
-            time.sleep(0.01)
+    children.end()
 
 
 def become(order: dict[str, Any]) -> None:
     """Turn this fork into `python ARGV`."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     os.setsid()
     os.environ.clear()
     os.environ.update(order["env"])
@@ -216,14 +256,14 @@ def become(order: dict[str, Any]) -> None:
         os.dup2(descriptor, target)
     inherit(order["inherited"])
     multiprocessing.set_executable(order["spawns"])
+    keep_reducers()
     os.chdir(order["folder"])
     sys.stdout.reconfigure(write_through="PYTHONUNBUFFERED" in os.environ)  # type: ignore[union-attr]
     is_module, is_text = (order["argv"][0] == flag for flag in ("-m", "-c"))
     sys.argv = order["argv"][is_module:]
     search = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:1] = ["" if is_module or is_text else str(Path(sys.argv[0]).parent), *search]
-    # Kept until the interpreter ends, as a script's globals are. Freed before, while other threads may still take the
-    # GIL, a DDP model waits in its destructor for a thread of gloo that waits for the GIL.
+    # Kept until the interpreter ends, as a script's globals are.
     global _program, _status
     try:
         if is_module:
@@ -239,6 +279,20 @@ def become(order: dict[str, Any]) -> None:
         _status = exit_status(error)
         raise
     _status = 0
+
+
+def keep_reducers() -> None:
+    """Keep the reducer of every DDP model, and with it gloo's process group, until the process leaves."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None:
+        return
+    make, kept = distributed.Reducer, []
+
+    def reducer(*args: Any, **kwargs: Any) -> Any:
+        kept.append(make(*args, **kwargs))
+        return kept[-1]
+
+    distributed.Reducer = reducer  # type: ignore[attr-defined]
 
 
 def exit_status(error: BaseException) -> int:
