@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import uvicorn
-from fastapi import FastAPI
 
-from benchmarks.support.server import migrate
 from tula_client import Client
-from tula_service.app import create_app
-from tula_service.settings import Settings
 from tula_wire import JobSpec
+
+if TYPE_CHECKING:  # fixtures import the service: no test of make quick needs it
+    from fastapi import FastAPI
 
 
 @pytest.fixture(scope="session")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
     """The application on a fresh, migrated SQLite file; each test registers jobs of other names."""
+    from benchmarks.support.server import migrate
+    from tula_service.app import create_app
+    from tula_service.settings import Settings
+
     database = str(tmp_path_factory.mktemp("client") / "tula.db")
     migrate(database)
     built = create_app(Settings(database=database))
@@ -29,6 +32,8 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
 @pytest.fixture(scope="session")
 def address(app: FastAPI) -> Iterator[str]:
     """The same application on a free port of this machine."""
+    import uvicorn
+
     config = uvicorn.Config(
         app, host="127.0.0.1", port=0, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1
     )

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from tula_wire.precision import is_known, is_long_enough, relative_error, spread
 
@@ -28,6 +27,8 @@ def test_a_second_of_steps_and_a_tenth_of_the_start_up_is_always_measured(start_
 
 @pytest.mark.parametrize("count", [8, 9, 16, 60])
 def test_the_interval_is_student_s_of_the_mean(count: int) -> None:
+    from scipy import stats  # a second, of which the other tests need nothing
+
     times = np.random.default_rng(count).normal(1.0, 0.1, count)
     half = stats.t.ppf(0.975, count - 1) * stats.sem(times) / times.mean()
     assert relative_error(times.tolist()) == pytest.approx(half, rel=0.01)
