@@ -1,4 +1,4 @@
-"""Inside the training process: measures truly, ships in the background, and never raises into the job."""
+"""The agent in the training process: it measures, sends in the background, and never raises into the job."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name only when a script uses it, since most scripts need few names."""
+    """Import a name when a script first uses it, since most scripts need only a few names."""
     if name in _LAZY:
         from importlib import import_module
 

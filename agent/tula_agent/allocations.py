@@ -1,12 +1,12 @@
-"""A replay of PyTorch's CUDA caching allocator, which says how much of a device a sequence of allocations takes.
+"""Replays PyTorch's CUDA caching allocator to find how much device memory a sequence of allocations takes.
 
-    reserved(capacity) >= allocated: blocks are rounded, split, cached, and given back only where memory is short
+    reserved(capacity) >= allocated: blocks are rounded, split, cached, and returned only when memory is short
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` for one stream and the default settings: sizes are rounded to
 512 bytes; requests up to 1 MiB come from segments of 2 MiB, requests below 10 MiB from segments of 20 MiB, and larger
 ones from segments of their own size, rounded to 2 MiB; the smallest free block that is large enough serves a request
-(best fit) and is split where the rest is large enough; free neighbours are merged; when the device has no room for a
-new segment, every segment that is wholly free is given back, and the request is tried once more.
+(best fit) and is split if the rest is large enough; free neighbours are merged; when the device has no room for a new
+segment, every entirely free segment is returned to the device, and the request is tried once more.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _SEGMENT_ROUNDING = 2 * _MIB
 
 
 def segments_grow() -> bool:
-    """Return True where this process's environment lets the segments of PyTorch's allocator grow.
+    """Return True if the environment of this process lets the segments of PyTorch's allocator grow.
 
-    Of several variables, PyTorch reads the first one that is set.
+    If several of the variables are set, PyTorch reads the first.
 
-    They do not fragment then, so the replay does not hold: on an H100 the allocator took at most 2 % more than was
-    allocated.
+    Growing segments do not fragment, so the replay does not apply to them: on an H100 the allocator took at most 2 %
+    more than was allocated.
     """
     settings = (os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ)
     return GROWING_SEGMENTS in next(settings, "").replace(" ", "")
 
 
 class Allocation(NamedTuple):
-    """One event of a trace: `size` bytes are taken under `key`; where `size` is None, those under `key` are freed."""
+    """One event of a trace: `size` bytes are allocated under `key`; if `size` is None, those under `key` are freed."""
 
     key: int
     size: int | None
 
 
 class OutOfMemory(Exception):
-    """A request found no room, even after every free segment was given back."""
+    """A request found no room, even after every free segment was returned to the device."""
 
 
 class _Block:
-    """A piece of a segment, linked with its neighbours there; blocks sort by size, then by age."""
+    """A piece of a segment, linked to its neighbours in the segment; blocks sort by size, then by age."""
 
     __slots__ = ("age", "free", "next", "previous", "size", "small")
 
@@ -68,8 +68,8 @@ class _Block:
 class CachingAllocator:
     """The allocator of one process on a device that has `capacity_bytes` left for it.
 
-    It holds `reserved` bytes of the device now and held `most_reserved` at its peak; `retries` requests had to wait
-    until free segments were given back.
+    `reserved` is the number of device bytes that it has now, `most_reserved` the peak; `retries` counts the requests
+    that succeeded only after free segments were returned.
     """
 
     def __init__(self, capacity_bytes: float) -> None:
@@ -80,7 +80,7 @@ class CachingAllocator:
         self._age = 0
 
     def replay(self, events: Iterable[Allocation]) -> None:
-        """Allocate and free in the given order. Raises OutOfMemory where the device does not suffice."""
+        """Allocate and free in the given order. Raises OutOfMemory if the device is too small."""
         for event in events:
             if event.size is None:
                 self._release(event.key)
@@ -165,7 +165,8 @@ class CachingAllocator:
 
 @dataclass(frozen=True)
 class AllocationModel:
-    """Tells what a process's first steps allocate at any batch: a line through each size at two traced batches.
+    """Predicts the allocations of a process's first steps at any batch size, by a line through each size at two traced
+    batches.
 
     `first`, `second`: the events at `first_batch` and `second_batch` examples. Both must allocate in the same order.
     All releases come from `second`, since garbage may be collected at any time.
@@ -177,7 +178,7 @@ class AllocationModel:
     second: Sequence[Allocation]
 
     def __post_init__(self) -> None:
-        """Raise ValueError where the two traces do not make the same allocations."""
+        """Raise ValueError if the two traces do not make the same allocations."""
         if self._sizes(self.first).keys() != self._sizes(self.second).keys():
             raise ValueError("the model allocates in another order at another batch size")
 
@@ -193,7 +194,7 @@ class AllocationModel:
         ]
 
     def fits(self, local_batch_size: int, capacity_bytes: float) -> bool:
-        """Return True where no step runs out of memory on a device with `capacity_bytes` left."""
+        """Return True if no step runs out of memory on a device with `capacity_bytes` left."""
         try:
             CachingAllocator(capacity_bytes).replay(self.events(local_batch_size))
         except OutOfMemory:

@@ -11,10 +11,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def infer_batch_size(batch: Any) -> int | None:
-    """Return the number of examples that `batch` itself shows, or None if it shows none.
+    """Return the number of examples that can be read off `batch` itself, or None.
 
-    Its own count (graphs), the length of a list of samples or of the first list of a tuple of lists, or the leading
-    length of the first two tensors, if these agree.
+    The number is the batch's own count (graphs), the length of a list of samples or of the first list in a tuple of
+    lists, or the leading length of the first two tensors if both have the same.
     """
     first = batch[0] if type(batch) in (list, tuple) and batch else batch  # the usual case, without a search
     shape = getattr(first, "shape", None)
@@ -38,11 +38,12 @@ def _leading(value: Any) -> int | None:
 
 
 class BatchSizes:
-    """Counts the examples of batches. A stated size takes precedence, since the shape of a batch may mislead.
+    """Counts the examples in batches. A stated size takes precedence, since the shape of a batch can be misleading.
 
-    The stated size is `given` (by the script: a number, or a function of the batch), or the `batch_size` of the loader
-    or of its batch sampler. Where a batch of that size shows the number (the leading or the second length of a tensor,
-    or the length of a list), the size of a smaller batch, such as the last of an epoch, is read from the same place.
+    The stated size is `given` by the script (a number or a function of the batch), or it is the `batch_size` of the
+    loader or of its batch sampler. A batch of that size shows where the number appears (the leading or second length of
+    a tensor, or the length of a list); the size of a smaller batch, such as the last of an epoch, is read from the same
+    place.
     """
 
     def __init__(self, given: float | Callable[[Any], float] | None = None) -> None:
@@ -51,7 +52,7 @@ class BatchSizes:
         self._leads: int | None = None  # the stated size that is the first tensor's leading length
 
     def of(self, batch: Any, loader: Any = None) -> int | None:
-        """Return the number of examples in `batch`, or the count of `given`; None if neither tells."""
+        """Return the number of examples in `batch`, or the count from `given`; None if neither is available."""
         given = self.given
         if given is not None and not isinstance(given, (int, float)):
             return max(1, round(given(batch)))
@@ -82,7 +83,7 @@ def stated_batch_size(loader: Any) -> int | None:
 
 
 def _lengths(batch: Any) -> dict[tuple[str, int], int]:
-    """Return every length in which a batch may show its size, by its place; the likelier places come first."""
+    """Return every length that may be the batch size, keyed by its place in the batch, the likeliest places first."""
     lengths = {}
     if isinstance(batch, (list, tuple)):
         lengths["outer", 0] = len(batch)
@@ -96,9 +97,10 @@ def _lengths(batch: Any) -> dict[tuple[str, int], int]:
 
 
 def infer_sequence_length(batch: Any) -> int | None:
-    """Return the tokens per example, including padding; None if the batch holds no tokens.
+    """Return the number of tokens per example, including padding; None if the batch contains no tokens.
 
-    This is the length of `input_ids` or, in a sequence, of inputs and targets of one shape (next-token prediction).
+    This is the length of `input_ids`, or the length of inputs and targets that have the same shape (next-token
+    prediction).
     """
     if isinstance(batch, Mapping):
         inputs: list[Any] = [batch.get("input_ids")]
@@ -112,7 +114,7 @@ def infer_sequence_length(batch: Any) -> int | None:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Return the bytes of all tensors in `batch`."""
+    """Return the total size of the tensors in `batch`, in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(batch))
 
 
@@ -149,10 +151,8 @@ def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
 def first_examples(value: Any, size: int, count: int) -> Any:
     """Return the first `count` of the `size` examples in a batch.
 
-    It cuts tensors and lists whose leading length is `size`.
-
-    Containers are copied, not changed. Raises TypeError if a part has another leading length, or could be either a
-    list of examples or a list of tensors.
+    Tensors and lists whose leading length is `size` are cut. Containers are copied, not changed. Raises TypeError if a
+    part has another leading length, or could be either a list of examples or a list of tensors.
     """
     if isinstance(value, PackedSequence):
         raise TypeError("it holds a packed sequence")
@@ -177,7 +177,7 @@ def first_examples(value: Any, size: int, count: int) -> Any:
 
 
 def _first_of_sequence(value: Any, size: int, count: int) -> Any:
-    """Cut a sequence: a list of examples to its first ones, a list of tensors tensor by tensor."""
+    """Return the first examples of a list of examples, or of each tensor in a list of tensors."""
     try:
         parts = [first_examples(part, size, count) for part in value]
     except TypeError:

@@ -1,15 +1,17 @@
-"""Saves and resumes training: stopped at any step, it continues at its place in the data as if it had never stopped.
+"""Saves and resumes training: a run stopped at any step continues at the same place in the data as if it had not
+stopped.
 
 A checkpoint is a folder `step-<ten digits>` below TULA_CHECKPOINT_DIR, or `step-<ten digits>.<n>` if it is the n-th of
-a step. `torch.distributed.checkpoint` writes it: model and optimizer by the names of the weights, so that neither
-wrappers (DDP, torch.compile) nor the number of ranks matter, sharded or not. This module adds what that package does
-not keep: scheduler, GradScaler, the script's extra, and each rank's place in the data and random number generators.
+a step. `torch.distributed.checkpoint` writes the model and the optimizer under the names of the weights, so neither
+wrappers (DDP, torch.compile) nor the number of ranks matter, whether weights are sharded or not. This module adds what
+that package does not keep: the scheduler, the GradScaler, the script's extra state, and each rank's place in the data
+and random number generators.
 
-`tula.json` is written first, and only a folder that holds it is ever deleted, and in it only the files of a
-checkpoint. Torch's `.metadata` comes last; a folder without it is never read.
+`tula.json` is written first. Only a folder that contains it is ever deleted, and only the files of a checkpoint in that
+folder. Torch's `.metadata` is written last; a folder without it is never read.
 
-On CPU a resumed run is bit for bit the run that was not stopped, if configuration and script are the same. A failure on
-one rank, in writing or reading, raises the same `CheckpointError` on all ranks, and no rank waits for another forever.
+On a CPU, a resumed run matches an uninterrupted run bit for bit if the configuration and the script are the same. If
+one rank fails to write or read, all ranks raise the same `CheckpointError`, and no rank waits forever for another.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from tula_agent.position import Position, capture_randomness, restore_randomness
 T = TypeVar("T")
 
 KEEP: Final = 2
-"""Steps whose newest complete checkpoint is kept; older ones are deleted once a newer one is complete."""
+"""Number of steps whose newest complete checkpoint is kept; older checkpoints are deleted once a newer one is complete.
+"""
 
 _OURS: Final = "tula.json"
 _COMPLETE: Final = ".metadata"
@@ -73,9 +76,9 @@ def save(
 ) -> Path:
     """Write a checkpoint and return its folder; every rank must call it at the same step.
 
-    `extra` is for the script's own state: numbers, text, tensors, lists and dictionaries of them. Raises
-    `CheckpointError` on all ranks if no directory is known or one of the ranks cannot write; earlier checkpoints are
-    not changed, and the unfinished one is deleted.
+    `extra` is the script's own state: numbers, text, tensors, and lists or dictionaries of these. Raises
+    `CheckpointError` on all ranks if no directory is configured or a rank cannot write; earlier checkpoints are not
+    changed, and the unfinished one is deleted.
     """
     ranks = _Ranks(model)
     root = _root(ranks, directory)
@@ -128,17 +131,18 @@ def resume(
 ) -> Resumed:
     """Load the newest complete checkpoint, if any; every rank must call it, after everything is built.
 
-    Loop over `range(resumed.epoch, epochs)` afterwards. After a change of batch or ranks the position in the data is
-    kept in examples, and the random numbers start afresh. Weights are read into their place, without a second copy.
-    Torch's part of a checkpoint is pickled, and reading it can run any code: resume only from a folder of your own.
-    Raises `CheckpointError` on all ranks when the checkpoint does not fit, with nothing changed, or cannot be read on
-    one of them; do not train on after the latter, since part of the checkpoint may have been loaded.
+    Loop over `range(resumed.epoch, epochs)` afterwards. If the batch size or the number of ranks has changed, the
+    position in the data is kept in examples, and the random number generators start afresh. Weights are read in place,
+    without a second copy. Torch's part of a checkpoint is pickled, and reading it can run any code: resume only from a
+    folder of your own. Raises `CheckpointError` on all ranks if the checkpoint does not fit the model, with nothing
+    changed, or if a rank cannot read it; do not continue training in the second case, since part of the checkpoint may
+    have been loaded.
     """
     ranks = _Ranks(model)
     root = _root(ranks, directory)
     position.known = position.resumable = True
     ranks.failing, ranks.remedy = f"checkpoints below {root} cannot be listed", "let all ranks read that directory"
-    # The first rank's newest, on all ranks: they may look at different moments.
+    # All ranks use the first rank's newest checkpoint, since they may look at different moments.
     name = ranks.on_first(lambda: next((path.name for path in reversed(_complete(root))), None))
     if name is None:
         return Resumed()
@@ -183,11 +187,11 @@ def resume(
     return resumed
 
 
-# What a checkpoint holds.
+# The contents of a checkpoint.
 
 
 def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return model and optimizer state as `torch.distributed.checkpoint` keeps it, sharing the training's tensors."""
+    """Return model and optimizer state as `torch.distributed.checkpoint` keeps it, sharing the tensors in use."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
     if optimizer is None:
@@ -197,9 +201,9 @@ def _weights(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def _describe(optimizer: Any) -> str | None:
-    """Return the facts that must agree when the optimizer's state is read; None without an optimizer.
+    """Return the facts that must match when the optimizer's state is read; None without an optimizer.
 
-    Torch would leave out all state that fits nowhere, including learning rates.
+    Torch would silently skip all state that has no matching place, including learning rates.
     """
     if optimizer is None:
         return None
@@ -212,7 +216,7 @@ def _describe(optimizer: Any) -> str | None:
 def _refuse_other_weights(state: dict[str, Any], folder: Path) -> None:
     """Raise ValueError if the checkpoint lacks weights, or has weights that the model does not have.
 
-    Torch would leave both out; it finds other shapes by itself, before it changes anything.
+    Torch would ignore both; it detects different shapes by itself, before it changes anything.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -242,7 +246,7 @@ def _restore_position(
     loader: Any,
     extra: dict[str, Any],
 ) -> Resumed:
-    """Continue where this rank's file (`own`) ends; `shape` has the present batch and world size, `facts` the saved."""
+    """Continue where this rank's file (`own`) ends; `shape` has the new batch and world size, `facts` the saved."""
     exact = all(facts[name] == size or size is None for name, size in shape.items())
     consumed = own["consumed"]
     if not exact:  # as many examples
@@ -281,8 +285,8 @@ def _shape(ranks: _Ranks, loader: Any) -> dict[str, Any]:
 class _Ranks:
     """Calls that all ranks training `model` make in the same order, and that succeed or fail on all ranks together.
 
-    Each method raises `CheckpointError` on all ranks with the sentence of the first rank that failed, "`failing`
-    (rank, error): `remedy`".
+    Each method raises `CheckpointError` on all ranks with the message of the first rank that failed: "`failing` (rank,
+    error): `remedy`".
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -307,7 +311,9 @@ class _Ranks:
         return cast("T", value)
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on the first rank only; return its result on every rank (pickled, so keep it small)."""
+        """Call `function` on the first rank only; return its result, which is pickled and should be small, on every
+        rank.
+        """
         return cast("T", self._gathered(self.on_each(lambda: function() if self.rank == 0 else None))[0])
 
     def _gathered(self, value: T) -> list[T]:
@@ -318,7 +324,7 @@ class _Ranks:
         return values
 
     def through_torch(self, name: str, state: dict[str, Any], folder: Path) -> None:
-        """Call `save` or `load` of torch.distributed.checkpoint, which agrees on failures over the ranks by itself."""
+        """Call `save` or `load` of torch.distributed.checkpoint, which itself makes all ranks fail together."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -362,9 +368,8 @@ def _new_folder(root: Path, facts: dict[str, Any]) -> str:
 def _delete_superseded(folder: Path) -> None:
     """Delete older checkpoints once `folder` is complete.
 
-    The newest checkpoint of each of the last KEEP steps stays; older unfinished ones go.
-
-    A failure must not end the training.
+    The newest checkpoint of each of the last KEEP steps is kept, and older unfinished ones are deleted. A failure does
+    not end the training run.
     """
     try:
         complete = _complete(folder.parent)
@@ -380,7 +385,7 @@ def _delete_superseded(folder: Path) -> None:
 def _delete(folder: Path) -> None:
     """Delete the files of a checkpoint, and the folder if nothing else is in it.
 
-    Torch's `.metadata` goes first and our `tula.json` last, since the process may be killed in between.
+    Torch's `.metadata` is deleted first and our `tula.json` last, since the process may be killed in between.
     """
     try:
         for path in (folder / _COMPLETE, *folder.glob(".*.tmp"), *folder.glob("__*_*.distcp"), folder / _OURS):

@@ -17,7 +17,7 @@ from tula_agent.guard import logger
 N = TypeVar("N", int, float)
 
 DEFAULT_WARMUP_STEPS, DEFAULT_MEASURE_STEPS = 5, 30
-"""Steps of a profiling run whose environment does not state them; a job's specification has the same defaults."""
+"""Steps of a profiling run if its environment does not set them; a job's specification has the same defaults."""
 
 _LONGEST_PROBE_S = 60.0
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")
@@ -27,12 +27,12 @@ MEASURED_BY = "TULA_MEASURED_BY"
 """Variable that a measuring process sets for the processes that it starts, which belong to no run."""
 
 UNKNOWN_RUN = "unknown-run"
-"""Placeholder, in requests and keys, for the id of a run that the agent makes itself."""
+"""Placeholder in requests and keys for the id of a run that the agent creates itself."""
 
 
 @dataclass(frozen=True)
 class WantedJob:
-    """The name or id of a job, and the facts that register a missing job: examples per epoch, and epochs."""
+    """The name or id of a job, and the facts needed to register it if it is missing: examples per epoch, and epochs."""
 
     name: str
     dataset_size: int | None = None
@@ -43,8 +43,8 @@ class WantedJob:
 class ProfilePlan:
     """A profiling run: steps to discard, steps to measure, and the relative error that ends it early (0: never).
 
-    smaller_batches: local batches that the same launch measures first, ascending, each with its run. probe_s: seconds
-    for which the ranks time all-reduces after the first warm-up (0: not at all).
+    smaller_batches: local batches that the same launch measures first, in ascending order, and the run of each.
+    probe_s: how many seconds the ranks spend timing all-reduces after the first warm-up (0: none).
     """
 
     warmup_steps: int
@@ -56,7 +56,7 @@ class ProfilePlan:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """The place of this process in the job, and the destination of its measurements; in seconds and bytes."""
+    """The place of this process in the job, and the destination of its measurements, in seconds and bytes."""
 
     url: str
     run_id: str
@@ -87,7 +87,7 @@ class AgentConfig:
 def read_config(environ: Mapping[str, str] = os.environ, job: WantedJob | None = None) -> AgentConfig | None:
     """Return the configuration; None without TULA_URL, with TULA_DISABLED, or if there is no run to report to.
 
-    job: the job whose run the agent makes by itself if no launcher has made one; without a name, the job in TULA_JOB.
+    job: the job for which the agent creates a run if no launcher has created one; without a name, the job in TULA_JOB.
     Never raises: an invalid value is logged and treated as absent.
     """
     read = _Environment(environ)
@@ -143,7 +143,7 @@ def keep_children_out(config: AgentConfig) -> None:
 
 
 def is_id(value: object) -> bool:
-    """Return True for a valid id of the service (`Id` in `tula_wire`), which is safe as a part of a path."""
+    """Return True for a valid id (`Id` in `tula_wire`), which is safe as a part of a path."""
     return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
@@ -200,7 +200,7 @@ class _Environment:
         return self._environ.get(name, "").strip()
 
     def number(self, kind: type[N], least: N, *names: str, most: float = math.inf) -> N | None:
-        """Return the number in the first of the variables `names` that holds a finite number within the bounds."""
+        """Return the number in the first of the variables `names` that is set to a finite number within the bounds."""
         for name in names:
             if text := self.text(name):
                 with suppress(ValueError, OverflowError):

@@ -17,14 +17,14 @@ logger = logging.getLogger("tula_agent")
 logger.addFilter(_prefixed)
 
 GIVE_UP_AFTER = 5
-"""Number of failures after which a part is left out for the rest of the run."""
+"""Number of failures after which a part is turned off for the rest of the run."""
 
 
 class Guard:
-    """Catches the exceptions of a part of the agent, logs the first, and leaves the part out if it keeps failing.
+    """Catches the exceptions of a part of the agent, logs the first, and turns the part off if it keeps failing.
 
     `with guard("memory"): ...` never raises an `Exception`; `KeyboardInterrupt` and `SystemExit` pass through.
-    It has no lock, which could not be pickled with a framework's callback: at worst a log line comes twice.
+    It has no lock, since a lock could not be pickled with a framework's callback: at worst a line is logged twice.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,10 @@ class Guard:
         return self.failures.get(part, 0) < GIVE_UP_AFTER
 
     def note(self, part: str, error: BaseException) -> None:
-        """Count a failure of `part`; the first is logged with its traceback, the last as the end of that part."""
+        """Count a failure of `part`.
+
+        The first is logged with its traceback; the last is logged as the end of the part.
+        """
         count = self.failures[part] = self.failures.get(part, 0) + 1
         if count == 1:
             logger.warning("%s failed, training continues without it: %r", part, error, exc_info=error)

@@ -1,4 +1,4 @@
-"""Tracks the local batches that one launch measures in turn: which batch is due, and which run gets its samples."""
+"""Tracks the local batch sizes that one launch measures in turn: which batch is due, and which run gets its samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tula_agent.batches import first_examples
 class Launch:
     """The local batches of one launch, the smallest first, and the run of each; the script's whole batch comes last.
 
-    The script loads whole batches and gets the first examples of each, so that one start serves all batches.
+    The loader yields whole batches and the script gets the first examples of each, so one start measures all batch
+    sizes.
 
     whole: the local batch that the script was started with. smaller: the other batches with their runs, ascending.
     own_run_id: the run of the whole batch. cut_to: the batch that is due (None: the whole batch); an attribute, since
@@ -39,7 +40,7 @@ class Launch:
         return self._due[0][1] if self._due else self.own_run_id
 
     def use(self, smaller: Sequence[tuple[int, str]]) -> None:
-        """Measure these batches, then the whole batch; measurements of other batches keep their runs."""
+        """Measure these batches, then the whole batch; batches that were measured already keep their runs."""
         self._due = list(smaller) if self.whole is not None else []
         self._runs.update(self._due)
         self.cut_to = self._due[0][0] if self._due else None
@@ -71,7 +72,7 @@ class Launch:
         return self._runs.get(local_batch_size or 0, self.own_run_id)
 
     def batch_share(self, local_batch_size: int | None) -> float:
-        """Return the share of the whole batch that the present batch has; 1 if batches are not cut."""
+        """Return the present batch as a share of the whole batch; 1 if batches are not cut."""
         if self.whole is None or local_batch_size not in self._runs:
             return 1.0
         return local_batch_size / self.whole

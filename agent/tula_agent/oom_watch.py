@@ -1,14 +1,15 @@
-"""Ends all ranks within a stated time when one is out of memory, instead of leaving them in a collective.
+"""Ends all ranks within a stated time when one runs out of memory, instead of leaving them in a collective.
 
 A rank that runs out of memory leaves its peers waiting in a collective for as long as the backend's timeout (30
-minutes). So the rank that notices publishes it in the ranks' key-value store and reports it to the service. A thread on
-every rank looks in the store once a second, and ends its process EXIT_WITHIN_S after the notice if it still runs. The
-rank that noticed may host the store, so it keeps it open until the others have acknowledged, or two looks have passed.
+minutes). So the rank that detects the error publishes a notice in the ranks' key-value store and reports the error to
+the service. A thread on every rank checks the store once a second, and ends its process EXIT_WITHIN_S after the notice
+if it still runs. The rank that detected the error may host the store, so it keeps the store open until the others have
+acknowledged the notice, or for two such checks.
 
-A rank notices an exception that ends the process, an exception that the script reports with `run.report_out_of_memory`,
-and a CUDA error that the script catches without reporting it. The allocator counts such errors, but also those that
-torch itself catches while it looks for the fastest kernel. So a count ends a training run only if two ranks agree that
-nothing moves: this rank stands still in the middle of a step, and so does another rank, which has waited as long.
+A rank detects an exception that ends the process, an exception that the script reports with `run.report_out_of_memory`,
+and a CUDA error that the script catches without reporting it. The allocator counts errors of the last kind, but also
+errors that torch itself catches while it looks for the fastest kernel. So a counted error ends a training run only if
+two ranks agree that nothing progresses: this rank and another have both been stuck in a step for STALLED_S.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ import torch
 from tula_agent.rank_channel import CONNECT_WITHIN_S
 
 EXIT_WITHIN_S: Final = 10.0
-"""Seconds from the notice to the end of every rank: enough for clean-up and for the agent's last requests."""
+"""Seconds from the notice to the end of every rank, enough for clean-up and the agent's last requests."""
 LOOK_EVERY_S: Final = 1.0
 STALLED_S: Final = 60.0
-"""Seconds in a step without a batch after which a rank stands still; ten times its longest wait, if that is more."""
+"""Seconds without a new batch in a step after which a rank counts as stuck; at least ten times its longest wait.
+"""
 _TIMES_LONGEST: Final = 10.0
 _SETTLED_AFTER: Final = 3
-"""Batches after which a rank may stand still: during the first ones torch compiles and chooses kernels."""
+"""Batches before a rank can count as stuck, since torch compiles and chooses kernels during the first ones.
+"""
 EXIT_CODE: Final = 137
 """The exit status that a shell shows for a process killed by the kernel's OOM killer; launchers recognise it."""
 _KEY: Final = "out_of_memory"
@@ -49,7 +52,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def caught_by_the_script() -> str | None:
-    """Return the last out-of-memory error that the script caught, if known; call it on the training thread."""
+    """Return the last out-of-memory error that the script caught, or None; call it on the training thread."""
     lowered_for = getattr(sys.modules.get("tula_startup"), "lowered_for", None)
     if lowered_for:
         return str(lowered_for[0])
@@ -59,9 +62,9 @@ def caught_by_the_script() -> str | None:
 class OomWatch:
     """Watches one rank from a thread of its own.
 
-    channel: returns the connection to the other ranks after at most the seconds that it is given, or None while there
-    is no connection; a single rank has None in place of the function. report: sends message and batch to the service.
-    progress: returns the number of batches so far, and whether a step is under way that its optimizer has not ended.
+    channel: a function that returns the connection to the other ranks, or None if there is none within the given number
+    of seconds; None for a single rank. report: sends the message and the batch to the service. progress: returns the
+    number of batches so far, and whether a step is under way whose optimizer has not stepped yet.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class OomWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching: the run is over."""
+        """Stop watching, since the run is over."""
         self._closed.set()
 
     def close(self, within_s: float) -> None:
@@ -178,7 +181,7 @@ class OomWatch:
                     channel.set(f"heard/{self._rank}", True)
 
     def _stands_still(self) -> bool:
-        """Return True if a step is in progress and no batch has come for long; an evaluation is not a step."""
+        """Return True if a step is in progress and no batch has arrived for long; an evaluation is not a step."""
         (batches, in_step), now, counted = self._progress(), time.monotonic(), self._count()
         if batches != self._batches or not in_step:
             if in_step:
@@ -190,10 +193,10 @@ class OomWatch:
         return batches >= _SETTLED_AFTER and now - self._moved_at >= waits_s
 
     def _others_agree(self, channel: Any, stands_still: bool) -> bool:
-        """Return True if this rank counted an error and another stands still too; answer another rank's question."""
+        """Return True if this rank counted an error and another rank is stuck too; answer other ranks' requests."""
         if not stands_still:
             return False
-        if channel.has(_SUSPECTED):  # answered even where this rank counted an error: both ranks wait
+        if channel.has(_SUSPECTED):  # answered even if this rank counted an error: both ranks wait
             rank, number = channel.get(_SUSPECTED)
             if rank != self._rank:
                 channel.set(f"waits/{rank}/{number}", True)
@@ -207,7 +210,7 @@ class OomWatch:
     def _schedule_exit(self) -> None:
         """End this process after `exit_within_s` if it still runs; a hung collective or destructor would not end.
 
-        The timer refers to this object, and so keeps the store open, since other ranks may still read it.
+        The timer refers to this object, which keeps the store open for other ranks that may still read it.
         """
         timer = threading.Timer(self._exit_within_s, lambda: self._end(EXIT_CODE))
         timer.daemon = True
@@ -221,9 +224,9 @@ def _own_device() -> int | None:
 
 
 def cuda_oom_count(device: int | None) -> int:
-    """Return the number of out-of-memory errors of this process's CUDA allocator on `device` so far; 0 without CUDA.
+    """Return how many out-of-memory errors this process's CUDA allocator has had on `device`; 0 without CUDA.
 
-    device: an index, since each thread has a current device of its own.
+    device: an index, since each thread has its own current device.
     """
     if device is None:
         return 0

@@ -20,11 +20,11 @@ T = TypeVar("T")
 class Position:
     """Number of complete epochs, and of batches consumed in the current epoch.
 
-    `step` counts micro-steps from the start of training. `epochs_before` is the progress of earlier processes in
-    epochs, which do not depend on the batch size; `known` is True once the script or `resume` has set it.
-    `resumable`: the script calls `resume`, so that a state of random numbers is worth reading. `at_epoch_start`: that
-    state when the epoch under way began. `pending`: the next epoch is to begin as an
-    interrupted one did: batches to skip, its random state at the start, and the one after them.
+    `step` counts micro-steps from the start of training. `epochs_before` is the progress of earlier processes, in
+    epochs because these do not depend on the batch size; `known` is True once the script or `resume` has set it.
+    `resumable`: the script calls `resume`, so the random state must be read. `at_epoch_start`: the random state at the
+    start of the current epoch. `pending`: how to continue an interrupted epoch: the batches to skip, the random state
+    at its start, and the random state after those batches.
     """
 
     epoch: int = 0
@@ -38,7 +38,7 @@ class Position:
     pending: tuple[int, dict[str, Any], dict[str, Any] | None] | None = None
 
     def begin(self, loader: Iterable[T]) -> Iterator[T]:
-        """Return an iterator over `loader` from the current position."""
+        """Return an iterator over `loader` that starts at the current position."""
         pending, self.pending, self.loader = self.pending, None, loader
         if pending is None:
             self.at_epoch_start, self.consumed = _captured(loader) if self.resumable else {}, 0
@@ -55,15 +55,15 @@ class Position:
         return batches
 
     def end(self) -> None:
-        """End the epoch, finished or left."""
+        """End the epoch, whether it was finished or left early."""
         self.epoch += 1
         self.consumed, self.at_epoch_start = 0, {}
 
 
 def _captured(loader: Any) -> dict[str, Any]:
-    """Return the captured state, or nothing if a generator cannot be read.
+    """Return the captured state, or an empty dictionary if a generator cannot be read.
 
-    Only writing a checkpoint may fail for that reason.
+    Only the writing of a checkpoint may fail because of it.
     """
     try:
         return capture_randomness(loader)
@@ -73,7 +73,7 @@ def _captured(loader: Any) -> dict[str, Any]:
 
 
 def _share(batches: int, loader: Iterable[Any]) -> float:
-    """Return the batches as a share of an epoch; 0 for a loader without a length."""
+    """Return this number of batches as a fraction of an epoch; 0 for a loader without a length."""
     try:
         return min(1.0, batches / len(loader))  # type: ignore[arg-type]
     except Exception:  # a loader's own __len__ may raise anything
@@ -106,7 +106,7 @@ def capture_randomness(loader: Any = None) -> dict[str, Any]:
 
 
 def restore_randomness(state: dict[str, Any], loader: Any = None) -> None:
-    """Restore the states from `capture_randomness`; generators that do not exist in this process are left out."""
+    """Restore the states from `capture_randomness`; skip generators that do not exist in this process."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():

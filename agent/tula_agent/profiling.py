@@ -14,21 +14,21 @@ from tula_wire.bounds import FURTHER_WARMUP_STEPS
 from tula_wire.precision import FEWEST_STEPS, MOST_TIMES, is_known, is_long_enough, spread
 
 DECIDE_EVERY = 4
-"""Steps between two chances to end early, once FEWEST_STEPS steps have been measured."""
+"""Steps between two opportunities to end early, once FEWEST_STEPS steps have been measured."""
 TRAIN_WARMUP_STEPS = 5
 PEERS_WITHIN_S = 10.0
 DECISION_WITHIN_S = 600.0
-"""How long a rank waits for the first rank's decision: no longer than a collective of training would."""
+"""How long a rank waits for the first rank's decision; a collective of the training run would wait as long."""
 
 
 class StopAgreement:
-    """The first rank decides; the others read its decision at fixed steps.
+    """Ends profiling on all ranks together: the first rank decides, and the others read its decision at fixed steps.
 
-    `join` once, after steps that synchronise gradients: all ranks with an agent call it at the same time, so that a
-    rank without one costs PEERS_WITHIN_S once. After joining, ranks wait only for the first rank's decision, and only
-    in a training that waits for the first rank anyway. Ranks without a rendezvous never agree.
+    Call `join` once, after steps that synchronise gradients: all ranks with an agent reach it at the same time, and a
+    rank without an agent costs the others PEERS_WITHIN_S once. After that, ranks wait only for the first rank's
+    decision, and only if training waits for the first rank anyway. Ranks without a rendezvous never agree.
 
-    joined: it is known whether all ranks take part. agreed: all do; only then may a loop end early.
+    joined: True once it is known whether all ranks take part. agreed: True if all do; only then may a loop end early.
     """
 
     def __init__(self, rendezvous: RankRendezvous | None, guard: Guard, world_size: int = 1) -> None:
@@ -85,9 +85,9 @@ class StopAgreement:
 class Profiling:
     """Decides whether this run profiles, and when it has measured enough.
 
-    `plan` is None in a training run. It comes from the environment only: a service that could turn a training into a
-    profiling run could end it. `stop_soon` is called on the shipping thread and takes effect at the next step that all
-    ranks share. launch: the batches to measure, each with a warm-up of its own.
+    `plan` is None in a training run. The plan comes only from the environment, because a service that could turn a
+    training run into a profiling run could end it. `stop_soon` is called on the shipping thread and takes effect at the
+    next step that all ranks share. launch: the batches to measure, each with a warm-up of its own.
     """
 
     def __init__(self, plan: ProfilePlan | None, launch: Launch, guard: Guard) -> None:
@@ -125,23 +125,24 @@ class Profiling:
         return len(self._times)
 
     def use(self, agreement: StopAgreement) -> None:
-        """Take the ranks of `agreement` as the ranks that train from now on."""
+        """Use the ranks of `agreement` from now on."""
         self._agreement = agreement
         self.pending = self.pending or not agreement.joined
 
     def stop_soon(self, run_id: str) -> None:
-        """Stop the run soon: the service says that the run has ended, for example because it was cancelled."""
+        """Stop the run soon, since the service reports that it has ended, for example because it was cancelled."""
         self._stop_requested = run_id
 
     def drop_smaller_batches(self) -> None:
-        """Measure one batch."""
+        """Measure only one batch."""
         if self.plan is not None:
             self.plan = replace(self.plan, smaller_batches=())
 
     def measure_alone(self, *, ends: bool) -> None:
-        """Stop agreeing with other ranks: ranks that step unequally often share no step at which all could end.
+        """Stop agreeing with other ranks: if ranks step unequally often, there is no common step at which all could
+        end.
 
-        Only a rank with `ends` set ends its measurement.
+        A rank ends its measurement only if `ends` is set.
         """
         self._agreement, self.pending = StopAgreement(None, self._guard), False
         self._agreement.agreed = ends
@@ -173,8 +174,9 @@ class Profiling:
     def ends(self, step: int, step_time_s: float | None, run_id: str = "") -> bool:
         """Return True if `run_id` ends with `step`, which took `step_time_s` (None if its time is not comparable).
 
-        The service may reply that the run was cancelled, and the first rank knows when the run has measured the
-        requested steps or is precise enough; the run ends at the next step at which all ranks read the decision.
+        A run ends because the service reports that it was cancelled, or because the first rank has measured the
+        requested steps or enough for the required precision. It ends at the next step at which all ranks read the
+        decision.
         """
         if self.plan is None:
             return False

@@ -1,16 +1,16 @@
-"""Lets ranks reach agreements. The agent has three mechanisms, each for a distinct purpose; this file has the first.
+"""Lets ranks reach agreement. The agent has three mechanisms for distinct purposes; this module contains the first.
 
-1. A key-value store (`Channel`, here; `StopAgreement` in profiling.py and `OomWatch` in oom_watch.py use it). Messages
-   between threads of any rank at any time, without a collective: a rank that hangs in a collective, or has no agent,
-   can neither delay nor be delayed by it. It carries telemetry and the decision to stop a
-   profiling run, never a weight.
-2. A reduction over ranks (`tula_agent.scaling.ranks`). Inside the optimizer's step every rank is at the same place, and
-   all must compute the same bits: numbers that change a weight are summed by the collective that training uses anyway.
-3. A gather of objects (`_Ranks` in checkpoint.py). The script calls `run.checkpoint` on all ranks;
-   one that fails must fail on all, with the same sentence. That is rare, so a slow, general collective serves.
+1. A key-value store (`Channel`, here; `StopAgreement` in profiling.py and `OomWatch` in oom_watch.py use it). It passes
+messages between threads of any rank at any time, without a collective: a rank that hangs in a collective, or has no
+agent, neither delays it nor is delayed by it. It carries telemetry and the decision to stop a profiling run, but never
+a weight. 2. A reduction over ranks (`tula_agent.scaling.ranks`). Inside the optimizer's step every rank is at the same
+place, and all must compute the same bits. Numbers that change a weight are therefore summed by the collective that
+training uses anyway. 3. A gather of objects (`_Ranks` in checkpoint.py). The script calls `run.checkpoint` on all
+ranks; if one fails, all must fail with the same message. Checkpoints are rare, so a slow, general collective is good
+enough.
 
-The store is torchrun's or, without torchrun, one that the first rank hosts for this purpose. The process group's own
-store would have to be kept from closing, and a group made again at the same address would find the old one's keys.
+The store is torchrun's or, without torchrun, a store that the first rank hosts for this purpose. The process group's
+own store would have to be kept open, and a new group at the same address would find the keys of the old one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tula_agent.config import AgentConfig
 _stores: Any = dist  # untyped: torch builds without distributed lack its stores
 
 RING = 64
-"""Messages of one sender in the store; an older one is overwritten."""
+"""Number of messages that the store keeps of each sender; a new message overwrites the oldest."""
 CONNECT_WITHIN_S = 5.0
 _ADDRESS, _OPEN = "address", "open"
 
@@ -77,7 +77,7 @@ class Channel:
         return json.loads(self._store.get(self._prefix + key))
 
     def post(self, message: Any) -> None:
-        """Leave `message` for the first rank; the store keeps the last RING of each rank."""
+        """Leave `message` for the first rank; the store keeps each rank's last RING messages."""
         self.set(f"box/{self.rank}/{self._sent % RING}", [self._sent, message])
         self._sent += 1
 
@@ -96,9 +96,10 @@ class Channel:
 class RankRendezvous:
     """Gives each rank of a process group one `Channel`, shared by its threads.
 
-    Made by every rank when it begins to train in that group. The first rank chooses a store for all: torchrun's, which
-    outlives every rank, or else a new one on a free port. It publishes the address in `group_store`, the group's own
-    store, which is held weakly; the other ranks use that address.
+    Every rank creates one when it begins to train in that group. The first rank chooses a store for all ranks:
+    torchrun's, which outlives every rank, or else a new store on a free port. It publishes the address in
+    `group_store`, the group's own store, to which it keeps only a weak reference; the other ranks connect to that
+    address.
     """
 
     def __init__(self, group_store: Any, prefix: str, rank: int, world_size: int) -> None:
@@ -136,7 +137,7 @@ class RankRendezvous:
         return self._channel
 
     def _reach(self, addresses: list[tuple[str, int]]) -> None:
-        """Try each address once: a second attempt would take as long again."""
+        """Try each address only once, since a second attempt would take as long again."""
         failed = []
         for host, port in addresses:
             try:
@@ -174,7 +175,7 @@ def current_group() -> Any:
 
 
 def with_group_place(config: AgentConfig) -> AgentConfig:
-    """Return `config` with rank and world size of the process group, if any: `mp.spawn` sets no variable for them."""
+    """Return `config` with the process group's rank and world size, if any; `mp.spawn` sets no variables for them."""
     if current_group() is None:
         return config
     return replace(config, rank=dist.get_rank(), world_size=dist.get_world_size())

@@ -18,15 +18,15 @@ from tula_agent.torch_private import local_part
 
 T = TypeVar("T")
 _THREAD_LOCAL = 1
-"""Mode of a thread that ignores captures in other threads: CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, the mode of a thread that ignores captures in other threads."""
 
 
 class StepTiming(NamedTuple):
     """One optimizer step on this rank, in seconds: `step_time_s` spans batch to batch, including waits for data.
 
-    `uneven`: its micro-steps had different batch sizes, or it differs from the run's usual step. `optimizer_time_s`
-    runs from the first optimizer's call to the end of the step, including the clearing of gradients; None if no
-    optimizer was watched or the host does not wait for the device.
+    `uneven`: its micro-steps had different batch sizes, or the step differs from the run's usual step.
+    `optimizer_time_s` is the time from the first optimizer's call to the end of the step, including the clearing of
+    gradients; None if no optimizer was watched or the host does not wait for the device.
     """
 
     step: int
@@ -49,12 +49,12 @@ class CommTiming(NamedTuple):
 
     @property
     def compute_time_s(self) -> float:
-        """Return the time of the step without waits for data and for collectives."""
+        """Return the step's time without waits for data or collectives."""
         return max(0.0, self.step_time_s - self.input_time_s - self.exposed_comm_time_s)
 
 
 class HostCopy:
-    """A tensor of a GPU on its way to pinned host memory: `host` holds it once `event` has passed."""
+    """A GPU tensor that is being copied to pinned host memory; `host` has the values once `event` has passed."""
 
     __slots__ = ("event", "host")
 
@@ -68,7 +68,7 @@ class HostCopy:
 def to_number(value: Any) -> float | HostCopy:
     """Return a float if that needs no wait, else a `HostCopy`.
 
-    Raises TypeError or ValueError for anything but a single number.
+    Raises TypeError or ValueError if `value` is not a single number.
     """
     if isinstance(value, torch.Tensor):
         value = local_part(value)  # anything else on a DTensor may start a collective, and only one rank calls this
@@ -81,9 +81,9 @@ def to_number(value: Any) -> float | HostCopy:
 
 
 class Interval:
-    """The events of one step in the device's stream, open until its end is recorded.
+    """The events of one step in the device's stream; open until the end of the step is recorded.
 
-    Once `poll` has answered, or after `release`, they are in `free` again.
+    The events return to `free` once `poll` has returned times, or after `release`.
     """
 
     __slots__ = ("_free", "batch", "end", "optimizer", "start")
@@ -98,8 +98,8 @@ class Interval:
     def poll(self) -> tuple[float, float | None, float | None] | None:
         """Return the times of the step in seconds, or None while the device has not reached its end; never waits.
 
-        The times span the whole step; the wait for data, which is zero while the device had other work; and the part
-        from the optimizer's call to the end of the step. The latter two are None if their event was not recorded.
+        The three times are the whole step; the wait for data, which is zero while the device had other work; and the
+        time from the optimizer's call to the end of the step. The last two are None if their event was not recorded.
         """
         if self.end is None or not self.end.query():
             return None
@@ -112,7 +112,7 @@ class Interval:
         return whole, waited, stepped
 
     def release(self) -> None:
-        """Give the events back; recording one again overwrites its time."""
+        """Return the events to `free`; recording an event again overwrites its time."""
         held = [e for e in (self.start, self.batch, self.optimizer, self.end) if e is not None]
         self.start = self.batch = self.optimizer = self.end = None
         self._free.extend(held)
@@ -120,10 +120,10 @@ class Interval:
 
 @contextmanager
 def beside_captures() -> Iterator[None]:
-    """Let this thread ask events whether they have passed while another thread captures a CUDA graph.
+    """Let this thread query events while another thread captures a CUDA graph.
 
-    Such a question ends the capture with an error in a thread of the default mode. PyTorch has no public way to this
-    mode of the driver, which its own watchdog of NCCL sets about each question.
+    In a thread of the default mode, such a query ends the capture with an error. PyTorch has no public way to set this
+    mode of the driver; its own NCCL watchdog sets it around each query.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield
@@ -145,13 +145,13 @@ def beside_captures() -> Iterator[None]:
 class Readings:
     """Bounded queues that the training thread only appends to and the shipping thread only takes from.
 
-    `deque.append` and `popleft` are atomic, so the training thread takes no lock. Over `limit` entries a new one is
-    dropped and counted. `steps`: timing, warm-up, sampled; `comm`: DDP's times of earlier steps, of which the oldest
-    are dropped, since the steps are kept; `device`: steps that the device times, added before they end; `memory`: the
-    newest breakdown by local batch; `energy_per_step_j`: the newest joules of a step, by local batch; `timelines`: the
-    timeline of buckets from `measure/ddp.py`, by local batch; `all_reduces`: the result of a probe; `host`: what is
-    known of the script and the host, by the names of `tula_wire.HostFacts`; `epochs_before`: the epochs that earlier
-    processes of this training completed (None: unknown); `expects_comm`: every rank reports `CommTiming`s.
+    `deque.append` and `popleft` are atomic, so the training thread takes no lock. If a queue has `limit` entries, a new
+    entry is dropped and counted. `steps`: timing, warm-up, sampled; `comm`: DDP's times of earlier steps, of which the
+    oldest are dropped instead, since the steps are kept; `device`: steps that the device times, added before they end;
+    `memory`: the newest breakdown by local batch; `energy_per_step_j`: the newest joules of a step, by local batch;
+    `timelines`: the timeline of buckets from `measure/ddp.py`, by local batch; `all_reduces`: the result of a probe;
+    `host`: facts about the script and the host, by the names of `tula_wire.HostFacts`; `epochs_before`: the epochs that
+    earlier processes of this training completed (None: unknown); `expects_comm`: every rank reports `CommTiming`s.
     """
 
     def __init__(self, limit: int) -> None:
@@ -170,7 +170,10 @@ class Readings:
         self.device: deque[tuple[int, Interval]] = deque()  # bounded by the pool of events
 
     def add_step(self, timing: StepTiming, warmup: bool, sampled: bool = True) -> None:
-        """Add a step that has ended; only a sampled one becomes a sample, every one a point of the step-time series."""
+        """Add a step that has ended.
+
+        Every step is a point of the step-time series; only a sampled step becomes a sample.
+        """
         if len(self.steps) >= self._limit:
             self.dropped += 1
         else:
@@ -184,7 +187,7 @@ class Readings:
             self._values.append((step, name, value))
 
     def take_values(self) -> list[tuple[int, str, float]]:
-        """Take all numbers that have arrived; numbers still on a device stay."""
+        """Take all numbers that have arrived on the host; leave numbers that are still on a device."""
         arrived: list[tuple[int, str, float]] = []
         for step, name, value in take(self._values):
             if not isinstance(value, HostCopy):
@@ -200,8 +203,8 @@ def take(queue: deque[T]) -> list[T]:
     """Empty `queue` and return its entries, oldest first. Another thread may take from it meanwhile."""
     taken: list[T] = []
     with suppress(IndexError):
-        # Not until it is empty, since a training thread may add as fast as this one takes; and one by one, so that what
-        # was taken is kept.
+        # This does not loop until the queue is empty, since a training thread may add as fast as this thread takes. It
+        # takes entries one by one, so that no taken entry is lost.
         for _ in range(len(queue)):
             taken.append(queue.popleft())  # noqa: PERF401
     return taken

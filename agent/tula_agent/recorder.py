@@ -42,32 +42,38 @@ if TYPE_CHECKING:
     from tula_agent.scaling.pull import ServedNumbers
 
 EVERY_STEP_UNTIL, THEN_EVERY = 100, 5
-"""Training runs send a sample of every step at first, then of every fifth, so that a drift is noticed within 100 steps.
-Telemetry has every step."""
+"""Training runs send a sample of every step at first, then of every fifth: a drift is noticed within 100 steps.
+
+Telemetry includes every step.
+"""
 MEMORY_EVERY_STEPS = 1000
 COUNTED_STEP = 1
-"""Step whose operations are counted: the first step like all later ones, and a warm-up step in most runs."""
+"""Step whose operations are counted: the first step that is like all later ones, and a warm-up step in most runs."""
 BUCKETS_TIMED_FROM = 2
-"""Steps of a launch until buckets are timed, since DDP orders its buckets in the first step. Later batches are timed
-from their first step on: hooks on every parameter slow a step down, and these batches have fewer warm-up steps."""
+"""Steps of a launch before buckets are timed, since DDP orders its buckets in the first step.
+
+Later batches are timed from their first step on, because hooks on every parameter slow a step down and these batches
+have fewer warm-up steps.
+"""
 SWITCHES_SEEN_AFTER = 1
 """The step after which hooks look at a script's switches for one step: by then compilation is over."""
 WATCHED_KNOWN_STEP, UNWATCHED_KNOWN_STEP = 2, 24
-"""Steps after which accumulation is known: watched optimizers show it in two steps, other optimizers by their calls."""
+"""Steps after which accumulation is known: from two steps of watched optimizers, or from the calls of others.
+"""
 REQUEST_TIMEOUT_S = 5.0
 _FEW_OPTIMIZERS = 8
-"""Most optimizers that are timed: a script with more has one per parameter, stepping during the backward pass."""
+"""Most optimizers to time: a script with more has one per parameter, and they step during the backward pass."""
 _LASTING = 3
-"""Consecutive steps with an unusual batch size that cannot be just the end of an epoch."""
+"""Number of consecutive steps with an unusual batch size that rules out the end of an epoch as the cause."""
 
 _recorders = count()
 
 
 class TrackedObjects:
-    """The models and optimizers given to `run.watch`, over all its calls, in their order, while the script keeps them.
+    """The models and optimizers passed to `run.watch`, over all its calls, in order, while the script keeps them.
 
-    They are held weakly: a model that we kept would keep its process group open. scaled: the optimizers that scale
-    gradients (`TulaOptimizer`), which want each batch and report numbers, with the numbers that each reported last.
+    They are held weakly, because a model that we kept would keep its process group open. scaled: the optimizers that
+    scale gradients (`TulaOptimizer`) and need to see each batch, with the numbers that each reported last.
     """
 
     def __init__(self) -> None:
@@ -93,9 +99,10 @@ class TrackedObjects:
         return new
 
     def changed_values(self) -> Iterator[tuple[str, float]]:
-        """Return the reported numbers that differ from the last time, by name; from the second optimizer, `name_2`.
+        """Yield the reported numbers that have changed, by name; the second optimizer's are called `name_2`.
 
-        One column would hold the last writer's numbers: scripts have an optimizer for matrices, or for each network.
+        Scripts may have an optimizer for matrices, or for each network; in one column, only the last writer's numbers
+        would remain.
         """
         for number, (optimizer, reported) in enumerate(self.scaled.items(), 1):
             for name, value in optimizer.telemetry().items():
@@ -104,7 +111,7 @@ class TrackedObjects:
                     yield name if number == 1 else f"{name}_{number}", value
 
     def observe_batch(self, batch: Any, size: float | None, share: float, times: int) -> None:
-        """Hand the batch of a micro-step (a `share` of the loader's) to scaling optimizers, for `times` micro-steps.
+        """Pass the batch of a micro-step (a `share` of the loader's) to scaling optimizers, for `times` micro-steps.
 
         size: the number of examples, if the batch itself shows a different number.
         """
@@ -114,10 +121,10 @@ class TrackedObjects:
 
 
 class Recorder:
-    """One run in one process. Its methods are called on the training thread, under the run's guard.
+    """Records one run in one process. Its methods are called on the training thread, under the run's guard.
 
-    Hot path, once or more per step: `want_batch`, `batch_ready`, `before_optimizer_step`. The last is called by torch
-    and raises nothing; none of them takes a lock or waits.
+    Three methods run at least once per step: `want_batch`, `batch_ready` and `before_optimizer_step`. None of them
+    takes a lock or waits; torch calls the last one, which never raises.
     """
 
     # A step reads these attributes, mostly with cold caches: in a dictionary of all attributes that costs a tenth more.
@@ -207,7 +214,7 @@ class Recorder:
 
     @property
     def plan(self) -> ProfilePlan | None:
-        """The plan of a profiling run; None in training."""
+        """Return the plan of a profiling run; None in training."""
         return self.profiling.plan
 
     @property
@@ -217,14 +224,14 @@ class Recorder:
 
     @property
     def world_size(self) -> int:
-        """Return the size of the default process group, or of the last one; without any, that of the environment."""
+        """Return the size of the default process group or the last one; without any, the environment's size."""
         if current_group() is not None:
             self._last_world_size = torch.distributed.get_world_size()
         return self._last_world_size
 
     @property
     def local_batch_size(self) -> int | None:
-        """Return the measured examples per rank and micro-step; before the first batch, those of the environment."""
+        """Return the measured examples per rank and micro-step; before the first batch, the environment's number."""
         return self._batch_size or self.local_configured
 
     @property
@@ -245,7 +252,7 @@ class Recorder:
     def begin_at(self, epochs_before: float, known: bool) -> None:
         """Begin a loop after `epochs_before` epochs; `known` is False if the script does not report them.
 
-        A restarted script that reports nothing may have loaded any checkpoint.
+        A restarted script that does not report them may have loaded any checkpoint.
         """
         self.readings.epochs_before = epochs_before if known or not self.config.restarted else None
 
@@ -259,7 +266,7 @@ class Recorder:
     def cut(self, batch: Any, loader: Any) -> Any:
         """Return the examples of `batch` that the script gets while a smaller batch is measured. Never raises.
 
-        A batch that can't be cut is left whole. If it is the first, this launch measures the whole batch alone.
+        A batch that can't be cut is left whole. If it is the first, this launch measures only the whole batch.
         """
         if self.launch.cut_to is None or self.finished:
             return batch
@@ -277,16 +284,17 @@ class Recorder:
         return cut
 
     def measure_whole_batches(self, because: str) -> None:
-        """Give the script whole batches from now on; the launch's other runs return to the plan."""
+        """Give the script whole batches from now on, and return the launch's other runs to the plan."""
         if self.launch.cut_to is not None:
             logger.warning("this launch measures one batch instead of several: %s", because)
             self.profiling.drop_smaller_batches()
             self._follow_first_rank()
 
     def measure_alone(self, because: str) -> None:
-        """Measure this rank's steps without agreeing with other ranks on the end.
+        """Measure this rank's steps without agreeing with the other ranks on the end.
 
-        Only the first rank may end the measurement: it would wait in its steps while another rank sends its data.
+        Only the first rank may end the measurement; otherwise it would wait in a step while another rank sends its
+        data.
         """
         self.measure_whole_batches(because)
         self.profiling.measure_alone(ends=self.leads)
@@ -294,7 +302,7 @@ class Recorder:
     def watch(self, models: list[Any], optimizers: list[Any]) -> None:
         """Hook the optimizers, and keep weak references to them and to the models.
 
-        Models get no lasting hook; DDP's own hook stays free.
+        Models get no permanent hook, and DDP's communication hook stays free.
         """
         self._check_group()
         for optimizer in self.objects.add(models, optimizers):
@@ -312,7 +320,7 @@ class Recorder:
             self._start_comm_split(tracked)
 
     def begin_epoch(self) -> None:
-        """Begin an epoch, as the script begins to iterate over its loader."""
+        """Begin an epoch when the script begins to iterate over its loader."""
         self._check_group()
         if not self._begun:
             self._begun = True
@@ -330,7 +338,7 @@ class Recorder:
         self.exporter.start()
 
     def want_batch(self) -> None:
-        """End a micro-step, as the script asks for the next batch."""
+        """End a micro-step when the script requests the next batch."""
         if self.finished:
             return
         step = self.timer.step
@@ -350,7 +358,7 @@ class Recorder:
             clock.begin()
 
     def batch_ready(self, batch: Any, loader: Any, micro_steps: int = 1) -> None:
-        """Begin a micro-step with a batch that has arrived, or `micro_steps` of its size."""
+        """Begin a micro-step, or `micro_steps` of the same size, with a batch that has arrived."""
         if self.finished:
             return
         # A cut batch does not have the size that its loader states.
@@ -394,7 +402,7 @@ class Recorder:
             self.readings.host.setdefault("loader_workers", loader_workers)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Step pre-hook of the watched optimizers; never raises."""
+        """Run as the step pre-hook of the watched optimizers; never raise."""
         if self.finished:
             return
         try:
@@ -426,7 +434,7 @@ class Recorder:
             self.guard.note("gradients", error)
 
     def end_epoch(self) -> None:
-        """End the epoch, as the script leaves its loop."""
+        """End the epoch when the script leaves its loop."""
         self.timer.pause()
         if self._device_clock is not None:
             self._device_clock.drop()
@@ -434,7 +442,7 @@ class Recorder:
             self._read_memory()  # a short run: its model may be freed before the end
 
     def pause(self) -> bool:
-        """Leave out the time from now until `unpause`; return False if it is already left out."""
+        """Stop counting time until `unpause`; return False if it is stopped already."""
         if self.finished or self._paused:
             return False
         self._paused = True
@@ -453,9 +461,9 @@ class Recorder:
             self._device_clock.begin()
 
     def log(self, values: dict[str, Any]) -> int | None:
-        """Log named numbers of the current step (between steps: the last one); only the first rank sends them.
+        """Log named numbers of the current step (between steps, of the last one); only the first rank sends them.
 
-        Returns that step, or None if nothing is sent.
+        Returns the number of that step, or None if nothing is sent.
         """
         if not self.leads or self.finished:
             return None
@@ -468,8 +476,9 @@ class Recorder:
     def finish(self, state: str, message: str | None = None, failed_local_batch_size: int | None = None) -> None:
         """Report how the run ended, send the rest, and drop every reference to the job.
 
-        A model that lives until the interpreter shuts down can abort it (gloo). Optimizer hooks stay and do nothing:
-        the out-of-memory watch may call this while an optimizer iterates over its hooks, and removing one then raises.
+        A model that lives until the interpreter shuts down can abort the process (gloo). Optimizer hooks stay and do
+        nothing, because the out-of-memory watch may call this while an optimizer iterates over its hooks, and removing
+        one would raise.
         """
         self.finished = True
         if self.timer.step:
@@ -491,7 +500,7 @@ class Recorder:
     # Process groups.
 
     def _check_group(self) -> None:
-        """Start again in a process group that was created after the first one was destroyed."""
+        """Start again if a new process group was created after the first one was destroyed."""
         group = current_group()
         current = None if self._group is None else self._group()
         if group is None or group is current:
@@ -573,7 +582,7 @@ class Recorder:
             timing = self._of_another_size(timing)
         elif self._other_sizes:
             self._other_sizes.clear()
-        # The last, smaller batch of an epoch, and its last, shorter accumulation, belong to another configuration.
+        # The smaller last batch of an epoch, and its shorter last accumulation, belong to another configuration.
         as_planned = (timing.local_batch_size, timing.micro_steps) == (self._batch_size, self.timer.grad_accum_steps)
         usual = as_planned and not timing.uneven and step != self._unclocked_step
         sampled = usual and self._is_sampled(step)
@@ -584,16 +593,17 @@ class Recorder:
         self.readings.add_step(timing if usual else timing._replace(uneven=True), warmup, sampled)
         if self.leads and self.objects.scales:
             for name, value in self.objects.changed_values():
-                # For a cut batch: the optimizer takes it for the whole batch.
+                # For a cut batch, since the optimizer takes it for the whole batch.
                 if not name.startswith("gradient_noise_scale") or self.launch.cut_to is None:
                     self.readings.add_value(step, name, value)
         return not quiet and self._do_what_is_due(step, warmup, timing.step_time_s if usual else None)
 
     def _of_another_size(self, timing: StepTiming) -> StepTiming:
-        """Return the timing to count for a step with an unusual batch; three in a row are not the end of an epoch.
+        """Return the timing to count for a step with an unusual batch size.
 
-        If these steps have one size, that is the usual batch from then on. If they have several, sizes vary, and each
-        step counts as a step of the run's configured batch, or of the mean.
+        Three such steps in a row are not the end of an epoch. If they have the same size, it is the usual size from
+        then on. Otherwise sizes vary, and each step counts as a step of the run's configured batch size, or of the
+        mean.
         """
         self._other_sizes.append(timing.local_batch_size or 0)
         if not self._sizes_vary and len(self._other_sizes) >= _LASTING:
@@ -617,7 +627,7 @@ class Recorder:
             logger.warning("%s%s; %s, or tula_agent.init(batch_size=...)", what, counted, remedy)
 
     def _do_what_is_due(self, step: int, warmup: bool, step_time_s: float | None) -> bool:
-        """Do the tasks due after certain steps, and find the steps without any; return True if that took long."""
+        """Do the tasks that are due after this step, and find the next steps without any; return True if slow."""
         since, profiling = step - self.launch.first_step, self.profiling
         if self.leads and step <= COUNTED_STEP:
             self._count_operations(step)
@@ -641,7 +651,7 @@ class Recorder:
         return took_long
 
     def _profile(self, step: int, step_time_s: float | None) -> bool:
-        """Settle pending agreements among ranks, and pass a warm step to the plan; return True if that took long."""
+        """Settle pending agreements among ranks, and pass a warm step to the plan; return True if it took long."""
         pending = self.profiling.pending
         if pending:
             self.profiling.agree()
@@ -666,7 +676,8 @@ class Recorder:
     def measured_enough(self) -> bool:
         """Return True if a profiling run has measured all it can, and repeating the loader caused an exception.
 
-        A schedule made for the script's own number of steps raises after the last step: the script is not at fault.
+        For example, a schedule made for the script's own number of steps raises after the last step, which is not the
+        script's fault.
         """
         if self._repeats and self.profiling.timed_steps and not self.stopping:
             self.profiling.stopping = True
@@ -674,14 +685,14 @@ class Recorder:
         return self.plan is not None and self.stopping
 
     def _end_measuring(self) -> None:
-        """Send everything before the script is asked to end, since it may end in any way."""
+        """Send everything before asking the script to end, since it may end in any way."""
         self.launch.measured.append((self._batch_size or 0, self.launch.run_id))
         self.exporter.flush(self.config.exit_deadline_s)
 
     # The batches of a launch.
 
     def _next_batch(self, step: int) -> None:
-        """Hand out the next smaller batch after this step, as the batch before it is measured."""
+        """Turn to the next batch size after this step, since the present one has been measured."""
         self.launch.end_batch(step)
         self.profiling.begin_again()
         self._batch_size = self.launch.cut_to or self.launch.whole
@@ -727,7 +738,7 @@ class Recorder:
                 logger.warning(text, batches, seen)
 
     def _say_what_changes(self, step: int, warmup: bool) -> None:
-        """Warn of signs that later steps will differ: a profiling run sees only the beginning of a training."""
+        """Warn of signs that later steps will differ, since a profiling run sees only the beginning of training."""
         if warmup:
             self.timer.rose_from = 0
         if self.timer.rose_from and not self._said_rise:
@@ -751,7 +762,7 @@ class Recorder:
                 logger.warning(text, min(99.9, 100.0 * frozen / total))
 
     def _count_operations(self, step: int) -> None:
-        """Count the operations of COUNTED_STEP: begin at the end of the step before it, and end with it."""
+        """Count the operations of COUNTED_STEP, from the end of the step before it to its own end."""
         with self.guard("counting operations"):
             if self._operations is None and step == COUNTED_STEP - 1:
                 self._operations = OperationCounter(self.objects.models)
@@ -761,7 +772,7 @@ class Recorder:
                     self.readings.host["operations"] = operations
 
     def _read_host(self) -> None:
-        """Read the facts about the host for the verdict, once; timing an operation takes some 10 ms. Never raises."""
+        """Read the facts about the host for the verdict, once; timing an operation takes about 10 ms. Never raises."""
         host = self.readings.host
         if not self.leads or "cores" in host:
             return
@@ -783,7 +794,7 @@ class Recorder:
                     logger.warning("%s", sentence)
 
     def _read_memory(self) -> None:
-        """Read the memory, in some tens of microseconds. Never raises."""
+        """Read the memory, which takes tens of microseconds. Never raises."""
         if not self.guard.works("memory"):
             return
         with self.guard("memory"):
@@ -816,7 +827,7 @@ class Recorder:
     # The shipping thread calls these, mostly for a run that the agent makes by itself.
 
     def _collect(self, last: bool) -> list[SpooledRequest]:
-        """Return the requests that are due; none before the run is known, nor if there will never be a run."""
+        """Return the requests that are due; none before the run is known, or if there will be no run."""
         if self.joining is not None and not self.joining.ready(last):
             return []
         with beside_captures():
@@ -830,7 +841,7 @@ class Recorder:
         return self._batch_size, self.timer.grad_accum_steps
 
     def joined(self, run_id: str) -> None:
-        """Store the run, which is known from now on."""
+        """Store the run, now that it is known."""
         self.launch.own_run_id = run_id
         if self.leads:
             self._report("running", run_id)

@@ -26,11 +26,14 @@ T = TypeVar("T")
 
 _current: Run | None = None
 _exit_pid: int | None = None
-"""The process whose end finishes the run; a child forked from it has its own."""
+"""Id of the process whose end finishes the run; a child forked from it has another id."""
 _watches_failures = False
 GLOO_RELEASE_S = 0.05
-"""A pause before the model is destroyed. Its destructor holds the GIL while it joins gloo's threads; one that is still
-releasing the last reduction needs the GIL, and both would wait for ever."""
+"""A pause before the model is destroyed.
+
+Its destructor holds the GIL while it joins gloo's threads; a thread that is still releasing the last reduction needs
+the GIL, so both would wait forever.
+"""
 
 
 def init(
@@ -43,16 +46,19 @@ def init(
     batch_size: float | None = None,
     log_to_wandb: bool = False,
 ) -> Run:
-    """Join the run that the environment names; without one, return a run that does nothing and costs nothing.
+    """Join the run that the environment names, and return it; without one, return a run that does nothing.
 
-    job: a job by name or id (or TULA_JOB). If `tula` has not started the script, the first rank makes a run of this
-    job in the background, once a step has shown its configuration, and all ranks join it; a name that no job has
-    is registered with dataset_size and epochs (default 1). dataset_size: examples per epoch over all ranks;
-    grad_accum_steps: micro-steps per step, only needed if no optimizer is watched; model_parallel_size: processes
-    that share one replica of the model (pipeline stages times tensor parallelism), which count as one rank;
-    batch_size: examples per rank and micro-step, if neither the loader nor the shape of a batch shows it;
+    job: name or id of a job (or TULA_JOB). If `tula` has not started the script, the first rank creates a run of this
+    job in the background once a step has shown its configuration, and all ranks join it. If no job has this name, one
+    is registered with dataset_size and epochs (default 1).
+    dataset_size: examples per epoch over all ranks.
+    grad_accum_steps: micro-steps per step; needed only if no optimizer is watched.
+    model_parallel_size: number of processes that share one replica of the model (pipeline stages times tensor
+    parallelism) and count as one rank.
+    batch_size: examples per rank and micro-step; needed only if neither the loader nor the shape of a batch shows it.
     log_to_wandb: `Run.log` on the first rank also logs to the script's wandb run, as `tula/NAME` over `tula/step`. Each
     call is one step of wandb's own counter, so leave it off if the script passes `step=` to `wandb.log`.
+
     Never raises. The run finishes by itself when the process ends.
     """
     global _current
@@ -75,7 +81,10 @@ def init(
 
 
 class Run:
-    """This process's part of a run. Every method is safe to call in any order, and does nothing when inactive."""
+    """This process's part of a run.
+
+    All methods are safe to call in any order, and do nothing while the run is inactive.
+    """
 
     def __init__(
         self,
@@ -111,12 +120,12 @@ class Run:
 
     @property
     def stopping(self) -> bool:
-        """Return True once a profiling run has measured enough: `steps` then yields nothing, and a loop may break."""
+        """Return True once a profiling run has measured enough; `steps` then yields no more batches."""
         return self.recorder is not None and self.recorder.stopping
 
     @property
     def position(self) -> Position:
-        """Return the training's position in its data, which `checkpoint` writes and `resume` reads."""
+        """Return the position of training in its data, which `checkpoint` writes and `resume` reads."""
         if self._position is None:
             from tula_agent.position import Position
 
@@ -126,12 +135,12 @@ class Run:
     def steps(self, loader: Iterable[T], *, size: float | Callable[[Any], float] | None = None) -> Steps[T]:
         """Return the batches of `loader`, each timed.
 
-        A profiling run repeats a short loader, and ends when it has enough.
+        A profiling run repeats a short loader, and ends once it has measured enough.
 
         size: examples (or tokens, if the job counts in tokens) of a batch on this rank, or a function of the batch that
-        counts them; needed only if neither the loader's `batch_size` nor the shape of a batch shows it. While
-        gradients are off (an evaluation), batches pass through and belong to no step and no epoch. `len()` and all
-        attributes of the result are the loader's. Exceptions of `loader` pass through.
+        counts them; needed only if neither the loader's `batch_size` nor the shape of a batch shows it. While gradients
+        are off (an evaluation), batches pass through without being counted. `len()` and all attributes of the result
+        are the loader's. Exceptions of `loader` pass through.
         """
         return Steps(loader, lambda: self._timed(loader, size))
 
@@ -169,9 +178,11 @@ class Run:
     ) -> list[T]:
         """Return the next batch in a list, or an empty list at the end.
 
-        Popping the batch leaves no reference here: a script may free its batch in the middle of a step.
+        The caller pops the batch from the list, so that no reference stays here and a script can free its batch within
+        a step.
 
-        Runs at every step, hence try instead of the guard's context manager, which costs more than the call it guards.
+        This runs at every step, hence `try` instead of the guard's context manager, which would cost more than the
+        call.
         """
         if recorder is not None:
             try:
@@ -220,10 +231,11 @@ class Run:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave time out of all steps, for evaluating and saving in the middle of the loop: `with run.paused():`.
+        """Exclude the time in this context from all steps, for evaluating or saving within the loop: `with
+        run.paused():`.
 
-        A measured step then takes as long as in a long training run, however often that run pauses. Calls may be
-        nested; exceptions pass through.
+        The measured step time then does not depend on how often the script pauses. Calls may be nested; exceptions pass
+        through.
         """
         outermost = False
         if self.recorder is not None:
@@ -237,17 +249,17 @@ class Run:
                     self.recorder.unpause()
 
     def begin_at(self, epoch: float) -> None:
-        """Report where training continues, if the script loads its own checkpoints; `resume` does so by itself.
+        """Report where training continues if the script loads its own checkpoints; `resume` does so by itself.
 
-        epoch: how many epochs are complete: 2.5 in the middle of the third. Call it before the first step; the time and
-        cost that the service predicts for the rest, and its advice, depend on it.
+        epoch: the number of completed epochs, such as 2.5 in the middle of the third. Call this before the first step:
+        the service's predictions of the remaining time and cost, and its advice, depend on it.
         """
         with self.guard("reporting where training continues"):
             self.position.epochs_before = min(max(0.0, float(epoch)), 1e6)
             self.position.known = True
 
     def begin_loop(self, *, cuts: bool = False) -> None:
-        """Begin a loop that a framework runs, as it is about to iterate."""
+        """Begin a loop that a framework runs, just before it iterates."""
         recorder = self.recorder
         if recorder is not None and not recorder.finished:
             recorder.begin_at(self.position.epochs_before, self.position.known)
@@ -268,13 +280,13 @@ class Run:
                 self.recorder.batch_ready(batch, loader, micro_steps)
 
     def batch_done(self) -> None:
-        """Note that the framework has finished that batch and asks for the next."""
+        """Note that the framework has finished the batch and requests the next."""
         if self.recorder is not None:
             with self.guard("timing"):
                 self.recorder.want_batch()
 
     def end_loop(self) -> None:
-        """End the loop when the framework leaves it, to evaluate or at the end."""
+        """End the loop when the framework leaves it to evaluate, or at the end of training."""
         if self.recorder is not None:
             with self.guard("timing"):
                 self.recorder.end_epoch()
@@ -282,10 +294,10 @@ class Run:
     def watch(self, model: Any, optimizer: Any = None) -> None:
         """Measure `model` (a module or several, DDP or not) and `optimizer` (one or several) more closely.
 
-        Adds memory by component, the gradient norm, and compute apart from communication. Call it once everything is
-        built, after DDP wraps the model. Only a `TulaOptimizer` given as `optimizer` reports the gradient noise scale
-        (docs/embed.md says why). A GradScaler is not needed: it unscales before an optimizer's step hooks run, and a
-        step that it skips ends by counting.
+        This adds memory by component, the gradient norm, and separate times of compute and communication. Call it once
+        everything is built, after DDP wraps the model. Only a `TulaOptimizer` given as `optimizer` reports the gradient
+        noise scale (docs/embed.md says why). A GradScaler is not needed: it unscales before an optimizer's step hooks
+        run, and a step that it skips ends by counting.
         """
         if self.recorder is not None:
             with self.guard("watching the model"):
@@ -294,8 +306,8 @@ class Run:
     def largest_local_batch_size(self) -> int | None:
         """Return the largest batch per rank that should fit into this rank's memory, predicted without trying it.
 
-        Returns None until a watched model has taken a few steps and memory was read (the fifth step), or without a
-        run. From one batch size the prediction errs on the small side; see `tula_wire.memory`.
+        Returns None without a run, and until a watched model has taken a few steps and its memory was read (after the
+        fifth step). A prediction from a single batch size errs on the small side; see `tula_wire.memory`.
         """
         return self.recorder.memory.largest_local_batch_size() if self.recorder is not None else None
 
@@ -315,7 +327,7 @@ class Run:
     def _log_to_wandb(self, values: Mapping[str, Any], step: int) -> None:
         """Log `values` of `step` to the script's wandb run, if it has one, as `tula/NAME` over `tula/step`.
 
-        They get an axis of their own instead of `step=`: wandb drops the script's values if their step is lower.
+        They get a separate axis instead of `step=`, since wandb would drop the script's values if their step is lower.
         """
         run = getattr(sys.modules.get("wandb"), "run", None)
         if run is not None:
@@ -328,7 +340,7 @@ class Run:
     def finish(self, *, succeeded: bool = True, message: str | None = None) -> None:
         """Send the rest, within a few seconds, and report how the run ended. Called automatically at exit.
 
-        Afterwards the agent holds no reference to the model, the optimizer or the ranks' store.
+        Afterwards the agent keeps no reference to the model, the optimizer or the ranks' store.
         """
         recorder = self.recorder
         if recorder is None:
@@ -347,7 +359,7 @@ class Run:
     def report_out_of_memory(self, error: BaseException | None = None, local_batch_size: int | None = None) -> None:
         """Report that this batch does not fit; with several ranks, all of them end within ten seconds.
 
-        Call it if the script catches the error itself; the agent reports an error that ends the process without it.
+        Call it if the script catches the error itself; the agent reports an error that ends the process by itself.
         """
         recorder = self.recorder
         if recorder is not None and not recorder.finished:
@@ -356,9 +368,9 @@ class Run:
                 self._end_out_of_memory(text, local_batch_size)
 
     def _ends_for_smaller(self, size: int, planned: int) -> bool:
-        """End a profiling run planned with `planned` examples if its script caught an out-of-memory and uses `size`.
+        """End a profiling run of `planned` examples if its script caught an out-of-memory error and now uses `size`.
 
-        Two signs say that the batch does not fit: a smaller batch than the run's, and the error before it.
+        The error and the smaller batch after it together show that the planned batch does not fit.
         """
         from tula_agent.oom_watch import caught_by_the_script
 
@@ -375,7 +387,7 @@ class Run:
             self.recorder.finish("out_of_memory", text, local_batch_size)
 
     def report_exception(self, error: BaseException) -> None:
-        """Report the exception that ends the training, as out of memory if it is one."""
+        """Report the exception that ends training, as out of memory if it is such an error."""
         with self.guard("reporting a failure"):
             from tula_agent.oom_watch import is_out_of_memory
 
@@ -387,7 +399,7 @@ class Run:
                 self.finish(succeeded=False, message=f"{type(error).__name__}: {error}"[:2000])
 
     def checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Write a checkpoint as `tula_agent.checkpoint.save` does; its time counts toward no step."""
+        """Write a checkpoint as `tula_agent.checkpoint.save` does; its time does not count toward any step."""
         with self.paused():
             return import_module("tula_agent.checkpoint").save(self.position, *args, **kwargs)
 
@@ -397,7 +409,7 @@ class Run:
 
 
 class Steps(Generic[T]):
-    """Result of `Run.steps`: iterates over a loader, and behaves like the loader in every other respect."""
+    """The result of `Run.steps`: iterates over a loader, and behaves like the loader in every other respect."""
 
     def __init__(self, loader: Iterable[T], begin: Callable[[], Iterator[T]]) -> None:
         self._loader = loader
@@ -415,7 +427,7 @@ class Steps(Generic[T]):
         return next(self._iterator)
 
     def __len__(self) -> int:
-        """Return the loader's length. Raises TypeError if it has none, whatever its own method raises."""
+        """Return the loader's length. Raises TypeError if it has none, whatever the loader's own method raises."""
         try:
             return len(self._loader)  # type: ignore[arg-type]
         except Exception as error:  # `list()` asks for a length, and takes no other error for an answer
@@ -469,9 +481,9 @@ def _watch_process(*, failures: bool) -> None:
 
 
 def _finish_at_exit(pid: int) -> None:
-    """Finish the run before the interpreter shuts down: no reference to the job may survive, see docs/limits.md.
+    """Finish the run before the interpreter shuts down, since no reference to the job may survive (see docs/limits.md).
 
-    A run that the script did not finish has succeeded, unless `sys.exit` was called with another status than 0.
+    A run that the script did not finish has succeeded, unless `sys.exit` was called with a status other than 0.
     """
     global _current
     if os.getpid() != pid:

@@ -1,8 +1,8 @@
-"""Every private part of PyTorch that the agent uses, in one place: torch may change these without notice.
+"""Every private part of PyTorch that the agent uses, in one place, since torch may change these without notice.
 
-Each function says why the public interface does not suffice. The private names worked with torch 2.4.1 (the agent
-supports 2.4 and later) and with 2.13.0, unless a function says otherwise. If torch lacks an optional name, the function
-returns None or False, and the agent measures less.
+Each docstring says why the public interface does not suffice. The private names worked with torch 2.4.1 (the agent
+supports 2.4 and later) and with 2.13.0, unless a docstring says otherwise. If torch lacks an optional name, the
+function returns None or False, and the agent measures less.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _EXACT = ("none", "ieee")  # values of `fp32_precision`
 
 
 def default_store() -> Any | None:
-    """Return the key-value store of the default process group, for which there is no public function; None without one.
+    """Return the key-value store of the default process group, or None; there is no public function for it.
 
-    The ranks exchange the address of the agent's own store through it: any other way needs a port agreed beforehand.
+    The ranks exchange the address of the agent's own store through it; any other way would need a port agreed
+    beforehand.
     """
     getter = getattr(getattr(dist, "distributed_c10d", None), "_get_default_store", None)
     try:
@@ -43,12 +44,12 @@ def default_store() -> Any | None:
 
 
 def loader_iterator_class() -> Any | None:
-    """Return the iterator class of every DataLoader; no public name reaches the loaders of all frameworks."""
+    """Return the iterator class of all DataLoaders; no public name reaches the loaders of all frameworks."""
     return getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
 
 
 def has_yielded(value: object) -> bool:
-    """Return True if `value` is a DataLoader's iterator that has delivered a batch; no public name tells this."""
+    """Return True if `value` is a DataLoader's iterator that has delivered a batch; no public name shows this."""
     kind = loader_iterator_class()
     return kind is not None and issubclass(type(value), kind) and getattr(value, "_num_yielded", 1) > 0
 
@@ -56,8 +57,8 @@ def has_yielded(value: object) -> bool:
 def index_sampler(iterator: Any) -> Any:
     """Return the sampler from which an iterator over a DataLoader takes the indices of each batch, or None.
 
-    It is the loader's batch sampler, whose `batch_size` states the size of batches, or else its sampler. An iterator
-    does not keep its loader, so no public name leads to the sampler.
+    This is the loader's batch sampler, whose `batch_size` is the size of batches, or else its sampler. An iterator
+    keeps no reference to its loader, so no public name leads to the sampler.
     """
     return getattr(iterator, "_index_sampler", None)
 
@@ -71,7 +72,7 @@ def loader_workers(iterator: Any) -> Any:
 
 
 def compiled_frames() -> int:
-    """Return how many frames torch.compile has compiled in this process; there is no public counter."""
+    """Return the number of frames that torch.compile has compiled in this process; there is no public counter."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters = getattr(utils, "counters", {})
     return int(counters["frames"]["ok"]) if "frames" in counters else 0
@@ -83,7 +84,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def in_backward() -> bool:
-    """Return True while this thread runs a backward pass, which includes the forward passes that it recomputes."""
+    """Return True while this thread runs a backward pass, including forward passes that are recomputed within it."""
     getter = getattr(torch._C, "_current_graph_task_id", None)
     return getter is not None and getter() >= 0
 
@@ -103,7 +104,7 @@ def ddp_models(models: Iterable[torch.nn.Module]) -> list[Any]:
 
 
 def has_ddp_statistics(model: Any) -> bool:
-    """Return True if DDP times its own reductions (`_get_ddp_logging_data`); no public name gives those times."""
+    """Return True if DDP times its own reductions (`_get_ddp_logging_data`); no public name provides those times."""
     return hasattr(model, "_get_ddp_logging_data")
 
 
@@ -121,18 +122,19 @@ def set_ddp_statistics_interval(model: Any, steps: int) -> None:
 
 
 def ddp_buckets(model: Any) -> list[list[int]] | None:
-    """Return the parameters of each bucket, as places among those that need a gradient, in the order of reduction.
+    """Return the parameters of each bucket, as indices into the parameters that need a gradient, in the order of
+    reduction.
 
-    Returns None until DDP has ordered its buckets by the first backward pass, or if it never does (unused parameters).
+    Returns None until the first backward pass has ordered DDP's buckets, or if DDP never does so (unused parameters).
     """
     text = str(ddp_statistics(model).get("rebuilt_per_bucket_param_indices", "")) if has_ddp_statistics(model) else ""
     return [[int(index) for index in bucket.split()] for bucket in text.split(",")] if text else None
 
 
 def ddp_model_in_forward() -> Any | None:
-    """Return the DDP module whose forward pass is running; a framework may offer no other way to its DDP module.
+    """Return the DDP module whose forward pass is running; some frameworks offer no other way to their DDP module.
 
-    Seen in 2.13.0.
+    Tested with torch 2.13.0.
     """
     return getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
 
@@ -141,10 +143,10 @@ def ddp_model_in_forward() -> Any | None:
 
 
 def is_sharded(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.Module] = ()) -> bool:
-    """Return True for FSDP 1 and 2 and tensor parallelism: no rank holds these parameters, or their gradients, whole.
+    """Return True for FSDP 1 and 2 and tensor parallelism, where no rank has whole parameters or gradients.
 
-    Pass `models` if they are available: FSDP 1 wraps modules. Classes are compared by name, since importing FSDP costs
-    a second; with `use_orig_params` FSDP 1 marks parameters by `_fsdp_flattened` only.
+    Pass `models` if they are available, since FSDP 1 wraps modules. Classes are compared by name, because importing
+    FSDP takes a second; with `use_orig_params`, FSDP 1 marks parameters only by `_fsdp_flattened`.
     """
     if any(
         hasattr(parameter, "to_local")
@@ -157,7 +159,7 @@ def is_sharded(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.Mod
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, or any other tensor as it is, without a collective.
+    """Return this rank's part of a DTensor, without a collective; return any other tensor unchanged.
 
     `to_local` is public, but the module of DTensor was private in 2.4: `torch.distributed._tensor`, now `.tensor`.
     """
@@ -171,7 +173,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the norm of each dense tensor (0-d), in float32 or wider.
 
-    `_foreach_norm` takes one kernel per device and type; a call for each tensor would cost the host some 5 us each.
+    `_foreach_norm` takes one kernel per device and type; separate calls would cost the host about 5 us per tensor.
     """
     if any(tensor.dtype in _HALVES for tensor in tensors):
         # A norm in half precision would be off by up to half a percent, or infinite.
@@ -188,7 +190,7 @@ def norm_squared(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     device = gradients[0].device
     by_gradient = norms([g.coalesce().values() if g.is_sparse else g for g in gradients])
-    # Stacked first: on a device, converting each norm by itself would be as many kernels.
+    # Stack first: on a device, converting the norms one by one would start a kernel for each.
     stacked = torch.stack([norm if norm.device == device else norm.to(device) for norm in by_gradient])
     return stacked.to(wide_dtype(device)).square().sum()
 
@@ -221,7 +223,7 @@ def foreach_subtract_(
 ) -> None:
     """Subtract from each dense tensor its rate times its change (float32), which is overwritten.
 
-    Tensors of one rate, device and type take two kernels.
+    Tensors with the same rate, device and type take two kernels together.
     """
     groups: dict[tuple[int | float, torch.device, torch.dtype], list[int]] = {}
     for place, (tensor, rate) in enumerate(zip(tensors, rates, strict=True)):
@@ -229,7 +231,7 @@ def foreach_subtract_(
         groups.setdefault((key, tensor.device, tensor.dtype), []).append(place)
     for (_, _, dtype), places in groups.items():
         steps, rate = [changes[place] for place in places], rates[places[0]]
-        # torch's optimizers also take a rate of shape (1,), which `_foreach_mul_` refuses.
+        # torch's optimizers also accept a rate of shape (1,), which `_foreach_mul_` refuses.
         torch._foreach_mul_(steps, rate.reshape(()) if isinstance(rate, torch.Tensor) else rate)
         steps = steps if dtype == torch.float32 else [step.to(dtype) for step in steps]
         torch._foreach_sub_([tensors[place] for place in places], steps)
@@ -247,8 +249,9 @@ def rounds_products() -> bool:
 def exact_products() -> Iterator[None]:
     """Multiply float32 matrices on a GPU in float32 inside the block, whatever the script allows outside of it.
 
-    From torch 2.9 on two interfaces hold this setting, and torch refuses a product while they contradict each other: it
-    is changed by the one that the script used. `allow_tf32` leaves the setting of products on the host alone.
+    Since torch 2.9, there are two interfaces to this setting, and torch refuses a product while they contradict each
+    other, so the setting is changed through the interface that the script used. `allow_tf32` does not affect products
+    on the host.
     """
     matmul = torch.backends.cuda.matmul
     try:
@@ -276,21 +279,21 @@ def exact_products() -> Iterator[None]:
 
 
 def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return `numbers` on `device`. A GPU copies them from pinned memory, without the host waiting for its queue."""
+    """Return `numbers` as a tensor on `device`; a GPU copies them from pinned memory, so the host does not wait."""
     host = torch.tensor(numbers, dtype=dtype, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """Return the dtype of autocast in this thread, that of a GPU before the CPU's; None if autocast is off."""
+    """Return the dtype of autocast in this thread, the GPU's if it is on, else the CPU's; None if autocast is off."""
     return next((torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
 
 
 @contextmanager
 def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Give new tensors shapes but no data inside the context; yield a function that converts real tensors.
+    """Create tensors with shapes but no data inside the context; yield a function that converts real tensors.
 
-    FakeTensorMode keeps the device of each tensor, which meta tensors (the fallback) do not; its module is private.
+    FakeTensorMode keeps the device of each tensor, unlike meta tensors (the fallback), but its module is private.
     """
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -304,13 +307,14 @@ def tensors_without_data() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
 
 
 class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records, inside the context, the memory that operations allocate and release, as a CUDA device would.
+    """Records the memory that operations inside the context would allocate and release on a CUDA device.
 
     `own`: tensors that exist already, which are not recorded. `step_operations`: how many operations since `begin_step`
-    start a kernel, since they make a tensor or write to one. `step_flops`: of these, by torch's own formulas or those
-    of `formulas`; `FlopCounterMode` would keep the tensors. `largest_convolution`: the most elements of a tensor that a
-    convolution reads or makes. `step_transposed`: elements of images that convolutions since `begin_step` read or make
-    in channels-first memory. torch's own trackers (`torch.distributed._tools`) are private.
+    start a kernel, because they create a tensor or write to one. `step_flops`: the FLOPs of these operations, by
+    torch's own formulas or by `formulas`; `FlopCounterMode` would keep the tensors alive. `largest_convolution`: the
+    largest number of elements in a tensor that a convolution reads or creates. `step_transposed`: elements of images
+    that convolutions since `begin_step` read or create in channels-first memory. torch's own trackers
+    (`torch.distributed._tools`) are private.
 
     On a CPU, autocast copies half-precision logits to float32 for `log_softmax`, and its gradient back; CUDA's kernels
     read and write half precision themselves, so those copies are not recorded.
@@ -334,7 +338,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [event for event in self._events if event.key not in self._fused]
 
     def peak(self) -> int:
-        """Return the most bytes held at a time, without the memory that `allocate` and `leave_out` named."""
+        """Return the peak of allocated bytes, without the memory passed to `allocate` and `leave_out`."""
         live = peak = 0
         sizes: dict[int, int] = {}
         passed_over = self._fused | self._uncounted
@@ -358,8 +362,8 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def events_with_step_repeated(self, times: int) -> list[Allocation]:
         """Return the events, followed by `times` repetitions of the last step's events.
 
-        Each repetition releases the memory that the step before it left: a step leaves its gradients to the next one,
-        in the same order.
+        Each repetition releases the memory that the previous step left, in the same order, as a step leaves its
+        gradients to the next.
         """
         (before, _), (began, place) = self._steps[-2:]
         earlier, later = began - before, self._last_key - began
@@ -412,7 +416,9 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _fuse(self, last: torch.Tensor, made: torch.Tensor) -> None:
-        """Treat two operations as one kernel: the operation that made `last`, and its reader, which made `made`."""
+        """Treat two operations as one kernel: the operation that created `last`, and the one that read it and
+        created `made`.
+        """
         key = self._keys[storage_key(last)]
         if made.dtype == torch.float32:  # log_softmax, which reads half precision
             self._fused.add(key)
@@ -436,10 +442,10 @@ _CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 
 
 def _transposed_elements(convolution: Any, args: Sequence[Any], made: Any) -> int:
-    """Return the number of image elements that a convolution reads or makes in channels-first memory.
+    """Return the number of image elements that a convolution reads or creates in channels-first memory.
 
-    A backward pass is two convolutions, each of which reads the gradient: one makes the gradient of the images, and one
-    reads the images for the gradient of the weights.
+    A backward pass consists of two convolutions that both read the gradient: one creates the gradient of the images,
+    and the other reads the images to compute the gradient of the weights.
     """
     images = [args[0], made]
     if convolution.overloadpacket is torch.ops.aten.convolution_backward:
@@ -459,7 +465,9 @@ _READS_HALVES = (torch.ops.aten._log_softmax.default, torch.ops.aten._to_copy.de
 
 
 def _may_be_fused(func: Any, args: Any, made: torch.Tensor) -> bool:
-    """Return True for a float32 tensor that CUDA keeps in registers, if one of `_READS_HALVES` reads it next."""
+    """Return True for a float32 tensor that CUDA keeps in registers if an operation in `_READS_HALVES` reads it
+    next.
+    """
     if made.dtype != torch.float32:
         return False
     if func is torch.ops.aten._to_copy.default:
@@ -468,5 +476,7 @@ def _may_be_fused(func: Any, args: Any, made: torch.Tensor) -> bool:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number equal for tensors that share memory, even for tensors without data (`data_ptr()` would raise)."""
+    """Return a number that is equal for tensors that share memory, also if they have no data (`data_ptr()` would
+    raise).
+    """
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Measures a training loop that does not know the agent, from its optimizer's steps and its data loader."""
+"""Measures a training loop that does not use the agent, through its optimizer's steps and its data loader."""
 
 from __future__ import annotations
 
@@ -33,32 +33,34 @@ if TYPE_CHECKING:
 _AHEAD = "accelerate"
 """The framework whose loader fetches one batch ahead of the current one; transformers' Trainer uses it too."""
 _SAY_AFTER = 3
-"""Steps after which the loop knows, and says, what it cannot see."""
+"""Steps after which the loop logs what it cannot observe."""
 _MOST_STEPS_A_BATCH = 8
-"""Most optimizer steps on one batch (a GAN's critic takes several); a script that takes more requests no batches."""
+"""Most optimizer steps on one batch (a GAN's critic takes several); a script with more steps is assumed to request
+no batches.
+"""
 _LOADERS_KEPT = 8
 _LISTS_HELD = 2
-"""Most lists that are held, since lists allow no weak references: scripts train on one list and evaluate on another."""
+"""Most lists to keep alive, since lists allow no weak references; scripts train on one list and evaluate on another."""
 _FOLLOW_AFTER = 32
-"""Consecutive steps of another optimizer after which the watched optimizer's phase is over."""
+"""Number of consecutive steps of another optimizer that end the watched optimizer's phase."""
 
 
 class UneditedLoop:
     """Drives a `Run` as `Run.steps` does, by watching the script request batches, run backward passes and step.
 
-    The loop begins after the first step of an optimizer, once the process group exists. It watches the main thread
-    alone, since the end of a profiling run could not end the script from another thread.
+    The loop begins after the first step of an optimizer, once the process group exists. It watches only the main
+    thread, since a profiling run could not end the script from another thread.
 
-    The optimizer's step completes a step of training. The step ends when the script then asks for a batch, so that what
-    a script does between two steps counts. It ends at the optimizer where the script asks for no batch (it has no
-    DataLoader, or `itertools.cycle` keeps the batches) or a framework asks for a batch ahead. All loaders that the
-    script asks at every step belong to training; the loader whose batches have the run's size says how large a step is.
-    Batches without gradients are an evaluation, and so are batches of another loader that no backward pass follows
-    before the next batch of training. An evaluation belongs to no step.
+    The optimizer's step completes a step of training. The step ends when the script then requests a batch, so that work
+    between two steps counts. It ends at the optimizer's step if the script requests no batch (it has no DataLoader, or
+    `itertools.cycle` keeps the batches) or a framework fetches batches ahead. All loaders that the script uses at every
+    step belong to training; the loader whose batches have the run's size determines the size of a step. Batches without
+    gradients are an evaluation, and so are batches of another loader if no backward pass follows before the next batch
+    of training. An evaluation does not belong to any step.
 
-    A step has as many micro-steps as backward passes or as batches, whichever is fewer: a GAN makes several passes over
+    A step has as many micro-steps as backward passes or batches, whichever is fewer: a GAN makes several passes over
     one batch, and the first rank of some frameworks fetches batches for the others. A launch that measures several
-    batch sizes cuts batches as a loader hands them out, but not under a framework that fetches ahead.
+    batch sizes cuts batches as a loader delivers them, but not under a framework that fetches ahead.
     """
 
     def __init__(self, run: Run, recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
@@ -105,7 +107,9 @@ class UneditedLoop:
         _see_batches(self, run.guard)
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take `optimizer`'s steps as steps of training, and backward passes that reach it as micro-steps."""
+        """Count `optimizer`'s steps as steps of training, and backward passes that reach its parameters as
+        micro-steps.
+        """
         self._optimizer = weakref.ref(optimizer)
         self._steps_of_others.clear()
         self._run.watch(None, optimizer)
@@ -120,7 +124,7 @@ class UneditedLoop:
                 if (loop := this()) is not None:
                     loop.ran_backward()
 
-            # Not a hook on the gradient: `torch.autograd.grad` over parameters is no micro-step.
+            # This is not a hook on the gradient, because `torch.autograd.grad` over parameters is not a micro-step.
             self._hook = parameters[0].register_post_accumulate_grad_hook(accumulated)
 
     def ran_backward(self) -> None:
@@ -149,7 +153,7 @@ class UneditedLoop:
         if not self._loads:
             self._recorder.measure_whole_batches("no batch comes from a DataLoader")
         if not self._loads or self._ahead or ended:
-            # After the loader's end comes the last step of a loader that is a batch ahead, or one more of the script.
+            # After the loader's end, a loader that is one batch ahead has its last step, or the script takes one more.
             self._boundary()
             if ended:
                 self._leave_loop()
@@ -172,14 +176,14 @@ class UneditedLoop:
             if self._steps_of_others:
                 self._steps_of_others.clear()
             return True
-        # By optimizer: a script may have one for each layer, which all step between two steps of the watched one.
+        # Count by optimizer: a script may have one for each layer, and all step between two steps of the watched one.
         self._steps_of_others[id(optimizer)] += 1
         if self._optimizer() is None or self._steps_of_others[id(optimizer)] >= _FOLLOW_AFTER:
             self._follow(optimizer)  # another phase of the training
         return False
 
     def _learn_loaders(self) -> None:
-        """Determine which loaders belong to training, and which of them shows the size of a step."""
+        """Determine which loaders belong to training, and which of these shows the size of a step."""
         if self._last is None or not self._sizes:
             return
         if self._last not in self._recent:
@@ -197,7 +201,7 @@ class UneditedLoop:
         self._counts.clear()
 
     def wants_batch(self, iterator: Any) -> None:
-        """Note that the script asks `iterator` for a batch."""
+        """Note that the script requests a batch from `iterator`."""
         if not self._measures():
             return
         if self._stepped:
@@ -215,7 +219,7 @@ class UneditedLoop:
             self._evaluated = True
 
     def has_batch(self, iterator: Any, batch: Any) -> Any:
-        """Note that `iterator` has delivered `batch`, and return the part that the script gets."""
+        """Note that `iterator` has delivered `batch`, and return the part of it that the script gets."""
         if not (self._measures() and torch.is_grad_enabled()):
             return batch
         key, sampler = self._key(iterator), index_sampler(iterator)
@@ -256,10 +260,11 @@ class UneditedLoop:
     def _key(self, iterator: Any) -> int:
         """Return the number of the loader's dataset, in the order in which the script first used its datasets.
 
-        All iterators over a loader share the number in every epoch. The dataset's identity would not do: a new dataset
-        may by chance get the identity of a deleted one. A rank on which that happens would confuse two loaders, and
-        would not end at the same step as the others. So a number is forgotten with its dataset. A list,
-        which can't be referred to weakly, is held until it is no longer among the last `_LISTS_HELD` used.
+        All iterators over a loader share the number in every epoch. The dataset's identity (`id`) cannot be used,
+        because a new dataset may by chance get the identity of a deleted one. A rank on which that happens would
+        confuse two loaders, and would not end at the same step as the others. So a number is forgotten with its
+        dataset. A list, which does not allow a weak reference, is kept alive while it is among the last `_LISTS_HELD`
+        used.
         """
         dataset = getattr(iterator, "_dataset", iterator)
         identity, numbers = id(dataset), self._numbers
@@ -286,9 +291,10 @@ class UneditedLoop:
         return min(batches, backwards) or max(batches, backwards)
 
     def _boundary(self) -> None:
-        """End the current step. A profiling run that has enough leaves the script, all ranks after the same step.
+        """End the current step; if a profiling run has measured enough, leave the script on all ranks after the same
+        step.
 
-        A script that can't be left in this way trains on unmeasured until the launcher ends it.
+        A script that can't be left in this way continues to train unmeasured until the launcher ends it.
         """
         self._recorder.timer.stepped_after(self._micro_steps(), self._size)
         self._run.batch_done()
@@ -344,7 +350,7 @@ _loop: UneditedLoop | None = None
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Note a step of `optimizer`; the first one once the process group exists begins the run."""
+    """Note a step of `optimizer`; the first step after the process group exists begins the run."""
     global _run, _loop
     if threading.current_thread() is not threading.main_thread():
         return
@@ -357,7 +363,7 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _see_batches(loop: UneditedLoop, guard: Guard) -> None:
-    """Let `loop` see every batch of every DataLoader, even if the script is already iterating over it."""
+    """Let `loop` observe every batch of every DataLoader, even if the script is already iterating over it."""
     kind = loader_iterator_class()
     if kind is None:
         return

@@ -1,4 +1,4 @@
-"""Tula's client: ask a service for a configuration, feed it measurements, follow a job."""
+"""Tula's client: asks a service for a configuration, sends it measurements, and follows a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every call of the API: builds its request and parses its answer, without I/O; both clients share them."""
+"""Builds the request and parses the answer of every API call, without I/O; both clients share this module."""
 # mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class Scaling:
 
 @dataclass
 class EventReader:
-    """Turns the lines of a stream of server-sent events (WHATWG HTML, section 9.2) into events, each once, in order.
+    """Turns the lines of a stream of server-sent events (WHATWG HTML, section 9.2) into events, in order and without
+    repeats.
 
-    `last_id` is the `Last-Event-ID` to reconnect with, the `id` of the last event. `retry_s` is the wait that the
-    server asked for. Comments and other fields are skipped.
+    `last_id` is the `id` of the last event, to send as `Last-Event-ID` when reconnecting. `retry_s` is the wait that
+    the server requested. Comments and other fields are skipped.
     """
 
     last_id: int | None = None
@@ -50,7 +51,7 @@ class EventReader:
     _data: list[str] = field(default_factory=list)
 
     def feed(self, line: str) -> wire.Event | None:
-        """Parse one line without its line ending; return the event that it completes, or None."""
+        """Parse one line, without its line ending; return the event that the line completes, or None."""
         if line:
             name, _, value = line.partition(":")
             value = value.removeprefix(" ")
@@ -71,7 +72,9 @@ class EventReader:
         return event
 
     def disconnected(self) -> float:
-        """Record that the stream ended; return the seconds to wait before reconnecting, which double up to 30 s."""
+        """Record that the stream ended; return the seconds to wait before reconnecting, doubled each time up to 30
+        s.
+        """
         self._data.clear()
         self.failures += 1
         return min(30.0, self.retry_s * 2.0 ** min(self.failures - 1, 5))
@@ -82,8 +85,8 @@ def _endpoint(
 ) -> Callable[[Callable[Concatenate[Any, P], Call[T]]], Method[P, T]]:
     """Return a decorator for call declarations.
 
-    Arguments that `route` names go into the path, a model is the body, and the others form the query; the answer is
-    parsed as the declared type.
+    Arguments named in `route` go into the path, a model becomes the body, and all others form the query; the answer is
+    parsed as the declared return type.
     """
 
     def declared(declaration: Callable[Concatenate[Any, P], Call[T]]) -> Method[P, T]:
@@ -110,9 +113,9 @@ def _endpoint(
 
 
 def _request(method: str, route: str, arguments: Mapping[str, Any], *, idempotent: bool = False) -> Request:
-    """Build the request for `route`; each of the `arguments` in it stays one segment of the path, whatever it holds.
+    """Build the request for `route`; each argument in the path remains a single segment, whatever its characters.
 
-    Only POST is not idempotent: PATCH sets absolute values.
+    Only POST is not idempotent, since PATCH sets absolute values.
     """
     path: dict[str, str] = {}
     query: list[tuple[str, str]] = []
@@ -135,13 +138,13 @@ def _request(method: str, route: str, arguments: Mapping[str, Any], *, idempoten
 
 
 def events(job_id: str, *, last_id: int | None = None) -> Request:
-    """Return the request for a job's stream of events, after the event `last_id`."""
+    """Return the request for a job's stream of events that follow the event `last_id`."""
     resume = {} if last_id is None else {"last_id": last_id}
     return _request("GET", routes.JOB_EVENTS, {"job_id": job_id, **resume})
 
 
 def parse_error(answer: Answer) -> TulaError:
-    """Return the exception for an answer whose status is not a success."""
+    """Return the exception for an unsuccessful answer."""
     try:
         return from_problem(read(wire.Problem, answer.body))
     except ValidationError:
@@ -211,14 +214,14 @@ _PARSERS: Final[dict[Any, Callable[[Answer], Any]]] = {
 
 
 class Calls(Unsent):
-    """Every call, declared by its route, arguments and answer, from which `_endpoint` builds it.
+    """Declares every API call by its route, arguments and answer; `_endpoint` builds the calls from these declarations.
 
-    Arguments that are None or have their default value are not sent, nor are fields of a body that were not set.
+    Arguments that are None or have their default value are not sent, and neither are unset fields of a body.
     """
 
     @_endpoint("POST", routes.JOBS, idempotent=True)
     def register(self, spec: wire.JobSpec, *, idempotency_key: str | None = None) -> Call[wire.JobCreated]:
-        """Register a job; the same key gives the same job. The default is a random key."""
+        """Register a job; a repeated call with the same key returns the same job. The default key is random."""
 
     @_endpoint("GET", routes.JOBS)
     def jobs(
@@ -242,7 +245,7 @@ class Calls(Unsent):
 
     @Method
     def archive_job(self, job_id: str) -> Question[wire.Job]:
-        """Hide a job from lists; `patch_job` restores it."""
+        """Hide a job from lists; `patch_job` can restore it."""
         return calls.patch_job(job_id, wire.JobPatch(archived=True))
 
     @_endpoint("DELETE", routes.JOB)
@@ -273,7 +276,9 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.RUN_VERDICT)
     def verdict(self, run_id: str) -> Call[wire.Verdict]:
-        """Return what bounds the speed of a run: one diagnosis, its evidence, and one next step with its worth."""
+        """Return what limits the speed of a run: a diagnosis, its evidence, and the next step with its expected
+        saving.
+        """
 
     @_endpoint("PATCH", routes.RUN)
     def patch_run(self, run_id: str, patch: wire.RunPatch) -> Call[wire.Run]:
@@ -281,11 +286,11 @@ class Calls(Unsent):
 
     @_endpoint("POST", routes.RUN_SAMPLES, idempotent=True)
     def send_samples(self, run_id: str, batch: wire.SampleBatch) -> Call[wire.SamplesAccepted]:
-        """Store measured steps; stored rows count as duplicates, so a repetition is harmless."""
+        """Store measured steps; a repeated call is harmless, since rows that are stored already count as duplicates."""
 
     @_endpoint("POST", routes.RUN_TELEMETRY, idempotent=True)
     def send_telemetry(self, run_id: str, chunk: wire.TelemetryChunk) -> Call[wire.TelemetryAccepted]:
-        """Store a chunk of series; a repetition is harmless."""
+        """Store a chunk of series; a repeated call is harmless."""
 
     @_endpoint("GET", routes.JOB_SAMPLES)
     def samples(
@@ -300,7 +305,9 @@ class Calls(Unsent):
         cursor: str | None = None,
         limit: int | None = None,
     ) -> Call[wire.SamplePage]:
-        """Return one page of a job's stored steps; `warmup` selects the steps that the fit discards or (False) uses."""
+        """Return one page of a job's stored steps; `warmup` selects steps that the fit discards (True) or uses
+        (False).
+        """
 
     @_endpoint("GET", routes.RUN_TELEMETRY)
     def series(
@@ -313,11 +320,13 @@ class Calls(Unsent):
         first_step: int | None = None,
         last_step: int | None = None,
     ) -> Call[wire.TelemetrySeries]:
-        """Return one column of a run in at most `max_points`; without `column`, only the names of all columns."""
+        """Return one column of a run in at most `max_points` points; without `column`, only the names of all
+        columns.
+        """
 
     @_endpoint("GET", routes.JOB_EVENTS + "?after=0&follow=false")
     def past_events(self, job_id: str) -> Call[list[wire.Event]]:
-        """Return all events of a job until now, oldest first."""
+        """Return all past events of a job, oldest first."""
 
     @_endpoint("GET", routes.JOB_RECOMMENDATION)
     def recommendation(self, job_id: str, objective: wire.Objective | None = None) -> Call[wire.Recommendation]:
@@ -345,24 +354,27 @@ class Calls(Unsent):
     def schedule(
         self, job_id: str, objective: wire.Objective | None = None, *, beta2: float = 0.999
     ) -> Call[wire.BatchSchedule]:
-        """Return a batch that grows with the gradient noise that a training run measured; `write_schedule` writes it.
+        """Return a batch schedule that follows the gradient noise measured by a training run; `write_schedule` writes
+        it.
 
-        `beta2` is Adam's at the base batch.
+        `beta2` is Adam's beta2 at the base batch.
         """
 
     @_endpoint("GET", routes.JOB_SCALING)
     def scaling(self, job_id: str, *, policy: wire.ScalingPolicy = "gain", etag: str | None = None) -> Call[Scaling]:
-        """Return the gradient scaling of a policy; with the last `etag`, unchanged numbers are not sent again."""
+        """Return the gradient-scaling numbers of a policy; if `etag` is the last one, unchanged numbers are not
+        sent again.
+        """
 
     @_endpoint("PATCH", routes.JOB_SCALING)
     def patch_scaling(
         self, job_id: str, patch: wire.ScalingPatch, *, policy: wire.ScalingPolicy = "gain"
     ) -> Call[wire.ScalingThresholds]:
-        """Set numbers of a policy; runs take them up when they start, with `ags` and `static` after each epoch too."""
+        """Set numbers of a policy. Runs read them when they start and, with `ags` and `static`, after each epoch."""
 
     @_endpoint("GET", routes.JOB_LEDGER)
     def ledger(self, job_id: str, *, limit: int | None = None) -> Call[wire.Ledger]:
-        """Return past recommendations with the measurements that followed, newest first."""
+        """Return past recommendations and the measurements that followed them, newest first."""
 
     @_endpoint("GET", routes.JOB_CHART)
     def chart(
@@ -373,7 +385,9 @@ class Calls(Unsent):
         quantity: Literal["time", "cost"] = "time",
         objective: wire.Objective | None = None,
     ) -> Call[dict[str, Any]]:
-        """Return a Vega-Lite specification of a job's chart, with its data; `quantity` is what `tradeoff` draws."""
+        """Return a Vega-Lite specification of a job's chart, with its data; `quantity` selects what `tradeoff`
+        shows.
+        """
 
     @_endpoint("GET", routes.RUN_CHART)
     def run_chart(self, run_id: str, name: str) -> Call[dict[str, Any]]:
@@ -381,7 +395,7 @@ class Calls(Unsent):
 
     @_endpoint("POST", routes.FABRICS)
     def send_probe(self, probe: wire.FabricProbe) -> Call[wire.Fabric]:
-        """Store a probe's measurements of a fabric; the answer holds the line fitted to them."""
+        """Store a probe's measurements of a fabric, and return the fabric with the line fitted to them."""
 
     @_endpoint("GET", routes.FABRICS)
     def fabrics(self) -> Call[wire.FabricList]:
@@ -401,7 +415,7 @@ class Calls(Unsent):
 
     @_endpoint("POST", routes.TOKENS)
     def create_token(self, token: wire.TokenCreate) -> Call[wire.TokenCreated]:
-        """Create a token; only this answer holds its secret."""
+        """Create a token; only this answer contains its secret."""
 
     @_endpoint("DELETE", routes.TOKEN)
     def revoke_token(self, token_id: str) -> Call[None]:
@@ -413,7 +427,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.READY)
     def ready(self) -> Call[dict[str, Any]]:
-        """Succeed if database and schema are ready; else raise `ServiceUnavailableError`."""
+        """Succeed if the database and its schema are ready; else raise `ServiceUnavailableError`."""
 
 
 calls: Final = Calls()

@@ -1,4 +1,4 @@
-"""`Client` and `AsyncClient`, job handles, and runs that the caller measures, both blocking and awaitable."""
+"""`Client` and `AsyncClient`, handles of jobs, and runs that the caller measures."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ TIMEOUT: Final = httpx.Timeout(30.0, connect=5.0)
 STREAM_TIMEOUT: Final = httpx.Timeout(10.0, read=60.0)
 """The service sends a comment every few seconds, so a stream of events is never silent for 60 s."""
 _BROKEN: Final = (httpx.TransportError, ServiceUnavailableError)
-"""Seconds after which a stream of events is opened again."""
+"""Errors after which a stream of events is opened again."""
 MAX_ANSWER_BYTES: Final = 256 * 2**20
-"""A longer answer is dropped: no Tula service gives one."""
+"""Longest accepted answer; no Tula service sends a longer one."""
 _MESSAGE_LENGTH: Final = 500
 
 
@@ -64,7 +64,7 @@ def _options(service: settings.Access, timeout_s: float | None) -> dict[str, Any
         "base_url": service.url,
         "headers": {**agent, "Authorization": f"Bearer {service.token}"} if service.token else agent,
         "timeout": TIMEOUT if timeout_s is None else httpx.Timeout(timeout_s),
-        # For plain HTTP, an empty context: loading all certificate authorities takes 30 ms.
+        # Plain HTTP gets an empty context, since loading all certificate authorities takes 30 ms.
         "verify": service.url.startswith("https:") or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
     }
 
@@ -92,8 +92,8 @@ class Client(Calls, Blocking):
     `url` and `token` default to TULA_URL and TULA_TOKEN from the environment, else from `.env` in the working
     directory, else to `url` and `token` from the user's config file.
 
-    Every method raises `TulaError`: `ServiceUnreachableError` if no answer came, a `ProblemError` if the service
-    rejected the request. Failures are retried as `retry` says, and only if a repetition is harmless.
+    Every method raises `TulaError`: `ServiceUnreachableError` if no answer arrived, a `ProblemError` if the service
+    rejected the request. Failed requests are retried according to `retry`, but only if repeating them is harmless.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Client(Calls, Blocking):
         self._retry = retry or RetryPolicy()
 
     def send(self, question: Question[T]) -> T:
-        """Send a call, or all calls of a flow, and return the result; every API method builds its call and sends it."""
+        """Send a call or all calls of a flow, and return the result; every API method uses this."""
         todo = steps(question, self._retry, self.url)
         received: Received = None
         try:
@@ -138,22 +138,21 @@ class Client(Calls, Blocking):
             return error
 
     def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> JobHandle:
-        """Return a handle for a job given by id or name, or by specification: a `JobSpec`, a mapping or a TOML file.
+        """Return a handle for a job, given its id, name or specification (a `JobSpec`, a mapping or a TOML file).
 
-        A specification finds the job with the same specification, else registers it. Raises `TulaError` if a name is
-        ambiguous.
+        If no job has the given specification, the job is registered. Raises `TulaError` if a name is ambiguous.
         """
         return JobHandle(self, self.send(_flows.resolve_job(job)))
 
     def profile_run(self, job: str, configuration: Configuration) -> ProfileRun:
-        """Return a profiling run whose steps the caller measures, for use in `with`; `job` is an id or a name."""
+        """Return a context manager for a profiling run whose steps the caller measures; `job` is an id or a name."""
         return ProfileRun(self, job, configuration)
 
     def events(self, job_id: str, *, last_id: int | None = None) -> Iterator[Event]:
-        """Yield the events of a job, each once, until the caller stops.
+        """Yield each event of a job once, until the caller stops iterating.
 
-        After a lost connection, it reconnects and resumes after the last event. `past_events` returns the events until
-        now.
+        If the connection is lost, reconnect and continue after the last event. `past_events` returns only the events so
+        far.
         """
         reader = EventReader(last_id=last_id)
         while True:
@@ -178,7 +177,7 @@ class Client(Calls, Blocking):
 
 
 class AsyncClient(Calls, Awaited):
-    """Like `Client`, with methods to await, but without runs that the caller measures."""
+    """Like `Client`, but with coroutine methods and without runs that the caller measures."""
 
     def __init__(
         self,
@@ -251,7 +250,7 @@ class AsyncClient(Calls, Awaited):
 
 
 class _JobMethods(Generic[C]):
-    """The methods of both handles: calls and flows that take the job's id first."""
+    """The methods of both handles: calls and flows whose first argument is the job's id."""
 
     def __init__(self, client: C, job_id: str) -> None:
         self.client: C = client
@@ -273,15 +272,15 @@ class _JobMethods(Generic[C]):
 
 
 class JobHandle(_JobMethods[Client], Blocking):
-    """One job of one service. Every access queries the service: the handle caches nothing."""
+    """A job of a service. Every access queries the service, and nothing is cached."""
 
     def events(self, last_id: int | None = None) -> Iterator[Event]:
-        """Yield the events of the job as they happen; end when the caller stops."""
+        """Yield the events of the job as they happen, until the caller stops iterating."""
         return self.client.events(self.id, last_id=last_id)
 
 
 class AsyncJobHandle(_JobMethods[AsyncClient], Awaited):
-    """Like `JobHandle`, with methods to await."""
+    """Like `JobHandle`, but with coroutine methods."""
 
     def events(self, last_id: int | None = None) -> AsyncIterator[Event]:
         """Yield events as `JobHandle.events` does."""
@@ -289,7 +288,7 @@ class AsyncJobHandle(_JobMethods[AsyncClient], Awaited):
 
 
 class ProfileRun:
-    """Registers a run of `configuration` on entry and ends it on exit: succeeded, or failed with the exception.
+    """Registers a run of `configuration` on entry, and reports on exit that it succeeded or failed with the exception.
 
     `with client.profile_run(job, configuration) as run: run.log_steps([...])`; `job` is an id or a name. `run.run` is
     the registered run.
@@ -328,10 +327,10 @@ class ProfileRun:
         peak_bytes: int | None = None,
         warmup: bool = False,
     ) -> bool:
-        """Store the next steps' times in seconds; return True once the service knows the run precisely enough.
+        """Store the times of the next steps, in seconds; return True once the service needs no more steps of this run.
 
-        `warmup` marks steps that the fit discards; `peak_bytes` is the largest memory of a rank. Raises `TulaError`,
-        and `pydantic.ValidationError` for a number out of range or columns of different lengths.
+        `warmup` marks steps that the fit discards; `peak_bytes` is the peak memory of a rank. Raises `TulaError`, and
+        `pydantic.ValidationError` if a number is out of range or columns have different lengths.
         """
         if not hasattr(self, "run"):
             raise RuntimeError("the run has not begun: call log_steps inside `with client.profile_run(...) as run`")
@@ -363,10 +362,10 @@ def recommend(
     url: str | None = None,
     token: str | None = None,
 ) -> Recommendation:
-    """Return the recommendation for a job given as a `JobSpec`, a mapping, or the path of a TOML file.
+    """Return the recommendation for a job, given as a `JobSpec`, a mapping, or the path of a TOML file.
 
-    Registers the job unless the service has one with this specification. `url` and `token` are as for `Client`. Raises
-    `TulaError`.
+    The job is registered unless the service has one with this specification. `url` and `token` are the same as for
+    `Client`. Raises `TulaError`.
     """
     with Client(url, token) as client:
         return client.handle(Path(spec) if isinstance(spec, str) else spec).recommendation(objective)

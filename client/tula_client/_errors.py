@@ -1,6 +1,6 @@
 """Exceptions of the client. Each message is one sentence; each type of problem document (RFC 9457) has a class.
 
-`exit_code` of an exception is the exit code of a `tula` command that it ends.
+An exception that ends a `tula` command has the exit code of the command in `exit_code`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class UsageError(TulaError):
 
 
 class LaunchError(TulaError):
-    """An error that stops `tula tune` or `tula run`, with a remedy; `brief` if the terminal has shown the failure."""
+    """An error that stops `tula tune` or `tula run`, with a remedy; `brief`: the terminal has shown the failure
+    already.
+    """
 
     def __init__(self, message: str, brief: str = "") -> None:
         super().__init__(message)
@@ -76,7 +78,7 @@ class UnexpectedAnswerError(TulaError):
 
 
 class ForeignAnswerError(UnexpectedAnswerError):
-    """An error from another server: a proxy while the service is away, or whatever server has the address."""
+    """An error from another server: a proxy while the service is away, or a different server at the address."""
 
 
 class ProblemError(TulaError):
@@ -96,12 +98,12 @@ class ProblemError(TulaError):
 
     @property
     def status(self) -> int:
-        """The HTTP status of the answer."""
+        """Return the HTTP status of the answer."""
         return self.problem.status
 
     @property
     def field(self) -> str | None:
-        """The first invalid field, in dotted notation, or None."""
+        """Return the first invalid field in dotted notation, or None."""
         return self.problem.field
 
 
@@ -145,16 +147,18 @@ class ServiceUnavailableError(ProblemError, type=ProblemType.UNAVAILABLE, exit_c
 
 
 class InternalServiceError(ProblemError, type=ProblemType.INTERNAL):
-    """500: the service failed; its log holds the request id."""
+    """500: the service failed; its log contains the request id."""
 
 
 def from_problem(problem: Problem) -> ProblemError:
-    """Return the exception for a problem's type; a type from a newer service becomes a plain `ProblemError`."""
+    """Return the exception for the type of a problem; an unknown type, from a newer service, becomes a
+    `ProblemError`.
+    """
     return _BY_TYPE.get(problem.type, ProblemError)(problem)
 
 
 def _sentence(problem: Problem) -> str:
-    """Return the problem in one sentence that names the field."""
+    """Return the problem as one sentence that names the field."""
     detail = " ".join((problem.detail or problem.title).split())
     if problem.field and problem.field not in detail:
         detail = f"{problem.field}: {detail}"

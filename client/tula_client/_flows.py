@@ -1,6 +1,6 @@
-"""Questions that take several calls, as generators that yield calls and are sent their answers; tables and charts.
+"""Operations that need several calls, as generators that yield calls and are sent the answers; tables and charts.
 
-They do no I/O, except for writing a file that the user named.
+They do no I/O except for writing files that the user named.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ESTIMATE: Final = (("", "value"), ("_low", "low"), ("_high", "high"))
 _PAGE: Final = 100
 _SAMPLES: Final = 5000
 _POINTS: Final = 20_000
-"""Most samples on a page, and most points of a series in one answer, that the service sends."""
+"""Most samples on a page, and most points of a series in one answer from the service."""
 
 
 class _Page(Protocol):
@@ -67,7 +67,7 @@ def resolve_job(job: str | Path | Mapping[str, Any] | JobSpec) -> Flow[str]:
 
 
 def jobs_named(name: str, limit: int | None = None) -> Flow[list[JobSummary]]:
-    """Return the unarchived jobs with that name, newest first: all, or the first `limit`."""
+    """Return the unarchived jobs with this name, newest first; at most `limit` if it is given."""
     summaries: list[JobSummary] = []
     cursor: str | None = None
     while limit is None or len(summaries) < limit:
@@ -87,7 +87,7 @@ def runs(job_id: str) -> Flow[list[Run]]:
 def wait(job_id: str, timeout_s: float | None = None, *, poll_s: float = 2.0) -> Flow[Recommendation]:
     """Wait until no profiling run is waiting or in progress, and return the recommendation.
 
-    Asks the service every `poll_s` seconds. Raises `TulaError` after `timeout_s` seconds; None waits forever.
+    The service is queried every `poll_s` seconds. Raises `TulaError` after `timeout_s` seconds; None waits forever.
     """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while (job := (yield from calls.job(job_id))).state == "planning":
@@ -120,7 +120,7 @@ def plot(
 
 
 def to_dataframe(job_id: str, table: Table = "candidates") -> Flow[Any]:
-    """Return a table as a pandas data frame; raises `MissingExtraError` without pandas."""
+    """Return a table as a pandas data frame. Raises `MissingExtraError` without pandas."""
     table_rows = yield from rows(job_id, table)
     with needs_extra("a data frame"):
         import pandas
@@ -128,10 +128,11 @@ def to_dataframe(job_id: str, table: Table = "candidates") -> Flow[Any]:
 
 
 def rows(job_id: str, table: Table = "candidates") -> Flow[list[Row]]:
-    """Return a table as a list of dictionaries, with the wire's names; raises `TulaError` for an unknown table.
+    """Return a table as a list of dictionaries, with the wire's names. Raises `TulaError` for an unknown table.
 
-    A configuration gives the columns of its fields and `world_size` and `global_batch_size`, an estimate a column and
-    the ends of its interval as `_low` and `_high`, other objects the columns of their fields, a list or a mapping JSON.
+    A configuration becomes columns for its fields and for `world_size` and `global_batch_size`; an estimate becomes a
+    column and two columns for the ends of its interval, `_low` and `_high`. Other objects become columns for their
+    fields; lists and mappings become JSON.
     """
     if table == "candidates":
         answer = yield from calls.recommendation(job_id)
@@ -167,7 +168,7 @@ def _telemetry(job_id: str) -> Flow[list[Row]]:
 
 
 def _points(run_id: str, column: str, first: int | None, last: int | None) -> Flow[list[Row]]:
-    """Return the points from step `first` to `last`; a range with more points than one answer holds is halved."""
+    """Return the points from step `first` to `last`; a range with too many points for one answer is halved."""
     series = yield from calls.series(run_id, column, max_points=_POINTS, first_step=first, last_step=last)
     if not series.downsampled or series.steps[0] == series.steps[-1]:
         same: Row = {"run_id": series.run_id, "rank": series.rank, "column": series.column}
@@ -183,7 +184,7 @@ def _rows(models: Iterable[BaseModel]) -> list[Row]:
 
 
 def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, bool]:
-    """Return the roles of a candidate in the answer."""
+    """Return the roles of a candidate in the recommendation."""
 
     def is_same(other: Candidate | None) -> bool:
         return other is not None and (other.configuration, other.spot) == (candidate.configuration, candidate.spot)
@@ -197,7 +198,7 @@ def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, boo
 
 
 def _row(kind: type[BaseModel], model: BaseModel | None) -> Row:
-    """Return the columns of `kind`; all empty without a model."""
+    """Return the columns of `kind`; all are empty without a model."""
     row: Row = {}
     for name, field in kind.model_fields.items():
         value = getattr(model, name, None)
@@ -229,7 +230,7 @@ def _cell(value: Any) -> Cell:
 def save(spec: dict[str, Any], path: Path) -> None:
     """Write a Vega-Lite specification as PNG, SVG or JSON, according to the suffix of `path`.
 
-    Rendering needs no network. Raises `UsageError` for another suffix, or a path that cannot be written,
+    Rendering needs no network. Raises `UsageError` for any other suffix or a path that cannot be written, and
     `MissingExtraError` without the renderer.
     """
     kind = check_suffix(path, ".png", ".svg", ".json")
@@ -238,14 +239,14 @@ def save(spec: dict[str, Any], path: Path) -> None:
 
 
 def check_suffix(path: Path, *kinds: str) -> str:
-    """Return the suffix of a file to write, without its point. Raises `UsageError` for a suffix not among `kinds`."""
+    """Return the suffix of a file to write, without the dot. Raises `UsageError` if it is not one of `kinds`."""
     if path.suffix.lower() not in kinds:
         raise UsageError(f"--output: {path.name!r} must end in one of {', '.join(kinds)}")
     return path.suffix.lower()[1:]
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file that the user named; raises `UsageError` if it cannot be written."""
+    """Write a file that the user named. Raises `UsageError` if it cannot be written."""
     try:
         path.write_bytes(content)
     except OSError as error:
@@ -254,7 +255,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def needs_extra(what: str, extra: str = "notebook") -> Iterator[None]:
-    """Wrap the import of packages that `extra` installs; raise `MissingExtraError` if they are not installed."""
+    """Wrap the import of packages from the extra `extra`; raise `MissingExtraError` if they are not installed."""
     try:
         yield
     except ImportError:

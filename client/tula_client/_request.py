@@ -1,4 +1,4 @@
-"""Requests, answers and retries as values, and flows of several calls, all without I/O; the clients send them."""
+"""Requests, answers and retries as values, and flows of several calls, without I/O; the clients do the sending."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 NOT_PROCESSED: Final = frozenset({429, 503})
-"""Statuses with which a server says that it has not processed the request."""
+"""Statuses of a server that has not processed the request."""
 MAYBE_PROCESSED: Final = frozenset({502, 504})
-"""Statuses from a gateway that does not know what the server did with the request."""
+"""Statuses of a gateway that does not know whether the server processed the request."""
 NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-"""Failures without a connection, so the service has seen nothing; after any other failure it may have acted."""
+"""Failures without a connection, so the request did not reach the service; after other failures it may have acted."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,21 @@ class Call(Generic[T]):
     parse: Callable[[Answer], T]
 
     def __iter__(self) -> Generator[Call[T], T, T]:
-        """Turn the call into a flow of one call: `yield from` gives its answer."""
+        """Turn the call into a flow of one call; `yield from` returns its answer."""
         return (yield self)
 
 
 Work = Callable[[], None]
-"""Work that would block an event loop: `AsyncClient` does it in a thread."""
+"""Work that would block an event loop; `AsyncClient` does it in a thread."""
 Flow = Generator[Call[Any] | float | Work, Any, T]
-"""Several calls: yields each call and is sent its answer, yields seconds to wait or work to do, returns the result."""
+"""A generator that yields calls and is sent their answers; it may also yield seconds to wait or work to do."""
 Step = Request | float | Work
 """A request to send, seconds to wait, or work to do."""
 Received = Answer | httpx.TransportError | None
 
 
 class Question(Protocol[T_co]):
-    """A call, or a flow."""
+    """A call or a flow."""
 
     def __iter__(self) -> Flow[T_co]:
         """Return the flow."""
@@ -92,11 +92,11 @@ class Question(Protocol[T_co]):
 
 
 class Blocking:
-    """Base of classes whose `Method`s return their results."""
+    """Base of classes whose `Method`s return the result directly."""
 
 
 class Awaited:
-    """Base of classes whose `Method`s a caller awaits."""
+    """Base of classes whose `Method`s return an awaitable."""
 
 
 class Unsent:
@@ -104,9 +104,10 @@ class Unsent:
 
 
 class Method(Generic[P, T]):
-    """A method for both kinds of client, written once: it sends the call or flow that `build` makes.
+    """A method for both kinds of client, defined once: it sends the call or flow that `build` makes.
 
-    The object has the client; `build` gets the object first, or the object's attribute with that name.
+    The object refers to the client. The first argument of `build` is the object, or the object's attribute with the
+    given name.
     """
 
     def __init__(self, build: Callable[Concatenate[Any, P], Question[T]], attribute: str = "") -> None:
@@ -136,7 +137,7 @@ class Method(Generic[P, T]):
         return function if owner is None else types.MethodType(function, owner)
 
     def _function(self, kind: type) -> Any:
-        """Return the function that class `kind` has under this name: it takes the object first."""
+        """Return the function that class `kind` gets under this name; its first argument is the object."""
         if not issubclass(kind, (Blocking, Awaited)):
             return self.build
 
@@ -158,9 +159,9 @@ class Method(Generic[P, T]):
 
 
 def _signature(build: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of the method that sends what `build` makes, for notebooks and `help`.
+    """Return the signature of the method that sends calls of `build`, for notebooks and `help`.
 
-    Its annotations are objects.
+    The annotations are objects, not strings.
     """
     hints = get_type_hints(build)
     owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -171,7 +172,7 @@ def _signature(build: Callable[..., Any]) -> inspect.Signature:
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Exponential backoff with full jitter (`tula_wire.retry`), bounded in attempts and in seconds of waiting.
+    """Exponential backoff with full jitter (`tula_wire.retry`), limited in attempts and in total waiting time.
 
     A request that is not idempotent is repeated only if the service cannot have acted on it (`worth_repeating`).
     """
@@ -184,8 +185,8 @@ class RetryPolicy:
     def wait_s(self, *, attempt: int, waited_s: float, asked_s: float | None, dice: float) -> float | None:
         """Return the seconds to wait before the next attempt, or None to give up.
 
-        `attempt` counts from 1, `waited_s` is the sum of earlier waits, `asked_s` is what the service asked for, `dice`
-        is uniform in [0, 1).
+        `attempt` counts from 1, `waited_s` is the sum of earlier waits, `asked_s` is the wait that the service
+        requested, and `dice` is uniform in [0, 1).
         """
         if attempt >= self.max_attempts:
             return None
@@ -197,14 +198,14 @@ NO_RETRY: Final = RetryPolicy(max_attempts=1)
 
 
 def worth_repeating(received: Received, *, idempotent: bool) -> bool:
-    """Return True if another attempt may succeed and does no harm."""
+    """Return True if another attempt may succeed and is harmless."""
     if isinstance(received, Answer):
         return received.status in NOT_PROCESSED or (idempotent and received.status in MAYBE_PROCESSED)
     return idempotent or isinstance(received, NOT_SENT)
 
 
 def steps(question: Question[T], policy: RetryPolicy, url: str) -> Generator[Step, Received, T]:
-    """Yield the requests and waits of a flow; raise a call's error at the place in the flow that made the call."""
+    """Yield the requests and waits of a flow; raise the error of a call at the place in the flow that yielded it."""
     flow = iter(question)
     try:
         asked = next(flow)
@@ -250,7 +251,7 @@ def proxy_for(url: str) -> str | None:
 
 
 def _unanswered(url: str, error: Exception | None) -> ServiceUnreachableError:
-    """Return the exception for every way to get no answer."""
+    """Return the exception for a request that got no answer."""
     reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
     remedy = "start one with tula serve, or set TULA_URL"
     if proxy := proxy_for(url):

@@ -1,4 +1,4 @@
-"""A batch schedule written for the training program: an option of Megatron-LM, or a module with a callback."""
+"""Writes a batch schedule for the training program: an option of Megatron-LM, or a module with a callback."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ class BatchSchedule(pl.Callback):
 
 
 def write_schedule(schedule: BatchSchedule, target: Target) -> str:
-    """Return a schedule with stages in the form that `target` takes.
+    """Return a schedule with stages in the form that `target` reads.
 
-    For `megatron` the option `--step-batch-size-schedule` of Megatron-LM (its pull request 4411): pairs of a threshold
-    and a batch. Megatron counts thresholds in tokens if it knows `--seq-length`, else in examples; so does this
-    function if it knows the tokens per example. For `transformers` and `lightning` the text of a Python module with the
-    callback `BatchSchedule`. Raises ValueError for a schedule without stages.
+    For `megatron`, this is the option `--step-batch-size-schedule` of Megatron-LM (its pull request 4411): pairs of a
+    threshold and a batch. Megatron counts thresholds in tokens if it knows `--seq-length`, else in examples, and so
+    does this function if it knows the tokens per example. For `transformers` and `lightning`, it is the text of a
+    Python module with the callback `BatchSchedule`. Raises ValueError for a schedule without stages.
     """
     if not schedule.stages:
         raise ValueError(f"there is no schedule to write: {schedule.sentence}")

@@ -35,14 +35,14 @@ _NOTHING: Final = Access("", "", "")
 
 
 def access(url: str | None = None, token: str | None = None) -> Access:
-    """Return the address without a trailing slash, and the token, each from the first place that holds one.
+    """Return the address without a trailing slash, and the token, each from the first place that has one.
 
-    `token=""` sends none.
+    `token=""` sends no token.
 
-    A token is sent only to the address from its own place, or to the default address if that place names none: the
-    `.env` of a downloaded folder must not lead it elsewhere. TULA_TOKEN also goes to the address of an argument. Raises
-    `TulaError` for a wrong HTTP address or token, for a file that cannot be used, and for a token that other users of
-    this machine can read.
+    A token is sent only to the address from the same place, or to the default address if that place has none, so that
+    the `.env` of a downloaded folder cannot direct a token elsewhere. TULA_TOKEN also goes to the address of an
+    argument. Raises `TulaError` for a wrong HTTP address or token, for a file that cannot be used, and for a token that
+    other users of this machine can read.
     """
     given = Access(url or "", token or "", "argument")
     named = given if given.url else None
@@ -62,7 +62,7 @@ def access(url: str | None = None, token: str | None = None) -> Access:
 
 
 def _sent_to(named: Access, places: list[Access]) -> Access | None:
-    """Return the first place whose token may be sent to the address that `named` gave, or None."""
+    """Return the first place whose token may be sent to the address in `named`, or None."""
     for place in places:
         by_argument = place.file is None and named.origin == "argument"
         if place.token and (by_argument or _bare(place.url or DEFAULT_URL) == _bare(named.url)):

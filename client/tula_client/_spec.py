@@ -16,9 +16,9 @@ from tula_wire.problems import remedy
 
 
 def load_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:
-    """Return the job that a TOML file, a mapping or a model describes.
+    """Return the job specification in a TOML file, a mapping or a model.
 
-    Raises `UsageError`, which names each wrong field with its remedy, several on one line each.
+    Raises `UsageError` that names each wrong field and its remedy; if there are several, each has its own line.
     """
     if isinstance(spec, JobSpec):
         return spec
@@ -37,7 +37,7 @@ def load_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:
 
 
 def read_toml(path: Path, if_unreadable: str) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises `UsageError`, which says `if_unreadable` if the file cannot be read."""
+    """Return the content of a TOML file. Raises `UsageError`, with `if_unreadable` if the file cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -49,7 +49,7 @@ def read_toml(path: Path, if_unreadable: str) -> dict[str, Any]:
 
 
 def faults(error: ValidationError) -> list[str]:
-    """Return a line for each error: the field in dotted notation, what is wrong and what to do."""
+    """Return a line for each error: the field in dotted notation, the error and the remedy."""
     sentences = []
     for fault in error.errors(include_url=False, include_input=False):
         place = ".".join(map(str, fault["loc"]))

@@ -40,7 +40,7 @@ class TulaTracker(GeneralTracker):
         return self.run
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Ignore the configuration: the job specification holds it."""
+        """Ignore the configuration, since the job specification contains it."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **others: Any) -> None:  # noqa: ARG002
         """Log numbers of the current step; `run.steps` counts steps, so accelerate's count is ignored."""

@@ -32,8 +32,8 @@ class TulaCallback(Callback):
 
     A launch that measures several batch sizes cuts each batch before the trainer's strategy moves it to the device.
 
-    The trainer's optimizers and strategy show accumulation, precision plugins and DDP. Metrics that the module logs
-    become telemetry. `run` is the agent's run, one that does nothing before `fit`.
+    The agent reads accumulation, precision plugins and DDP from the trainer's optimizers and strategy. Metrics that the
+    module logs become telemetry. `run` is the agent's run; it does nothing before `fit`.
     """
 
     def __init__(self, dataset_size: int | None = None) -> None:
@@ -47,7 +47,7 @@ class TulaCallback(Callback):
         self.run = init(dataset_size=self._dataset_size)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Watch model and optimizers; the strategy's model is the DDP module if DDP is used."""
+        """Watch the model and its optimizers; the strategy's model is the DDP module if DDP is used."""
         with self.run.guard("reading the epoch of a resumed fit"):
             self.run.begin_at(_epochs_before(trainer))
         model = getattr(trainer.strategy, "model", None) or pl_module
@@ -79,11 +79,11 @@ class TulaCallback(Callback):
         self.run.end_loop()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Leave time out of all steps until the next micro-step."""
+        """Exclude the time until the next micro-step from all steps."""
         self._pause.enter_context(self.run.paused())
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ARG002
-        """Leave out the time of writing too: Lightning writes the file after this hook, its last at a batch's end."""
+        """Exclude the time of writing too: Lightning writes the file after this hook, the last one at a batch's end."""
         self.on_validation_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
@@ -104,7 +104,7 @@ class TulaCallback(Callback):
         self.run.finish()
 
     def _cut_batches(self, trainer: Any, run: Run) -> None:
-        """Move to the device only the examples that the run is to measure, until fit ends: the rest takes memory."""
+        """Until fit ends, move only the measured examples to the device, since the others would take memory."""
         strategy = trainer.strategy
         to_device = strategy.batch_to_device
 
@@ -116,10 +116,11 @@ class TulaCallback(Callback):
 
 
 class UneditedCallback(TulaCallback):
-    """The callback that Lightning takes from an entry point, for a script that does not use Tula (`tula_startup`).
+    """The callback that Lightning loads from an entry point, for scripts that do not use Tula themselves
+    (`tula_startup`).
 
-    All fits of the script form one run, which ends with the process. A profiling run with enough samples leaves the
-    script, all ranks after the same step: no validation, checkpoint or further fit follows.
+    All fits of the script form one run, which ends with the process. Once a profiling run has enough samples, all ranks
+    leave the script after the same step: no validation, checkpoint or further fit follows.
     """
 
     _of_script: ClassVar[Run] = Run(None)
@@ -141,12 +142,12 @@ class UneditedCallback(TulaCallback):
             raise SystemExit(0)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Keep the run for a further fit."""
+        """Keep the run open for another fit."""
         self._fit.close()
 
 
 def _epochs_before(trainer: Any) -> float:
-    """Return the epochs that a resumed fit has completed, with the fraction of an interrupted one."""
+    """Return the epochs that a resumed fit has completed, including the fraction of an interrupted epoch."""
     epochs = trainer.fit_loop.epoch_progress.current
     left = epochs.ready > epochs.processed
     batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready if left else 0

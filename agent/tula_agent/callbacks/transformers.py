@@ -25,8 +25,8 @@ __all__ = ["TulaTrainerCallback"]
 class TulaTrainerCallback(TrainerCallback):
     """Measures `train`, and stops it once a profiling run has enough samples.
 
-    The trainer loads all micro-batches of a step before it calls back, so the input time covers the whole step.
-    `run` is the agent's run, one that does nothing before training.
+    The trainer loads all micro-batches of a step before it calls back, so the input time covers the whole step. `run`
+    is the agent's run; it does nothing before training.
     """
 
     def __init__(self, dataset_size: int | None = None) -> None:
@@ -49,7 +49,10 @@ class TulaTrainerCallback(TrainerCallback):
         self.run.begin_loop()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
-        """Begin a step; the trainer does not pass its batches, so an empty tensor of its batch size stands in."""
+        """Begin a step.
+
+        The trainer does not pass its batches to callbacks, so an empty tensor of the same batch size stands in.
+        """
         self._pause.close()
         stand_in = torch.empty(args.train_batch_size, 0, device="cpu")
         self.run.batch_arrived(stand_in, None, args.gradient_accumulation_steps)
@@ -78,7 +81,7 @@ class TulaTrainerCallback(TrainerCallback):
 
 
 def _watch_around(run: Run, model: Any) -> None:
-    """Watch the DDP module around `model`, which the trainer does not pass: it is known during the first forward."""
+    """Watch the DDP module around `model`; the trainer does not pass it, so the first forward pass reveals it."""
 
     def found(*_: Any) -> None:
         hook.remove()

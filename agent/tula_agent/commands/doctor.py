@@ -36,12 +36,12 @@ class Finding:
 
 
 def _check(name: str, passed: bool, fact: str, remedy: str, otherwise: State = "wrong") -> Finding:
-    """Return the finding of the check `name`: ok, or else `otherwise` with its remedy."""
+    """Return the result of the check `name`: ok, or else `otherwise` with its remedy."""
     return Finding(name, "ok", fact) if passed else Finding(name, otherwise, fact, remedy)
 
 
 def examine(environ: Mapping[str, str], client: httpx.Client, origin: str = "TULA_URL") -> list[Finding]:
-    """Return every finding, in the order in which a job would fail at it; `origin` gave the URL. Never raises."""
+    """Return all findings in the order in which a job would fail; `origin` says where the URL is from. Never raises."""
     findings = [Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")]
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("torch", _torch),

@@ -88,9 +88,10 @@ def estimate(
 
 
 def with_model(text: str, facts: Mapping[str, str]) -> str:
-    """Return a job specification with `facts` (values in TOML) in its table `[model]`; all other lines and `name` stay.
+    """Return a job specification with `facts` (values in TOML) in its table `[model]`; `name` and all other lines stay.
 
-    A fact replaces the line that sets it, or that line as a comment. Raises ValueError if there is no such table.
+    A fact replaces the line that sets it, even if that line is commented out. Raises ValueError if there is no such
+    table.
     """
     table = _MODEL.search(text)
     if table is None:
@@ -108,7 +109,7 @@ def with_model(text: str, facts: Mapping[str, str]) -> str:
 
 
 def _read(path: Path) -> str:
-    """Return a valid job specification with a table `[model]`. Raises `typer.BadParameter`."""
+    """Read and return a valid job specification that has a table `[model]`. Raises `typer.BadParameter`."""
     try:
         load_spec(path)
         text = path.read_text(encoding="utf-8")
@@ -137,7 +138,7 @@ def _made(factory: str, batch: int) -> tuple[torch.nn.Module, Any, torch.optim.O
 def _capacities(device: str | None) -> tuple[int, ...]:
     """Return the capacities of the named device in GiB; none without a name.
 
-    Raises `typer.BadParameter` for an unknown one.
+    Raises `typer.BadParameter` for an unknown device.
     """
     if device is None:
         return ()
@@ -150,7 +151,7 @@ def _capacities(device: str | None) -> tuple[int, ...]:
 
 
 def _name(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return the optimizer as a job specification names it; the specification's default without one."""
+    """Return the optimizer's name in a job specification; without an optimizer, the specification's default."""
     kind = type(optimizer).__name__
     if optimizer is None or (kind == "SGD" and optimizer.defaults["momentum"]):
         return "momentum"
@@ -158,7 +159,7 @@ def _name(optimizer: torch.optim.Optimizer | None) -> str:
 
 
 def _toml(value: str | bool | float) -> str:
-    """Return a plain value in TOML."""
+    """Return a plain value as TOML."""
     if isinstance(value, (bool, str)):
         return json.dumps(value)
     return f"{value:_}" if isinstance(value, int) else f"{value:.4g}"

@@ -29,10 +29,11 @@ class Uploaded:
 
 
 def upload_spool(directory: Path, transport: Transport) -> Uploaded:
-    """Send every request under `directory` in the order of writing; delete a file once the service has taken all of it.
+    """Send every request under `directory` in the order of writing; delete a file once the service has accepted all of
+    it.
 
-    A file with a refused request stays, since another service or token may take it. Stops at the first request that
-    cannot be delivered.
+    A file with a refused request is kept, since another service or token may accept it. The upload stops at the first
+    request that cannot be delivered.
     """
     done = Uploaded()
     for path in spool_files(directory):

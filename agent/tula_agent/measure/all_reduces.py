@@ -28,15 +28,15 @@ _GROUP_WITHIN = timedelta(seconds=60)
 def time_all_reduces(device: torch.device, total_s: float) -> dict[str, Any]:
     """Return the ranks' joint measurement, which takes about `total_s` seconds, as fields of `tula_wire.AllReduces`.
 
-    All ranks of the default group call it at the same place, and all get the same answer. It makes groups of its own,
-    so that a missing rank disturbs no collective of training. Raises ValueError for a backend other than gloo and NCCL,
-    and if nodes have different numbers of ranks.
+    All ranks of the default group call it at the same place, and all get the same result. It creates its own groups, so
+    that a missing rank does not disturb any collective of the training run. Raises ValueError for a backend other than
+    gloo and NCCL, and if nodes have different numbers of ranks.
     """
     nodes: list[str] = [""] * dist.get_world_size()
     every = dist.new_group(timeout=_GROUP_WITHIN)
     groups = [every]
     try:
-        # What the launcher calls this rank's node, else the host's name.
+        # The launcher's name for this rank's node, else the host's name.
         node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or socket.gethostname()
         dist.all_gather_object(nodes, node, group=every)
         ranks = Counter(nodes)
@@ -119,15 +119,15 @@ def _times(buffer: torch.Tensor, group: Any, repeats: int) -> list[float]:
 def _mean(group: Any, device: torch.device, seconds: Sequence[float]) -> list[float]:
     """Return the mean of each value over the ranks of the group, equal on all ranks.
 
-    A rank that comes early to an all-reduce waits for the others, and a late rank does not wait: over successive
-    repeats the means add up to the elapsed time, whereas the largest values add up to more.
+    A rank that arrives early at an all-reduce waits for the others, and a late rank does not. Over successive repeats,
+    the means add up to the elapsed time, whereas the largest values add up to more.
     """
     ranks = dist.get_world_size(group)
     return [value / ranks for value in _reduced(group, device, seconds, dist.ReduceOp.SUM)]
 
 
 def _reduced(group: Any, device: torch.device, seconds: Sequence[float], operation: Any) -> list[float]:
-    """Return each value reduced over the ranks of the group."""
+    """Return the values, each reduced over the ranks of the group."""
     values = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(values, op=operation, group=group)
     return [float(value) for value in values.tolist()]

@@ -8,8 +8,9 @@ import os
 def cores_of_rank(allowed: int, of_node: int | None, ranks_per_node: int) -> int:
     """Return how many of the `allowed` cores of a rank's process belong to it alone, at least 1.
 
-    A process that may use every core of its node shares them with the other ranks there. A process that is bound to
-    fewer (numactl, `srun --cpu-bind`) has those cores to itself. `of_node` is None if the number is unknown.
+    A process that may use every core of its node shares the cores with the other ranks on that node. A process that is
+    bound to fewer cores (numactl, `srun --cpu-bind`) has them to itself. `of_node` is None if the number of cores is
+    unknown.
     """
     shared = of_node is None or allowed >= of_node
     return max(1, allowed // ranks_per_node) if shared else allowed

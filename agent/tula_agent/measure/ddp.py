@@ -24,8 +24,10 @@ from tula_agent.torch_private import (
 TRAIN_INTERVAL = 50
 """Steps between two readings in training; the first ten are always read."""
 CUDA_TRAIN_INTERVAL, CUDA_PROFILE_INTERVAL = 100, 4
-"""On CUDA, DDP waits for the device at the start of a step that it times: in training as rarely as by DDP's default,
-and in a profiling run rarely enough to leave most steps undisturbed."""
+"""The same on CUDA, where DDP waits for the device at the start of each step that it times.
+
+In training this is as rare as by DDP's default; in a profiling run it is rare enough to leave most steps undisturbed.
+"""
 ALWAYS_SAMPLED = 10
 _KEPT_STEPS = 4
 TIMED_STEPS = 5
@@ -35,7 +37,7 @@ MOST_STEPS = 20
 
 
 def sample_interval(models: list[Any], profiling: bool) -> int:
-    """Return the number of steps from one reading of `models` (DDP) to the next."""
+    """Return the number of steps between two readings of the DDP modules `models`."""
     if any(getattr(model, "device_type", "cpu") == "cuda" for model in models):
         return CUDA_PROFILE_INTERVAL if profiling else CUDA_TRAIN_INTERVAL
     return 1 if profiling else TRAIN_INTERVAL
@@ -45,8 +47,9 @@ class CommSplit:
     """Reads the DDP modules among `models` at each boundary between two micro-steps.
 
     DDP's statistics lag: the forward pass of a synchronised iteration publishes the times of the previous one, and its
-    `iteration` shows whether anything new was published. So the timings of the last few steps are kept until then.
-    `usable` is False without a DDP module, or if DDP takes no times. Models are held by weak references.
+    `iteration` shows whether anything new was published. The timings of the last few steps are therefore kept until
+    their communication times are published. `usable` is False without a DDP module, or if DDP does not time its
+    reductions. Models are held by weak references.
     """
 
     def __init__(self, models: list[Any], profiling: bool) -> None:
@@ -66,8 +69,8 @@ class CommSplit:
     def at_boundary(self, step: int, ended: StepTiming | None) -> CommTiming | None:
         """Return the times of an earlier step, if DDP has published them since the last boundary.
 
-        step: the current step; ended: its timing if this boundary is its end. Costs about 8 us when it
-        reads, and next to nothing at boundaries before DDP can have published.
+        step: the current step; ended: the step's timing if it ends at this boundary. A call costs about 8 us when it
+        reads, and next to nothing while DDP cannot have published.
         """
         if ended is not None:
             self._timings[ended.step] = ended
@@ -111,9 +114,10 @@ class CommSplit:
 
 
 class BucketTimer:
-    """Times the parameters of one DDP module by hooks on them, which are gone after TIMED_STEPS steps.
+    """Times when the gradients of one DDP module are ready, by hooks that are removed after TIMED_STEPS steps.
 
-    The module is held by a weak reference. On CUDA, events give the times, read once the device has passed them.
+    The module is held by a weak reference. On CUDA, the times come from events, which are read once the device has
+    passed them.
     """
 
     def __init__(self, model: Any) -> None:
@@ -134,7 +138,10 @@ class BucketTimer:
             self._start, self._seen = self._now(), []
 
     def end(self) -> dict[str, list[float]] | None:
-        """End a step; return the timeline once it is known, or an empty timeline if it cannot be known."""
+        """End a step.
+
+        Return the timeline once it is complete, an empty timeline if it cannot be measured, and None until then.
+        """
         self._steps += 1
         if self._hooks:
             if len(self._seen) == len(self._bytes) and self._start is not None:

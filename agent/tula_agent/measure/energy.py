@@ -15,9 +15,9 @@ _LEAST_S = 1.0  # the counter moves some ten times a second
 class EnergyMeter:
     """Measures the joules of a step on this rank's device: mean power since `begin`, times the mean time of a step.
 
-    What a script does between steps, such as an evaluation, counts in the mean power but in no step's time. `read_j`
-    returns the joules that a device has used so far, or None if nothing counts them. No reading waits for the device,
-    so the steps that are queued at the first reading count, and the steps that are queued at the last do not.
+    Work between steps, such as an evaluation, counts toward the mean power but not toward any step's time. `read_j`
+    returns the joules that a device has used so far, or None without a counter. No reading waits for the device, so
+    steps that are queued at the first reading count, and steps that are queued at the last do not.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EnergyMeter:
     def joules_per_step(self, local_batch_size: int | None, device: torch.device | None) -> float | None:
         """Return the mean joules of a step since `begin`.
 
-        None without a counter, within the first second, and for another batch than that of `begin`.
+        Returns None without a counter, within the first second, and if the batch has changed since `begin`.
         """
         if self._begin is None or not self._steps:
             return None

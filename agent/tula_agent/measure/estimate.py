@@ -1,4 +1,4 @@
-"""Memory and FLOPs of a model, computed without a device, a launch, or memory for its activations."""
+"""Computes the memory and FLOPs of a model without a device, a launch, or memory for its activations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from tula_wire.memory import SURE, room_bytes
 
 _RECOMPUTED = 4.0 / 3.0
 _EXAMPLES = 128
-"""Examples of a dry run: with few, memory peaks where the weights are largest, with many where the activations are."""
+"""Examples of a dry run.
+
+With few examples, memory peaks where the weights are largest; with many, where the activations are largest.
+"""
 _STEPS = 10
 """Steps of a replay for the largest batch: by then the allocator's blocks have settled, and later steps reuse them."""
 _NORMALIZES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -33,22 +36,20 @@ _NORMALIZES_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBa
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What training takes on one rank, before anything has run (equation 3); sizes in bytes.
+    """Memory and work of training on one rank, estimated before anything has run (equation 3); sizes in bytes.
 
     `flops_per_sample` counts the forward and the backward pass.
 
-    `activation_bytes_per_sample` is what one more example holds at the peak of forward and backward pass: what autograd
-    keeps, gradients of activations and, with `activation_checkpointing` (some of the forward pass is recomputed), what
-    is computed again. `fixed_activation_bytes` is the part that does not grow with the batch. Scratch space of kernels
-    is not included: calibrate against one measured run where it matters. The FLOPs include the recomputation.
-    `allocations` is what a process allocates in its first ten steps, in order; None where that order depends on the
-    batch.
-    `operations_per_step` is how many operations of forward and backward pass start a kernel, and
-    `convolution_elements_per_sample` the most elements of an example in a convolution's input or output; None without
-    a convolution. `transposed_elements_per_sample` is how many elements of an example the convolutions of both passes
-    read or make in channels-first memory.
-    `precision` names, as in a job specification, the type of autocast where it was on, else the type of most
-    parameters.
+    `activation_bytes_per_sample` is the memory that one more example takes at the peak of the forward and backward
+    pass: tensors that autograd keeps, gradients of activations and, with `activation_checkpointing` (part of the
+    forward pass is recomputed), recomputed activations. `fixed_activation_bytes` is the part that does not grow with
+    the batch. Scratch space of kernels is not included: calibrate against one measured run if it matters. The FLOPs
+    include the recomputation. `allocations` lists the allocations of a process in its first ten steps, in order; None
+    if that order depends on the batch. `operations_per_step` counts the operations of the forward and backward pass
+    that start a kernel. `convolution_elements_per_sample` is the largest number of elements per example in a
+    convolution's input or output; None without a convolution. `transposed_elements_per_sample` counts the elements per
+    example that the convolutions of both passes read or write in channels-first memory. `precision` is the dtype of
+    autocast if it was on, else the dtype of most parameters, by the names of a job specification.
     """
 
     parameters: int
@@ -68,28 +69,28 @@ class MemoryEstimate:
     allocations: AllocationModel | None = field(default=None, repr=False, compare=False)
 
     def total_bytes(self, local_batch_size: int) -> int:
-        """Return the bytes on one rank at `local_batch_size` examples (equation 3)."""
+        """Return the memory of one rank at `local_batch_size` examples, in bytes (equation 3)."""
         static = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.fixed_activation_bytes
         return static + local_batch_size * (self.activation_bytes_per_sample + self.batch_bytes_per_sample)
 
     def largest_local_batch_size(self, capacity_bytes: float) -> int:
-        """Return the largest batch at which ten steps are expected to fit; 0 when not even one example fits.
+        """Return the largest batch at which ten steps are expected to fit; 0 if not even one example fits.
 
-        The answer comes from a replay of PyTorch's caching allocator, which takes more from the device than is
-        allocated, in the memory that the context leaves. It comes from the bytes alone where the environment lets the
-        allocator's segments grow, as `tula tune` and `tula run` do, or where the model allocates in another order at
-        another batch.
+        The answer comes from a replay of PyTorch's caching allocator, which takes more memory from the device than is
+        allocated, in the memory that the CUDA context leaves free. It comes from the allocated bytes alone if the
+        environment lets the allocator's segments grow, as `tula tune` and `tula run` do, or if the order of allocations
+        depends on the batch.
         """
         return self._largest_within(room_bytes(capacity_bytes))
 
     def safe_local_batch_size(self, capacity_bytes: float) -> int:
-        """Return a batch that leaves room for the work space of kernels, which no count includes; 0 where none does."""
+        """Return a batch that leaves room for the work space of kernels, which is not estimated; 0 if no batch does."""
         return self._largest_within(SURE * room_bytes(capacity_bytes))
 
     def reserved_ratio(self, capacity_bytes: float) -> float:
         """Return how many bytes the allocator takes from a full device for each allocated byte; at least 1.
 
-        It is 1 where the allocator's segments grow: what a last whole example leaves free is not taken.
+        The ratio is 1 if the allocator's segments grow: memory that is too small for another example is not taken.
         """
         if segments_grow():
             return 1.0
@@ -130,10 +131,9 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate what training `model` needs, from a small batch `sample` (a tensor, a tuple of arguments, or a mapping).
 
-    The forward and backward pass run on tensors without data (FakeTensor mode; meta tensors where torch has none), at
-    some hundred examples and at twice as many: the difference is what one more example costs. The model is left as it
-    is.
-    Raises ValueError when `sample` holds no tensor with a batch dimension.
+    The forward and backward pass run on tensors without data (FakeTensor mode; meta tensors if torch lacks it), at
+    about a hundred examples and at twice as many; the difference is the cost of the additional examples. The model is
+    not changed. Raises ValueError if `sample` contains no tensor with a batch dimension.
     """
     tensors = [tensor for tensor in tensors_in(sample) if tensor.dim() > 0]
     if not tensors:
@@ -167,7 +167,7 @@ def estimate_memory(
 
 
 def _allocation_model(first_batch: int, once: _DryRun, twice: _DryRun) -> AllocationModel | None:
-    """Return how allocations grow with the batch; None where the model works in another way at another batch."""
+    """Return how allocations grow with the batch; None if the model makes different allocations at another batch."""
     try:
         return AllocationModel(first_batch, 2 * first_batch, once.allocations, twice.allocations)
     except ValueError:
@@ -175,7 +175,7 @@ def _allocation_model(first_batch: int, once: _DryRun, twice: _DryRun) -> Alloca
 
 
 def _find_precision(model: torch.nn.Module) -> str:
-    """Return, as in `ModelSpec.precision`, the type of autocast, else of most parameters; tf32 where it is allowed."""
+    """Return the dtype of autocast, else of most parameters, as in `ModelSpec.precision`; tf32 if it is allowed."""
     dtype = autocast_dtype()
     if dtype is None:
         sizes: dict[torch.dtype, int] = {}
@@ -187,9 +187,10 @@ def _find_precision(model: torch.nn.Module) -> str:
 
 
 def state_ratios(optimizer: torch.optim.Optimizer | None) -> list[float]:
-    """Return the size of each state tensor of `optimizer`, in bytes for each byte of a parameter; empty without one.
+    """Return the size of each state tensor of `optimizer`, in bytes per byte of a parameter; empty without an
+    optimizer.
 
-    The sizes are read off an optimizer of the same class after a step on a small parameter.
+    The sizes come from an optimizer of the same class after one step on a small parameter.
     """
     if optimizer is None:
         return []
@@ -207,7 +208,7 @@ def state_ratios(optimizer: torch.optim.Optimizer | None) -> list[float]:
 
 
 class _Step(nn.Module):
-    """Forward and backward pass in one call: activations that are computed again need the same weights.
+    """Runs the forward and backward pass in one call, since recomputed activations need the same weights.
 
     `recomputed`: the modules whose forward ran within the backward pass.
     """
@@ -229,12 +230,12 @@ class _Step(nn.Module):
 
 @dataclass(frozen=True)
 class _DryRun:
-    """What training would take at one batch.
+    """Memory and work of training at one batch size.
 
     `peak_bytes` leaves out parameters, buffers, inputs and gradients of parameters. `flops` and `operations` count one
-    forward and backward pass. `convolution_elements`: the most elements in a convolution's input or output.
-    `transposed`: the elements that its convolutions read or make in channels-first memory.
-    `recomputes`: modules ran again within the backward pass. `allocations`: the events of ten steps, in order.
+    forward and backward pass. `convolution_elements`: the largest number of elements in a convolution's input or
+    output. `transposed`: the elements that convolutions read or write in channels-first memory. `recomputes`: True if
+    modules ran again within the backward pass. `allocations`: the events of ten steps, in order.
     """
 
     peak_bytes: int
@@ -247,9 +248,9 @@ class _DryRun:
 
 
 def _dry_run(model: torch.nn.Module, sample: Any, times: int, state_ratios: Sequence[float]) -> _DryRun:
-    """Return what training takes at `times` the sample's batch, by two steps; the second one is repeated.
+    """Trace two steps at `times` the sample's batch, repeat the second, and return the memory and work of training.
 
-    The first step also makes the optimizer's state. `state_ratios`: what the function of that name returned.
+    The first step also creates the optimizer's state. `state_ratios`: the result of the function of that name.
     """
     step = _Step(model)
     with tensors_without_data() as convert:
@@ -318,7 +319,7 @@ def _convolution_backward_flops(
 ) -> int:
     """Return the FLOPs of a convolution's backward pass: as many as forward for each of the two gradients it computes.
 
-    PyTorch's own formula leaves groups out, which makes a depthwise convolution as dear as a full one.
+    PyTorch's own formula ignores groups, and so counts a depthwise convolution as a full one.
     """
     transposed, gradients = bool(rest[4]), rest[7]
     positions = inputs if transposed else grad
@@ -329,7 +330,7 @@ def _convolution_backward_flops(
 def _scalar(output: Any) -> torch.Tensor:
     """Return a loss for the backward pass: the output's `loss` if any (transformers), else the sum of the outputs.
 
-    Raises ValueError where no output needs a gradient.
+    Raises ValueError if no output needs a gradient.
     """
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:

@@ -1,4 +1,4 @@
-"""Samples the global gradient norm, so rarely that its cost stays within a budget per step."""
+"""Samples the global gradient norm rarely enough to stay within a cost budget per step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MAX_COST_S, MIN_COST_S = 12e-6, 8e-6
 class GradientReader:
     """Reads the first optimizer's gradients just before it steps, from step `due` on.
 
-    Reads in pairs, since gradient variability needs two steps in a row. After a pair that took c seconds in all, the
-    next starts `c / allowed` steps later, where allowed is SHARE_OF_STEP of the step time within [MIN_COST_S,
-    MAX_COST_S]. `due` is an attribute, so that a step without a reading costs one comparison; it is infinite for
-    sharded parameters, whose norm would take a collective while only the first rank reads.
+    Readings come in pairs, since gradient variability needs two consecutive steps. After a pair that took c seconds in
+    total, the next pair starts `c / allowed` steps later, where `allowed` is SHARE_OF_STEP of the step time, within
+    [MIN_COST_S, MAX_COST_S]. `due` is an attribute, so that a step without a reading costs one comparison. It is
+    infinite for sharded parameters: their norm would need a collective, and only the first rank reads.
     """
 
     def __init__(self) -> None:

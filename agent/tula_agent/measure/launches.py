@@ -1,4 +1,4 @@
-"""Counts the operations that a step starts, and times how fast the host starts them, which bounds small batches."""
+"""Counts the operations of a step, and times how fast the host starts them, which limits small batches."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tula_agent.torch_private import AllocationTrace
 
 _LAYERS, _WIDTH, _REPEATS = 50, 8, 4
 MOST_NODES = 20_000
-"""Most nodes of a graph that are visited, in some 10 ms; a larger graph counts as having this many."""
+"""Most nodes of a graph to visit, which takes about 10 ms; a larger graph counts as having this many."""
 
 
 def launch_time_s(device: torch.device) -> float:
-    """Return the seconds that an operation of a training step takes if it is too small to keep `device` busy.
+    """Return the time in seconds of an operation that is too small to keep `device` busy.
 
-    It is the time of a forward and backward pass through fifty tiny layers, the fastest of some repeats, divided by the
-    number of operations that `estimate_memory` counts there. The probe takes some 10 ms, draws no random number and
-    keeps nothing.
+    It is the fastest of several forward and backward passes through fifty tiny layers, divided by the number of
+    operations that `estimate_memory` counts in such a pass. The probe takes about 10 ms, draws no random numbers and
+    keeps no memory.
     """
     network = _TinyNetwork(device)
     trace = AllocationTrace((network.weight, network.bias), {})
@@ -34,9 +34,9 @@ def launch_time_s(device: torch.device) -> float:
 
 
 def node_time_s(device: torch.device) -> float:
-    """Return the same per node of the autograd graph, forward and backward together, as `OperationCounter` counts.
+    """Return the launch time in seconds per node of the autograd graph, forward and backward together.
 
-    It costs what `launch_time_s` does.
+    `OperationCounter` counts the same nodes. The probe takes as long as `launch_time_s`.
     """
     network = _TinyNetwork(device)
     with torch.enable_grad():
@@ -45,7 +45,7 @@ def node_time_s(device: torch.device) -> float:
 
 
 class _TinyNetwork:
-    """Applies fifty layers that are too small to keep a device busy."""
+    """A network of fifty layers that are too small to keep a device busy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,10 +81,10 @@ def count_nodes(output: Any) -> int:
 
 
 class OperationCounter:
-    """Counts the operations of one step from the outputs of its models, by a forward hook on each until `end`.
+    """Counts the operations of one step from the outputs of its models, by a forward hook on each model until `end`.
 
-    Of several models, the one with the most operations counts, since its graph may contain another model's. A compiled
-    model is one node: its operations are already fused.
+    If there are several models, only the one with the most operations counts, since its graph may contain the others'.
+    A compiled model is one node: its operations are already fused.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:

@@ -1,6 +1,7 @@
-"""Memory of this rank by component (equation 3): static parts by counting, peaks from the allocator or the kernel.
+"""Measures this rank's memory by component (equation 3): counts static parts, reads peaks from the allocator or the
+kernel.
 
-What the driver knows beyond PyTorch's allocator comes from NVML (package nvidia-ml-py).
+Memory outside PyTorch's allocator is read through NVML (package nvidia-ml-py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tula_wire.memory import (
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes that this rank holds of these, each once: with FSDP 2 and tensor parallelism, of its shards."""
+    """Return the bytes of these tensors on this rank, each counted once; of sharded tensors, only this rank's part."""
     parts = [local_part(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
     return sum(part.numel() * part.element_size() for part in parts)
 
@@ -38,7 +39,7 @@ def _parameter_bytes(models: Iterable[torch.nn.Module]) -> int:
 
 
 def _gradient_bytes(models: Iterable[torch.nn.Module]) -> int:
-    """Return the bytes of the gradients as they stand now; DDP's own copies in buckets count as activations."""
+    """Return the bytes of the present gradients; DDP's own copies in buckets count as activations."""
     return held_bytes(p.grad for model in models for p in model.parameters() if p.grad is not None)
 
 
@@ -49,9 +50,9 @@ def _optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
 
 
 def resident_bytes(peak: bool = False) -> int:
-    """Return the resident memory of this process now, or its peak. Linux; elsewhere the peak stands for both.
+    """Return the resident memory of this process in bytes, now or at its peak; outside Linux, the peak in both cases.
 
-    VmHWM rather than ru_maxrss: the latter is inherited across exec and may be the launcher's.
+    The peak is VmHWM rather than ru_maxrss, since the latter is inherited across exec and may be the launcher's.
     """
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -65,7 +66,7 @@ def resident_bytes(peak: bool = False) -> int:
 
 
 def capacity_bytes(device: torch.device, ranks_per_node: int = 1) -> int | None:
-    """Return the bytes that this rank may use: the device's memory, or its share of the control group's limit."""
+    """Return the bytes that this rank may use: the device's memory, or a share of the control group's limit."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -87,9 +88,10 @@ def find_device(models: Iterable[torch.nn.Module]) -> torch.device:
 
 
 def context_bytes(device: torch.device) -> int | None:
-    """Return the bytes of CUDA context and libraries: what this process holds beyond the allocator; None without NVML.
+    """Return the bytes that the CUDA context and libraries take outside the allocator; None without NVML.
 
-    In a container NVML may answer process ids of the host; a single process on the device is taken for this one.
+    In a container, NVML may report process ids of the host; if the device has a single process, it is assumed to be
+    this one.
     """
     try:
         nvml, handle = _open(device)
@@ -102,10 +104,10 @@ def context_bytes(device: torch.device) -> int | None:
 
 
 def device_use(device: torch.device | None) -> dict[str, float]:
-    """Return the telemetry of a CUDA device as `nvidia-smi` shows it; empty for another device or without NVML.
+    """Return the telemetry of a CUDA device as `nvidia-smi` shows it; empty for other devices or without NVML.
 
-    `gpu_utilization` is the share of the last second, or less, in which a kernel ran (0 to 1), `gpu_memory_bytes` what
-    all processes hold.
+    `gpu_utilization` is the fraction of the last second (or a shorter period) in which a kernel ran, from 0 to 1;
+    `gpu_memory_bytes` is the memory in use by all processes.
     """
     if device is None or device.type != "cuda":
         return {}
@@ -120,7 +122,7 @@ def device_use(device: torch.device | None) -> dict[str, float]:
 def total_energy_j(device: torch.device | None) -> float | None:
     """Return the joules that a CUDA device has consumed since its driver was loaded.
 
-    None for other devices and without NVML. The counter includes all processes on the device.
+    Returns None for other devices and without NVML. The counter includes all processes on the device.
     """
     if device is None or device.type != "cuda":
         return None
@@ -133,9 +135,10 @@ def total_energy_j(device: torch.device | None) -> float | None:
 
 @cache
 def _open(device: torch.device) -> tuple[Any, Any]:
-    """Return the library and its handle of `device`. Raises ImportError or NVML's own errors.
+    """Return the NVML library and its handle for `device`. Raises ImportError or NVML's own errors.
 
-    The device is found by UUID: NVML numbers all devices of the machine, torch those in CUDA_VISIBLE_DEVICES.
+    The device is found by UUID, since NVML numbers all devices of the machine, and torch only those in
+    CUDA_VISIBLE_DEVICES.
     """
     import pynvml
 
@@ -145,9 +148,9 @@ def _open(device: torch.device) -> tuple[Any, Any]:
 
 
 def allocator_reading(statistics: Mapping[str, Any], retries_before: int = 0) -> dict[str, int]:
-    """Return the peaks and the retries that `torch.cuda.memory_stats` holds, by their names in a `MemoryBreakdown`.
+    """Return the peaks and retries from `torch.cuda.memory_stats`, under their names in a `MemoryBreakdown`.
 
-    The first `retries_before` retries are left out. Each retry was a request that found the device full.
+    The first `retries_before` retries are not counted. A retry is a request that found the device full.
     """
     return {
         "peak_bytes": int(statistics.get("allocated_bytes.all.peak", 0)),
@@ -157,11 +160,12 @@ def allocator_reading(statistics: Mapping[str, Any], retries_before: int = 0) ->
 
 
 class MemoryMonitor:
-    """Counts the components at the few moments when each can be distinguished, and predicts the largest local batch.
+    """Counts each memory component when it can be told apart from the others, and predicts the largest local batch.
 
-    None of the moments is per step: `before_training` once the model is built, `at_optimizer` while gradients exist,
-    `read` when a report is due. What was counted is kept for a report at the end, when the script has freed its model.
-    `largest_seen` is the largest batch so far: the peak belongs to it. `device` is known once memory was read.
+    None of this happens at every step: `before_training` is called once the model is built, `at_optimizer` while
+    gradients exist, and `read` when a report is due. The counts are kept for a report at the end, when the script has
+    freed its model. `largest_seen` is the largest batch so far, which caused the peak. `device` is set once memory was
+    read.
     """
 
     def __init__(self, ranks_per_node: int) -> None:
@@ -191,13 +195,13 @@ class MemoryMonitor:
         self._counted["gradient_bytes"] = _gradient_bytes(models)
 
     def saw_batch(self, size: int, batch: Any, loader: Any) -> None:
-        """Note a batch of `size` examples, larger than all before; count it with the prefetched ones."""
+        """Note a batch of `size` examples, the largest so far; count its bytes with the prefetched batches."""
         self.largest_seen = size
         ahead = (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", None) or 0)
         self._counted["batch_bytes"] = batch_bytes(batch) * (1 + int(ahead))
 
     def read(self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
-        """Return the memory in use and its peak, for `tula_wire.MemoryBreakdown`; takes some tens of microseconds."""
+        """Return the memory in use and its peak, for `tula_wire.MemoryBreakdown`; takes tens of microseconds."""
         if models or self.device is None:
             self.device = find_device(models)
             # Where they copy the gradients, which are counted nowhere else. On a host, buckets are resident before
@@ -213,7 +217,7 @@ class MemoryMonitor:
         return memory
 
     def report_retries(self, memory: Mapping[str, Any]) -> None:
-        """Warn once where a batch fits only because the allocator gave cached memory back; `memory` is from `read`."""
+        """Warn once if a batch fits only because the allocator returned cached memory; `memory` is from `read`."""
         retries = memory.get("alloc_retries") or 0
         if retries and not self._retries_reported:
             self._retries_reported = True
@@ -226,7 +230,7 @@ class MemoryMonitor:
             )
 
     def reset_peak(self) -> None:
-        """Forget the peak so far, and give cached memory back: a larger batch follows."""
+        """Forget the peak so far, and return cached memory to the device, before a larger batch is measured."""
         if self.device is not None and self.device.type == "cuda":
             torch.cuda.empty_cache()  # noqa: TID251 (a run that only measures, between two of its batches)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -236,7 +240,7 @@ class MemoryMonitor:
                 Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to what is resident now
 
     def _components(self, device: torch.device) -> dict[str, Any]:
-        """Return the components as known now; activations are the peak without everything static."""
+        """Return the components that are known so far; activations are the peak minus all static components."""
         parts: dict[str, Any] = {
             "method": "cuda_allocator",
             "capacity_bytes": capacity_bytes(device, self._ranks_per_node),
@@ -255,9 +259,9 @@ class MemoryMonitor:
         return {name: value for name, value in (parts | self._counted).items() if value is not None}
 
     def observe(self, memory: Mapping[str, Any], local_batch_size: int, fixed_bytes: int = 0) -> None:
-        """Keep the peak after steps with at most `local_batch_size` examples; ignored where a component is unknown.
+        """Keep the peak of steps with at most `local_batch_size` examples; ignore it if a component is unknown.
 
-        memory: as `read` returns it. fixed_bytes: allocated at every batch size, but part of `activation_bytes`.
+        memory: the result of `read`. fixed_bytes: memory allocated at every batch size, but part of `activation_bytes`.
         """
         if not {"activation_bytes", "gradient_bytes", "capacity_bytes"} <= memory.keys():
             return
@@ -273,7 +277,7 @@ class MemoryMonitor:
         self._growing[local_batch_size] = max(0, growing)
 
     def largest_local_batch_size(self) -> int | None:
-        """Return the largest batch that should fit, at least the largest that did; None while too little is known."""
+        """Return the largest batch that should fit, at least the largest that did fit; None if too little is known."""
         answer = largest_local_batch_size(self._capacity, self._static, self._growing, self._reserved_ratio)
         if answer is not None and not self._logged:
             self._logged = True

@@ -13,17 +13,17 @@ from tula_agent.guard import logger
 from tula_agent.readings import Interval, StepTiming
 
 _PATIENCE = 8
-"""How many steps' micro-steps to wait for a watched optimizer's first step."""
+"""How long to wait for a watched optimizer's first step: the micro-steps of this many steps."""
 POOL_SIZE = 256
-"""Most events: a step takes four, so that 64 steps may be in flight; a step beyond them has wall time only."""
+"""Most events. A step takes four, so 64 steps may be in flight; a step beyond them has only wall time."""
 
 
 class StepTimer:
-    """Turns the loop's two moments, batch wanted and batch ready, into timings of optimizer steps.
+    """Turns the two events of a loop, batch requested and batch ready, into timings of optimizer steps.
 
     A step is over at the first boundary after the optimizer has stepped; if no optimizer is watched, after
-    `grad_accum_steps` micro-steps. A step that the optimizer skips (an inf under AMP) ends by count too, at the number
-    of micro-steps that two steps in a row have shown, since a script may accumulate otherwise than configured.
+    `grad_accum_steps` micro-steps. A step that the optimizer skips (an inf under AMP) also ends by count, after as many
+    micro-steps as the last two equal steps had, since a script may accumulate differently from its configuration.
     """
 
     # Runs with cold caches at every step; `__slots__` halves its cost.
@@ -50,7 +50,7 @@ class StepTimer:
 
     @property
     def grad_accum_steps(self) -> int:
-        """Return the micro-steps per step: as configured until two successive steps show another number, or else 1."""
+        """Return the micro-steps per step: the configured number (or 1) until two successive steps show another."""
         return self._expected or 1
 
     @property
@@ -78,11 +78,11 @@ class StepTimer:
         self._stepped = True
 
     def forget_optimizer(self) -> None:
-        """Drop the time of the optimizer's step, since other work has run since its call."""
+        """Drop the time of the optimizer's step, because other work has run since its call."""
         self._optimizer_at = None
 
     def want_batch(self) -> StepTiming | None:
-        """Note that the loop requests a batch, and return the timing of the step that ends here, if any."""
+        """Note that the loop requests a batch; return the timing of the step that ends here, or None."""
         now = self._wanted = self._clock()
         if self._started is None or not self._sizes:
             self._started = now
@@ -108,11 +108,11 @@ class StepTimer:
         return timing
 
     def wanted(self) -> None:
-        """Note that the loop requests a batch in the middle of a step."""
+        """Note that the loop requests a batch within a step."""
         self._wanted = self._clock()
 
     def waited(self) -> None:
-        """Count the time since the loop asked for a batch as waiting for data."""
+        """Count the time since the loop requested a batch as waiting for data."""
         self._input += self._clock() - self._wanted
 
     def batch_ready(self, local_batch_size: int | None) -> None:
@@ -124,7 +124,7 @@ class StepTimer:
     def stepped_after(self, micro_steps: int, local_batch_size: int) -> None:
         """Note that the optimizer has stepped after `micro_steps`.
 
-        Micro-steps whose batch was not seen have the size of the last seen batch, else `local_batch_size`.
+        A micro-step without an observed batch gets the size of the last observed batch, else `local_batch_size`.
         """
         if self._started is not None:
             sizes = self._sizes or [local_batch_size]
@@ -136,7 +136,7 @@ class StepTimer:
         self._sizes += self._sizes[-1:] * count
 
     def pause(self) -> None:
-        """Leave the loop: the time until its next batch (evaluation, a checkpoint) belongs to no step."""
+        """Leave the loop: the time until its next batch (evaluation, a checkpoint) does not count toward any step."""
         self._begin(None)
         self._left_at = None
 
@@ -144,11 +144,11 @@ class StepTimer:
         self._started, self._input, self._sizes, self._stepped, self._optimizer_at = started, 0.0, [], False, None
 
     def leave_out(self) -> None:
-        """Leave out the time from now until `count_again`, even in the middle of a step."""
+        """Stop counting time until `count_again`, even within a step."""
         self._left_at = self._clock()
 
     def count_again(self) -> None:
-        """Move the start of the step, and of its wait for data, by the time since `leave_out`."""
+        """Shift the start of the step, and of its wait for data, by the time since `leave_out`."""
         now, left_at = self._clock(), self._left_at
         self._left_at = None
         if left_at is not None and self._started is not None:
@@ -164,10 +164,10 @@ class StepTimer:
 
 
 class DeviceClock:
-    """Marks the moments of a step in the device's stream; nothing waits for the device.
+    """Records events in the device's stream to time a step; nothing waits for the device.
 
-    Called on the training thread, and never raises: `begin`, then `batch` and `optimizer` once each, then `end`. A
-    mark costs one event record, a few microseconds of the host's time.
+    Its methods are called on the training thread and never raise: `begin`, then `batch` and `optimizer` once each, then
+    `end`. Each records one event, which costs a few microseconds on the host.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class DeviceClock:
             self._open.optimizer = self._mark()
 
     def end(self) -> Interval | None:
-        """End the step and return its interval, to be polled for its times; None if the step was not marked."""
+        """End the step and return its interval, which is polled for its times; None if no events were recorded."""
         interval, self._open = self._open, None
         if interval is None:
             return None
@@ -214,7 +214,7 @@ class DeviceClock:
         return interval
 
     def drop(self) -> None:
-        """Discard the current step, in which the loop was left."""
+        """Discard the current step, since the loop was left within it."""
         if self._open is not None:
             self._open.release()
             self._open = None

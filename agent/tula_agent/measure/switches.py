@@ -1,4 +1,4 @@
-"""Observes what a script does, whatever its options say: autocast, compilation, checkpointing, shards, workers."""
+"""Observes what a script uses, whatever its options say: autocast, compilation, checkpointing, shards, workers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SHARDED, _WHOLE = (*_ON, "fsdp", "fsdp2", "full_shard", "zero3"), (*_OFF, "ddp"
 
 
 class SwitchWatch:
-    """Looks at the forward passes of one step by hooks, which `end` removes.
+    """Observes the forward passes of one step by hooks, which `end` removes.
 
-    Modules without children get a hook, and the models themselves: autocast is often on within a model alone, and
-    checkpointing repeats the forward passes of some of its parts in the backward pass. Once anything is compiled, only
-    a model whose own call is not compiled gets one, since another hook would have it compiled again.
+    The models themselves and modules without children get a hook: autocast is often on only inside a model, and
+    checkpointing repeats the forward passes of some parts during the backward pass. Once anything is compiled, only
+    models whose own call is not compiled get a hook, since any other hook would cause recompilation.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
@@ -42,7 +42,7 @@ class SwitchWatch:
             self._types.add(autocast_dtype())
 
     def end(self) -> dict[str, Any]:
-        """Remove the hooks, and return the observed switches by the names of `tula_wire.HostFacts`; None: unknown."""
+        """Remove the hooks; return the observed switches by the names of `tula_wire.HostFacts` (None: unknown)."""
         for hook in self._hooks:
             hook.remove()
         parameters = [p for model in self._models for p in model.parameters()]
@@ -57,16 +57,16 @@ class SwitchWatch:
         }
 
     def _compiled(self) -> bool | None:
-        """Return whether a model is compiled; None if only something else is compiled."""
+        """Return True if a model is compiled, None if only something else is compiled, else False."""
         if not compiled_frames():
             return False
         return True if any(is_compiled(module) for model in self._models for module in model.modules()) else None
 
 
 def contradictions(options: Mapping[str, str], seen: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each of `options` that a step did not follow, according to what was `seen`.
+    """Yield a sentence for each option that the observed step did not follow; `seen` has the observed switches.
 
-    Only the script knows the meaning of other options and other words.
+    Other options and other values are skipped, since only the script knows their meaning.
     """
     looks: dict[str, Callable[[str], str | None]] = {
         "precision": lambda word: _precision(word, seen.get("precision")),

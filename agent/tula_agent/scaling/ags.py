@@ -2,9 +2,9 @@
 
     s = min(|g_small| / (|g_large| + eps), s_max) by element, where   | |G_i|^2 - |G_{i-1}|^2 | / |G_{i-1}|^2 < delta
 
-The factors of `ags` are found once an epoch (at its last step with `steps_per_epoch`, else at the first step of the
-next epoch) and used on later batches, so that they are independent
-of the batch that they scale (Lemma 1); they are 1 in the first epoch.
+The factors of `ags` are computed once per epoch (at its last step with `steps_per_epoch`, else at the first step of the
+next epoch) and used on later batches, so that they are independent of the batch that they scale (Lemma 1). In the first
+epoch they are 1.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ NO_EPOCHS = (
 def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: float, s_max: float) -> torch.Tensor:
     """Return min(|g_small| / (|g_large| + eps), s_max), at least s_min (Algorithm 1, Lemma 1), from squared magnitudes.
 
-    A ratio that is not finite (overflow) becomes 1, so that one bad probe never spoils a weight. So does the ratio of
-    two zeros, which holds no information.
+    A ratio that is not finite (overflow) becomes 1, so that a single bad probe never corrupts a weight. The ratio of
+    two zeros also becomes 1, since it carries no information.
     """
     ratio = small.clamp(min=0.0).sqrt() / (large.clamp(min=0.0).sqrt() + EPS)
     usable = torch.isfinite(ratio) & ((small > 0.0) | (large > 0.0))
@@ -46,16 +46,16 @@ def factor_from_squares(small: torch.Tensor, large: torch.Tensor, *, s_min: floa
 
 @dataclass(frozen=True)
 class GatedFactors:
-    """Factor by parameter (None: 1; 0-d, or of its shape) and the gate (0-d: 1 if the step may be scaled)."""
+    """The factor of each parameter (None: 1; 0-d or of its shape) and the gate (0-d, 1 if the step may be scaled)."""
 
     by_parameter: Gradients
     gate: torch.Tensor
 
 
 class AgsRule:
-    """Factors of the last refresh for `ags`, one number for `static`, and the gate.
+    """Computes the factors (of the last refresh for `ags`, a single number for `static`) and the gate.
 
-    The gate reads the current reduced gradient on the device, so nothing waits for the host.
+    The gate is computed on the device from the current reduced gradient, so nothing waits for the host.
     """
 
     def __init__(self, statistics: GradientStatistics, policy: Ags | Static) -> None:
@@ -72,7 +72,7 @@ class AgsRule:
         self._due = False
 
     def next_epoch(self, step: int) -> None:
-        """Find factors after step number `step`, the first of an epoch, unless an interval was given."""
+        """Compute new factors after step number `step`, the first of an epoch, unless an interval was given."""
         ags = self._ags
         self._due = self._due or (ags is not None and step > 0 and ags.steps_per_epoch is None)
 
@@ -88,7 +88,7 @@ class AgsRule:
         return "element" if self._due and ags.model is None else "projections"
 
     def factors(self, step: int, numbers: Numbers) -> GatedFactors:  # noqa: ARG002 - as in `gain`
-        """Return the factors of this step; find the factors of later steps when they are due."""
+        """Return the factors of this step; if a refresh is due, compute the factors of later steps."""
         self._receive()
         if self._factors is not None and self._found_with != numbers:
             self._due, self._factors, self._mean_factor = True, None, 1.0
@@ -108,12 +108,12 @@ class AgsRule:
         return self._by_parameter()
 
     def _by_parameter(self) -> Gradients:
-        """Return the last factors in the order of the present parameters: groups may have changed since."""
+        """Return the last factors in the order of the present parameters, since groups may have changed."""
         by_parameter = dict(zip(map(id, self._found_for), self._factors or [], strict=False))
         return [by_parameter.get(id(parameter)) for parameter in self._statistics.parameters()]
 
     def _static_scale(self, numbers: Numbers) -> float:
-        """Return the factor of equation 8; a factor that the service set is at most B / b_small."""
+        """Return the factor of equation 8; a factor from the service is limited to B / b_small."""
         ratio = self._statistics.batch_ratio(numbers.small_batch_size)
         if isinstance(self._policy, Static) and self._policy.scale is None:
             return min(numbers.static_scale, 1.0 if ratio is None else ratio)
@@ -122,7 +122,7 @@ class AgsRule:
     def _refresh(self, reading: Reading, ags: Ags, numbers: Numbers) -> None:
         """Refresh the factors (UPDATEGRADSCALE of Algorithm 1).
 
-        A probe finds them if the script allows one, else ranks and micro-steps do.
+        They come from a probe if the script allows one, else from ranks and micro-steps.
         """
         statistics = self._statistics
         statistics.count(reading.examples)
@@ -144,7 +144,8 @@ class AgsRule:
         self._mean_factor = float(torch.stack([m.to(means[0].device) for m in means]).mean()) if means else 1.0
 
     def _from_parts(self, reading: Reading, numbers: Numbers) -> Gradients:
-        """Return factors from the parts of all ranks; none if there is only one part or it differs from the whole.
+        """Return factors from the parts of all ranks; empty if there is only one part, or parts and whole cannot be
+        compared.
 
         |g_small|^2 is the mean over parts: b_small is then the size of a part, whatever `small_batch_size` says.
         """
@@ -167,7 +168,7 @@ class AgsRule:
     def _by_element(self, small: Gradients, large: Gradients, numbers: Numbers, ratio: float) -> Gradients:
         """Return Algorithm 1's factors from the squares of g_small and g_large; `ratio` is B / b_small.
 
-        A bound that the service set is at most B / b_small.
+        A bound from the service is limited to B / b_small.
         """
         s_max = math.sqrt(max(1.0, ratio)) if numbers.s_max is None else numbers.s_max
         if self._ags is not None and self._ags.s_max is None:
@@ -187,7 +188,7 @@ class AgsRule:
             self._scaled += self._last[2]
 
     def telemetry(self, numbers: Numbers) -> dict[str, float]:
-        """Return numbers of the last step but one; `scaled_share` over all steps."""
+        """Return the numbers of the last step but one, and `scaled_share` over all steps."""
         return {
             "grad_norm": math.sqrt(max(self._last[0], 0.0)) if math.isfinite(self._last[0]) else math.nan,
             "gradient_variability": self._last[1],
@@ -196,7 +197,7 @@ class AgsRule:
         }
 
     def state(self) -> list[float]:
-        """Return for a checkpoint the gate's last norm, and whether factors are due."""
+        """Return the gate's last norm, and whether factors are due, for a checkpoint."""
         self._receive()
         return [
             float(self._gate.previous),
@@ -215,9 +216,9 @@ class AgsRule:
         self._gate.previous = torch.full((), previous, dtype=wide_dtype(device), device=device)
 
     def saved_factors(self) -> Gradients:
-        """Return the factors of `ags` for a checkpoint, by parameter; ones if none have been found.
+        """Return the factors of `ags` for a checkpoint, by parameter; ones before the first refresh.
 
-        torch.distributed.checkpoint loads into the state of a new optimizer, and only what that state holds.
+        torch.distributed.checkpoint loads only entries that exist in the state of the new optimizer.
         """
         if self._ags is None:
             return []
@@ -244,10 +245,10 @@ class SensitivityGate:
         self.previous = self.variability = torch.full((), math.nan, device="cpu")
 
     def __call__(self, norm_sq: torch.Tensor, delta: float) -> torch.Tensor:
-        """Return the gate (0-d) for a step of squared gradient norm `norm_sq`; the first step counts as sensitive."""
+        """Return the gate (0-d) for a step with squared gradient norm `norm_sq`; the first step counts as sensitive."""
         previous = self.previous.to(norm_sq)
         self.variability = ((norm_sq - previous) / previous).abs()
-        # A gradient with NaN or infinity is never scaled and never becomes the norm to compare with.
+        # A gradient with NaN or infinity is never scaled, and its norm is never used for comparison.
         self.previous = torch.where(torch.isfinite(norm_sq), norm_sq, previous)
         return (self.variability < delta).to(norm_sq.dtype)
 
@@ -255,10 +256,10 @@ class SensitivityGate:
 def _probe(
     statistics: GradientStatistics, model: nn.Module, loss: LossFunction, small_batch_size: int | None
 ) -> tuple[Gradients, float] | None:
-    """Return the reduced gradient of a sub-batch and its B / b; None if it would be the whole batch of any rank.
+    """Return the reduced gradient of a sub-batch and its B / b; None if it would be the whole batch of a rank.
 
-    The sub-batch is b_small over all ranks, or an eighth of the batch without one. A few numbers are reduced first: all
-    ranks skip the reduction of gradients if one rank's batch is too short for it.
+    The sub-batch has b_small examples over all ranks, or an eighth of the batch if b_small is unknown. The ranks
+    reduce a few numbers first, so that all skip the reduction of gradients if one rank's batch is too short.
     """
     ranks, tap = statistics.ranks, statistics.tap
     rows = infer_batch_size(statistics.batch) or 0
@@ -289,9 +290,9 @@ def probe_gradients(
 ) -> Gradients:
     """Return the gradient of `loss` on `batch`, averaged over ranks: a tensor or None for each parameter.
 
-    Leaves training unchanged: it does not write `.grad` (so DDP's reducer does not start), and restores random streams
-    and all buffers (batch normalization's running statistics). The module stays in training mode, because evaluation
-    mode would give a different, smaller gradient. Every rank must call it in the same step.
+    This leaves training unchanged: it does not write `.grad` (so DDP's reducer does not start), and restores random
+    streams and all buffers (batch normalization's running statistics). The module stays in training mode, because
+    evaluation mode would give a different, smaller gradient. Every rank must call it in the same step.
     """
     module = model.module if hasattr(model, "module") and isinstance(model.module, nn.Module) else model
     trained = [p for p in parameters if p.requires_grad]

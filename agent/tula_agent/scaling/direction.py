@@ -1,22 +1,22 @@
-"""The direction of a step: a matrix's update with its singular directions levelled as far as they exceed the noise.
+"""Computes a step's direction: levels the singular directions of a matrix's update as far as they exceed the noise.
 
     D = (U U^T + nu I)^(-1/2) U, scaled to the length |U|_F;     nu = c V / ((1 - mu^2) m),     c = 1/4
 
 U (m x n, m <= n) is what SGD subtracts from a weight, before the learning rate: mostly the momentum buffer. V is the
-average of the noise |.|^2 in this tensor's mean gradient, mu the momentum; (1 - mu^2) m spreads the noise that the
-buffer holds over the m singular directions. A direction well above the noise gets the length of every other such
-direction, as in Muon (Jordan et al. 2024) and Shampoo (Gupta et al. 2018); one below it keeps the proportions of the
-gradient; where noise dominates, D is U. The length of the step stays (grafting: Agarwal et al. 2020), and with it the
-meaning of the learning rate, the schedule, the decay and the momentum. docs/evidence/direction.md has the evidence.
+average of the noise |.|^2 in this tensor's mean gradient, mu the momentum; (1 - mu^2) m spreads the noise in the buffer
+over the m singular directions. All directions well above the noise get the same length, as in Muon (Jordan et al. 2024)
+and Shampoo (Gupta et al. 2018); directions below the noise keep the proportions of the gradient; if noise dominates
+everywhere, D is U. The length of the step does not change (grafting: Agarwal et al. 2020), so the learning rate, the
+schedule, the decay and the momentum keep their meaning. docs/evidence/direction.md has the evidence.
 
-On a host the inverse root comes from LAPACK's eigenvectors. On a GPU these take long and wait for the host; there it
-comes from products of matrices alone:
+On a host, the inverse root comes from LAPACK's eigenvectors. On a GPU, eigenvectors are slow and wait for the host, so
+the inverse root comes from matrix products alone:
 
     Y <- Y T, Z <- T Z, T = (3 a I - a^3 Z Y) / 2     (Newton's coupled iteration: Higham 2008, equation 6.35)
 
 from Y = A / |A|_F, Z = I, with the scale a = sqrt(3 / (1 + l + l^2)) that maps the interval [l, 1], in which the
 singular values of Y^(1/2) lie, to the narrowest interval (Chen and Chow 2014). nu is at least 1e-6 |U|^2, so l begins
-at 1e-3: ten steps reach the exact D within 2 % where that bound holds, and within 0.01 % where nu is 1e-3 |U|^2.
+at 1e-3. Ten steps reach the exact D within 2 % if nu has this lower bound, and within 0.01 % if nu is 1e-3 |U|^2.
 """
 
 from __future__ import annotations
@@ -37,16 +37,24 @@ from tula_agent.scaling.ranks import Ranks, owners
 from tula_agent.torch_private import exact_products, foreach_subtract_, norms, to_device
 
 DAMPING = 0.25
-"""c: flat between 1/4 and 1 with batch normalization; chosen among 0, 1/4, 1 and 4 on development cases."""
+"""The constant c, chosen among 0, 1/4, 1 and 4 on development cases; with batch normalization, 1/4 and 1 do equally
+well.
+"""
 ROWS = 256
-"""A matrix with more rows is cut into blocks of rows, each with its own D: the root costs the cube of the rows."""
+"""Most rows of a block.
+
+A taller matrix is cut into blocks, each with its own D, since the root costs the cube of the rows.
+"""
 MOST_OPERATIONS = 0.05
-"""Most operations of turning, as a share of the forward and backward passes; above it the largest matrices stay."""
+"""Most operations of turning, as a share of the forward and backward passes; the largest matrices are left out first.
+"""
 _HEIGHTS = 64
-"""Blocks on a GPU have a multiple of this number of rows, so that few heights occur."""
+"""The rows of a block on a GPU are a multiple of this number, so that few different heights occur."""
 DEVICE_COST = 4
-"""How many times as long an operation of turning takes on a GPU as one of the passes: all matrices of ResNet-50 took an
-H100 6.5 ms (11 TFLOP/s, in float32), its passes ran at 44 TFLOP/s in TF32."""
+"""On a GPU, time of an operation of turning relative to an operation of the passes.
+
+On an H100, turning all matrices of ResNet-50 took 6.5 ms (11 TFLOP/s in float32); its passes ran at 44 TFLOP/s (TF32).
+"""
 POSITIONS = 64
 """Positions at which a convolution is assumed to use its weight for each example (8 x 8); a dense layer has one."""
 
@@ -69,11 +77,11 @@ def noise_level(noise: float, momentum: float, rows: int, damping: float = DAMPI
 def corrections(updates: Sequence[torch.Tensor], levels: torch.Tensor) -> list[torch.Tensor]:
     """Return D - U of each matrix U (m, n), m <= n, with nu of each in `levels` (k,); float32, |D| = |U|.
 
-    Zeros for a matrix of zeros, one with NaN or infinity, and one whose level is not finite
-    or far above it: these keep the step that SGD took. All matrices are on one device. Consecutive matrices of one
-    shape are multiplied together, and the inverse roots of all blocks of one height are found together: on a GPU,
-    starting the operations takes longer than the operations. Products are exact: the rounding that a script may allow
-    exceeds the smallest eigenvalues and would make the iteration diverge.
+    The correction is zero for a matrix of zeros, a matrix with NaN or infinity, and a matrix whose level is not finite
+    or far above the matrix: these keep the step that SGD took. All matrices must be on one device. Consecutive matrices
+    of one shape are multiplied together, and the inverse roots of all blocks of one height are computed together,
+    because on a GPU starting operations takes longer than running them. Products are exact: the rounding that a script
+    may allow exceeds the smallest eigenvalues and would make the iteration diverge.
     """
     matrices = [update.float() for update in updates]
     lengths = torch.stack(norms(matrices))
@@ -107,7 +115,7 @@ def corrections(updates: Sequence[torch.Tensor], levels: torch.Tensor) -> list[t
 
 
 class _Stack:
-    """Matrices of one shape, in their order: `whole` (k, m, n), and `unit` of length 1 in blocks of rows."""
+    """Matrices of one shape, in order: `whole` (k, m, n), and `unit`, of length 1 and cut into blocks of rows."""
 
     def __init__(self, part: slice, whole: torch.Tensor, unit: torch.Tensor, blocks: int) -> None:
         self.part, self.whole, self.unit, self.blocks = part, whole, unit, blocks
@@ -115,29 +123,31 @@ class _Stack:
         self.turned = whole
 
     def joined(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return matrices (k, m, n) of their blocks."""
+        """Return the matrices (k, m, n), joined from their blocks."""
         count, rows, columns = self.whole.shape
         return blocks.reshape(count, self.blocks * self.height, columns)[:, :rows]
 
 
 def _in_blocks(unit: torch.Tensor, rows: int) -> tuple[torch.Tensor, int]:
-    """Return matrices (k, m, n) in equal blocks of rows (k blocks, height, n), filled up by zeros, and their number."""
+    """Return matrices (k, m, n) in equal blocks of rows (k blocks, height, n), padded with zeros, and the number of
+    blocks.
+    """
     blocks, height = _block(rows, host=unit.is_cpu)
     filled = functional.pad(unit, (0, 0, 0, blocks * height - rows)) if blocks * height > rows else unit
     return filled.reshape(-1, height, unit.shape[-1]), blocks
 
 
 def _block(rows: int, *, host: bool) -> tuple[int, int]:
-    """Return into how many blocks of rows a matrix is cut, and their height; on a GPU one of few heights."""
+    """Return the number and the height of a matrix's blocks of rows; on a GPU, only a few heights occur."""
     blocks = -(-rows // ROWS)
     height = -(-rows // blocks)
     return blocks, height if host else -(-height // _HEIGHTS) * _HEIGHTS
 
 
 def inverse_root(matrices: torch.Tensor) -> torch.Tensor:
-    """Return A^(-1/2) of symmetric matrices A (k, m, m), or NaN where there is none.
+    """Return A^(-1/2) of symmetric matrices A (k, m, m), or NaN if it does not exist.
 
-    Their eigenvalues are at least 1e-6 |A|_F.
+    The eigenvalues must be at least 1e-6 |A|_F.
     """
     if not matrices.is_cpu:
         return newton_inverse_root(matrices)
@@ -150,7 +160,7 @@ def inverse_root(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def newton_inverse_root(matrices: torch.Tensor) -> torch.Tensor:
-    """Return the same by the iteration above, in the precision of `matrices`."""
+    """Return A^(-1/2) by Newton's iteration (see the module's docstring), in the precision of `matrices`."""
     size = torch.linalg.matrix_norm(matrices, keepdim=True)
     y = matrices / size
     identity = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)
@@ -177,7 +187,7 @@ def _scales(least: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Shape:
-    """A weight as a matrix: `rows` <= `columns`; `transposed` where the weight's first dimension is the longer one."""
+    """A weight as a matrix with `rows` <= `columns`; `transposed`: the weight's first dimension is the longer one."""
 
     rows: int
     columns: int
@@ -185,11 +195,10 @@ class Shape:
     positions: int
 
     def operations(self, *, host: bool) -> int:
-        """Return the floating-point operations of D, by blocks of rows.
+        """Return the number of floating-point operations that computing D takes, by blocks of rows.
 
-        They are of U U^T, the inverse root, and its product with U.
-
-        The eigenvectors of a symmetric matrix count as 9 m^3 (Golub and Van Loan 2013, section 8.3).
+        They comprise U U^T, the inverse root, and its product with U. The eigenvectors of a symmetric matrix count as
+        9 m^3 (Golub and Van Loan 2013, section 8.3).
         """
         blocks, height = _block(self.rows, host=host)
         root = 9 + 2 if host else 2 * (3 * len(_scales(math.sqrt(_LEAST))) - 2)
@@ -197,20 +206,21 @@ class Shape:
 
     @property
     def operations_of_an_example(self) -> int:
-        """Floating-point operations that the weight causes in the forward and backward pass of one example."""
+        """Return the weight's floating-point operations in the forward and backward pass of one example."""
         return 6 * self.rows * self.columns * self.positions
 
 
 def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
-    """Return for each of `parameters` whether it is the table of an embedding in a module that this process keeps.
+    """Return for each of `parameters` whether it is an embedding table of a module in this process.
 
-    An optimizer holds tensors only, so the modules come from the garbage collector, once, in some tens of milliseconds.
-    The collector does not show what `gc.freeze` hid; a warning says so where a parameter is hidden. The search runs no
-    module's code.
+    An optimizer knows only tensors, so the modules come from the garbage collector, once, in tens of milliseconds.
+    The collector does not show objects that `gc.freeze` hid; a warning is logged if a parameter is hidden. The search
+    runs no code of any module.
     """
     objects = gc.get_objects()
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    # Not `module.weight`: a parametrized module would compute it, which may change its buffers and may raise.
+    # This does not read `module.weight`: a parametrized module would compute it, which may change buffers and may
+    # raise.
     modules = [item for item in objects if issubclass(type(item), kinds)]
     tables = {id(vars(module).get("_parameters", {}).get("weight")) for module in modules}
     if gc.get_freeze_count() and not {id(parameter) for parameter in parameters} <= {id(item) for item in objects}:
@@ -231,11 +241,11 @@ def matrix_shape(parameter: torch.Tensor) -> Shape | None:
 
 @lru_cache(maxsize=8)
 def affordable(shapes: tuple[Shape, ...], batch_size: float | None, *, host: bool) -> tuple[bool, ...]:
-    """Return which matrices are turned: all, or all but the largest, so that the count stays within MOST_OPERATIONS.
+    """Return for each matrix whether to turn it; the largest are left out until the rest stay within MOST_OPERATIONS.
 
-    The count of a step's forward and backward passes is 6 operations for each weight, position and example of the
-    global batch; without a batch size all are turned. On a GPU, each operation of turning counts DEVICE_COST times.
-    Every rank finds the same, from shapes alone.
+    The forward and backward passes of a step count as 6 operations per weight, position and example of the global
+    batch; without a batch size, all matrices are turned. On a GPU, each operation of turning counts DEVICE_COST times.
+    The result depends on shapes only, so it is the same on every rank.
     """
     if batch_size is None:
         return (True,) * len(shapes)
@@ -253,9 +263,10 @@ def affordable(shapes: tuple[Shape, ...], batch_size: float | None, *, host: boo
 def sgd_update(
     parameter: torch.Tensor, group: Mapping[str, Any], buffer: torch.Tensor | None, rate: float | torch.Tensor
 ) -> torch.Tensor:
-    """Return U of the step w <- w - rate U that torch's SGD has just taken, from what that step left behind.
+    """Return U of the step w <- w - rate U that torch's SGD has just taken, from the state after that step.
 
-    `parameter`: after the step, with its gradient; `group`: its options; `buffer`: its momentum buffer, if it has one.
+    `parameter`: the weight after the step, with its gradient; `group`: its options; `buffer`: its momentum buffer, or
+    None.
     """
     if buffer is not None and not group["nesterov"]:
         return buffer
@@ -271,7 +282,7 @@ def sgd_update(
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A weight whose steps are turned: its place among all parameters, its options and its shape."""
+    """A weight whose steps are turned, with its place among all parameters, its options and its shape."""
 
     index: int
     parameter: torch.Tensor
@@ -279,7 +290,7 @@ class _Matrix:
     shape: Shape
 
     def update(self, inner: torch.optim.Optimizer, factor: float) -> torch.Tensor:
-        """Return U as (rows, columns); zeros where the weight took no step."""
+        """Return U as (rows, columns); zeros if the weight took no step."""
         if self.parameter.grad is None or self.parameter.grad.is_sparse:
             return self.parameter.new_zeros(self.shape.rows, self.shape.columns)
         buffer = inner.state.get(self.parameter, {}).get("momentum_buffer")  # `state[...]` would add to it
@@ -287,22 +298,22 @@ class _Matrix:
         return update.mT if self.shape.transposed else update
 
     def shaped(self, correction: torch.Tensor) -> torch.Tensor:
-        """Return D - U of the matrix, in any shape, as the weight's, contiguous.
+        """Return D - U of the matrix, given in any shape, in the shape of the weight and contiguous.
 
-        One kernel subtracts many tensors only where their strides are those of the weights.
+        One kernel can subtract many tensors only if their strides match those of the weights.
         """
         matrix = correction.view(self.shape.rows, self.shape.columns)
         return (matrix.mT if self.shape.transposed else matrix).contiguous().view(self.parameter.shape)
 
 
 class Directions:
-    """Turns the steps of a model's matrices, each on the rank that owns it; all ranks take what the owner sends.
+    """Turns the steps of a model's matrices. One rank owns each matrix, and all ranks apply the owner's correction.
 
-    So the replicas stay equal bit for bit on unequal devices too, and N ranks have an Nth of the work each. Corrections
-    travel in bfloat16, in one exchange a step: their last bits matter to no training, their bytes to slow networks.
-
-    `left_out`: how many matrices keep their steps, since turning all would cost too much. Embeddings, whose rows are
-    not directions of a map, keep their steps, and so does a parameter group with `direction=False`.
+    So the replicas stay equal bit for bit even on unequal devices, and each of N ranks does an Nth of the work.
+    Corrections are sent in bfloat16, in one exchange per step: their last bits do not matter for training, but their
+    size matters on slow networks. `left_out` is the number of matrices that keep their steps because turning all would
+    cost too much. Embeddings keep their steps, since their rows are not directions of a map, and so do parameter groups
+    with `direction=False`.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, ranks: Ranks, damping: float = DAMPING) -> None:
@@ -314,7 +325,7 @@ class Directions:
 
     @property
     def acts(self) -> bool:
-        """True where the steps of all matrices are turned, except in groups with `direction=False`."""
+        """Return True if the steps of all matrices are turned, except in groups with `direction=False`."""
         groups = self._inner.param_groups
         return self._turns and not self.left_out and any(group.get("direction", True) for group in groups)
 
@@ -323,10 +334,10 @@ class Directions:
         return type(self._inner) is torch.optim.SGD
 
     def plan(self, batch_size: float | None) -> tuple[int, ...]:
-        """Find which matrices are turned at this global batch; all ranks call it within a step.
+        """Choose the matrices to turn at this global batch; all ranks call this within a step.
 
-        Returns the places, among all parameters, of the matrices whose noise must be known. These include the matrices
-        that are left out.
+        Returns the places, among all parameters, of the matrices whose noise must be measured. These include the
+        matrices that are left out.
         """
         matrices = self._matrices()
         self._choose(matrices, batch_size)
@@ -339,7 +350,7 @@ class Directions:
         return [matrix for matrix, use in zip(matrices, chosen, strict=True) if use]
 
     def turn(self, factor: float, noise: Mapping[int, float], batch_size: float | None) -> None:
-        """Turn the step just taken at `factor` times the learning rates. `noise`: V by place, where known."""
+        """Turn the step just taken at `factor` times the learning rates. `noise`: V by place, if known."""
         matrices = self._choose(self._matrices(), batch_size)
         if not matrices:
             return
@@ -347,7 +358,7 @@ class Directions:
         shares: list[list[_Matrix]] = [[] for _ in range(self._ranks.size)]
         for matrix, owner in zip(matrices, owners(costs, self._ranks.size), strict=True):
             shares[owner].append(matrix)
-        # A script may step inside autocast, whose half precision the root does not survive.
+        # A script may step inside autocast, and the root would fail in half precision.
         with torch.autocast(matrices[0].parameter.device.type, enabled=False):
             corrected = self._correct(shares[self._ranks.rank], factor, noise)
         if self._ranks.size > 1:
@@ -361,7 +372,7 @@ class Directions:
         )
 
     def _matrices(self) -> list[_Matrix]:
-        """Return all matrices of torch's own SGD, in the order of parameters; none of another optimizer."""
+        """Return all matrices of torch's own SGD, in the order of parameters; empty for other optimizers."""
         if not self._turns:
             return []
         places = [(group, parameter) for group in self._inner.param_groups for parameter in group["params"]]
@@ -375,9 +386,10 @@ class Directions:
         ]
 
     def _find_tables(self, parameters: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Return the places of the embedding tables that any rank finds, since ranks may keep different modules.
+        """Return the places of the embedding tables that at least one rank finds, since ranks may keep different
+        modules.
 
-        It sums over ranks, so all ranks must call it at the same step.
+        This sums over ranks, so all ranks must call it at the same step.
         """
         flags = torch.tensor(embeddings(parameters), dtype=torch.float32, device="cpu").to(parameters[0].device)
         return frozenset(place for place, ranks in enumerate(self._ranks.sum_(flags).tolist()) if ranks)
@@ -398,7 +410,7 @@ class Directions:
         return corrected
 
     def _levels_on(self, device: torch.device, levels: list[float]) -> torch.Tensor:
-        """Return `levels` on `device`; those of the step before where no measurement came between."""
+        """Return `levels` on `device`; reuse the tensor of the previous step if no measurement arrived since."""
         before, tensor = self._levels.get(device, ([], None))
         if tensor is None or before != levels:
             tensor = to_device(levels, torch.float32, device)
@@ -413,7 +425,7 @@ class Directions:
     def _exchange(
         self, shares: Sequence[Sequence[_Matrix]], corrected: Mapping[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Return the corrections of all ranks by place, the same on all; `corrected` is this rank's share."""
+        """Return the corrections of all ranks by place, equal on all ranks; `corrected` is this rank's share."""
         most = max(sum(matrix.parameter.numel() for matrix in share) for share in shares)
         own = [corrected[matrix.index].reshape(-1) for matrix in shares[self._ranks.rank]]
         device = shares[0][0].parameter.device

@@ -25,14 +25,14 @@ def noise_moments(small_norm_sq: float, large_norm_sq: float, samples: float) ->
     """Return |G|^2 and tr(Sigma)/B without bias, from gradients of two sizes (McCandlish et al. 2018, appendix A.1).
 
     `small_norm_sq`: mean of |g_i|^2 over `samples` parts of the batch; `large_norm_sq`: |mean of g_i|^2.
-    Either may be negative on one step: average over steps before taking a ratio.
+    Either result may be negative on a single step: average over steps before taking a ratio.
     """
     noise = (small_norm_sq - large_norm_sq) / (samples - 1.0)
     return large_norm_sq - noise, noise
 
 
 def is_usable(small_norm_sq: float, large_norm_sq: float, samples: float) -> bool:
-    """Return False if a step's numbers are useless: infinite or zero norms, or a batch with a single part."""
+    """Return False if a step's numbers cannot be used: norms are infinite or zero, or the batch has a single part."""
     return samples > 1.0 and math.isfinite(small_norm_sq + large_norm_sq) and large_norm_sq > 0.0
 
 
@@ -53,9 +53,9 @@ class NoiseAverage:
     """Exponential averages over measured steps; plain floats, equal on all ranks.
 
     `signal`, `noise`: |G|^2 and S/B with decay 0.9, for the noise scale. `slow`, `fast`: the share of noise in a step's
-    |g|^2, with decays 0.9 and 0.5, for the gain. Every step has the same weight in an average of shares. A ratio of
-    averaged norms depends on the few longest gradients, for dozens of steps after a spike or a decay of the learning
-    rate.
+    |g|^2, with decays 0.9 and 0.5, for the gain. In an average of shares, every step has the same weight, whereas a
+    ratio of averaged norms depends on the few longest gradients for dozens of steps after a spike or a decay of the
+    learning rate.
     """
 
     signal: float = 0.0
@@ -78,7 +78,7 @@ class NoiseAverage:
     def gain(self, batch_ratio: float, noise_weight: float = 1.0) -> float:
         """Return AdaScale's gain for `batch_ratio` = B / b_small, with the noise times `noise_weight`; 1 without data.
 
-        Uses the lower of the two shares: the gain falls as soon as gradients begin to agree, and rises slowly.
+        It uses the lower of the two shares, so the gain falls as soon as gradients begin to agree, and rises slowly.
         """
         share = min(self.slow, self.fast)
         return noise_gain(1.0 - share, noise_weight * share, batch_ratio) if self.count else 1.0

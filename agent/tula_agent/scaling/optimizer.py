@@ -44,25 +44,24 @@ def _of_inner(name: str) -> Any:
 
 
 class TulaOptimizer(torch.optim.Optimizer):
-    """An optimizer around `optimizer` that scales its steps; it delegates everything else.
+    """Wraps `optimizer`, scales its steps, and delegates everything else.
 
-    It wraps `step` rather than hooking into it: it restores the learning rate even when the step raises, a GradScaler
-    always unscales first (also for fused optimizers), and its state is part of `state_dict`.
+    It wraps `step` rather than hooking into it, for three reasons: it can restore the learning rate even if the step
+    raises, a GradScaler always unscales first (also for fused optimizers), and its state is part of `state_dict`.
 
-    policy: an object of `tula_agent.scaling`, or its name for one with defaults. `Gain()` multiplies the learning rate
-    by the noise gain and, for SGD, turns the steps of matrices; else by the gain's root. `Ags()` is Algorithm 1 and
-    `Static(scale)` equation 8, both on the gradient of plain SGD and on the update of any other optimizer; `Measure()`
-    changes nothing and measures the gradient noise scale; `Off()`, named `none`, does nothing.
-    global_batch_size: B, examples per step over all ranks; without it, B is counted from batches that are observed.
-    small_batch_size: b_small, the batch at which the learning rate was chosen; without it, the batch of one rank or
-    micro-step.
-    process_group: of the ranks that share the model.
+    policy: a policy from `tula_agent.scaling`, or the name of one with its defaults. `Gain()` multiplies the learning
+    rate by the noise gain and turns the steps of matrices under SGD; under other optimizers it multiplies by the gain's
+    square root. `Ags()` applies Algorithm 1 and `Static(scale)` equation 8, to the gradient under plain SGD and to the
+    update under any other optimizer. `Measure()` only measures the gradient noise scale. `Off()`, named `none`, does
+    nothing. global_batch_size: B, examples per step over all ranks; if omitted, B is counted from the observed batches.
+    small_batch_size: b_small, the batch size at which the learning rate was chosen; by default, the batch of one rank
+    or micro-step. process_group: the group of the ranks that share the model.
 
     Neither the service nor a checkpoint ever changes these arguments. Every rank must construct it with the same
-    arguments and step equally often (the ranks reduce a few numbers with the measurements). Raises TypeError for
-    something that is not an optimizer, and ValueError for a number that makes no sense, for sharded parameters (FSDP,
-    tensor parallelism), of which no rank's own gradient is left to compare, or for a group without `lr`. The first
-    `step` raises ValueError for a `small_batch_size` without any global batch size.
+    arguments and step equally often (the ranks reduce a few numbers with the measurements). Raises TypeError if
+    `optimizer` is not an optimizer. Raises ValueError for a number out of range, for a group without `lr`, and for
+    sharded parameters (FSDP, tensor parallelism), since no rank keeps its own gradient of these for comparison. The
+    first `step` raises ValueError for a `small_batch_size` without any global batch size.
     """
 
     _step_supports_amp_scaling = False  # GradScaler must unscale first, whatever the wrapped optimizer supports
@@ -115,34 +114,37 @@ class TulaOptimizer(torch.optim.Optimizer):
 
     @property
     def progress(self) -> float:
-        """Return the steps so far, each counted as its `gain` factor (AdaScale's progress) or as 1; equal on all ranks.
+        """Return the number of steps so far, each counted as its `gain` factor (AdaScale's progress) or as 1.
 
-        If a step is worth r steps at the small batch, a schedule in steps of the small batch continues at this
-        position: `scheduler = LambdaLR(optimizer, lambda _: decay(optimizer.progress))`.
+        The number is equal on all ranks. If a step is worth r steps at the small batch, a schedule in steps of the
+        small batch continues at this position: `scheduler = LambdaLR(optimizer, lambda _: decay(optimizer.progress))`.
         """
         return self._progress
 
     def use_served(self, served: Served) -> None:
-        """Request the service's numbers; the first rank's take effect on all ranks in the step after a measurement.
+        """Request the service's numbers; the first rank's request takes effect on all ranks in the step after a
+        measurement.
 
-        Safe from another thread: it assigns one reference.
+        This is safe to call from another thread, since it assigns a single reference.
         """
         self._statistics.pulled = served
 
     def observe_batch(self, batch: Any, *, size: float | None = None, share: float | None = None) -> None:
         """Observe this rank's batch of the step or micro-step (nested tensors with the examples as first dimension).
 
-        size: the size to count, if not the number of examples: the tokens, for sequences of unequal length;
-        batch sizes and the noise scale are then in tokens. share: which part of each batch the script is handed from
-        now on; the agent says so while a launch measures smaller batches, and B is this part of `global_batch_size`.
-        The last batch is kept by reference until `step`.
+        size: the size to count instead of the number of examples, such as the number of tokens for sequences of unequal
+        length; batch sizes and the noise scale are then in tokens. share: the fraction of each batch that the script
+        gets from now on; the agent sets it while a launch measures smaller batches, and B is this fraction of
+        `global_batch_size`. A reference to the last batch is kept until `step`.
         """
         self._statistics.observe(batch, size)
         if share is not None:
             self._statistics.share = share
 
     def next_epoch(self) -> None:
-        """Begin an epoch, on every rank: `ags` finds factors after its first step, unless it has `steps_per_epoch`."""
+        """Begin an epoch; every rank must call this.
+
+        In its first step, `ags` refreshes its factors unless `steps_per_epoch` is set."""
         self.epoch += 1
         if self._rule is not None:
             self._rule.next_epoch(self._steps)
@@ -150,10 +152,11 @@ class TulaOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one scaled step; `closure` is evaluated once, before the factor is found. The first step is not scaled.
+        """Take one scaled step; `closure` is evaluated once, before the factor is computed. The first step is not
+        scaled.
 
-        A step without a backward pass at a learning rate of 0, by which torch.distributed.checkpoint makes an
-        optimizer's state, runs the wrapped optimizer unchanged and is not counted.
+        A step without a backward pass at a learning rate of 0 runs the wrapped optimizer unchanged and is not counted;
+        torch.distributed.checkpoint takes such a step to create an optimizer's state.
         """
         loss = None
         if closure is not None:
@@ -193,7 +196,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._size_known = True
 
     def _apply(self, factors: float | GatedFactors) -> None:
-        """Take the wrapped optimizer's step, scaled; nothing else applies factors to weights."""
+        """Take the wrapped optimizer's step, scaled; only this method applies factors to weights."""
         if isinstance(factors, float):
             if scaled_step(self._inner, factors):
                 self._statistics.warn(OWN_RATE)
@@ -216,17 +219,17 @@ class TulaOptimizer(torch.optim.Optimizer):
             torch.lerp(old, parameter, scale.expand_as(parameter), out=parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as the wrapped optimizer does, and the sums that a skipped step left in the taps."""
+        """Clear gradients as the wrapped optimizer does; also clear the sums that a skipped step left in the taps."""
         self._inner.zero_grad(set_to_none=set_to_none)
         self._statistics.tap.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as the wrapped optimizer does; the new parameters are watched from the next backward on."""
+        """Add a group as the wrapped optimizer does; its parameters are watched from the next backward pass on."""
         self._inner.add_param_group(param_group)
         self._prepare()
 
     def telemetry(self) -> dict[str, float]:
-        """Return values of the last steps by telemetry column, as far as they are on the host now."""
+        """Return the values of the last steps by telemetry column, as far as they have reached the host."""
         numbers, rule = self.numbers, None if self._closed else self._rule
         base = {"thresholds_version": float(self._statistics.served.version), "step": float(self._steps)}
         if self.policy.name in ("ags", "static"):
@@ -237,11 +240,12 @@ class TulaOptimizer(torch.optim.Optimizer):
         return {**{name: value for name, value in measured.items() if not math.isnan(value)}, **base}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state and, as `tula` in the first group, all numbers behind the next factors.
+        """Return the wrapped optimizer's state and, as `tula` in the first group, all numbers that determine the next
+        factors.
 
-        Equal on all ranks. It is in the group, since torch.distributed.checkpoint, ZeRO and FSDP's helpers keep the
-        group's values, and equally long under every policy, since they load in place; factors of `ags` are in the state
-        of their parameters.
+        The entry is equal on all ranks. It is part of the group because torch.distributed.checkpoint, ZeRO and FSDP's
+        helpers keep a group's values, and it has the same length under every policy because they load in place. The
+        factors of `ags` are in the state of their parameters.
         """
         kind = -1.0 if self._rule is None else float(isinstance(self._rule, AgsRule))
         rule = [] if self._rule is None else self._rule.state()
@@ -261,7 +265,7 @@ class TulaOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue bit for bit from `state_dict`; without its entry `tula`, scaling starts afresh.
 
-        This optimizer keeps its policy and numbers. Measurements under another policy are left out.
+        This optimizer keeps its own policy and arguments. Measurements made under another policy are ignored.
         """
         first, *rest = state_dict["param_groups"]
         groups = [{key: value for key, value in first.items() if key != _STATE_KEY}, *rest]
@@ -296,7 +300,8 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._statistics.tap.close()
 
     def __getattr__(self, name: str) -> Any:
-        # train() and eval() of schedule-free optimizers, for example; never own fields, which may not exist yet.
+        # For example, train() and eval() of schedule-free optimizers; never this object's own fields, which may not
+        # exist yet.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._inner, name)
@@ -348,16 +353,16 @@ def _refuse_unusable(optimizer: Any) -> None:
 def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> bool:
     """Take a step with every group's learning rate times `factor`; rates are restored exactly, even if it raises.
 
-    For SGD, Adam and their variants the update is linear in the learning rate, so this scales the update, decoupled
-    weight decay included, without touching a tensor. A rate that the step changed keeps its change in proportion, and
-    the function returns True; it does not check rates that are tensors, since that would wait for the device.
+    For SGD, Adam and their variants, the update is linear in the learning rate, so this scales the update, including
+    decoupled weight decay, without touching a tensor. If the step changed a rate, the change is kept in proportion and
+    the function returns True; rates that are tensors are not checked, since that would wait for the device.
     """
     if factor == 1.0:
         optimizer.step()
         return False
     groups = list(optimizer.param_groups)  # the step may add one
     kept = [group["lr"] for group in groups]
-    # One tensor given to an optimizer becomes the rate of every group without its own.
+    # A tensor passed to an optimizer becomes the rate of every group that has no rate of its own.
     tensors = {id(rate): (rate, rate.clone()) for rate in kept if isinstance(rate, torch.Tensor)}
     for rate, _ in tensors.values():
         rate.mul_(factor)
@@ -379,5 +384,5 @@ def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> bool:
 
 
 def _gated(factor: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Return `factor` if the gate is open, else exactly 1."""
+    """Return `factor` if the gate is open (1), else exactly 1."""
     return torch.where(gate.to(factor.device) > 0, factor, torch.ones_like(factor))

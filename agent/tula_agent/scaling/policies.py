@@ -1,7 +1,6 @@
 """Defines the policies of `TulaOptimizer`, and which of their numbers are in force.
 
-The script's number is in force; if the script gives none, the number that a user set at the service (`Served`); else
-the default.
+A number from the script takes precedence, then a number that a user set at the service (`Served`), then the default.
 """
 
 from __future__ import annotations
@@ -27,20 +26,21 @@ _DEFAULT_DELTA, _DEFAULT_S_MIN = 0.5, 1e-3  # of Algorithm 1
 
 @dataclass(frozen=True)
 class Gain:
-    """The default: the learning rate times the noise gain, from gradients of earlier steps; its root under Adam.
+    """The default: multiplies the learning rate by the noise gain of earlier steps; under Adam, by its square root.
 
     Under torch's SGD the steps of matrices also turn to directions that noise does not dominate (`direction`).
     Embeddings keep their steps, and so does a parameter group with `direction=False`.
 
-    s_max: the largest factor; B / b_small by default, which is also the most that is accepted.
-    spike_limit: a gradient longer than this times the usual length is clipped to it while the gain is above 1; None
-    turns clipping off.
+    s_max: the largest factor; the default is B / b_small, which is also the upper limit.
+    spike_limit: while the gain is above 1, gradients longer than this multiple of the usual length are clipped to it;
+    None turns clipping off.
 
     The class attributes are the rule's constants, which only experiments change, in a subclass. `noise_weight`: c of
-    the gain. `growth`: the largest ratio of the factors of two steps; None: no limit. `adaptive_power`: of the gain
-    under an optimizer that divides by the gradient's size. `damping`: c of the direction; 0 levels all directions, None
-    leaves each step along the gradient. `measure_every`: steps; None: every one of the first 512,
-    then one in eight. Raises ValueError for a number that makes no sense.
+    the gain. `growth`: the largest ratio between the factors of two consecutive steps; None means no limit.
+    `adaptive_power`: the exponent of the gain under an optimizer that divides by the gradient's size. `damping`: c of
+    the direction; 0 levels all directions, None leaves each step along the gradient. `measure_every`: steps between
+    measurements; None measures each of the first 512 steps, then one in eight. Raises ValueError for a number out of
+    range.
     """
 
     s_max: float | None = None
@@ -61,22 +61,23 @@ class Gain:
 
 @dataclass(frozen=True)
 class Measure(Gain):
-    """Changes nothing; measures the gradient noise scale at the first 128 steps and at every eighth after them."""
+    """Only measures the gradient noise scale, at each of the first 128 steps and every eighth step after them."""
 
     name: ClassVar = "measure"
 
 
 @dataclass(frozen=True)
 class Ags:
-    """Algorithm 1 of the paper: one factor per element, found once an epoch, applied to steps that are not sensitive.
+    """Algorithm 1 of the paper: a factor per element, computed once per epoch and applied to steps that are not
+    sensitive.
 
-    delta: a step whose gradient variability (equation 5) reaches it is sensitive; 0.5 by default.
+    delta: a step is sensitive if its gradient variability (equation 5) is at least delta; 0.5 by default.
     s_min, s_max: bounds of every factor; 0.001 and sqrt(B / b_small) by default.
-    steps_per_epoch: after how many steps factors are found again; by default after the first step that follows a
-    `TulaOptimizer.next_epoch`, which `run.steps` calls.
-    model, loss: sample b_small by a second backward on part of the batch (`loss(module, batch)` is the mean loss), for
-    which `TulaOptimizer.observe_batch` must get each batch. Without them, ranks and micro-steps serve as small batches.
-    Raises ValueError for a number that makes no sense.
+    steps_per_epoch: number of steps between two computations of the factors; by default, they are computed after the
+    first step that follows a call of `TulaOptimizer.next_epoch`, which `run.steps` makes.
+    model, loss: if given, a second backward pass on part of the batch gives the gradient at b_small
+    (`loss(module, batch)` is the mean loss); `TulaOptimizer.observe_batch` must then get each batch. Without them,
+    ranks and micro-steps serve as small batches. Raises ValueError for a number out of range.
     """
 
     delta: float | None = None
@@ -104,10 +105,10 @@ class Ags:
 
 @dataclass(frozen=True)
 class Static:
-    """Equation 8 of the paper: one factor for every step that is not sensitive.
+    """Equation 8 of the paper: the same factor for every step that is not sensitive.
 
-    scale: the factor; if the script gives none, the service's, and 1 until the service has one. delta: as in `Ags`.
-    Raises ValueError for a number that makes no sense.
+    scale: the factor; by default the service's, or 1 until the service has one. delta: as in `Ags`.
+    Raises ValueError for a number out of range.
     """
 
     scale: float | None = None
@@ -132,7 +133,7 @@ POLICIES: Mapping[str, type[Policy]] = {kind.name: kind for kind in (Gain, Measu
 
 
 def policy_named(policy: Policy | str) -> Policy:
-    """Return the given policy, or the named policy with its defaults. Raises ValueError for an unknown name."""
+    """Return the given policy, or the policy of this name with its defaults. Raises ValueError for an unknown name."""
     if not isinstance(policy, str):
         return policy
     if policy not in POLICIES:
@@ -153,7 +154,7 @@ class Served:
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any], policy: str) -> Served:
-        """Read the service's answer without numbers of other policies and fields that this version does not know.
+        """Parse the service's answer, ignoring numbers of other policies and unknown fields.
 
         Raises ValueError that names a field with a wrong type or a value out of range.
         """
@@ -169,16 +170,16 @@ class Served:
         if read.s_min is not None and read.s_max is not None and read.s_max < read.s_min:
             raise ValueError(f"s_max = {read.s_max:g} is below s_min = {read.s_min:g}")
         served = cls(**{name: getattr(read, name) for name in names})
-        # The first version has no number: there is nothing to take up.
+        # The first version has no numbers, so there is nothing to apply.
         return cls() if served == cls(version=1) else served
 
     def to_vector(self) -> list[float]:
-        """Return the numbers with NaN for None: exact in float64, and able to cross ranks with a measurement."""
+        """Return the numbers as a vector to exchange over ranks with a measurement: NaN for None, exact in float64."""
         return [float("nan") if value is None else float(value) for value in vars(self).values()]
 
     @classmethod
     def from_vector(cls, numbers: Sequence[float]) -> Served:
-        """Return the numbers that `to_vector` returned as a vector."""
+        """Return the numbers in a vector from `to_vector`."""
         given = {field.name: x for field, x in zip(fields(cls), numbers, strict=True) if x == x}
         for name in ("version", "small_batch_size"):
             if name in given:
@@ -191,7 +192,7 @@ SERVED_SLOTS = len(fields(Served))
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers in force. `s_max` None: the default of the policy."""
+    """The numbers in force. If `s_max` is None, the policy's default applies."""
 
     small_batch_size: int | None
     delta: float
@@ -203,7 +204,8 @@ class Numbers:
 def numbers_in_force(policy: Policy, small_batch_size: int | None, served: Served) -> Numbers:
     """Return each number from the script, else from the service, else the default.
 
-    A served bound that contradicts a bound of the script is left out: users set bounds without seeing the script.
+    A bound from the service that contradicts a bound of the script is ignored, since users set bounds without seeing
+    the script.
     """
 
     def of_script(name: str) -> Any:

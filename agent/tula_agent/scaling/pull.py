@@ -18,7 +18,8 @@ RETRY_S = 10.0
 
 
 class ServedNumbers:
-    """Pulls on the shipping thread of the first rank: at the start and, for `ags` and `static`, after each epoch.
+    """Pulls the numbers on the first rank's shipping thread, at the start and, for `ags` and `static`, after each
+    epoch.
 
     optimizer: a `TulaOptimizer`, held weakly. An invalid answer is ignored (the first time with a warning) and
     requested again.

@@ -1,4 +1,4 @@
-"""Sums over ranks. Every number that can change a weight comes from one of these, so that all ranks hold the same."""
+"""Sums over ranks. Every number that can change a weight comes from such a sum, so that it is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tula_agent.readings import HostCopy
 
 @dataclass
 class AsyncReduction:
-    """A reduced vector that is being copied to the host; `values` waits only for work that was queued before it."""
+    """A reduced vector that is being copied to the host; `values` waits only for work that was queued earlier."""
 
     vector: torch.Tensor
     event: torch.cuda.Event | None = None
@@ -53,9 +53,8 @@ class Ranks:
     def portion(self, sizes: Sequence[int]) -> list[bool]:
         """Return, for each tensor of these sizes, whether this rank reads it for a sum over ranks.
 
-        Every rank holds the same tensors.
-
-        Exactly one rank reads each tensor, and all ranks read about equally much: N ranks need an Nth of the time.
+        All ranks have the same tensors. Exactly one rank reads each tensor, and all ranks read about the same amount,
+        so N ranks need an Nth of the time.
         """
         if self.size == 1:
             return [True] * len(sizes)
@@ -69,7 +68,7 @@ class Ranks:
         return tensor
 
     def gather(self, parcel: torch.Tensor) -> list[torch.Tensor]:
-        """Return the `parcel` of each rank, in the order of ranks; all have the same size and type."""
+        """Return the `parcel` of each rank, in the order of ranks; all parcels have the same size and type."""
         if self.size == 1:
             return [parcel]
         raw = parcel.view(torch.uint8)  # gloo knows no bfloat16
@@ -80,15 +79,15 @@ class Ranks:
     def send(self, vector: torch.Tensor) -> AsyncReduction:
         """Start summing `vector` over ranks and copying the sum to the host; on a GPU neither host nor device waits.
 
-        The reduction is ordered on the stream, and the copy to the host after it. On a CPU the sum is waited for: gloo
-        aborts a process that ends while a reduction is in flight, and no later step need come to wait for it.
+        The reduction and then the copy to the host are queued on the stream. On a CPU this waits for the sum, because
+        gloo aborts a process that ends while a reduction is in flight, and there may be no later step to wait for it.
         """
         return to_host(self.sum_(vector))
 
 
 @lru_cache(maxsize=8)
 def owners(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Return the rank that reads each tensor of these sizes: largest first, each to the rank with the least so far."""
+    """Return the rank that reads each tensor: in order of size, largest first, each goes to the least loaded rank."""
     loads = [(0, rank) for rank in range(ranks)]
     rank_of = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -99,7 +98,7 @@ def owners(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 
 def to_host(vector: torch.Tensor) -> AsyncReduction:
-    """Start to copy `vector` to the host without waiting for it."""
+    """Start copying `vector` to the host, without waiting for the copy."""
     if vector.device.type != "cuda":
         return AsyncReduction(vector)
     copy = HostCopy(vector)

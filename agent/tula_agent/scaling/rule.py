@@ -1,9 +1,9 @@
-"""The rule: the learning rate times a noise gain, measured at one step and used from the next.
+"""The rule of `gain`: multiply the learning rate by a noise gain that is measured at one step and used from the next.
 
-    r = (|G|^2 + c S/b) / (|G|^2 + c S/B),   c = 4,   in [1, B/b],   at most 1.1 times that of the step before
+    r = (|G|^2 + c S/b) / (|G|^2 + c S/B),   c = 4,   in [1, B/b],   at most 1.1 times the previous step's r
 
-Under Adam the learning rate is multiplied by the root of r. With c = 1 this is AdaScale's gain (Johnson et al. 2020,
-equation 6). Under `Measure` the same measurement runs, and the factor is 1. `SpikeClip` clips gradients that are
+Under Adam, the learning rate is multiplied by the square root of r. With c = 1, r is AdaScale's gain (Johnson et al.
+2020, equation 6). `Measure` makes the same measurement, but its factor is 1. `SpikeClip` clips gradients that are
 suddenly much longer than earlier gradients.
 """
 
@@ -29,7 +29,7 @@ MEASURE_DENSE_STEPS = 128  # of the policy `measure`: a launch of three batches 
 SPARSE_EVERY = 8
 
 PLAIN = (torch.optim.SGD, torch.optim.ASGD)
-"""Optimizers whose update is proportional to the gradient; others, such as Adam, divide by its size."""
+"""Optimizers whose update is proportional to the gradient; others, such as Adam, divide by the gradient's size."""
 
 CLIPPED_OFTEN = (
     "more than one step in ten has far longer gradients than usual, which are clipped, for example because tasks "
@@ -44,8 +44,10 @@ _KEEP = 0.9  # weight of the past in the average norm, per step, and in the nois
 _OFTEN_CLIPPED = (20, 200)  # one step in ten
 _WHOLE = 2**14  # elements up to which all of a tensor is read
 _SHARE = 64
-"""Only the first rows of a larger tensor are read: as many as hold _WHOLE elements or a 64th of all. Reading all would
-cost percents of a step."""
+"""Only the first rows of a larger tensor are read: as many as contain _WHOLE elements or a 64th of all.
+
+Reading all of it would take several per cent of a step.
+"""
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
@@ -60,9 +62,10 @@ def is_plain(optimizer: torch.optim.Optimizer) -> bool:
 
 @dataclass
 class GainState:
-    """The readings of past steps; equal on all ranks.
+    """Averages and readings of past steps, equal on all ranks.
 
-    `samples`, `norm`: B / b and |G| of the last reading, of step `measured_at`. `variability`: equation 5.
+    `samples`, `norm`: B / b and |G| of the last reading, which was made at step `measured_at`. `variability`: equation
+    5.
     """
 
     noise: NoiseAverage
@@ -74,10 +77,11 @@ class GainState:
 
 
 class GainRule:
-    """Computes a factor from past steps only: it is independent of the batch that it scales, and no step waits for it.
+    """Computes a factor from past steps only, so that it is independent of the batch that it scales, and no step waits
+    for it.
 
-    `matrix_noise`: V by matrix, the average (0.9 a measurement) of the noise of its gradient in the optimizer's unit.
-    `turn` then turns the step that was taken at the factor.
+    `matrix_noise`: V by matrix, the average noise of its gradient (decay 0.9 per measurement) in the optimizer's unit.
+    `turn` then turns the step that was taken at this factor.
     """
 
     def __init__(self, statistics: GradientStatistics, policy: Gain) -> None:
@@ -118,7 +122,7 @@ class GainRule:
         return factor
 
     def turn(self, factor: float) -> None:
-        """Turn a step that was taken at this factor, if the noise of its matrices is known."""
+        """Turn the step that was taken at this factor, if the noise of its matrices is known."""
         if self._directions is None or factor <= 1.0 or not self.matrix_noise:
             return
         noise = dict(zip(self._statistics.matrices, self.matrix_noise, strict=True))
@@ -127,7 +131,7 @@ class GainRule:
             self._statistics.warn(LEFT_OUT)
 
     def _factor(self, numbers: Numbers) -> float:
-        """Return min(r^power, s_max), with s_max = B / b_small unless it is less; 1 until something was measured."""
+        """Return min(r^power, s_max), where s_max is at most B / b_small; 1 before the first measurement."""
         policy, state = self._policy, self._state
         if not self._scales or not state.noise.count:
             return 1.0
@@ -161,16 +165,16 @@ class GainRule:
         state.noise.update(*moments)  # at the present batch, to which `_change_batch` has converted the averages
         kept = self.matrix_noise if len(self.matrix_noise) == len(noise) else noise
         self.matrix_noise = [_KEEP * old + (1.0 - _KEEP) * new for old, new in zip(kept, noise, strict=True)]
-        # Equation 5 compares a step with the one before it: unknown where only one in eight is measured.
+        # Equation 5 compares a step with the one before it, so it is unknown while only one step in eight is measured.
         norm, follows = math.sqrt(float(reading.norm_sq)), self._sent_at == state.measured_at + 1
         state.variability = gradient_variability(norm**2, state.norm**2) if follows else math.nan
         state.samples, state.norm, state.measured_at = moments[2], norm, self._sent_at
 
     def _judge_clips(self, clipped: float) -> None:
-        """Warn if long gradients come regularly: the clip then suppresses a part of the training.
+        """Warn if long gradients come regularly, since the clip then suppresses a part of training.
 
-        The first 200 steps are not judged: without normalization layers one in five of these steps is a spike, and
-        the clip exists for such spikes.
+        The first 200 steps do not count: without normalization layers, one in five of them is a spike, which is what
+        the clip is for.
         """
         most, steps = _OFTEN_CLIPPED
         before = self._clips_before
@@ -194,7 +198,7 @@ class GainRule:
             if places != statistics.matrices:  # no measurement is on its way here, so none has other matrices
                 statistics.matrices, self.matrix_noise = places, []
             return statistics.measure()
-        # Nothing is received here, so a number that the service serves is only pulled, and the batch only observed.
+        # No measurement is received here, so the service's numbers are only pulled, and the batch is only observed.
         small = numbers.small_batch_size or statistics.pulled.small_batch_size
         larger = small is not None and (statistics.batch_size or statistics.observed) > small
         if self._scales and statistics.tap.parts and larger:  # at the base batch there is nothing to scale
@@ -202,7 +206,7 @@ class GainRule:
         return None
 
     def telemetry(self, numbers: Numbers) -> dict[str, float]:  # noqa: ARG002 - as in `ags`
-        """Return numbers of the last measured step; the noise scale is in examples if B is known, else in batches."""
+        """Return the last measured step's numbers; the noise scale is in examples if B is known, else in batches."""
         state = self._state
         return {
             "grad_norm": state.norm,
@@ -214,7 +218,7 @@ class GainRule:
         }
 
     def state(self) -> list[float]:
-        """Return averages for a checkpoint; wait for the measurement in flight and add it."""
+        """Wait for the measurement in flight and add it; return the averages for a checkpoint."""
         self._receive()
         state, clip = self._state, self._clip
         usual = math.nan if clip is None or clip.usual is None else float(clip.usual)
@@ -235,8 +239,8 @@ class GainRule:
         self._state = GainState(average, factor, samples, norm, int(measured_at), variability)
         by_parameter = enumerate(() if self._directions is None else numbers)
         by_place = {place: noise for place, noise in by_parameter if not math.isnan(noise)}
-        # The saved numbers say which matrices count, so the ranks agree without a collective: one rank may load alone,
-        # as when its optimizer is copied.
+        # The saved numbers show which matrices count, so the ranks agree without a collective, and a single rank may
+        # load alone, for example when its optimizer is copied.
         self._statistics.matrices, self.matrix_noise = tuple(by_place), list(by_place.values())
         self._reduction, self._sent_at = None, int(sent_at)
         statistics = self._statistics
@@ -254,13 +258,13 @@ class GainRule:
 class SpikeClip:
     """g <- g * min(1, limit * usual / |g|), where `usual` is the moving average (0.9) of |g| after clipping.
 
-    |g| covers a fixed part of each large tensor: it is only compared with its own past.
+    |g| covers a fixed part of each large tensor, since it is only compared with its own past.
 
     A gain above 1 makes a bad step worse: without normalization layers the norm can grow a hundredfold within three
-    steps, which no average of the past predicts. A limit on the step itself prevents it. All ranks hold the bits that
-    the all-reduce gave them, so all compute the same factor, as with torch's `clip_grad_norm_`.
-    `clipped`: on the device, how many steps were clipped; None before the first that could be.
-    A gradient with NaN or infinity, or of zeros only, stays unchanged and does not enter the average.
+    steps, which no average of the past predicts. A limit on the step itself prevents it. All ranks have the same bits
+    after the all-reduce, so all compute the same factor, as with torch's `clip_grad_norm_`. `clipped`: the number of
+    clipped steps, on the device; None before the first step that could be clipped. A gradient that contains NaN or
+    infinity, or only zeros, is not changed and does not enter the average.
     """
 
     def __init__(self, limit: float) -> None:

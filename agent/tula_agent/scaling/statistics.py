@@ -2,8 +2,9 @@
 
     large = |g|^2        small = mean over parts of |g_i|^2        g = f sum_i g_i / N
 
-The parts g_i are micro-steps of ranks (`taps.py`). f is whatever multiplied gradients between backward and step (AMP's
-loss scale, clipping by global norm, averages); it is found by projections, so that a script need not report it.
+The parts g_i are micro-steps of ranks (`taps.py`). f is the factor by which gradients were multiplied between backward
+and step (AMP's loss scale, clipping by global norm, averaging); it is estimated from projections, so that a script need
+not report it.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ DISTURBED = (
 def common_factor(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (f, |after - f before| / |after|) by least squares, 0-d, from projections of shape (n,).
 
-    NaN where they are undetermined.
-    f is the number by which gradients were multiplied between backward and step: AMP's loss scale, clipping by global
-    norm, averaging over micro-steps. None of them is mistaken for noise, and the script need not report them.
+    Both are NaN if they are undetermined. f is the number by which gradients were multiplied between backward and step
+    by AMP's loss scale, clipping by global norm and averaging over micro-steps. None of these is mistaken for noise,
+    and the script need not report them.
     """
     factor = torch.dot(before, after) / torch.dot(before, before)
     factor = torch.where(factor > 0.0, factor, math.nan)
@@ -54,7 +55,7 @@ def common_factor(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tens
 
 
 def _stack(numbers: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return 0-d tensors as one on `device`, in the widest of their types."""
+    """Return 0-d tensors stacked into one on `device`, in the widest of their types."""
     widest = max({number.dtype for number in numbers}, key=lambda dtype: dtype.itemsize)
     return torch.stack(
         [
@@ -65,11 +66,12 @@ def _stack(numbers: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
 
 
 class Reading:
-    """One step's measurement, summed over ranks, on its device; each float waits for that device.
+    """The measurement of one step, summed over ranks, on the device; converting a value to a float waits for the
+    device.
 
-    `norm_sq`: |G|^2 as the optimizer sees it. `norm_sq_before_clip`: in the unit of backward, hence before a clip by
-    global norm, and with the loss scale of AMP. Both 0-d; the latter is NaN where the factor between them is unknown.
-    `precision`: the rounding error of the gradients, relative.
+    `norm_sq`: |G|^2 as the optimizer sees it. `norm_sq_before_clip`: |G|^2 in the unit of backward, which is before a
+    clip by global norm and includes AMP's loss scale. Both are 0-d; the latter is NaN if the factor between them is
+    unknown. `precision`: the relative rounding error of the gradients.
     """
 
     def __init__(self, vector: torch.Tensor, precision: float = 0.0) -> None:
@@ -82,14 +84,14 @@ class Reading:
     def moments(self) -> tuple[float, float, float]:
         """Return mean |g_i|^2 over the parts, |mean of g_i|^2, both in the unit of backward, and the number of parts.
 
-        NaN or infinite where nothing can be said.
+        The values are NaN or infinite if they cannot be computed.
         """
         small, parts, large, micro, samples = self._vector[:5].tolist()
         unit = (float(self._factor) * micro) ** 2
         return (small / parts, large / unit, samples) if parts and unit else (math.nan, math.nan, samples)
 
     def matrix_noise(self) -> list[float]:
-        """Return by matrix the noise of its gradient, E|g - G|^2 in the unit that the optimizer sees, at least 0."""
+        """Return the noise of each matrix's gradient, E|g - G|^2 in the unit that the optimizer sees, at least 0."""
         _, parts, _, micro, samples = self._vector[:5].tolist()
         unit = (float(self._factor) * micro) ** 2
         by_matrix = self._vector[_MATRICES_FROM:].reshape(2, -1).tolist()
@@ -100,35 +102,36 @@ class Reading:
 
     @property
     def served(self) -> torch.Tensor:
-        """The first rank's `Served.to_vector()`."""
+        """Return the first rank's `Served.to_vector()`."""
         return self._vector[_HEAD + 2 * CALIBRATORS : _MATRICES_FROM]
 
     @property
     def unit(self) -> float:
-        """The factor on a sum of micro-steps between backward and step."""
+        """Return the factor that multiplied a sum of micro-steps between backward and step."""
         return float(self._factor)
 
     @property
     def examples(self) -> float:
-        """Global batch size of the step; 0 where it is not given and no rank observes its batches."""
+        """Return the global batch size of the step; 0 if it is not given and no rank observes its batches."""
         return float(self._vector[5])
 
     @property
     def disturbed(self) -> bool:
-        """True where parts and whole cannot be compared; a sum of many parts may be off by the rounding of its type."""
+        """Return True if parts and whole cannot be compared; a sum of many parts may be off by rounding."""
         rounding = 4.0 * self._precision * math.sqrt(max(float(self._vector[4]), 1.0))
         return float(self._vector[6]) > 0.0 or float(self._residual) > max(_MAX_RESIDUAL, rounding)
 
 
 class GradientStatistics:
-    """Hooks, the batch of the current step, and the measurements from both.
+    """Keeps the hooks and the batch of the current step, and makes measurements from both.
 
-    `counted_batch_size`: examples per step over all ranks, by the last reading. A rank's batch would not do: the last
-    one of an epoch may be shorter on some ranks, and their factors would differ.
-    `share`: of the batches of `global_batch_size`, how much the agent hands to this rank.
-    `matrices`: the places of the parameters whose noise is measured one by one.
-    `served`: the service's numbers, equal on all ranks. `pulled` is what this rank asked for; the first rank's crosses
-    to the others in the next measurement, so that all ranks take it up at one step without a collective of its own.
+    `counted_batch_size`: examples per step over all ranks, by the last reading. A rank's own batch cannot be used: the
+    last batch of an epoch may be shorter on some ranks, and their factors would differ.
+    `share`: the fraction of each batch of `global_batch_size` that the agent passes to this rank.
+    `matrices`: the places of the parameters whose noise is measured separately.
+    `served`: the service's numbers in force, equal on all ranks. `pulled`: the numbers that this rank requested; the
+    first rank's are sent to the others in the next measurement, so that all ranks apply them at the same step without
+    an extra collective.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ class GradientStatistics:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter: numbers for reductions over ranks are on it."""
+        """Return the device of the first parameter, on which numbers are reduced over ranks."""
         return self.parameters()[0].device
 
     def warn(self, sentence: str) -> None:
@@ -175,9 +178,9 @@ class GradientStatistics:
     # The batch.
 
     def observe(self, batch: Any, size: float | None = None) -> None:
-        """Take the batch of a step or of one of its micro-steps, of `size` examples or tokens.
+        """Note the batch of a step or of one of its micro-steps, of `size` examples or tokens.
 
-        Once the script gives a size, batches without one (those that the agent observes) are not counted.
+        Once the script has given a size, batches without a size (which the agent observes) are not counted.
         """
         self.batch = batch
         length = float(infer_batch_size(batch) or 0)
@@ -196,30 +199,30 @@ class GradientStatistics:
 
     @property
     def observed(self) -> float:
-        """Size of this step's batch on this rank, for a sum over ranks; 0 where no batch was observed.
+        """Return the size of this step's batch on this rank, for a sum over ranks; 0 if no batch was observed.
 
-        At most as many as micro-steps explain: a batch of a step that a GradScaler skipped, or one that came twice,
-        does not count.
+        It is limited by the number of micro-steps: a batch of a step that a GradScaler skipped, or one that was
+        observed twice, does not count.
         """
         parts = self.tap.parts
         return min(self._observed, parts * self._longest) if parts else self._longest
 
     @property
     def examples(self) -> float:
-        """This rank's summand of B: its part of the given global batch, else its observed examples."""
+        """Return this rank's summand of B: its part of the given global batch, else its observed examples."""
         given = self.global_batch_size
         return self.observed if given is None else given * self.share / self.ranks.size
 
     @property
     def batch_size(self) -> float | None:
-        """B, per step over all ranks, of the last reading; before the first one as given."""
+        """Return B per step over all ranks by the last reading; before the first reading, the given batch size."""
         return self.global_batch_size if self.counted_batch_size is None else self.counted_batch_size
 
     def count(self, examples: float) -> None:
-        """Take a sum of `examples` as B.
+        """Use a sum of `examples` as B.
 
-        A smaller count of whole examples counts only the second time: a last batch may be short. Sizes that the script
-        gives, such as tokens, vary by nature: their average counts.
+        A smaller number of whole examples is used only if it occurs twice, since the last batch of an epoch may be
+        short. Sizes that the script gives, such as tokens, vary by nature, so their average is used.
         """
         if examples <= 0:
             return
@@ -238,11 +241,11 @@ class GradientStatistics:
 
     @property
     def has_gradients(self) -> bool:
-        """True where some parameter has a gradient to step by."""
+        """Return True if at least one parameter has a gradient."""
         return any(p.grad is not None for p in self.parameters())
 
     def check_taps(self) -> None:
-        """Say once what the taps cannot see; called at each step."""
+        """Warn once about gradients that the taps cannot see; called at each step."""
         if self.tap.mode is not None:
             self._without_parts = 0 if self.tap.parts or not self.has_gradients else self._without_parts + 1
         if self._without_parts == 3:
@@ -253,8 +256,9 @@ class GradientStatistics:
     def measure(self) -> torch.Tensor:
         """Return this rank's summands of the step's measurement, whose sum over ranks is a `Reading`.
 
-        Zeros where it has none, so that every rank joins the reduction. A parameter without a part on this rank but
-        with a reduced gradient counts as a zero part. Each rank adds the squares of its portion of reduced gradients.
+        The summands are zero if this rank has no measurement, so that every rank joins the reduction. A parameter with
+        a reduced gradient but no part on this rank counts as a zero part. Each rank adds the squares of its portion of
+        reduced gradients.
         """
         gradients, size, tap, device = self.gradients(), self.ranks.size, self.tap, self.device
         dense = [g is not None and not g.is_sparse for g in gradients]
@@ -282,7 +286,7 @@ class GradientStatistics:
         squares, gradients = self.tap.squares, self.gradients()
         usable = {i: g for i in self.matrices if (g := gradients[i]) is not None and not g.is_sparse and portion[i]}
         large = dict(zip(usable, norms([*usable.values()]), strict=True))
-        # Stacked in float32 first: on a device, converting each number by itself would be as many kernels.
+        # Stack in float32 first: on a device, converting the numbers one by one would start a kernel for each.
         single = zero.float()
         small = [single if (s := squares[i]) is None else s for i in self.matrices]
         return [
@@ -291,7 +295,7 @@ class GradientStatistics:
         ]
 
     def reading(self, vector: torch.Tensor) -> Reading:
-        """Return what `vector`, a sum of measurements over ranks, says."""
+        """Return the reading in `vector`, a sum of measurements over ranks."""
         kinds = {p.dtype for p in self.parameters() if p.is_floating_point()}
         return Reading(vector, max((torch.finfo(kind).eps for kind in kinds), default=0.0))
 

@@ -1,11 +1,11 @@
-"""Hooks on parameters that sum what each backward pass of a rank or micro-step contributes, before it is averaged.
+"""Hooks on parameters that sum the contribution of each backward pass of a rank or micro-step, before averaging.
 
     squares_l = sum_i |g_i,l|^2        over the parts i (micro-steps) of this rank, for each parameter l
 
-A tensor hook on a leaf runs before its gradient is accumulated, hence before DDP averages and before AMP unscales it:
-every micro-step of every rank is a small-batch gradient. This needs no second backward and leaves DDP's one
-communication hook free. What the hook has read counts once the gradient has been accumulated: `torch.autograd.grad`
-over parameters, as in a gradient penalty, is not a micro-step.
+A tensor hook on a leaf runs before its gradient is accumulated, and so before DDP averages it and AMP unscales it.
+Every micro-step of every rank thus gives a small-batch gradient, without a second backward pass, and DDP's only
+communication hook stays free. A reading counts once the gradient has been accumulated: `torch.autograd.grad` over
+parameters, as in a gradient penalty, is not a micro-step.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from tula_agent.guard import logger
 from tula_agent.torch_private import add_squares, norms
 
 TapMode = Literal["tensor", "element", "projections"]
-"""What hooks sum: squares by tensor or element, with the projections that `common_factor` needs, or only these."""
+"""The sums that hooks collect: squares by tensor or element and projections (for `common_factor`), or only projections.
+"""
 Gradients = list[torch.Tensor | None]
 
 CALIBRATORS = 8  # tensors that are projected
 _PROJECTED_ELEMENTS = 4096
 HELD_ON, _MOST_HELD, _MOST_HELD_BYTES = ("cuda",), 32, 2**25
-"""Gradients on a GPU whose squares one kernel sums. To launch kernels for each of them takes the host longer than the
-backward pass of a small batch takes the device: a step of ResNet-50 on an H100 took 1.5 times as long."""
+"""Gradients on a GPU are held so that one kernel sums the squares of many.
+
+Launching kernels for each gradient would take the host longer than the backward pass of a small batch takes the device:
+a step of ResNet-50 on an H100 took 1.5 times as long.
+"""
 
 _MOST_DROPPED = 32
 STEPPED_PAST = (
@@ -42,7 +46,7 @@ STEPPED_PAST = (
 def squares(gradient: torch.Tensor, mode: Literal["tensor", "element"]) -> torch.Tensor:
     """Return the sum of squares of a tensor (0-d), or the square of each element (the shape of `gradient`).
 
-    In float32; in float64 for float64 gradients. For complex numbers it takes the squares of their magnitudes.
+    The result is in float32, or in float64 for float64 gradients. For complex numbers, it has squared magnitudes.
     """
     real = torch.view_as_real(gradient) if gradient.is_complex() and mode == "tensor" else gradient.abs()
     wide = real.to(torch.promote_types(real.dtype, torch.float32))
@@ -53,7 +57,7 @@ def squares(gradient: torch.Tensor, mode: Literal["tensor", "element"]) -> torch
 
 
 class _Part(NamedTuple):
-    """The reading of a gradient that is not accumulated yet: its square or, to be squared later, itself."""
+    """The reading of a gradient that is not accumulated yet: its square, or the gradient itself to be squared later."""
 
     square: torch.Tensor | None
     held: torch.Tensor | None
@@ -61,11 +65,12 @@ class _Part(NamedTuple):
 
 
 class GradientTap:
-    """Hooks on parameters, which sum what `mode` says; while that is None, each costs one Python call.
+    """Hooks on parameters that collect the sums of `mode`; while `mode` is None, each hook costs one Python call.
 
-    Sums on this rank since the last step, in the unit of backward (loss scale included): `squares` by parameter, None
-    where it had no dense gradient; complete after `sum_held`. `seen`: whether a backward pass has reached
-    a parameter since then, armed or not. The hooks hold the tap weakly, and go with it.
+    `squares`: sums by parameter on this rank since the last step, in the unit of backward (including the loss scale);
+    None for a parameter without a dense gradient; complete after `sum_held`. `seen`: True if a backward pass has
+    reached a parameter since the last step, armed or not. The hooks keep a weak reference to the tap and are removed
+    with it.
     """
 
     def __init__(self) -> None:
@@ -83,7 +88,7 @@ class GradientTap:
         weakref.finalize(self, _remove, self._handles)
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Hook every parameter that needs a gradient; drop sums and disarm where the parameters have changed."""
+        """Hook every parameter that needs a gradient; if the parameters have changed, drop all sums and disarm."""
         hooked = [p for p in parameters if p.requires_grad]
         same = 2 * len(hooked) == len(self._handles) and len(parameters) == len(self._parameters)
         if same and all(map(operator.is_, parameters, self._parameters)):
@@ -100,13 +105,13 @@ class GradientTap:
         self._choose_calibrators()
 
     def arm(self, mode: TapMode | None) -> None:
-        """Sum this from the next backward on, from zero."""
+        """Collect the sums of `mode` from the next backward pass on, starting from zero."""
         self.clear()
         self._dropped = 0
         self.mode = mode
 
     def clear(self) -> None:
-        """Drop all sums; called when gradients are zeroed, so that a skipped step leaves nothing in them."""
+        """Drop all sums; called when gradients are zeroed, so that nothing remains of a skipped step."""
         self._held, self._held_bytes = {}, 0
         self._pending.clear()
         self.seen = False
@@ -121,19 +126,20 @@ class GradientTap:
 
     @property
     def parts(self) -> int:
-        """Micro-steps since the last `clear`."""
+        """Return the number of micro-steps since the last `clear`."""
         return max(self._counts, default=0)
 
     @property
     def uneven(self) -> bool:
-        """True where some leaves had more backwards than others, so that their sum is not a number of micro-steps.
+        """Return True if some leaves had more backward passes than others, so that these cannot be counted as
+        micro-steps.
 
-        Two losses with a backward each, or reentrant checkpoints with a shared module, cause it.
+        Causes are two losses with separate backward passes, and reentrant checkpoints with a shared module.
         """
         return len({count for count in self._counts if count}) > 1
 
     def projections(self) -> Gradients:
-        """Return CALIBRATORS sums of backward's projections, then as many of present gradients; None: no gradient."""
+        """Return CALIBRATORS sums of backward's projections, then as many of present gradients (None: no gradient)."""
         before: Gradients = []
         after: Gradients = []
         for index in sorted(self._calibrators):
@@ -192,8 +198,8 @@ class GradientTap:
     def _hold(self, index: int, gradient: torch.Tensor) -> None:
         """Keep a gradient until the next sum.
 
-        Autograd copied it into `.grad`, since it was in use, and nothing changes it: neither a further micro-step nor
-        DDP's average.
+        Since the gradient was in use, autograd copied it into `.grad`; neither a further micro-step nor DDP's average
+        changes it.
         """
         if index in self._held:  # of the micro-step before
             self.sum_held()
@@ -203,7 +209,9 @@ class GradientTap:
             self.sum_held()
 
     def _choose_calibrators(self) -> None:
-        """Take small and large tensors: the smallest are often biases before a normalization, of zero gradient."""
+        """Choose small and large tensors, since the smallest are often biases before a normalization, with zero
+        gradient.
+        """
         usable = [
             i for i, p in enumerate(self._parameters) if p.requires_grad and p.is_floating_point() and p.numel() > 0
         ]
@@ -234,7 +242,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 
 class _Calibrator:
-    """Projects the first rows of a tensor on fixed random signs: the plain sum of a bias before a softmax is zero."""
+    """Projects the first rows of a tensor onto fixed random signs: the plain sum of a bias before a softmax is zero."""
 
     def __init__(self, parameter: torch.Tensor, seed: int) -> None:
         rows = parameter.shape[0] if parameter.ndim else 1

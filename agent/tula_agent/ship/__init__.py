@@ -1,1 +1,3 @@
-"""Sends measurements out of the training process: as columns, from one background thread, with a spool on disk."""
+"""Sends measurements from the training process to the service, in columns, on one background thread, with a spool
+on disk.
+"""

@@ -18,26 +18,29 @@ from tula_agent.ship.transport import Reply, Transport
 from tula_wire.retry import backoff_s
 
 _JITTER = random.Random()
-"""A private generator: a script that uses the module's generator, seeded alike on all ranks, must find it unchanged."""
+"""A private generator, so that scripts that seed the module's generator alike on all ranks find it unchanged."""
 TRIES_BEFORE_OPEN = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 FLUSH_INTERVAL_S, QUICK_FOR_S, SLOW_FLUSHES = 1.0, 30.0, 10
-"""A run sends at every flush interval for `QUICK_FOR_S` seconds, and once in `SLOW_FLUSHES` intervals after that."""
+"""A run sends at every flush interval for `QUICK_FOR_S` seconds, and then once in `SLOW_FLUSHES` intervals."""
 QUEUE_LIMIT = 100
-"""Most requests in memory, worth a minute or two. `Readings` bounds the measurements that are in no request yet."""
+"""Most requests in memory, about one or two minutes' worth.
+
+`Readings` limits measurements that are in no request yet.
+"""
 _TOKENS_FAULT = (401, 403)
-"""Statuses for an unknown token or one of another job: another token, such as that of `tula upload`, may succeed."""
+"""Statuses of an unknown token or another job's token; another token, such as the one of `tula upload`, may succeed."""
 SAVING_SHARE = 0.1
-"""Share of the time to close that is kept for writing to disk if the service hangs."""
+"""Share of the time to close that is reserved for writing to disk if the service hangs."""
 
 
 class Exporter:
-    """A bounded queue, one daemon thread that is started when first needed, and a spool on disk.
+    """Sends requests from a bounded queue on a daemon thread, which starts when first needed, with a spool on disk.
 
     `collect` is called on the thread before each delivery and returns the requests that are due; `on_reply` gets each
-    reply; `poll` is called after each delivery, with True after the last. While the service fails the circuit is open:
-    requests go to the spool, and one at a time probes whether the service is back. The training thread never waits for
-    this, except in `close`, which has a deadline.
+    reply; `poll` is called after each delivery, with True after the last. While the service fails, the circuit is open:
+    requests go to the spool, and single requests probe whether the service is back. The training thread never waits for
+    the exporter, except in `close`, which has a deadline.
     """
 
     def __init__(
@@ -84,18 +87,20 @@ class Exporter:
             self._thread = _started(self._run, "tula-agent")
 
     def put(self, request: SpooledRequest) -> None:
-        """Queue a request from any thread; beyond the bound, the oldest requests go to disk or count as dropped."""
+        """Queue a request from any thread; if the queue is full, the oldest requests go to disk or count as dropped."""
         self._queue.append(replace(request, lease=self._lease))
         with suppress(IndexError):  # another thread has emptied it
             while len(self._queue) > self.queue_limit:
                 self._to_disk(self._queue.popleft())
 
     def wake(self) -> None:
-        """Deliver now rather than at the next interval."""
+        """Make the thread deliver now rather than at the next interval."""
         self._wake.set()
 
     def flush(self, within_s: float) -> None:
-        """Wait up to `within_s` seconds until all measurements so far are sent or on disk; the process may end next."""
+        """Wait up to `within_s` seconds until all measurements so far are sent or on disk, since the process may
+        end next.
+        """
         done = threading.Event()
         self._flushes.append(done)
         self.wake()
@@ -103,7 +108,9 @@ class Exporter:
             done.wait(within_s)
 
     def close(self, deadline_s: float, final: Callable[[], list[SpooledRequest]]) -> None:
-        """Deliver the queue and `final`'s requests, write the rest to disk, and return, all within `deadline_s`."""
+        """Deliver the queue and the requests of `final`, write the rest to disk, and return, all within
+        `deadline_s`.
+        """
         ends = time.monotonic() + deadline_s
         self.start()
         self._finals.append(final)
@@ -127,7 +134,7 @@ class Exporter:
         self._spool_all()
 
     def _put_due(self, last: bool, final: bool) -> None:
-        """Queue due requests and, with `final`, the report of the end, even if the rest can't be collected."""
+        """Queue due requests and, with `final`, the report of the run's end, even if the rest can't be collected."""
         with self._guard("shipping"):
             for request in self._collect(last):
                 self.put(request)
@@ -158,7 +165,7 @@ class Exporter:
                 transport.close()
 
     def deliver(self, last: bool = False) -> None:
-        """Deliver once, as the thread does: first the spool on disk, then the queue; `last` ignores pauses."""
+        """Deliver once, as the thread does: first the spool on disk, then the queue; with `last`, ignore pauses."""
         if self._failures >= TRIES_BEFORE_OPEN:
             self._spool_all()
         if not last and self._clock() < self._not_before:
@@ -237,7 +244,7 @@ class Exporter:
 
 
 def pause_s(failures: int, reply: Reply) -> float:
-    """Return the seconds until the next try, after `failures` failures, the last of them `reply`."""
+    """Return the seconds until the next attempt after `failures` failures, the last with `reply`."""
     bounds = {"base_s": FIRST_PAUSE_S, "cap_s": LONGEST_PAUSE_S}
     return backoff_s(failures, _JITTER.random(), **bounds, asked_s=reply.retry_after_s)
 

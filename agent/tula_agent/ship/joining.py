@@ -1,4 +1,4 @@
-"""Makes a run if no launcher has made one: the first rank registers it, in the background, as the ranks see it."""
+"""Creates a run if no launcher has created one: the first rank registers it in the background."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tula_agent.ship.transport import Reply, Transport
 from tula_wire import routes
 
 LEASE_S: Final = 600.0
-"""Seconds of the lease, which samples renew; once it expires, the service marks a killed training run as failed."""
+"""Seconds until the lease expires unless samples renew it; the service then marks the killed training run as failed."""
 HOSTS_WITHIN_S: Final = 10.0
 AT_END_WITHIN_S: Final = 1.5
-"""How long the first rank waits for the other ranks' host names; how long ranks wait at the end of the script."""
+"""How long the first rank waits for the other ranks' host names, and how long ranks wait at the end of the script."""
 TIMEOUT_S: Final = 20.0
-"""Time-out of these requests: the service fits its models before it answers."""
+"""Time-out of these requests, which is long because the service fits its models before it answers."""
 _JOBS_READ: Final = 2
-"""Most jobs of this name to request: with a second one, the name is ambiguous."""
+"""Most jobs of this name to request: a second one shows that the name is ambiguous."""
 
 
 class Process(Protocol):
-    """The recorder's answers: the process's place among the ranks, and the configuration that the recorder has seen."""
+    """What the recorder provides: the process's place among the ranks, and the observed configuration."""
 
     config: AgentConfig
     boot_id: str
@@ -55,11 +55,11 @@ class _NoRun(Exception):
 
 
 class Joining:
-    """The run of a job: the first rank makes it once a step has shown its configuration, the others learn its id.
+    """Creates a job's run on the first rank once a step has shown its configuration; the other ranks learn its id.
 
-    Until then measurements stay in their queues. A service that is away is asked again after a back-off; one that
-    refuses is not: the first rank says why, once, and measurements are dropped. `number` differs for each training
-    of this process. Everything here runs on the shipping thread, so that training waits for none of it.
+    Until then, measurements stay in their queues. If the service is away, the request is repeated after a back-off; if
+    the service refuses, the first rank logs the reason once, and measurements are dropped. `number` differs for each
+    training run of this process. Everything here runs on the shipping thread, so training never waits for it.
     """
 
     def __init__(self, process: Process, job: WantedJob, number: int, guard: Guard) -> None:
@@ -77,9 +77,9 @@ class Joining:
         self._asking = threading.Lock()
 
     def ready(self, last: bool) -> bool:
-        """Return True once the run is known, or there will be none; `last` at the end of the script.
+        """Return True once the run is known or it is clear that there will be none; `last` at the end of the script.
 
-        If another thread is asking already, and may hang in a request at the end, this one does not wait for it.
+        If another thread is already in this method, and may hang in a request at the end, do not wait for it.
         """
         if self.run_id is None and not self._refused and self._asking.acquire(blocking=False):
             try:
@@ -143,7 +143,7 @@ class Joining:
     def _known(self, run_id: str | None) -> None:
         """Store the run; None means that there will be none.
 
-        It is left to a later start, whose first rank may be on any machine.
+        The run is recorded for a later start, whose first rank may be on any machine.
         """
         self._refused = run_id is None
         if run_id is None:
@@ -158,7 +158,7 @@ class Joining:
     def _make(self) -> str:
         """Make a new run and return its id.
 
-        Raises _NoRun; for an answer of another shape LookupError, TypeError or ValueError.
+        Raises _NoRun if the service refuses, and LookupError, TypeError or ValueError for a malformed answer.
         """
         config, seen = self._process.config, self._process.seen_configuration()
         assert seen is not None  # `ready` has checked it
@@ -186,7 +186,7 @@ class Joining:
     def _continued(self, service: Transport, job_id: str) -> dict[str, Any]:
         """Return the training run before a restart by torchrun, if the service still has it.
 
-        A run that another run has continued is too old: this machine had no part in the previous start.
+        A run that another run already continues is too old, because this machine took no part in the previous start.
         """
         before = ""
         with self._guard("finding the run before a restart"):
@@ -199,7 +199,9 @@ class Joining:
         return {"continues": before} if latest else {}
 
     def _nodes(self) -> tuple[int, int]:
-        """Return nodes and ranks (replicas of the model) per node by host names, else by the launcher's variables."""
+        """Return the number of nodes and of ranks (replicas of the model) per node, by host names or the launcher's
+        variables.
+        """
         per_replica = self._process.model_parallel_size
         processes = self._process.config.ranks_per_node
         channel = self._process.channel()
@@ -211,7 +213,7 @@ class Joining:
         return max(1, ranks // ranks_per_node), ranks_per_node
 
     def _job(self, service: Transport, num_nodes: int, ranks_per_node: int, local_batch_size: int) -> str:
-        """Return the job's id, looked up by id or by name, or newly registered."""
+        """Return the id of the job, which is looked up by id or name, or newly registered."""
         name = self._wanted.name
         if is_id(name) and _ask(service, "GET", f"{routes.JOB_RUNS.format(job_id=name)}?limit=1", may_miss=True):
             return name
@@ -237,10 +239,7 @@ class Joining:
 def _ask(
     service: Transport, method: str, path: str, body: dict[str, Any] | None = None, *, may_miss: bool = False
 ) -> dict[str, Any]:
-    """Send a request whose answer is needed at once, and return it; empty if the resource `may_miss` and is missing.
-
-    Raises _NoRun.
-    """
+    """Send a request and return its answer; empty if the resource is missing and `may_miss`. Raises _NoRun."""
     reply = service.exchange(method, path, None if body is None else encode(body))
     if may_miss and reply.status == 404:
         return {}
@@ -252,8 +251,8 @@ def _ask(
 def _mark(number: int) -> Path | None:
     """Return the file that holds the run's id for a later start by the same torchrun; None without torchrun.
 
-    It is in torchrun's folder of logs, which a torchrun keeps over all its starts and mostly removes at its end.
-    torchrun's store need not outlive a start (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`).
+    The file is in torchrun's log folder, which a torchrun keeps over all its starts and usually removes at its end.
+    torchrun's store does not always outlive a start (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE`).
     """
     for folder in Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents:
         if folder.name.startswith("attempt_"):
@@ -262,12 +261,12 @@ def _mark(number: int) -> Path | None:
 
 
 def _host(channel: Channel, rank: int) -> str:
-    """Return the key of a host's name, which differs between elastic rounds of different size or restart count."""
+    """Return the key for a host's name; it differs between elastic rounds of different sizes or restart counts."""
     return f"host/{channel.world_size}/{rank}"
 
 
 def _checked(identifier: Any) -> str:
-    """Return an id that is safe as part of a path. Raises ValueError for anything else."""
+    """Return `value` if it is an id that is safe as part of a path. Raises ValueError for anything else."""
     if not is_id(identifier):
         raise ValueError(f"no id: {identifier!r:.40}")
     return str(identifier)

@@ -17,8 +17,9 @@ from tula_agent.ship.transport import Transport
 from tula_wire import Progress, read, routes
 
 URL, CA_FILE, TOKEN_FILE = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
-"""Variables that the controller sets in the pods of a TrainJob: the address that takes its status, the file of the
-certificate's authority, and the file of the pod's token."""
+"""Variables that the controller sets in the pods of a TrainJob: the address to which to post its status, the file
+of the certificate authority, and the file of the pod's token.
+"""
 EVERY_S: Final = 15.0
 """Seconds between two posts; the controller limits how often it accepts them."""
 TIMEOUT_S: Final = 2.0
@@ -27,10 +28,10 @@ _INT32: Final = 2**31 - 1
 
 
 class TrainJobStatus:
-    """Posts percent, time left, spend and metrics of a training, on the shipping thread of the first rank.
+    """Posts the progress, time left, cost and metrics of a training run, on the shipping thread of the first rank.
 
     newest: the newest numbers that the script and the agent have logged, by name. The progress comes from the service,
-    which knows the size of the training, its speed and its prices.
+    which knows the length of the run, its speed and its prices.
     """
 
     def __init__(self, url: str, ca_file: str, token_file: str, newest: Callable[[], Mapping[str, float]]) -> None:
@@ -42,7 +43,7 @@ class TrainJobStatus:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], newest: Callable[[], Mapping[str, float]]) -> Self | None:
-        """Return the reporter of the status, or None if no controller asks for it."""
+        """Return an instance, or None if no controller asks for the status."""
         url = environ.get(URL, "")
         if not url.startswith(("http://", "https://")):
             return None

@@ -14,13 +14,15 @@ _METRICS: Final = (
 
 
 class OtelMetrics:
-    """Three histograms of the process's own meter provider; without one, it imports nothing and does nothing."""
+    """Records three histograms in the process's own meter provider; without a provider, imports nothing and does
+    nothing.
+    """
 
     def __init__(self) -> None:
         self._histograms: list[Any] | None = None
 
     def record(self, run_id: str, step_time_s: float, exposed_comm_time_s: float | None, input_time_s: float) -> None:
-        """Record a step after the warm-up, as the first rank measured it. Exceptions of the SDK pass through."""
+        """Record a step after the warm-up, as measured by the first rank. Exceptions of the SDK pass through."""
         histograms = self._found()
         attributes = {"tula.run.id": run_id}
         for histogram, value in zip(histograms, (step_time_s, exposed_comm_time_s, input_time_s), strict=False):

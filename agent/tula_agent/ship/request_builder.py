@@ -23,22 +23,25 @@ from tula_wire import routes
 HOLD_S = 5.0
 """How long a row waits for the other ranks' times of its step."""
 HOLD_AT_END_S = 1.5
-"""The same wait at the end of the run, when every rank is leaving."""
+"""The same wait at the end of the run, when all ranks are about to exit."""
 KEPT_STEPS = 16
-"""Number of steps to wait for DDP's times, which DDP publishes a step or two later."""
+"""Number of steps to wait for DDP's times, which it publishes a step or two later."""
 MAX_ROWS = 5_000
 """Most rows per request; the wire allows twice as many."""
 MAX_COLUMNS = 64
 MAX_VALUES = 60_000
-"""Most columns and numbers per chunk of telemetry, at 14 bytes or less each: below the wire's MAX_BODY_BYTES."""
+"""Most columns and numbers per chunk of telemetry; at up to 14 bytes each, this is below the wire's MAX_BODY_BYTES."""
 MAX_NAMES = 1_000
 """Most metrics of a run; the service accepts as many."""
 STRAGGLER_SHARE = 0.02
-"""Skew below this share of the step names no straggler."""
+"""Smallest skew, as a share of the step, for which a straggler is named."""
 
 
 class StepSplit(NamedTuple):
-    """One step over all ranks, in seconds. `straggler_rank` is None if all ranks arrive at the same time."""
+    """The times of one step over all ranks, in seconds.
+
+    `straggler_rank` is None if all ranks arrive at the same time.
+    """
 
     compute_time_s: float
     comm_time_s: float
@@ -49,7 +52,10 @@ class StepSplit(NamedTuple):
 
 @dataclass
 class SampleRow:
-    """One step as it is sent. `split` is None if communication was not measured; `held_since`: monotonic seconds."""
+    """The row of one step to send.
+
+    `split` is None if communication was not measured; `held_since`: monotonic seconds.
+    """
 
     timing: StepTiming
     warmup: bool
@@ -59,10 +65,11 @@ class SampleRow:
 
 
 def split_over_ranks(timings: Mapping[int, CommTiming]) -> StepSplit:
-    """Return one step's split from the timing of every rank, by rank.
+    """Return the split of one step, computed from the timing of every rank, by rank.
 
-    The last rank to arrive waits for no other, so the least exposed time is the communication itself. The others'
-    additional wait is skew, and the rank that waits least is the straggler. Compute is the median over ranks.
+    The last rank to arrive does not wait for others, so the smallest exposed time is the communication itself. The
+    additional wait of the other ranks is skew, and the rank that waits least is the straggler. Compute time is the
+    median over ranks.
     """
     exposed = {rank: timing.exposed_comm_time_s for rank, timing in timings.items()}
     least = min(exposed.values())
@@ -79,7 +86,7 @@ def split_over_ranks(timings: Mapping[int, CommTiming]) -> StepSplit:
 
 
 class Identity(NamedTuple):
-    """The process that measured: the columns at the start of every body."""
+    """Identifies the process that measured, in the first columns of every body."""
 
     rank: int
     boot_id: str
@@ -89,12 +96,12 @@ class Identity(NamedTuple):
 class RequestBuilder:
     """Takes measurements from `readings`, joins the measurements of each step, and returns requests.
 
-    identity, is_training: asked at each call, since a process may join another group or become a profiling run.
-    device_use: the device's present usage, sent as telemetry of the newest step.
+    identity, is_training: called each time, since a process may join another group or become a profiling run.
+    device_use: returns the device's present usage, which is sent as telemetry of the newest step.
     launch: the batches; samples go to the run of their batch, telemetry to the run of the whole batch.
-    channel: the connection to the other ranks, or None as long as there is none. Ranks other than the first send their
-    `CommTiming`s to the first, and only a summary of their steps with their memory to the service. The reported world
-    size counts `model_parallel_size` processes as one rank.
+    channel: returns the connection to the other ranks, or None while there is none. Ranks other than the first send
+    their `CommTiming`s to the first rank, and only their memory and a summary of their steps to the service. The
+    reported world size counts `model_parallel_size` processes as one rank.
     """
 
     def __init__(
@@ -136,7 +143,7 @@ class RequestBuilder:
 
     @property
     def waiting(self) -> int:
-        """Rows that are held for the other ranks or for the device."""
+        """Return the number of rows that wait for the other ranks or the device."""
         return len(self._rows)
 
     def collect(self, last: bool = False) -> list[SpooledRequest]:
@@ -175,7 +182,7 @@ class RequestBuilder:
                 self._usual[timing.step] = timing
         for comm in take(self._readings.comm):
             self._comm.setdefault(comm.step, {})[0] = comm
-            # In training, a usual step that DDP timed is worth a row even where it would not have been sampled.
+            # In training, a usual step that DDP timed gets a row even if it would not have been sampled.
             usual = self._usual.get(comm.step)
             if usual is not None and comm.step not in self._rows and comm.step not in self._released:
                 usual = usual._replace(step_time_s=comm.step_time_s, input_time_s=comm.input_time_s)
@@ -189,7 +196,9 @@ class RequestBuilder:
     def _collect_other(
         self, taken: list[tuple[StepTiming, bool, bool]], channel: Channel | None
     ) -> list[SpooledRequest]:
-        """Post times to the first rank; return the request with this rank's memory and median step time."""
+        """Post times to the first rank; return the request with this rank's memory and median step time to the
+        service.
+        """
         timings = take(self._readings.comm) if channel is not None else []
         if channel is not None and timings:
             with self._guard("sending times to the first rank"):
@@ -220,7 +229,7 @@ class RequestBuilder:
                 time.sleep(0.02)
 
     def _release(self, now: float, last: bool) -> list[SampleRow]:
-        """Return the rows that no longer wait for anything, in order of their steps."""
+        """Return the rows that no longer wait for anything, in the order of their steps."""
         ready = []
         world_size = self._identity().world_size
         for step in [s for s in self._device if s <= self._newest and s not in self._rows]:
@@ -267,7 +276,7 @@ class RequestBuilder:
         return True
 
     def _ends(self) -> list[SpooledRequest]:
-        """Return the reports of the smaller batches whose last row has been sent."""
+        """Return the reports that end the smaller batches whose last row has been sent."""
         held = {row.timing.local_batch_size for row in self._rows.values()}
         done = [(size, run_id) for size, run_id in self._ended if size not in held]
         self._ended = [ended for ended in self._ended if ended not in done]
@@ -276,7 +285,7 @@ class RequestBuilder:
 
     def _samples(self, rows: list[SampleRow]) -> list[SpooledRequest]:
         for row in rows:
-            # Without the time in which the loader prepared examples that the script did not get.
+            # This leaves out the time in which the loader prepared examples that the script did not get.
             timing = row.timing
             further_s = timing.input_time_s * (1.0 - self._launch.batch_share(timing.local_batch_size))
             step_time_s, input_time_s = max(timing.step_time_s - further_s, 0.0), timing.input_time_s - further_s
@@ -337,14 +346,14 @@ class RequestBuilder:
 
 
 class MetricNames:
-    """Gives each metric that a script logs a unique, constant name on the wire."""
+    """Assigns a unique, constant name on the wire to each metric that a script logs."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
         self._is_full = False
 
     def wire_name(self, name: str) -> str | None:
-        """Return the name in lower case, with digits and `_`, at most 64 characters; None beyond MAX_NAMES names."""
+        """Return the name in lower-case letters, digits and `_`, at most 64 characters; None beyond MAX_NAMES names."""
         if name not in self._names:
             if len(self._names) >= MAX_NAMES:
                 self._say_full(name)
@@ -368,9 +377,7 @@ class MetricNames:
 def sample_bodies(rows: list[SampleRow], identity: Identity, sequence: int) -> list[dict[str, Any]]:
     """Return the bodies of `POST .../samples`, one per batch size, accumulation, phase and method.
 
-    Row 0 is number `sequence`.
-
-    A row keeps its number however rows are grouped.
+    The first row has the number `sequence`. Grouping does not change the number of a row.
     """
     groups: dict[tuple[Any, ...], list[tuple[int, SampleRow]]] = {}
     for number, row in enumerate(rows, start=sequence):
@@ -401,7 +408,7 @@ def sample_bodies(rows: list[SampleRow], identity: Identity, sequence: int) -> l
 
 
 def telemetry_bodies(values: list[tuple[int, str, float]], identity: Identity, sequence: int) -> list[dict[str, Any]]:
-    """Return the bodies of `POST .../telemetry`, numbered from `sequence`; numbers that are not finite become null."""
+    """Return the bodies of `POST .../telemetry`, numbered from `sequence`; values that are not finite become null."""
     by_step: dict[int, dict[str, float]] = {}
     for step, name, value in values:
         by_step.setdefault(step, {})[name] = value
@@ -426,7 +433,7 @@ def telemetry_bodies(values: list[tuple[int, str, float]], identity: Identity, s
 
 
 def _short(value: float) -> float:
-    """Round to six significant digits: a tenth of a microsecond on a 100 ms step, in half the bytes."""
+    """Round to six significant digits, which is a tenth of a microsecond on a 100 ms step, and halves the size."""
     return value if isinstance(value, int) else float(f"{max(value, 1e-9) if value > 0 else 0.0:.6g}")
 
 

@@ -21,16 +21,16 @@ SUFFIX = ".spool"
 TAKEN = ".uploading"  # after a random part, so that no other file has that name
 _RUN = r"/v1/runs/[\w-][\w.:-]{0,199}"
 _AGENTS_ROUTES = re.compile(rf"PATCH {_RUN}|POST {_RUN}/(samples|telemetry)", re.ASCII)
-"""Requests that `tula upload` may send with its user's token, since a job can write any record into its spool."""
+"""The only requests that `tula upload` sends with its user's token, since a job can write any record into its spool."""
 
 
 @dataclass(frozen=True)
 class SpooledRequest:
     """A request without its token.
 
-    `values`: how many measurements are lost if the request is dropped. `keep`: write it to disk while the service is
-    away; a heartbeat is not worth that. `lease`: the number of the lease under which it was measured; once another
-    lease has taken over the run, the service refuses the request, even days later.
+    `values`: how many measurements are lost if the request is dropped. `keep`: whether to write the request to disk
+    while the service is away (False for a heartbeat). `lease`: the number of the lease under which it was measured;
+    once another lease has taken over the run, the service refuses the request, even days later.
     """
 
     method: Literal["POST", "PATCH"]
@@ -65,12 +65,12 @@ def encode(body: dict[str, Any]) -> bytes:
 
 
 class Spool:
-    """One file of this process: created with the first record, deleted once everything in it has been sent.
+    """A file of this process, created with the first record and deleted once everything in it has been sent.
 
-    A write is one `write` call, so that `kill -9` leaves a torn tail at most, which `read_records` leaves out.
-    `tula upload` takes the file by renaming it, at any time: a write into a file that has lost its name meanwhile, and
-    may have been read before, is repeated into a new one.
-    Raises OSError if the disk refuses; `append` returns False once the bound is reached.
+    A record is written by one `write` call, so `kill -9` leaves at most a torn tail, which `read_records` skips.
+    `tula upload` may take the file at any time by renaming it: a record that was written after the file lost its name,
+    and so may not have been read, is written again to a new file.
+    Raises OSError if the disk refuses; `append` returns False once the size limit is reached.
     """
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
@@ -84,7 +84,7 @@ class Spool:
         return self.size == 0
 
     def append(self, request: SpooledRequest) -> bool:
-        """Add one request; return False when there is no room."""
+        """Add one request; return False if there is no room."""
         payload = request.to_record()
         record = _HEAD.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
         if len(payload) > _MAX_RECORD or self.size + len(record) > self.limit_bytes:
@@ -118,13 +118,13 @@ class Spool:
             yield from read_records(self.path)
 
     def clear(self) -> None:
-        """Delete all requests, which have been sent."""
+        """Delete all requests after they have been sent."""
         self.path.unlink(missing_ok=True)
         self.size = 0
 
 
 def read_records(path: Path) -> Iterator[SpooledRequest]:
-    """Yield every whole record of `path`, oldest first; skip a torn or damaged one."""
+    """Yield every intact record of `path`, oldest first; skip torn or damaged records."""
     data = path.read_bytes()
     at = 0
     while 0 <= at <= len(data) - _HEAD.size:

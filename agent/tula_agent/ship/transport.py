@@ -25,8 +25,8 @@ from tula_wire.text import printable
 def _without_its_command(name: str) -> Iterator[None]:
     """Import the package `name` inside the context as if its optional command-line client were not installed.
 
-    The client of httpx imports rich, which draws from the global `random` on import: a measured script would draw
-    different random numbers from an unmeasured one.
+    The command-line client of httpx imports rich, which draws from the global `random` on import, so a measured script
+    would draw other random numbers than an unmeasured one.
     """
     part = f"{name}._main"
     sys.modules.setdefault(part, None)  # type: ignore[arg-type]
@@ -43,17 +43,17 @@ with _without_its_command("httpx"):
 Verdict = Literal["delivered", "refused", "retry"]
 _RETRIED = {408, 425, 429}
 _OUR_PROBLEMS = "urn:tula:problem:"
-"""Prefix of `type` in a refusal by the service."""
+"""Prefix of `type` when the service refuses a request."""
 MAX_RETRY_AFTER_S = 300.0
 MAX_ANSWER_BYTES = 64 * 2**10
-"""A longer answer is not read to its end: no Tula service sends one to an agent."""
+"""Longest answer to read; no Tula service sends a longer one to an agent."""
 _PIECE_BYTES = 2**16
 _ETAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e]{0,200}"')  # RFC 9110, section 8.8.3: only such a tag is sent back
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Outcome of a request. `retry_after_s`: the pause that the service requests; `body`: its parsed answer."""
+    """The outcome of a request. `retry_after_s`: the pause that the service asks for; `body`: its parsed answer."""
 
     verdict: Verdict
     status: int = 0
@@ -66,9 +66,9 @@ class Reply:
 class Transport:
     """An HTTP client with one deadline for a whole exchange; belongs to one process and one thread.
 
-    httpx limits each read and write separately, and a service that sends a byte a second never exceeds such a limit:
-    `_limit` gives each read and write the rest of `timeout_s`. Answers are not decompressed. `trust_env` stays on:
-    clusters reach the outside through proxies. Redirects are not followed with a token in hand.
+    httpx limits each read and write separately, and a service that sends a byte per second would never exceed such a
+    limit, so `_limit` gives each read and write the rest of `timeout_s`. Answers are not decompressed. `trust_env`
+    stays on: clusters reach the outside through proxies. Redirects are not followed, since they would leak the token.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Transport:
         return self.exchange(request.method, request.path, request.body, headers)
 
     def get(self, path: str, etag: str | None = None) -> Reply:
-        """Read `path`; an unchanged resource answers 304 without a body."""
+        """Read `path`; the answer for an unchanged resource is 304 without a body."""
         return self.exchange("GET", path, None, {"if-none-match": etag} if etag else None)
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Transport:
     def _is_of_the_script(self, record: logging.LogRecord) -> bool:  # noqa: ARG002
         """Return True for a log record of the script's own requests, which run on other threads.
 
-        URLs do not tell: httpx logs another spelling, and the script's URL may begin with ours.
+        URLs do not distinguish them: httpx logs another spelling, and the script's URL may begin with ours.
         """
         return threading.get_ident() != self._exchanging_thread
 
@@ -145,7 +145,7 @@ class Transport:
             etag = response.headers.get("etag", "")
             return Reply("delivered", status, parsed, etag=etag if _ETAG.fullmatch(etag) else None)
         detail = printable(str((parsed or {}).get("detail", ""))[:500])
-        # Only the service itself refuses for good: a proxy's 403 or 404 only means that the service was away.
+        # Only the service itself can refuse permanently: a proxy's 403 or 404 means that the service was away.
         is_ours = str((parsed or {}).get("type", "")).startswith(_OUR_PROBLEMS)
         verdict: Verdict = "refused" if is_ours and 400 <= status < 500 and status not in _RETRIED else "retry"
         return Reply(verdict, status, parsed, None if asked_s is None else min(asked_s, MAX_RETRY_AFTER_S), detail)

@@ -11,15 +11,15 @@ from tula_wire.memory_breakdown import MemoryBreakdown
 from tula_wire.verdict import Steps, diagnose, sentence
 
 SAID_AFTER_STEPS: Final = 100
-"""Steps after which the verdict is logged; if a run ends earlier, only the service gives its verdict."""
+"""Steps after which the verdict is logged; if a run ends earlier, only the service has its verdict."""
 _KEPT: Final = 1000
-"""Most steps that the verdict uses; the service reads as many."""
+"""Most steps that the verdict uses, as in the service."""
 _QUIET: Final = ("compute_bound", "healthy")
-"""Diagnoses that name nothing to change; they are logged as information, not as warnings."""
+"""Diagnoses without anything to change, which are logged as information rather than warnings."""
 
 
 class StepRow(NamedTuple):
-    """One measured step in seconds, with the fields of `Steps`; None if communication was not measured."""
+    """The times of one measured step in seconds, with the fields of `Steps`; None if communication was not measured."""
 
     step_time_s: float
     input_time_s: float | None
@@ -29,7 +29,9 @@ class StepRow(NamedTuple):
 
 
 class VerdictLog:
-    """Collects measured steps of a training on the first rank, and logs the verdict on them, on the shipping thread."""
+    """Collects the first rank's measured steps of a training run, and logs the verdict on them, on the shipping
+    thread.
+    """
 
     def __init__(self) -> None:
         self._rows: deque[StepRow] = deque(maxlen=_KEPT)
@@ -49,7 +51,7 @@ class VerdictLog:
     def say_when_due(self, host: dict[str, Any], *, last: bool) -> None:
         """Log the verdict once after SAID_AFTER_STEPS, and again at the end of a longer run.
 
-        host: by the names of `HostFacts`. Logs nothing if too little is measured for a diagnosis.
+        host: facts by the names of `HostFacts`. Logs nothing if there are too few measurements for a diagnosis.
         """
         due = self._newest >= SAID_AFTER_STEPS and (self._said_at is None or (last and self._newest > self._said_at))
         if not due:

@@ -1,4 +1,4 @@
-"""`python -m tula_client.cli` is `tula`, for when the script is not on the path."""
+"""Runs `tula` as `python -m tula_client.cli`, for when the script is not on the path."""
 
 from tula_client.cli.app import main
 

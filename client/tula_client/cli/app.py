@@ -1,4 +1,6 @@
-"""The `tula` command: our sub-commands and other packages'; a failure becomes one sentence and an exit code."""
+"""The `tula` command, with our sub-commands and those of other packages; a failure prints one sentence and sets the
+exit code.
+"""
 
 from __future__ import annotations
 
@@ -77,14 +79,14 @@ def _usage(error: Exception, arguments: list[str]) -> str:
 
 
 def _fail(sentence: str, code: int) -> int:
-    """Print the message, if any, and return the exit code; there is no message after the help was printed."""
+    """Print the message and return the exit code; the message is empty after the help was printed."""
     if sentence:
         print("\n".join(map(printable, f"tula: {sentence}".split("\n"))), file=sys.stderr)
     return code
 
 
 def build(arguments: Sequence[str] = ()) -> typer.Typer:
-    """Return the whole command; from other packages, import only the sub-command that `arguments` name."""
+    """Return the complete command; of other packages' sub-commands, import only the one that `arguments` name."""
     app = typer.Typer(
         name="tula",
         help="How many nodes, and which global batch size?",
@@ -142,7 +144,7 @@ def _root(
     ] = False,
 ) -> None:
     context.obj = settings = access(url)
-    # Also for every command that this one starts: the agent reads only the environment.
+    # This also affects every command that this one starts, since the agent reads only the environment.
     if settings.origin not in ("TULA_URL", "default"):
         os.environ["TULA_URL"] = settings.url
     if settings.token:
@@ -150,7 +152,7 @@ def _root(
 
 
 def _first_word(arguments: Sequence[str]) -> str | None:
-    """Return the name of the sub-command, or None without one, in which case the help lists all."""
+    """Return the name of the sub-command, or None if there is none, so that the help lists all."""
     rest = iter(arguments)
     for word in rest:
         if word == "--url":
@@ -173,7 +175,7 @@ def _add_plugin(app: typer.Typer, name: str, point: EntryPoint, *, load: bool) -
 
 
 def _unloaded() -> None:
-    """Stand for a command of another package, which is imported only when it is called."""
+    """Stand in for a command of another package, which is imported only when it is called."""
 
 
 def _broken(name: str, point: EntryPoint, error: Exception) -> Callable[..., int | None]:

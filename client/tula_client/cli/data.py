@@ -28,7 +28,7 @@ _STATUS = {
     "failed": "FAILED",
     "cancelled": "KILLED",
 }
-"""MLflow's words for the states of a run; a run that only waits in the plan is left out."""
+"""MLflow's words for the states of a run; a run that still waits in the plan is left out."""
 _SERIES = ("step_time_s", "compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s")
 _TAG = "tula.run_id"
 _MOST_METRICS = 1000  # in one request of MLflow
@@ -90,7 +90,7 @@ def _export_runs(job: str, what: Table, output: Path | None, as_json: bool) -> N
 
 
 def _csv(rows: Sequence[Row]) -> str:
-    """Return CSV as RFC 4180 defines it, with line feeds only; an empty table has no heading."""
+    """Return CSV (RFC 4180) with line feeds only; an empty table has no header."""
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -110,10 +110,10 @@ def _parquet(rows: Sequence[Row]) -> bytes:
 
 
 def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
-    """Write every run that has begun; return the name of the experiment, which is the job's, and the number of runs.
+    """Write every run that has begun; return the experiment's name, which is the job's, and the number of runs.
 
-    A run that MLflow has from an earlier export is updated. Raises `MissingExtraError` without MLflow, and `TulaError`
-    if MLflow refuses.
+    Runs that MLflow has from an earlier export are updated. Raises `MissingExtraError` without MLflow, and `TulaError`
+    if MLflow fails.
     """
     with needs_extra("an export to MLflow", "mlflow"):
         import mlflow
@@ -138,7 +138,7 @@ def _write_mlflow(handle: JobHandle) -> tuple[str, int]:
 
 
 def _measured(handle: JobHandle) -> defaultdict[str, Metrics]:
-    """Return what the first rank of each run measured and logged, keyed by run."""
+    """Return the measurements and logged values of the first rank of each run, keyed by run."""
     by_run: defaultdict[str, Metrics] = defaultdict(dict)
     for row in handle.rows("samples"):
         if row["rank"] == 0:

@@ -1,4 +1,4 @@
-"""`tula gate`: what a change of the code costs in training."""
+"""`tula gate`: measures what a change of the code costs in training."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _short(revision: str) -> str:
 
 
 def _at_revision(spec: JobSpec, revision: str, number: str) -> JobSpec:
-    """Return the job in which this gate measures one revision: launches of other code say nothing about it."""
+    """Return a separate job in which to measure one revision, since launches of other code say nothing about it."""
     return spec.model_copy(update={"name": f"{spec.name}@{_short(revision)}-{number}"})
 
 
@@ -162,13 +162,13 @@ def _configuration(
 
 
 def _amounts(share: Estimate, whole: float = 1.0) -> tuple[float, float, float]:
-    """Return value and both ends of an interval on one side of zero, times `whole` and without their sign."""
+    """Return the absolute value and ends of an interval that excludes zero, multiplied by `whole`."""
     low, high = sorted((abs(whole * share.low), abs(whole * share.high)))
     return abs(whole * share.value), low, high
 
 
 def _sentence(result: Estimate, peaks: list[float | None], chosen: Candidate | None) -> str:
-    """Say what the change does to step time, money and memory, with 95 % intervals."""
+    """Return a sentence on the change in step time, money and memory, with 95 % intervals."""
     if result.low <= 0.0 <= result.high:
         ends = f"{percent(result.low, signed=True)} and {percent(result.high, signed=True)}"
         said = f"This change makes no difference that these launches can detect: steps take between {ends} longer"

@@ -29,7 +29,7 @@ _OPTIONS: Final = {
     "num_nodes": re.compile(r"nnodes|num-machines"),
     "epochs": re.compile(r"(.*\.)?((num-|max-)?epochs|num-train-epochs)"),
 }
-"""Names of options without dashes in front, by the placeholder or setting that they stand for."""
+"""Names of options without leading dashes, by the placeholder or setting that they stand for."""
 _QUERY: Final = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 _PLAIN: Final = re.compile(r"[\w@%+=:,./{}-]+", re.ASCII)
 _DEFAULT_BATCH: Final = 64
@@ -63,7 +63,7 @@ def init(
 
 
 def _devices() -> list[tuple[str, int]]:
-    """Return the name and the bytes of memory of the NVIDIA devices that a process may see; none without a driver."""
+    """Return the name and memory in bytes of each visible NVIDIA device; empty without a driver."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -75,7 +75,7 @@ def _devices() -> list[tuple[str, int]]:
 
 
 def _varied(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the command as a template, and its numbers by name. Raises `UsageError` without a batch size."""
+    """Return the command as a template, and its numbers by name. Raises `UsageError` if it has no batch size."""
     words, values = list(command), dict[str, int]()
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -100,7 +100,7 @@ def _varied(command: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
 
 
 def _bare(name: str, equals: str) -> str:
-    """Return an option's name without leading dashes, or an empty text for a word that is no option."""
+    """Return an option's name without leading dashes, or an empty string for a word that is not an option."""
     dashed = name.startswith("-")
     return name.lstrip("-").replace("_", "-") if dashed or equals else ""
 
@@ -114,7 +114,7 @@ def _script(command: Sequence[str]) -> str:
 
 
 def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tuple[str, int]]) -> str:
-    """Return the content of a job.toml; every value that is needed and unknown has a guess and a comment."""
+    """Return the content of a job.toml; required values that are unknown have a guess and a comment."""
     ranks = len(devices) or numbers.get("ranks_per_node", 1)
     stated = numbers.get("local_batch_size") or numbers.get("global_batch_size", 0) // ranks
     batch = stated or _DEFAULT_BATCH
@@ -160,6 +160,6 @@ def _document(tune: str, script: str, numbers: dict[str, int], devices: list[tup
 
 
 def _tune(output: Path, template: Sequence[str]) -> str:
-    """Return the command to tune with, for a shell; it leaves braces alone, so they are not quoted."""
+    """Return the shell command to tune with; braces need no quotes, since the shell does not expand them."""
     listed = ("tula", "tune", str(output), "--", *template)
     return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in listed)

@@ -1,4 +1,4 @@
-"""Commands on what the service knows about a job: the job, its runs and events, its recommendation, its scaling."""
+"""Commands that show and change a job at the service: its runs and events, its recommendation, its scaling."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def edit(
 
 
 def _price(word: str, job: Job) -> tuple[str, dict[str, Any]]:
-    """Return the instance type and its price with the new rate; the only type if none is named."""
+    """Return the instance type and its price with the new rate; by default, the only instance type."""
     name, equals, usd = word.rpartition("=")
     prices = {cluster.instance_type: cluster.price for cluster in job.spec.cluster}
     if not equals and len(prices) == 1:
@@ -267,7 +267,7 @@ def _runs_view(runs: list[Run]) -> RenderableType:
         for run in runs
     ]
     heads = ["run", "=state", f"={BRIEF}", ">step time", ">predicted", ">error", "=kind"]
-    # Sentences stand below the table: a narrow column would break them into words.
+    # Sentences go below the table, since a narrow column would break them into single words.
     notes = [(run.id, run.message or (run.purpose if run.kind == "profile" else "")) for run in runs]
     listed = Narrowing(heads, rows, ("=kind", ">predicted", ">error"))
     return Group(
@@ -461,10 +461,10 @@ def schedule_view(answer: BatchSchedule) -> RenderableType:
 
 
 def today_line(answer: Recommendation) -> list[Text]:
-    """Return the line that compares the recommendation with today's options of the script; an empty text without both.
+    """Return the line that compares the recommendation with the script's current options; empty if either is missing.
 
-    Such as `4 nodes, global batch 2048, bf16, compiled: 3 h 6 min, $152.00; as you run it today: 7 h 54 min, $388.00.`
-    The second half is left out if the recommended options are today's.
+    For example: `4 nodes, global batch 2048, bf16, compiled: 3 h 6 min, $152.00; as you run it today: 7 h 54 min,
+    $388.00.` The second half is left out if the recommended options are today's.
     """
     chosen, today = answer.chosen, answer.with_base_options
     if chosen is None or today is None:
@@ -481,7 +481,7 @@ def _totals(candidate: Candidate) -> str:
 
 
 def menu_table(answer: Recommendation) -> RenderableType:
-    """Return a table of the points to choose among, fastest first, with the price of an hour saved.
+    """Return a table of the points to choose from, fastest first, with the price of each hour saved.
 
     `*` marks the recommended point. The table has energy, its price and its CO2 if the points have them.
     """
@@ -510,13 +510,13 @@ def _value(predicted: Estimate | None) -> float | None:
 
 
 def _basis(answer: Recommendation | Predictions, evidence: str = "") -> list[Text]:
-    """Say what the predictions rest on, and what to know before trusting them."""
+    """Return lines on the basis of the predictions, and on what to know before trusting them."""
     basis = Text(f"Based on {BASIS[answer.basis]}{evidence}; intervals are 90 % prediction intervals.", style="dim")
     return [basis, *(Text(f"Note: {warning}", style="yellow") for warning in answer.model.warnings)]
 
 
 def candidates_table(answer: Recommendation) -> RenderableType:
-    """Render all candidates with intervals and marks; with the instance type if the job has several."""
+    """Render all candidates with intervals and marks, and with the instance type if the job has several."""
 
     def marks(candidate: Candidate) -> dict[str, bool]:
         named = roles(candidate, answer)

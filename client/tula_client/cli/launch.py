@@ -45,7 +45,7 @@ from tula_wire.text import printable
 from tula_wire.verdict import sentence
 
 RETRY = RetryPolicy(max_attempts=3, budget_s=10.0)
-"""Short, because the runner retries for minutes itself and supervises its processes meanwhile."""
+"""Retries of single requests; few, because the runner itself retries for minutes while it supervises its processes."""
 TIMEOUT_S = 15.0
 _TRAINING_GRACE_S = 30.0
 """Seconds between SIGTERM and SIGKILL of a training run: enough to write a checkpoint."""
@@ -145,7 +145,7 @@ def tune(
 
 
 def _narrowed(spec: JobSpec, names: list[str]) -> JobSpec:
-    """Return the job with only these options varying; raises `UsageError` for an option that the job lacks."""
+    """Return the job with only these options varied. Raises `UsageError` for an option that the job lacks."""
     for name in names:
         if name not in spec.options:
             choices = f"use {', '.join(sorted(spec.options))}" if spec.options else "list it under [options] in the job"
@@ -154,7 +154,7 @@ def _narrowed(spec: JobSpec, names: list[str]) -> JobSpec:
 
 
 def _with_explanations(runner: Runner, tuned: Tuned, template: Template, limits: dict[str, Any]) -> Tuned:
-    """Launch each value of an option that the plan has not launched, once the user knows what that costs."""
+    """Launch each option value that the plan has not launched, after showing the user the cost."""
     chosen = tuned.recommendation.chosen
     configurations = to_explain(tuned.job, None if chosen is None else chosen.configuration)
     if not configurations:
@@ -167,7 +167,7 @@ def _with_explanations(runner: Runner, tuned: Tuned, template: Template, limits:
 def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
     """Return True if the answer to "what does an hour of waiting cost you?" could change the recommendation.
 
-    False with `then_run`: perhaps nobody is there to answer, and the training would wait for an answer.
+    With `then_run` the result is False, since nobody may be there to answer, and training would wait for an answer.
     """
     priced = [point for point in tuned.recommendation.menu if point.cost_usd is not None]
     open_ = tuned.job.spec.usd_per_hour_of_waiting is None and tuned.recommendation.objective == "balanced"
@@ -175,7 +175,7 @@ def may_ask(tuned: Tuned, *, then_run: bool) -> bool:
 
 
 def _with_waiting(client: Client, tuned: Tuned) -> Tuned:
-    """Show the points to choose among, and return `tuned` updated with the user's answer; Enter changes nothing."""
+    """Show the points to choose from, and return `tuned` updated with the user's answer; Enter changes nothing."""
     lasting_console().print(menu_table(tuned.recommendation))
     text = "What does an hour of waiting cost you, in US dollars? (Enter: leave it open)"
     try:
@@ -191,9 +191,9 @@ def _with_waiting(client: Client, tuned: Tuned) -> Tuned:
 
 
 def usd_typed(text: str) -> float | None:
-    """Return the amount that was typed, or None for an empty line.
+    """Return the typed amount, or None for an empty line.
 
-    Raises `typer.BadParameter` for a text that is not an amount, so that typer asks again.
+    Raises `typer.BadParameter` if the text is not an amount, so that typer asks again.
     """
     if not text.strip():
         return None
@@ -253,7 +253,7 @@ def run(
 
 
 def _note_change(client: Client, job: Job, reporter: Reporter) -> None:
-    """Say that the recommendation differs from the configuration that the last training run used."""
+    """Print that the recommendation differs from the configuration of the last training run."""
     newest = client.runs(job.id, kind="train", limit=1).runs
     chosen = client.recommendation(job.id).chosen
     if not newest or newest[0].state != "succeeded" or chosen is None:
@@ -286,7 +286,7 @@ def launchers(as_json: Json = False) -> None:
 def checked_templates(
     command: list[str], launcher: str | None, stop_command: str | None, spec: JobSpec
 ) -> tuple[Template, Template | None]:
-    """Return the launch command, checked against the job, and the command that cancels it, if there is one."""
+    """Return the launch command, checked against the job, and the command that cancels it, or None."""
     options = frozenset(spec.options)
     words, stop_words = (command, []) if launcher is None else with_launcher(launcher, command)
     template = Template(tuple(words), options)
@@ -306,7 +306,7 @@ def open_reporter(as_json: bool, quiet: bool = False) -> Reporter:
 
 @contextmanager
 def open_runner(client: Client, job: Job, work_dir: Path, reporter: Reporter, **options: Any) -> Iterator[Runner]:
-    """Yield the runner of a job, with the job's folder locked; for signals see `orderly_end`."""
+    """Yield the runner of a job while its folder is locked; `orderly_end` handles signals."""
     work = WorkDir(work_dir, job.id)
     with work.locked() as holder, orderly_end():
         try:
@@ -318,9 +318,9 @@ def open_runner(client: Client, job: Job, work_dir: Path, reporter: Reporter, **
 
 @contextmanager
 def orderly_end() -> Iterator[None]:
-    """Let SIGTERM be like Ctrl-C: commands are stopped and leases given back.
+    """Treat SIGTERM like Ctrl-C: commands are stopped and leases returned.
 
-    A terminal that closes (SIGHUP), and the signals by which SLURM announces the end of an allocation, end nothing.
+    SIGHUP from a closing terminal, and the signals with which SLURM announces the end of an allocation, are ignored.
     """
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -344,7 +344,7 @@ def _go_on(_number: int, _frame: FrameType | None) -> None:
 def run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:
     """Return the measured run of the recommended configuration, or the run most like it.
 
-    That run differs in the fewest options, then least in nodes, then least in the batch.
+    The most similar run differs in the fewest options, then least in nodes, then least in the batch.
     """
     chosen = recommendation.chosen
     measured = [run for run in plan if run.state == "succeeded"]
@@ -361,7 +361,7 @@ def run_like(recommendation: Recommendation, plan: Sequence[Run]) -> Run | None:
 
 
 def _verdict_on(client: Client, run: Run | None) -> list[tuple[Run, Verdict]]:
-    """Return the run with its verdict, or nothing without a verdict: the command has done its work anyway."""
+    """Return the run with its verdict; empty without a verdict, since the command has succeeded anyway."""
     if run is None:
         return []
     with suppress(TulaError):

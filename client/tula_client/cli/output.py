@@ -28,7 +28,7 @@ JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its 
 
 
 WORDS_WIDTH = 16
-"""Fewest columns of characters that a cell of several words needs."""
+"""Fewest characters in width that a cell of several words needs."""
 
 
 def seconds(text: str) -> float:
@@ -48,7 +48,9 @@ _UNPRINTABLE_IN_JSON = re.compile(f"(?!\n)[{UNPRINTABLE}]")
 
 
 class _Terminal(Console):
-    """A console that writes no control characters except its style codes: names and sentences come from elsewhere."""
+    """A console that writes no control characters except its style codes, since names and sentences come from
+    elsewhere.
+    """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
@@ -57,25 +59,27 @@ class _Terminal(Console):
 
 
 def console(file: TextIO | None = None) -> Console:
-    """Return a console on standard output, 160 columns wide if it is no terminal, so that files hold whole tables."""
+    """Return a console on standard output; it is 160 columns wide in a file, so that tables fit."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
     return _Terminal(file=file, width=wide, highlight=False, soft_wrap=False)
 
 
 class _LossyStream:
-    """Standard output whose writes never fail: text refused by a closed terminal, full disk or closed pipe is lost."""
+    """Standard output whose writes never fail; text that a closed terminal, full disk or closed pipe refuses is
+    lost.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text` if the stream takes it; return its length either way."""
+        """Write `text` if the stream accepts it; return its length in any case."""
         with suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream if it can be."""
+        """Flush the stream if possible."""
         with suppress(OSError, ValueError):
             self._stream.flush()
 
@@ -84,7 +88,7 @@ class _LossyStream:
 
 
 def lasting_console() -> Console:
-    """Return a console for a command that supervises others: nothing that happens to a terminal or a file ends it."""
+    """Return a console for a command that supervises others and must survive any failure of its terminal or file."""
     return console(cast("TextIO", _LossyStream(sys.stdout)))
 
 
@@ -99,7 +103,7 @@ def emit(value: Any, human: RenderableType, as_json: bool) -> None:
 
 
 def escaped(document: str) -> str:
-    """Return the same JSON without characters that control a terminal, which can only be within its strings."""
+    """Return the same JSON with all terminal control characters escaped; they can occur only in its strings."""
     return _UNPRINTABLE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
 
 
@@ -118,7 +122,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a plain table; a heading with the prefix `>` aligns its column right, `=` keeps the column on one line."""
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
-        # A narrow terminal wraps cells, except numbers and the first column, which users copy.
+        # A narrow terminal wraps cells, except for numbers and the first column, which users copy.
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
         keep = column.startswith((">", "=")) or (index == 0 and bool(column))
         drawn.add_column(column.lstrip(">="), justify=justify, no_wrap=keep, overflow="fold")
@@ -128,10 +132,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 class Narrowing:
-    """A table that leaves out whole columns, rather than cut a number, if the terminal is too narrow for all.
+    """A table that drops whole columns, instead of cutting numbers, if the terminal is too narrow.
 
-    spare: headings of the columns that may go, in the order in which they go. Columns other than numbers, and columns
-    marked `=`, need as much room as their longest word, and at least WORDS_WIDTH if all of their text is longer.
+    spare: headings of the columns that may be dropped, in that order. Columns of words need as much room as their
+    longest word, and at least WORDS_WIDTH if their text is longer than that; numbers and columns marked `=` need their
+    full width.
     """
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str]) -> None:
@@ -162,7 +167,7 @@ class Narrowing:
 
 
 def saving(value: float) -> str:
-    """Return a saved share of the time in words; a negative share means a longer time."""
+    """Describe a saved share of the time in words; a negative share means a longer time."""
     if abs(value) < 0.005:
         return "the same time as"
     if value > 0:

@@ -1,1 +1,1 @@
-"""`tula tune` and `tula run`: from a job's specification to trained weights with the user's own launch command."""
+"""`tula tune` and `tula run`: profile and train a job with the user's own launch command."""

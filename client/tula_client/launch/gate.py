@@ -1,7 +1,7 @@
 """`tula gate`: launch one configuration on two revisions in turn, and compare their step times in pairs.
 
-A machine's speed drifts by a few per cent within an hour. Launches that follow each other share that drift, so each
-launch of the change is compared with the launch of the base next to it, and every second pair starts with the change.
+A machine's speed drifts by a few per cent within an hour. Consecutive launches share that drift, so each launch of the
+change is compared with the adjacent launch of the base, and every second pair starts with the change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GIT_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Side:
-    """One revision: the job in which its launches are measured, and the runner that starts them in its folder."""
+    """One revision: the job that records its launches, and the runner that starts them in its folder."""
 
     name: str
     job: Job
@@ -66,7 +66,9 @@ class Side:
 def alternate(
     base: Side, change: Side, configuration: Configuration, template: Template, pairs: int
 ) -> tuple[list[float], list[float]]:
-    """Launch both sides `pairs` times in turn; return their seconds per step, pairs at the same place in both lists."""
+    """Launch both sides `pairs` times in turn; return their seconds per step, with pairs at the same index in both
+    lists.
+    """
     times_s: dict[str, list[float]] = {"base": [], "change": []}
     for pair in range(pairs):
         order = (("base", base), ("change", change))
@@ -76,7 +78,7 @@ def alternate(
 
 
 def slower(base_s: Sequence[float], change_s: Sequence[float]) -> Estimate:
-    """Return the share by which the change's steps take longer, with its 95 % interval (Student's t over pairs)."""
+    """Return the relative slowdown of the change's steps, with its 95 % interval (Student's t over pairs)."""
     logs = [math.log(after / before) for before, after in zip(base_s, change_s, strict=True)]
     mean = fmean(logs)
     half = half_width(stdev(logs), len(logs))
@@ -84,7 +86,7 @@ def slower(base_s: Sequence[float], change_s: Sequence[float]) -> Estimate:
 
 
 def git(*words: str, folder: Path | None = None) -> str:
-    """Return the output of a git command, without the last line break. Raises `UsageError` if it fails."""
+    """Return the output of a git command, without the final line break. Raises `UsageError` if it fails."""
     try:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=_GIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -103,7 +105,7 @@ def resolve_commit(revision: str) -> str:
 
 @contextmanager
 def checkout(commit: str, parent: Path) -> Iterator[Path]:
-    """Check out a commit into a new folder in `parent`; yield the folder in it that corresponds to the current folder.
+    """Check out a commit into a new folder in `parent`; yield the counterpart of the current folder in it.
 
     The checkout is a worktree of this repository, and is removed at the end. Raises `UsageError`.
     """
@@ -123,7 +125,8 @@ def checkout(commit: str, parent: Path) -> Iterator[Path]:
 
 
 def refuse_tracked_paths(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise `UsageError` for an absolute path to a file that git tracks here: both revisions would run the same file.
+    """Raise `UsageError` for an absolute path to a file that git tracks here, since both revisions would run the same
+    file.
 
     words: the words of the command. environment: its variables, of which only PYTHONPATH matters.
     """

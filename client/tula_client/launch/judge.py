@@ -1,4 +1,4 @@
-"""How a finished command is judged, from its exit status, its log and what the service knows about the run."""
+"""Judges a finished command by its exit status, its log and the service's knowledge of the run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MEMORY_EXCEPTION = re.compile(
     r"|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator: (?:can't allocate|not enough) memory|Cannot allocate memory"
     r"|Caught \w*MemoryError in|RayTaskError\(OutOfMemoryError\)|died with <Signals\.SIGKILL"
 )
-"""The line of an exception about the memory of a device or the host."""
+"""Matches the line of an exception about the memory of a device or the host."""
 _CONSEQUENCE = re.compile(
     r"ChildFailedError|SignalException|ProcessExitedException|DistBackendError|DistNetworkError"
     r"|Connection (?:closed|reset)|Broken pipe|DataLoader worker \(pid"
 )
-"""Exceptions that follow from the end of another rank or process."""
+"""Matches exceptions that follow from the end of another rank or process."""
 _KILLED_OR_ABORTED = re.compile(
     r"^terminate called after throwing an instance of '(?:std::bad_alloc|c10::\w*OutOfMemoryError)'"
     r"|^slurmstepd: error: Detected \d+ oom[-_ ]kill|^srun: error: .*: Out Of Memory\b"
@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def listed(self) -> str:
-        """The lines of the log, each on a line below a sentence."""
+        """Return the lines of the log, to print each on its own line below a sentence."""
         return "".join(f"\n    {line}" for line in self.lines)
 
     def patch(self, run: Run, holder: str) -> RunPatch:
@@ -78,14 +78,15 @@ class Outcome:
 
 
 def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float | None = None) -> Outcome:
-    """Return the outcome of `run`, as the service knows it now, from exit `status` and the last `lines` of its log.
+    """Return the outcome of `run`, in its present state at the service, from exit `status` and the last `lines` of its
+    log.
 
-    A run that was cancelled, by a user or by its limits, stays cancelled however its command then ended; likewise, a
-    profiling run that has measured enough, which its agent reports as success, stays a success. A failure that the
-    agent reported stands, because it saw the cause inside the process. Otherwise, status 0 with samples is a success,
-    for a profiling run only if it used the planned configuration; status 137 (SIGKILL, which the kernel sends when
-    memory is short) or an out-of-memory as the exception that ended a rank is an out-of-memory; everything else is a
-    failure. A training run without samples, or with another configuration, succeeds with a message.
+    A run that was cancelled by a user or by its limits stays cancelled, however its command ended; likewise, a
+    profiling run that has measured enough, which its agent reports as a success, stays a success. A failure that the
+    agent reported is kept, because the agent saw the cause inside the process. Otherwise, status 0 with samples is a
+    success, for a profiling run only if it used the planned configuration; status 137 (SIGKILL, which the kernel sends
+    when memory is short) or an out-of-memory as the exception that ended a rank is an out-of-memory; everything else is
+    a failure. A training run without samples, or with another configuration, succeeds with a message.
     """
     if (reported := _reported(run)) is not None:
         return reported
@@ -113,7 +114,7 @@ def judge(run: Run, status: int, lines: list[str], *, timed_out_after_s: float |
 
 
 def _reported(run: Run) -> Outcome | None:
-    """Return the outcome that a user or the agent reported, which stands however the command ends, or None."""
+    """Return the outcome that a user or the agent reported, which is final however the command ends, or None."""
     if run.state == "cancelled":
         return Outcome("cancelled", run.message or "The run was cancelled.")
     if run.kind == "profile" and run.state == "succeeded":
@@ -139,9 +140,9 @@ def tail(log: Path) -> list[str]:
 
 
 def ran_out_of_memory(lines: list[str]) -> bool:
-    """Return True if memory ended a rank: its exception says so, or a launcher reports that the kernel killed it.
+    """Return True if a rank ran out of memory: its exception says so, or a launcher reports that the kernel killed it.
 
-    The words alone, in an option, a warning or an exception that the script caught, say nothing about how it ended. A
+    The words alone, in an option, a warning or a caught exception, do not show how a rank ended. A
     rank's exception is the exception of its last traceback, or one that caused it (`raise ... from`).
     """
     ranks: dict[str, _LastException] = {}
@@ -159,7 +160,7 @@ def ran_out_of_memory(lines: list[str]) -> bool:
 
 @dataclass
 class _LastException:
-    """Reads the lines of one process; `of_memory`: the exception of its last traceback was about memory."""
+    """Reads the lines of one process; `of_memory` is True if the exception of its last traceback was about memory."""
 
     of_memory: bool = False
     _in_traceback: bool = False
@@ -178,7 +179,7 @@ class _LastException:
 
 
 def relevant_lines(lines: list[str], count: int = 4) -> list[str]:
-    """Return the last lines with an error, without the launcher's frames and tables; else the last lines."""
+    """Return the last lines that contain an error, without the launcher's frames and tables; else the last lines."""
     own = [
         f"{rank[1]} {text}" if (rank := _RANK.match(line)) else text
         for line in lines
@@ -189,6 +190,6 @@ def relevant_lines(lines: list[str], count: int = 4) -> list[str]:
 
 
 def agent_warnings(lines: list[str]) -> list[str]:
-    """Return the agent's messages for the user, without prefix and repetitions."""
+    """Return the agent's messages for the user, without their prefix and without repetitions."""
     texts = (line.partition(AGENT_PREFIX)[2].strip() for line in lines if AGENT_PREFIX in line)
     return list(dict.fromkeys(text for text in texts if text))

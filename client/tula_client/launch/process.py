@@ -1,6 +1,6 @@
 """Starts and stops one launched command under its supervisor, with its environment, and follows its log.
 
-None of it outlives `tula`.
+Neither the command nor its supervisor outlives `tula`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tula_wire import Run
 from tula_wire.memory import ALLOCATOR_VARIABLES, GROWING_SEGMENTS
 
 _MARGIN_S = 45.0
-"""Seconds that the supervisor may need beyond the grace period: stop command, stacks, SIGKILL."""
+"""Seconds that the supervisor may need beyond the grace period, for the stop command, the stacks and SIGKILL."""
 
 _READ_BYTES = 262_144
 _MAX_LINE_BYTES = 65_536
@@ -35,28 +35,28 @@ _RANK_OPTIONS: Final = frozenset(
 _RANK_VARIABLES: Final = frozenset(
     {"PET_TEE", "PET_REDIRECTS", "PET_LOG_DIR", "PET_LOCAL_RANKS_FILTER", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"}
 )
-"""Options with which a user says where torchrun writes the output of ranks."""
+"""Variables with which a user sets where torchrun writes the output of ranks."""
 _WITH_A_VALUE = re.compile(r"-[tr]\d")
-"""The short forms of these options, as in `-t3`."""
+"""The short forms of `_RANK_OPTIONS`, such as `-t3`."""
 _ELSEWHERE: Final = frozenset(
     {"srun", "ssh", "pdsh", "mpirun", "mpiexec", "kubectl", "docker", "podman", "apptainer", "singularity", "enroot"}
 )
 """Programs that start another program on other machines or in a container."""
 _TEE: Final = ",".join(f"{local_rank}:3" for local_rank in range(1, 10))
-"""Both streams of the local ranks 1 to 9 that exist: torchrun takes one digit."""
+"""Both streams of the local ranks 1 to 9, if they exist; torchrun accepts a single digit."""
 
 
 def of_first_rank(lines: Iterable[str]) -> list[str]:
-    """Return the lines without lines that are marked as coming from a rank other than the first.
+    """Return the lines, except for lines that are marked as coming from a rank other than the first.
 
-    A line with such a mark in its middle is cut before the mark: torchrun wrote after a progress bar.
+    A line with such a mark in the middle is cut before the mark, since torchrun wrote it after a progress bar.
     """
     beginnings = (_OF_ANOTHER_RANK.split(line, maxsplit=1) for line in lines)
     return [beginning for beginning, *other in beginnings if beginning or not other]
 
 
 class LogLines:
-    """The lines of a log, as they come, without lines that are marked as coming from a rank other than the first."""
+    """Reads the new lines of a log, except for lines that are marked as coming from a rank other than the first."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -64,7 +64,7 @@ class LogLines:
         self._unfinished = b""
 
     def new(self, *, last: bool = False) -> list[str]:
-        """Return the whole lines since the last call, at most 256 KiB; with `last`, all, even an unfinished line."""
+        """Return the complete lines since the last call, at most 256 KiB; with `last`, also an unfinished line."""
         lines: list[bytes] = []
         try:
             with self._log.open("rb") as file:
@@ -98,9 +98,10 @@ class Process:
         return status if status is None or status >= 0 else 128 - status
 
     def request_stop(self, *, stacks: bool = False) -> None:
-        """Request SIGTERM for the command, then for the processes that are left, then SIGKILL; return at once.
+        """Ask the supervisor to send SIGTERM to the command, then to the remaining processes, then SIGKILL; return at
+        once.
 
-        stacks: each rank first prints its own into the log, which ends the rank.
+        stacks: each rank first prints its stack to the log, which ends the rank.
         """
         if self._supervisor.stdin is not None and self._supervisor.poll() is None:
             with suppress(BrokenPipeError):
@@ -130,10 +131,10 @@ def start(
     stop_command: Sequence[str] | None = None,
     folder: Path | None = None,
 ) -> Process:
-    """Start `command` in another session, in `folder` or the current one, output appended to `log`.
+    """Start `command` in a new session, in `folder` or the current folder, and append its output to `log`.
 
     `stop_command` cancels the cluster job of a command that only submits (`sbatch --wait`, `kubectl`). Raises
-    `UsageError` if the first word of either is not a program on this machine.
+    `UsageError` if the first word of either command is not a program on this machine.
     """
     for what, words in (("command", command), ("stop command", stop_command)):
         if words and shutil.which(words[0], path=environment.get("PATH")) is None:
@@ -203,7 +204,7 @@ def command_environment(
     *,
     rank_logs: Path | None = None,
 ) -> dict[str, str]:
-    """Return the environment of `command`: inherited, without `TULA_*` variables of an outer run, output unbuffered.
+    """Return the environment of `command`: inherited, but without an outer run's `TULA_*` variables, and unbuffered.
 
     rank_logs: the folder in which torchrun keeps the output of each rank except the first.
     """
@@ -215,12 +216,12 @@ def command_environment(
         # every core, and its measurement could not be compared with that of other runs.
         defaults["OMP_NUM_THREADS"] = "1"
         if rank_logs is not None and _starts_here(words) and not _says_where_ranks_write(words, inherited):
-            # The first rank writes into the log itself, so that nothing delays what it prints. Of each other rank
-            # torchrun copies line after line there, marked with its rank.
+            # The first rank writes into the log itself, so that nothing delays what it prints. torchrun copies the
+            # lines of each other rank there, marked with the rank.
             defaults["PET_TEE"], defaults["PET_LOG_DIR"] = _TEE, str(rank_logs)
             defaults["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank${rank}]: "
     if not any(name in inherited for name in ALLOCATOR_VARIABLES):
-        # Segments that grow do not fragment, so only what is allocated bounds the largest batch.
+        # Segments that grow do not fragment, so only allocated memory limits the largest batch.
         defaults[ALLOCATOR_VARIABLES[0]] = GROWING_SEGMENTS
     if "TULA_DISABLED" in inherited:
         defaults["TULA_DISABLED"] = inherited["TULA_DISABLED"]
@@ -228,13 +229,15 @@ def command_environment(
 
 
 def _starts_here(words: Sequence[str]) -> bool:
-    """Return True if a command that names torchrun starts it on this machine: another may lack the folder for logs."""
+    """Return True if a command with torchrun starts it on this machine, since another machine may lack the log
+    folder.
+    """
     names = [word.rpartition("/")[2] for word in words]
     here = names[0] in ("torchrun", "bash", "sh", "env", "uv") or names[0].startswith("python")
     return here and _ELSEWHERE.isdisjoint(names)
 
 
 def _says_where_ranks_write(words: Iterable[str], inherited: Mapping[str, str]) -> bool:
-    """Return True if the user gives torchrun an option, or a variable, for the output of ranks."""
+    """Return True if the user sets an option or a variable of torchrun for the output of ranks."""
     options = {word[:2] if _WITH_A_VALUE.match(word) else word.partition("=")[0] for word in words}
     return not _RANK_OPTIONS.isdisjoint(options) or not _RANK_VARIABLES.isdisjoint(inherited)

@@ -12,18 +12,19 @@ from tula_client._client import Client
 from tula_wire import Job, JobPatch, JobSpec, Price
 
 _MAX_JOBS: Final = 20
-"""How many of the newest jobs with one name are compared."""
+"""How many of the newest jobs with the same name are compared."""
 
 _CHANGEABLE: Final = re.compile(
     r"objective|usd_per_hour_of_waiting|usd_per_kwh|gco2_per_kwh|profiling\.(share_launches|only)|limits\.\w+"
     r"|cluster.*\.price\.(spot\.)?\w+",
     re.DOTALL,
 )
-"""Paths that `JobPatch` can change: objective, prices (of waiting, energy and nodes), limits, and how runs are launched
-and which options vary."""
+"""Paths that `JobPatch` can change: the objective, prices (of waiting, energy and nodes), limits, how runs are
+launched, and which options vary.
+"""
 
 Differences = dict[str, tuple[Any, Any]]
-"""Keyed by dotted path: the value in a registered job and the value in the specification."""
+"""The value in a registered job and the value in the specification, by dotted path."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def register(client: Client, spec: JobSpec, *, retry_failed: bool = False) -> Re
 
 
 def _jobs_named(client: Client, name: str) -> list[Job]:
-    """Return the newest unarchived jobs with that name."""
+    """Return the newest unarchived jobs with this name."""
     if not name.isprintable():  # no search takes it
         return []
     return [client.job(summary.id) for summary in client.send(_flows.jobs_named(name, _MAX_JOBS))]
@@ -89,9 +90,9 @@ def _differences(job: Job, spec: JobSpec) -> Differences:
 
 
 def _completed(spec: JobSpec, registered: JobSpec) -> JobSpec:
-    """Return `spec` with values that its file leaves out and that the registered job received later.
+    """Return `spec` with values that its file omits and that the registered job received later.
 
-    These are the price of waiting, which `tula tune` asks for and which needs prices, and `profiling.share_launches`,
+    These are the price of waiting, which `tula tune` asks for if there are prices, and `profiling.share_launches`,
     which is off if the script's batches cannot be cut.
     """
     later: dict[str, Any] = {}
@@ -110,7 +111,7 @@ def _fixed(differences: Differences) -> list[str]:
 
 
 def _values_by_path(spec: JobSpec) -> dict[str, Any]:
-    """Return every value keyed by its dotted path; instance types key the clusters, whose order does not matter."""
+    """Return every value by its dotted path; clusters are keyed by instance type, since their order does not matter."""
     values = dict(_flatten("", spec.model_dump(mode="json", exclude={"cluster"})))
     values["cluster.instance_type"] = sorted(cluster.instance_type for cluster in spec.cluster)
     for cluster in spec.cluster:
@@ -133,7 +134,7 @@ def _text(value: Any) -> str:
 
 
 def _explain_new_job(name: str, job: Job, differing: list[tuple[Job, Differences]]) -> str:
-    """Say why another job of this name was registered, and how to address each."""
+    """Return a sentence on why another job of this name was registered, and how to address each job."""
     nearest, differences = min(differing, key=lambda entry: len(_fixed(entry[1])))
     return (
         f"Registered a new job {name!r} ({job.id}): the existing job {nearest.id} differs in "

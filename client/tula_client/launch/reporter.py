@@ -1,4 +1,4 @@
-"""The output of `tula tune` and `tula run` while they work: runs, the rest of the plan, and messages."""
+"""Prints the progress of `tula tune` and `tula run`: runs, the rest of the plan, and messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORDS = {"succeeded": "measured", "out_of_memory": "out of memory", "failed": "
 
 
 class Reporter:
-    """Draws a progress bar on a terminal; prints plain lines to a file. `quiet` leaves out what training writes.
+    """Draws a progress bar on a terminal; prints plain lines to a file. `quiet` hides the output of training.
 
     The methods are called for every event, in order, and must not raise. A quiet console prints nothing.
     """
@@ -49,7 +49,7 @@ class Reporter:
 
     @property
     def is_quiet(self) -> bool:
-        """True if nothing at all is printed."""
+        """Return True if nothing at all is printed."""
         return self._console.quiet
 
     def __enter__(self) -> Self:
@@ -76,12 +76,12 @@ class Reporter:
         self._describe()
 
     def output(self, lines: Sequence[str]) -> None:
-        """Print what the command of a training run has just written."""
+        """Print the latest output of a training run's command."""
         for line in lines if not self._quiet else ():
             self._console.print(Text.from_ansi(line), soft_wrap=True)
 
     def finished(self, run: Run, outcome: Outcome, log: Path, took_s: float) -> None:
-        """Print one line about a run that ended and was judged; for a failure, also the log and its last lines.
+        """Print one line about a run that has ended; after a failure, also the path of the log and its last lines.
 
         `took_s` is the duration of the launch, or 0 for its smaller batches.
         """
@@ -101,7 +101,7 @@ class Reporter:
         self._describe()
 
     def waiting(self, reason: str) -> None:
-        """Print why nothing can be started now, unless that was the last message printed."""
+        """Print why nothing can be started now, unless that was the last message."""
         if reason != self._last_reason:
             self._last_reason = reason
             self._console.print(f"waiting   {reason}", highlight=False, markup=False)
@@ -125,7 +125,7 @@ class Reporter:
 
 
 def _cut_short(run: Run) -> str:
-    """Return `, 4 of 16 steps` for a profiling run that measured too few steps to know its step time well."""
+    """Return text such as `, 4 of 16 steps` for a profiling run with too few steps for a precise step time."""
     planned = 0 if run.instruction is None else min(FEWEST_STEPS, run.instruction.measuring_steps)
     if run.instruction is None or not 0 < (run.num_steps or 0) < planned:
         return ""
@@ -133,15 +133,15 @@ def _cut_short(run: Run) -> str:
 
 
 def _place(log: Path) -> str:
-    """Return the path of a log, and the folder with the logs of other ranks, if there is one."""
+    """Return the path of a log, and of the folder with the logs of other ranks if it exists."""
     ranks = rank_logs(log)
     return f"{log} (each other rank's: {ranks})" if ranks.is_dir() else str(log)
 
 
 def rest_of_plan(cost: ProfilingCost) -> str:
-    """Describe the rest of a plan: `2 launches, 8 configurations, about 3 min 20 s and $0.21`.
+    """Describe the rest of a plan, such as `2 launches, 8 configurations, about 3 min 20 s and $0.21`.
 
-    Without prices, it names no money. If the search may add launches, the text also says what all of them take.
+    Without prices, the text has no cost. If the search may add launches, it also has the total of all launches.
     """
 
     def words(launches: int, seconds: float, usd: float | None, between: str) -> str:

@@ -1,7 +1,8 @@
-"""One run from lease to outcome: start its command, renew the lease, judge how it ended, report to the service.
+"""Takes a run from lease to outcome: starts its command, renews the lease, judges how it ended, and reports to the
+service.
 
-The service's answer is checked before a command is started from it, since it becomes the command's arguments and
-`TULA_*` variables: training with the kind `profile`, for example, would end after a few steps, with exit code 0.
+The service's answer is checked before a command is started, since it becomes the command's arguments and `TULA_*`
+variables: training with the kind `profile`, for example, would end after a few steps with exit code 0.
 """
 
 from __future__ import annotations
@@ -56,18 +57,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LEASE_S: Final = 60.0
-"""Seconds after which the service takes back a run whose `tula` died."""
+"""Seconds after which the service reclaims a run whose `tula` died."""
 POLL_S: Final = 0.05
 SILENT_S: Final = 45.0
 """Seconds after which a profiling run without a measurement is reported."""
 ENDS_WITHIN_S: Final = 30.0
-"""Seconds that the command of a profiling run has to end once its agent has reported the end: `sbatch --wait` looks at
-its job every ten seconds."""
+"""Seconds within which the command of a profiling run must end after its agent has reported the end; `sbatch
+--wait` checks its job every ten seconds.
+"""
 RETRY_S: Final = 600.0
-"""Longest wait for an unreachable service, so that restarting the service does not end `tula tune`."""
+"""Longest wait for an unreachable service, so that a restart of the service does not end `tula tune`."""
 _RETRY_INTERVAL_S: Final = 1.0
 _UNREACHABLE: Final = (ServiceUnreachableError, ServiceUnavailableError, TooManyRequestsError, ForeignAnswerError)
-"""Errors after which the service is expected to answer again, since it did so when the job was read."""
+"""Errors after which the service is expected to answer again, since it answered when the job was read."""
 _HEARTBEAT_RETRY_S: Final = 5.0
 _DUMP_TIMEOUT_S: Final = 10.0
 _MOST_OUTPUT_BYTES: Final = 65_536
@@ -78,12 +80,11 @@ _SUBMITTED: Final = "submitted-"
 
 @dataclass
 class ActiveRun:
-    """A run whose command was started; times are of the runner's clock, in seconds.
+    """A run whose command was started; times are in seconds of the runner's clock.
 
-    smaller: the runs of smaller batches that the same command measures first. limit_from: when the time limit last
-    began to count, which it does at the start and again at the first measurement. limit_reached: the training run was
-    asked to end at its own limit. has_measured: its first sample is stored. has_ended: the service refused to renew its
-    lease.
+    smaller: the runs of smaller batches that the same command measures first. limit_from: the start of the time limit,
+    which begins at the launch and again at the first measurement. limit_reached: the training run was asked to end at
+    its own limit. has_measured: its first sample is stored. has_ended: the service refused to renew its lease.
     """
 
     run: Run
@@ -107,12 +108,12 @@ class ActiveRun:
 class Runner:
     """Starts commands for runs that `holder` has leased, and supervises them until they end; for use in `with`.
 
-    On entry, it runs the stop commands that an earlier `tula` left behind in the folder `work`, whose lock the caller
-    holds. A stop command is on disk while its job runs, so that a cluster job is cancelled even after a reboot. A stop
-    command that fails is not repeated: most often its job is gone because the supervisor cancelled it. On exit, the
-    runner stops the commands that still run, and gives their runs back.
+    On entry, the runner executes the stop commands that an earlier `tula` left in the folder `work`, whose lock the
+    caller holds. A stop command is on disk while its job runs, so that a cluster job is cancelled even after a reboot.
+    A stop command that fails is not repeated, since usually its job is gone because the supervisor cancelled it. On
+    exit, the runner stops the commands that still run, and returns their runs to the plan.
 
-    time_limit_s: longest duration of a run's start-up, and longest duration of the rest. grace_s: seconds between
+    time_limit_s: the limit of a run's start-up, and again of the rest. grace_s: seconds between
     SIGTERM and SIGKILL. stop_template: the command that cancels a cluster job. inherited: environment variables of the
     commands. active: the runs whose commands run now.
     """
@@ -167,7 +168,7 @@ class Runner:
                 self.sleep(_RETRY_INTERVAL_S)
 
     def claim(self, job: Job, max_nodes: int, *, whole_launch: bool = False) -> RunClaimed:
-        """Lease the next runs of `job`'s plan and check them; raises `LaunchError` for runs that were not asked for."""
+        """Lease and return the next runs of `job`'s plan. Raises `LaunchError` if the runs are not as requested."""
         claim = ClaimRequest(holder=self.holder, lease_s=LEASE_S, max_nodes=max_nodes, whole_launch=whole_launch)
         claimed = self.retrying(self.service.claim, job.id, claim)
         if claimed.run is not None:
@@ -179,7 +180,7 @@ class Runner:
         return claimed
 
     def create_run(self, job: Job, kind: RunKind, configuration: Configuration, **more: Any) -> Run:
-        """Return a run outside the plan of `job`, checked; raises `LaunchError` if it is not as requested."""
+        """Register and return a run outside the plan of `job`. Raises `LaunchError` if it is not as requested."""
         create = RunCreate(kind=kind, configuration=configuration, holder=self.holder, lease_s=LEASE_S, **more)
         return _check_run(self.retrying(self.service.create_run, job.id, create), job, kind, configuration)
 
@@ -195,10 +196,10 @@ class Runner:
         learning_rate_factor: float = 1.0,
         examples: float = 1.0,
     ) -> ActiveRun:
-        """Start the command of `run`; without `checkpoints`, it gets a scratch folder for them.
+        """Start the command of `run`; without `checkpoints`, a scratch folder is used.
 
-        smaller: runs that differ only in a smaller local batch, which the same command measures. examples: how many the
-        whole training takes. Raises `UsageError`, after releasing the leases, if there is no such program.
+        smaller: runs that differ only in a smaller local batch, which the same command measures. examples: the number
+        of examples in the whole training. Raises `UsageError`, after releasing the leases, if there is no such program.
         """
         checkpoints = checkpoints or self.work.scratch(run.id)
         launch_id = f"{run.id}-{secrets.token_hex(3)}"
@@ -264,12 +265,11 @@ class Runner:
         return active
 
     def poll(self, active: ActiveRun) -> int | None:
-        """Return the exit status of an ended command; else enforce the time limits, renew the lease, and return None.
+        """Return the exit status if the command has ended; else enforce the time limits, renew the lease, and return
+        None.
 
-        The runner's limit makes each rank print its stack; a training run's own limit (`limits.on_breach`) asks it to
-        end.
-
-        Also reports what a training run has written since the last call.
+        At the runner's limit, each rank prints its stack; at a training run's own limit (`limits.on_breach`), the run
+        is asked to end. This also reports the new output of a training run.
         """
         status = active.process.poll()
         if active.run.kind == "train":
@@ -294,10 +294,10 @@ class Runner:
         return None
 
     def finish(self, active: ActiveRun, status: int) -> list[tuple[Run, Outcome]]:
-        """Judge and report every run of a command that ended with `status`, in the order in which it measured them.
+        """Judge, report and return every run of a command that ended with `status`, in the order of measurement.
 
-        A run that had not begun goes back to the plan. So does the run of the largest batch if no sample of it came
-        after the others: a command that ends between two batches has measured the first.
+        A run that had not begun returns to the plan, and so does the run of the largest batch if it has no samples
+        after the others: a command that ends between two batches has measured only the first.
         """
         self._ended(active)
         lines = tail(active.log)
@@ -324,14 +324,14 @@ class Runner:
             if outcome.state == "succeeded" and outcome.message:
                 self.reporter.note(f"Run {run.id}: {outcome.message.removeprefix(f'Run {run.id} ')}")
             self._send_output(active, ended, ended.state)
-            # The launch's time is that of its largest batch.
+            # The duration of the launch is reported with its largest batch.
             took_s = self.clock() - active.started_at if run is largest else 0.0
             self.reporter.finished(ended, outcome, active.log, took_s)
             outcomes.append((ended, outcome))
         return outcomes
 
     def _judge(self, active: ActiveRun, run: Run, status: int, lines: list[str], stopped: bool) -> tuple[Run, Outcome]:
-        """Return one run of a command that ended with `status`, as the service then knows the run, and its outcome.
+        """Return one run of a command that ended with `status`, in its state at the service, and its outcome.
 
         stopped: the command was stopped because the run of its largest batch was cancelled.
         """
@@ -352,7 +352,7 @@ class Runner:
         return run, outcome
 
     def abandon(self, active: ActiveRun) -> None:
-        """Stop the command and give its run back."""
+        """Stop the command and return its run to the plan."""
         active.process.stop()
         self._ended(active)
         self.release(active.run, *active.smaller)
@@ -362,7 +362,7 @@ class Runner:
         self.work.delete(_SUBMITTED + active.launch_id)
 
     def release(self, *runs: Run) -> None:
-        """Give leases back, or cancel a training run; if the service is unreachable, the leases expire."""
+        """Return leases, or cancel a training run; if the service is unreachable, the leases expire."""
         patch = RunPatch(state="pending", holder=self.holder)
         stopped = RunPatch(state="cancelled", holder=self.holder, message="It was stopped before its end.")
         for run in runs:
@@ -370,7 +370,8 @@ class Runner:
                 self.service.patch_run(run.id, stopped if run.kind == "train" else patch)
 
     def _agent_token(self, job_id: str) -> str | None:
-        """Return a token that may only report for this job, not the user's, which would give its code all rights.
+        """Return a token that may only report for this job, since the user's token would give the job's code all
+        rights.
 
         Returns None if `tula` itself has no token.
         """
@@ -382,7 +383,7 @@ class Runner:
         return self._tokens[job_id].secret
 
     def _run_with_samples(self, run_id: str) -> Run:
-        """Return the run as the service knows it, after uploading the samples that its agent could not send."""
+        """Upload the samples that the run's agent could not send, and return the run in its state at the service."""
         run = self.retrying(self.service.run, run_id)
         spool = self.work.spool(run_id)
         if run.num_samples == 0 and any(spool.glob("*.spool")):
@@ -393,7 +394,7 @@ class Runner:
         return run
 
     def _succeeds(self, command: list[str], timeout_s: float, **variables: str) -> bool:
-        """Run a short command with the environment of this `tula` and `variables`."""
+        """Run a short command with the environment of this `tula` and `variables`; return True if it succeeded."""
         environment = {**self.inherited, "TULA_URL": self.service.url, **variables}
         try:
             done = subprocess.run(
@@ -409,7 +410,7 @@ class Runner:
         return done.returncode == 0
 
     def _look_for_measurements(self, active: ActiveRun) -> None:
-        """Count the time limit from the first measurement, and say once that a profiling run has sent none yet."""
+        """Restart the time limit at the first measurement, and note once that a profiling run has sent none yet."""
         first, now = (*active.smaller, active.run)[0], self.clock()
         if active.has_measured:
             return
@@ -422,7 +423,9 @@ class Runner:
                 self.reporter.note(f"Run {first.id}: still starting after {now - active.started_at:.0f} s. {steps}")
 
     def _send_output(self, active: ActiveRun, run: Run, state: RunState) -> None:
-        """Send the tail of rank 0's output, if it is new and the user agrees; after a failure it remains in the log."""
+        """Send the tail of rank 0's output if it is new and the user has agreed; if that fails, it is still in the
+        log.
+        """
         if self.inherited.get("TULA_SEND_OUTPUT") == "0":
             return
         output = "\n".join(of_first_rank(tail(active.log))).encode(errors="replace")[-_MOST_OUTPUT_BYTES:]
@@ -441,7 +444,7 @@ class Runner:
         except ConflictError:  # the agent has ended the run, or a user has cancelled it
             with suppress(TulaError):
                 state = self.service.run(active.run.id).state
-                # A profiling run that is over ends by itself, unless its script holds on to its loop.
+                # A profiling run that is over ends by itself, unless its script stays in its loop.
                 over = active.has_ended and active.run.kind == "profile" and state in FINAL_STATES
                 if over or state == "cancelled":
                     active.process.request_stop()

@@ -1,13 +1,13 @@
-"""Run one launched command as its parent process: end it, and every process below it, whatever happens to `tula`.
+"""Runs one launched command as its parent process, and ends it with all its descendants, whatever happens to `tula`.
 
-Runs as a script and imports only the standard library. It registers as the reaper of orphans below it (Linux, prctl
-PR_SET_CHILD_SUBREAPER), so that it finds ranks that torchrun moved to another session. Its standard input is a pipe
-from `tula`: `s` stops the command, `d` does so once every rank has printed its stack, and the end of the pipe also
-stops it (`tula` died, even by kill -9). Its exit status is the command's, or 128 + n for signal n.
+This module runs as a script and imports only the standard library. It registers as the reaper of orphaned descendants
+(Linux, prctl PR_SET_CHILD_SUBREAPER), so that it finds ranks that torchrun moved to another session. Its standard input
+is a pipe from `tula`: `s` stops the command, `d` stops it after every rank has printed its stack, and the end of the
+pipe (`tula` died, even by kill -9) also stops it. Its exit status is the command's, or 128 + n for signal n.
 
-A stop goes to the top of the tree first: the command gets SIGTERM alone, as from a kubelet, since torchrun and srun
-pass it on to ranks, and a rank that saves needs its data loading processes. A process whose parent has gone is a new
-top. After half of the grace period, all remaining processes get SIGTERM, and at its end SIGKILL.
+Stopping begins at the top of the process tree: first only the command gets SIGTERM, as from a kubelet, since torchrun
+and srun pass it on to ranks, and a rank that saves needs its data-loading processes. A process whose parent has gone is
+a new top. After half of the grace period, all remaining processes get SIGTERM, and at its end SIGKILL.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOT_STARTED = 127
 
 
 def main() -> int:
-    """Run the command that follows the options, which are one JSON object: `grace_s` and `stop_command`."""
+    """Run the command that follows the options, a JSON object with `grace_s` and `stop_command`."""
     options, command = json.loads(sys.argv[1]), sys.argv[2:]
     _become_subreaper()
     wake, wake_write = os.pipe()
@@ -61,7 +61,9 @@ def main() -> int:
 
 
 def _asked_to_stop(wake: int) -> bool:
-    """Wait up to a second for a signal or an order from `tula`; return True if either asked the command to stop."""
+    """Wait up to a second for a signal or an order from `tula`; return True if either requests that the command
+    stop.
+    """
     ready, _, _ = select.select([0, wake], [], [], 1.0)
     if wake in ready:
         os.read(wake, 4096)
@@ -94,7 +96,7 @@ def _reap(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def _descendants() -> list[int]:
-    """Return the ids of all processes below this one, parents first, without zombies."""
+    """Return the ids of all descendants of this process, parents first, without zombies."""
     children = _children()
     pids = list(children.get(os.getpid(), []))
     for pid in pids:
@@ -103,7 +105,7 @@ def _descendants() -> list[int]:
 
 
 def _children() -> dict[int, list[int]]:
-    """Return the ids of processes that are not zombies, by the id of their parent."""
+    """Return the ids of all processes except zombies, by the id of their parent."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -118,7 +120,7 @@ def _children() -> dict[int, list[int]]:
 
 
 def _left(child: subprocess.Popen[bytes], *, top: bool = False) -> list[int]:
-    """Return the ids of descendant processes that still run; `top`: only processes whose parent is this process."""
+    """Return the ids of descendants that still run; with `top`, only those whose parent is this process."""
     _reap(child)
     if sys.platform != "linux":
         return [child.pid] * (child.returncode is None)
@@ -131,7 +133,9 @@ def _kill(pid: int, number: int) -> None:
 
 
 def _end_all(child: subprocess.Popen[bytes], grace_s: float) -> int | None:
-    """Send SIGTERM to the command, later to what is left, and SIGKILL after `grace_s`; return the exit status."""
+    """Send SIGTERM to the command, then to all remaining processes, and SIGKILL after `grace_s`; return the exit
+    status.
+    """
     began, told = time.monotonic(), set[int]()
     while (left := _left(child)) and (took_s := time.monotonic() - began) < grace_s + _KILL_WITHIN_S:
         if took_s >= grace_s:
@@ -159,9 +163,10 @@ def _run_stop_command(words: list[str] | None) -> None:
 def _dump_stacks() -> None:
     """Make each rank on this machine print the stack of each thread, in order of rank.
 
-    SIGABRT, because Python's faulthandler (enabled by PYTHONFAULTHANDLER=1) prints on it without help from the script,
-    even when the interpreter is stuck in a collective. It ends the rank, which is about to be ended anyway. All
-    processes are suspended first: otherwise the launcher and the other ranks would react to the end of the first.
+    The signal is SIGABRT, because Python's faulthandler (enabled by PYTHONFAULTHANDLER=1) then prints the stacks
+    without help from the script, even if the interpreter is stuck in a collective. SIGABRT ends the rank, which is
+    about to end anyway. All processes are suspended first, since otherwise the launcher and the other ranks would react
+    to the end of the first.
     """
     below = _descendants()
     for pid in below:

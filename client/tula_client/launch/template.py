@@ -19,7 +19,8 @@ _TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 @dataclass(frozen=True)
 class Template:
-    """A command as words; `{name}` is replaced, `{{` and `}}` mean braces, and other braces stay unchanged.
+    """A command as a list of words; `{name}` is replaced, `{{` and `}}` stand for braces, and other braces stay
+    unchanged.
 
     options: the names of the job's options, which are also placeholders.
     """
@@ -39,7 +40,7 @@ class Template:
 
     @property
     def placeholders(self) -> frozenset[str]:
-        """The names between single braces, anywhere in the command."""
+        """Return the names between single braces, anywhere in the command."""
         return frozenset().union(*map(_names_in, self.words))
 
     def fill(
@@ -54,12 +55,12 @@ class Template:
         learning_rate_factor: float = 1.0,
         examples: float = 1.0,
     ) -> list[str]:
-        """Return the command for one run, without arguments that hold `{resume}` if `resume` is None.
+        """Return the command for one run, without arguments that contain `{resume}` if `resume` is None.
 
-        examples: how many the whole training takes, from which `{max_steps}` follows.
+        examples: the number of examples in the whole training, from which `{max_steps}` is computed.
 
-        Values are not quoted, since the command may pass them through any number of shells: a value from the service
-        that is not a plain word raises UsageError.
+        Values are not quoted, since the command may pass them through any number of shells. Raises UsageError if a
+        value from the service is not a plain word.
         """
         made_here = {"resume": str(resume or ""), "env_file": env_file, "checkpoint_dir": str(checkpoint_dir)}
         made_here["learning_rate_factor"] = f"{learning_rate_factor:.6g}"
@@ -94,11 +95,11 @@ class Template:
 
     @property
     def can_accumulate(self) -> bool:
-        """True if the placeholders let the command accumulate gradients."""
+        """Return True if the placeholders let the command accumulate gradients."""
         return self._has(_ACCUMULATION)
 
     def _has(self, needed: str) -> bool:
-        """Return True if the command holds the placeholders of `needed`, which may be `one or two with three`."""
+        """Return True if the command has the placeholders in `needed`, such as `one or two with three`."""
         return any(set(names.split(" with ")) <= self.placeholders for names in needed.split(" or "))
 
 
@@ -117,11 +118,11 @@ def _names_in(word: str) -> frozenset[str]:
 
 
 _ACCUMULATION: Final = "grad_accum_steps or local_batch_size with global_batch_size"
-"""Placeholders that tell a script how many micro-steps to accumulate."""
+"""Placeholders from which a script knows how many micro-steps to accumulate."""
 
 
 def _needs(spec: JobSpec) -> list[tuple[str, bool, str]]:
-    """Return (placeholders, whether the job varies what they stand for, why)."""
+    """Return placeholders, whether the job varies their values, and the reason why they are needed."""
     clusters, batch = spec.cluster, spec.batch
     least, most = min(c.min_nodes for c in clusters), max(c.max_nodes for c in clusters)
     ranks = {c.ranks_per_node for c in clusters}
@@ -147,7 +148,7 @@ _SLURM_RANK: Final = (
 
 @dataclass(frozen=True)
 class Launcher:
-    """A template that precedes the user's script and its arguments."""
+    """A launcher with the template that precedes the user's script and its arguments."""
 
     description: str
     words: tuple[str, ...]
@@ -172,11 +173,11 @@ LAUNCHERS: Final = {
         ("ray", "job", "stop", "--no-wait", "tula-{launch_id}"),
     ),
 }
-"""By name."""
+"""The ready-made launchers by name."""
 
 
 def with_launcher(name: str, command: list[str]) -> tuple[list[str], list[str]]:
-    """Return the templates that start, and cancel, script and arguments under a named launcher."""
+    """Return the templates that start and cancel a script with its arguments under a named launcher."""
     launcher = LAUNCHERS.get(name)
     if launcher is None:
         raise UsageError(f"the launcher {name!r} is unknown: use one of {', '.join(LAUNCHERS)}")

@@ -22,7 +22,7 @@ _PREEMPTED = (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGUSR1, 1
 
 @dataclass
 class _State:
-    """The state that stays on disk between attempts and between calls of `tula run`."""
+    """The state that is kept on disk between attempts and between calls of `tula run`."""
 
     configuration: Configuration
     training: int = 1
@@ -41,14 +41,14 @@ def train(
     reconfigure: bool = False,
     configuration: Configuration | None = None,
 ) -> list[tuple[Run, Outcome]]:
-    """Train until the command succeeds; return every start with its outcome, the successful one last.
+    """Train until the command succeeds; return every attempt with its outcome, the successful one last.
 
-    `fresh` starts another training; `reconfigure` continues the unfinished one with the current recommendation. Either
-    kind of training uses `configuration` if given.
+    `fresh` starts a new training; `reconfigure` continues the unfinished one with the current recommendation. Both use
+    `configuration` if it is given.
 
-    After an out-of-memory failure, it continues with the next smaller configuration (`next_smaller`); after a
-    pre-emption, or a failure before which the attempt had written a checkpoint, with the same configuration; both from
-    the last checkpoint. Calling it again after `tula` died also continues, if there is a checkpoint.
+    After an out-of-memory failure, training continues from the last checkpoint with the next smaller configuration
+    (`next_smaller`). After a pre-emption, or a failure of an attempt that had written a checkpoint, it continues with
+    the same configuration. A call after `tula` died also continues, if there is a checkpoint.
 
     Raises `LaunchError`, and the client's errors.
     """
@@ -99,7 +99,7 @@ def train(
 
 
 def _save(runner: Runner, state: _State) -> None:
-    """Save the state for a later `tula run`; a disk that accepts no writes does not end the training."""
+    """Save the state for a later `tula run`; a failure to write does not end the training."""
     try:
         runner.work.save(_STATE, state)
     except OSError as error:
@@ -110,12 +110,12 @@ def _save(runner: Runner, state: _State) -> None:
 
 
 def _preempted(active: ActiveRun, status: int) -> bool:
-    """Return True if the host ended the command, not its own time limit, which every start would reach."""
+    """Return True if the host ended the command; False at its own time limit, which every attempt would reach."""
     return status in _PREEMPTED and active.stacks_dumped_at is None
 
 
 def _begin(runner: Runner, job: Job, fresh: bool, reconfigure: bool, configuration: Configuration | None) -> _State:
-    """Return the state of the unfinished training, or of a new training."""
+    """Return the state of the unfinished training or of a new one."""
     work, note = runner.work, runner.reporter.note
     state = None if fresh else work.load(_State, _STATE)
     if state is not None and not may_hold_files(work.checkpoints(state.training)):
@@ -160,7 +160,7 @@ def _recommended(runner: Runner, job: Job) -> Configuration:
 
 
 def _learning_rate_factor(runner: Runner, job: Job, template: Template, configuration: Configuration) -> float:
-    """Return the factor for the placeholder, or 1, with a note, if the rule has no answer for this configuration."""
+    """Return the factor for the placeholder; 1, with a note to the user, if there is none for this configuration."""
     if "learning_rate_factor" not in template.placeholders:
         return 1.0
     candidates = runner.retrying(runner.service.recommendation, job.id).candidates
@@ -176,7 +176,7 @@ def _learning_rate_factor(runner: Runner, job: Job, template: Template, configur
 
 
 def _steps_alike(one: Configuration, other: Configuration) -> bool:
-    """Return True if both have the same global batch, and both or neither divide it: that decides the factor."""
+    """Return True if both have the same global batch and both or neither divide it, so that their factors are equal."""
     divided, also = (c.world_size * c.grad_accum_steps > 1 for c in (one, other))
     return one.global_batch_size == other.global_batch_size and divided == also
 
@@ -193,10 +193,11 @@ def _newest_file(folder: Path) -> tuple[str, float] | None:
 
 
 def _fall_back(runner: Runner, job: Job, template: Template, failed: Configuration) -> Configuration:
-    """Return the next smaller configuration, and note it.
+    """Return the next smaller configuration, and print a note about it.
 
-    Its bound is the largest local batch of the candidates that fit, by a memory model that has seen the failure. Only
-    candidates on the failed instance type with the failed options count, since other options need other memory.
+    It is bounded by the largest local batch of the candidates that fit, according to a memory model that includes the
+    failure. Only candidates with the failed instance type and options count, since other options need other amounts of
+    memory.
     """
     bound = max(
         (
@@ -219,7 +220,7 @@ def _fall_back(runner: Runner, job: Job, template: Template, failed: Configurati
 
 
 def _fits(candidate: Candidate, job: Job) -> bool:
-    """Return whether a candidate fits into memory; even excluded candidates may fit, if the probability is known."""
+    """Return True if a candidate fits into memory; excluded candidates are judged by their probability, if known."""
     if candidate.memory_fits is None:
         return candidate.excluded_by is None
     return candidate.memory_fits >= job.spec.profiling.memory_safety
@@ -230,10 +231,10 @@ def next_smaller(
 ) -> Configuration | None:
     """Return the configuration to try after `failed` ran out of memory, or None if there is nothing smaller.
 
-    First the same global batch B from a smaller local batch b and more accumulation (b * accumulation constant), the
-    largest such b below the failed one and at most `max_local_batch_size`, but not below a quarter of that bound:
-    smaller batches waste the accelerator. Without a way to accumulate, the same nodes with half the local batch, hence
-    a smaller B.
+    The first choice is the same global batch B from a smaller local batch b and more accumulation (b * accumulation
+    stays constant): the largest such b below the failed one and at most `max_local_batch_size`, but not below a quarter
+    of that bound, since smaller batches waste the accelerator. If the script cannot accumulate, the result has the same
+    nodes and half the local batch, and so a smaller B.
     """
     bound = min(failed.local_batch_size - 1, max_local_batch_size or failed.local_batch_size)
     if can_accumulate:

@@ -46,12 +46,12 @@ def work_through(
 ) -> Tuned:
     """Execute the pending runs of the plan, up to `max_parallel` at once on at most `node_budget` nodes.
 
-    `again` names configurations to measure once more before the plan. Stops if a run fails before any has succeeded,
-    after `max_failures` failures in a row, and if a run used another configuration than planned. Measurements are kept.
-    Raises `LaunchError`, also if every pending run needs more nodes than `node_budget`, `UsageError` if there is no
-    such command, and the client's errors.
+    `again` lists configurations to measure once more before the plan. Measurements are kept when this raises. Raises
+    `LaunchError` if a run fails before any has succeeded, after `max_failures` consecutive failures, if a run used
+    another configuration than planned, and if every pending run needs more nodes than `node_budget`. Raises
+    `UsageError` if there is no such command, and the client's errors.
     """
-    # Leases of an earlier `tula`, which is dead: this process holds the folder's lock.
+    # These are leases of an earlier `tula`, which must be dead, since this process has the folder's lock.
     runner.release(*(run for run in job.plan if run.state in ("claimed", "running")))
     budget = node_budget or max(cluster.max_nodes for cluster in job.spec.cluster)
     plan = _PlanLoop(runner, job, template, max_parallel, budget, max_failures, list(again))
@@ -71,9 +71,9 @@ def to_measure_again(
     """Return the configurations that `words` name, each only once.
 
     words: `failed`, `all`, a run's id, or nodes x local batch (x accumulation) as in `2x64`, with values of options as
-    in `2x64,precision=bf16`. runs: the runs of the job, newest first. options: the options of the job. The newest
-    profiling run of a configuration says how it ended; `failed` and `all` repeat no configuration whose newest run has
-    not ended. Raises `UsageError` for any other word.
+    in `2x64,precision=bf16`. runs: the runs of the job, newest first. options: the options of the job. Whether a
+    configuration failed is decided by its newest profiling run; `failed` and `all` skip configurations whose newest run
+    has not ended. Raises `UsageError` for any other word.
     """
     newest: dict[Configuration, Run] = {}
     for run in runs:
@@ -96,10 +96,11 @@ def named_configuration(
     options: Mapping[str, Sequence[str]] = MappingProxyType({}),
     flag: str = "--again",
 ) -> Configuration:
-    """Return the one configuration that `word` names: a run's id, or nodes x local batch (x accumulation) as in `2x64`.
+    """Return the configuration that `word` names: a run's id, or nodes x local batch (x accumulation) as in `2x64`.
 
     Values of the job's `options` may follow, as in `2x64,precision=bf16`; an omitted option has its first value.
-    newest: a run of each configuration. Raises `UsageError`, which names `flag`, if it names none or several.
+    newest: a run of each configuration. Raises `UsageError`, which names `flag`, if the word matches no configuration
+    or several.
     """
     numbers_word, *pairs = word.split(",")
     shape = _SHAPE.fullmatch(numbers_word)
@@ -121,7 +122,7 @@ def named_configuration(
 
 
 def _chosen_options(pairs: Sequence[str], options: Mapping[str, Sequence[str]], where: str) -> Options:
-    """Return the options that words such as `precision=bf16` choose; raises `UsageError`, which names `where`."""
+    """Return the options chosen by words such as `precision=bf16`. Raises `UsageError`, which names `where`."""
     chosen = [pair.partition("=") for pair in pairs]
     for name, equals, _ in chosen:
         if not equals:
@@ -134,11 +135,11 @@ def _chosen_options(pairs: Sequence[str], options: Mapping[str, Sequence[str]], 
 
 
 def to_explain(job: Job, chosen: Configuration | None) -> tuple[Configuration, ...]:
-    """Return a configuration for each option value with which the plan has launched nothing.
+    """Return a configuration for each option value that the plan has not launched.
 
-    It is one that was measured with every option at its first value, with that one value instead: its step time then
-    differs for that value alone. If there are several, it has the cluster of `chosen`, if possible, and the largest
-    batch.
+    It is a configuration that was measured with the first value of every option, changed in only that value, so that a
+    difference in step time is due to the value. Among several, it has the cluster of `chosen` if possible, and the
+    largest batch.
     """
     options, base = job.spec.varied_options, job.spec.base_options
     at_base = [run.configuration for run in job.plan if run.state == "succeeded" and run.configuration.options == base]
@@ -156,7 +157,7 @@ def to_explain(job: Job, chosen: Configuration | None) -> tuple[Configuration, .
 
 
 def cost_of_explaining(job: Job, configurations: Sequence[Configuration]) -> str:
-    """Return a sentence that says what launches of `configurations` cost, judged by the plan's measured launches."""
+    """Return a sentence with the expected cost of launching `configurations`, based on the plan's measured launches."""
     took_s = [
         (run.finished_at - run.started_at).total_seconds()
         for run in job.plan
@@ -175,14 +176,14 @@ def cost_of_explaining(job: Job, configurations: Sequence[Configuration]) -> str
 
 
 def _difference(configuration: Configuration, job: Job) -> tuple[str, str]:
-    """Return the one option of `configuration` that does not have its first value."""
+    """Return the name and value of the one option of `configuration` that differs from its first value."""
     base = dict(job.spec.base_options)
     return next((name, word) for name, word in configuration.options if base[name] != word)
 
 
 @dataclass
 class _PlanLoop:
-    """The state of `work_through` between two steps; `job` is as the service described it last."""
+    """The state of `work_through` between two steps; `job` is the last description from the service."""
 
     runner: Runner
     job: Job
@@ -196,7 +197,9 @@ class _PlanLoop:
     finished: list[tuple[Run, Outcome]] = field(default_factory=list)
 
     def step(self) -> float | None:
-        """Finish runs that ended and start the next; return the seconds until the next step, or None after the last."""
+        """Finish runs that have ended and start the next ones; return the seconds until the next step, or None at
+        the end.
+        """
         runner = self.runner
         for active in list(runner.active):
             status = runner.poll(active)
@@ -216,7 +219,9 @@ class _PlanLoop:
         return _WAIT_BESIDE_RUNS_S if runner.active else self._wait_s(claimed)
 
     def _next_again(self, free: int) -> Run | None:
-        """Create a run of the next configuration to measure again on at most `free` nodes, or return None."""
+        """Create and return a run of the next configuration to measure again on at most `free` nodes, or return
+        None.
+        """
         fitting = [c for c in self.again if c.num_nodes <= free]
         if self.again and not fitting and not self.runner.active:
             raise LaunchError(f"--again needs {self.again[0].num_nodes} nodes, but --nodes is {self.budget}: raise it")
@@ -236,10 +241,10 @@ class _PlanLoop:
             self._count(active, run, outcome)
 
     def _count(self, active: ActiveRun, run: Run, outcome: Outcome) -> None:
-        """Raise `LaunchError` if failures, or measurements of a configuration other than planned, end the plan.
+        """Raise `LaunchError` if failures, or a measured configuration other than the planned one, end the plan.
 
-        A failure with option values other than the first says nothing about the rest: the service leaves these values
-        out.
+        A failure with option values other than the first does not affect the rest, since the service excludes these
+        values.
         """
         if run.configuration_mismatch is not None:  # every further run would measure the same one
             raise LaunchError(
@@ -278,7 +283,7 @@ class _PlanLoop:
         """Return the seconds until the next claim while nothing runs, or None once the plan is done."""
         if claimed.retry_after_s is None:
             return None
-        # Checked several times: a run of another `tula` may just have ended, and the service may be replanning.
+        # Check several times, since a run of another `tula` may just have ended, and the service may be replanning.
         self._refresh()
         running = any(run.state in ("claimed", "running") for run in self.job.plan)
         nodes = min((run.configuration.num_nodes for run in self.job.plan if run.state == "pending"), default=0)

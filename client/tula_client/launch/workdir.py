@@ -20,23 +20,23 @@ from tula_client._errors import LaunchError, UsageError
 T = TypeVar("T")
 
 _FOR_RAY = {"RAY_DEDUP_LOGS": "0"}
-"""Ray merges lines that differ only in digits, and would show the stack of one rank only."""
+"""By default, Ray merges lines that differ only in digits, and would show the stack of only one rank."""
 
 
 def may_hold_files(folder: Path) -> bool:
-    """Return True if there is a file below `folder`, or if an unreadable folder makes that impossible to tell."""
+    """Return True if there is a file below `folder`, or if this cannot be determined because a folder is unreadable."""
     errors: list[OSError] = []
     holds = any(files for _, _, files in os.walk(folder, onerror=errors.append))
     return holds or not all(isinstance(error, FileNotFoundError) for error in errors)
 
 
 def rank_logs(log: Path) -> Path:
-    """Return the folder for the output of each rank but the first in the start that has this log, see `WorkDir.log`."""
+    """Return the folder for the output of all ranks but the first, for the launch with this log (see `WorkDir.log`)."""
     return log.with_suffix("")
 
 
 def _private(path: str, flags: int) -> int:
-    """Return an opener of files that only the user can read."""
+    """Open a file that only the user can read; for use as an `opener`."""
     return os.open(path, flags, 0o600)
 
 
@@ -51,17 +51,18 @@ def _replace(path: Path, document: object) -> None:
 
 
 class WorkDir:
-    """A job's folder. Its content survives `tula`, so that the same command continues where it stopped."""
+    """A job's folder. Its contents outlive `tula`, so that the same command continues where it stopped."""
 
     def __init__(self, root: Path, job_id: str) -> None:
         self.path = (root / job_id).resolve()
 
     @contextmanager
     def locked(self) -> Iterator[str]:
-        """Lock the folder; yield the name under which this folder holds leases, which is the same after a restart.
+        """Lock the folder; yield the name of the holder of its leases, which is the same after a restart.
 
-        The kernel releases the lock when the process ends, even by kill -9, so under the lock any lease of that name is
-        an orphan. Raises `LaunchError` if another process has the lock, `UsageError` if the folder cannot be used.
+        The kernel releases the lock when the process ends, even by kill -9, so whoever has the lock can treat any lease
+        under that name as orphaned. Raises `LaunchError` if another process has the lock, `UsageError` if the folder
+        cannot be used.
         """
         try:
             self._make()
@@ -86,11 +87,11 @@ class WorkDir:
             yield holder
 
     def log(self, launch_id: str) -> Path:
-        """Return the log file of one start; each start has its own, so that no earlier output is judged."""
+        """Return the log file of one launch; each launch has a separate file, so that no earlier output is judged."""
         return self.path / "logs" / f"{launch_id}.log"
 
     def spool(self, run_id: str) -> Path:
-        """Return the folder in which the agent keeps samples that it could not send yet."""
+        """Return the folder in which the agent keeps samples that it could not send."""
         return self.path / "spool" / run_id
 
     def checkpoints(self, training: int = 1) -> Path:
@@ -106,7 +107,7 @@ class WorkDir:
         return self.path / "scratch" / run_id
 
     def env_file(self, run_id: str, variables: dict[str, str]) -> Path:
-        """Write the run's variables to a file that only the user can read, as they may contain a token."""
+        """Write the run's variables to a file that only the user can read, since they may contain a token."""
         path = self.path / "env" / f"{run_id}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         _replace(path, {"env_vars": {**_FOR_RAY, **variables}})
@@ -120,9 +121,9 @@ class WorkDir:
             return None
 
     def save(self, name: str, state: object) -> None:
-        """Replace a saved state atomically: a crash leaves the old or the new one."""
+        """Replace a saved state atomically; a crash leaves either the old or the new state."""
         self._make()
-        # By `json`, which also writes the bytes of an argument in another encoding than UTF-8.
+        # The `json` module also writes the bytes of an argument in an encoding other than UTF-8.
         _replace(self.path / f"{name}.json", TypeAdapter(type(state)).dump_python(state))
 
     def names(self, prefix: str) -> list[str]:
@@ -134,7 +135,7 @@ class WorkDir:
         (self.path / f"{name}.json").unlink(missing_ok=True)
 
     def _make(self) -> None:
-        """Create the folder, and its parent if needed, for the user only: logs and states may hold secrets."""
+        """Create the folder, and its parent if needed, for the user only, since logs and states may contain secrets."""
         if not self.path.parent.exists():
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.mkdir(exist_ok=True)
