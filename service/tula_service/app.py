@@ -66,17 +66,17 @@ _PARTS: Final = (
 """Modules whose `router` requires authentication."""
 
 AUTH_THREADS: Final = 2
-"""Threads that look up tokens: a flood of wrong tokens waits for these, and takes no thread from other work."""
+"""Threads that look up tokens; a flood of wrong tokens waits for these threads and takes none from other work."""
 TOKEN_CACHE_S: Final = 1.0
-"""How often a worker checks for tokens created or revoked elsewhere, so the longest that a revocation takes."""
+"""Seconds between checks for tokens created or revoked by other workers, and so the longest delay of a revocation."""
 
 
 def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits: Fits | None = None) -> FastAPI:
     """Build the service on a migrated database.
 
-    Without started `fits`, it computes fits in its own threads, which delays other requests.
+    Unless `fits` were started, the service computes fits in its own threads, which delays other requests.
 
-    Raises SchemaMismatch if the schema is not the schema of this version.
+    Raises SchemaMismatch if the schema does not match this version.
     """
     store = Store.open(settings.database, connections=settings.threads + AUTH_THREADS, fits=fits)
     check_schema(store.engine)
@@ -92,7 +92,8 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits
         samples=SampleIngest(store, known_runs),
         telemetry=TelemetryIngest(store, known_runs),
         error_page=session.error_page,
-        # Half of the threads are reserved for agents' measurements: slow requests from others cannot delay them.
+        # Half of the threads are reserved for agents' measurements, so that slow requests from others cannot delay
+        # them.
         ingest_threads=anyio.CapacityLimiter(settings.threads // 2),
         auth_threads=anyio.CapacityLimiter(AUTH_THREADS),
     )
@@ -146,7 +147,7 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits
 
 
 def _make_partitions(store: Store) -> None:
-    """Create the partitions for the coming months; a failure is logged, and the next day tries again."""
+    """Create the partitions for the coming months; a failure is logged, and repeated the next day."""
     try:
         create_ahead(store.engine)
     except Exception:
@@ -181,9 +182,9 @@ def create_app_from_environment() -> FastAPI:
     fits = Fits()
     fits.start()
     app = create_app(Settings.read(), fits=fits)
-    # A page that is rendered holds the interpreter for this long before another request may have it: at Python's own
-    # 5 ms, each of the dozen turns that a request needs waits that long.
+    # A request that renders a page keeps the interpreter for this long before another request gets it. With Python's
+    # default of 5 ms, a request would wait that long about a dozen times.
     sys.setswitchinterval(0.0005)
-    # Modules live as long as the worker. A full garbage collection that walks them stops every thread for 0.1 s.
+    # Modules live as long as the worker, and a full garbage collection over them would stop every thread for 0.1 s.
     gc.freeze()
     return app

@@ -84,7 +84,7 @@ def serve(
 
 
 class _Protocol(HttpToolsProtocol):
-    """Ends event streams at shutdown: uvicorn waits for open responses, and notifies the lifespan only after that."""
+    """Ends event streams at shutdown, since uvicorn waits for open responses before it notifies the lifespan."""
 
     def shutdown(self) -> None:
         self.app_state["stopping"].set()
@@ -217,7 +217,7 @@ def _refuse_strangers_without_a_token(settings: Settings, store: Store) -> None:
 
 
 def _dashboard(settings: Settings) -> str:
-    """Return the dashboard's address; the line that follows names a free port."""
+    """Return the dashboard's address; with a free port, uvicorn's next line shows the number."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"http://{host}:{settings.port}/" if settings.port else "on the free port below"
 
@@ -229,7 +229,7 @@ def _describe_place(url: sqlalchemy.URL) -> str:
 
 @contextmanager
 def _shared_folder(settings: Settings) -> Iterator[None]:
-    """Yield a folder in which several workers share their metrics, unless the environment names one."""
+    """Create a folder in which several workers share their metrics, unless the environment names one."""
     if settings.workers == 1 or MULTIPROCESS_VARIABLE in os.environ:
         yield
         return
@@ -239,7 +239,7 @@ def _shared_folder(settings: Settings) -> Iterator[None]:
 
 
 def _refuse_a_taken_port(settings: Settings) -> None:
-    """Raise SettingsError if another process listens there, which uvicorn would only log."""
+    """Raise SettingsError if another process listens on the port, which uvicorn would only log."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,6 +1,6 @@
-"""The nouns that store, perfmodel and usecases share, as frozen values; times are aware and in UTC.
+"""The types that store, perfmodel and usecases share, as frozen dataclasses; times are timezone-aware and in UTC.
 
-Among them are values that the store takes and for which the wire has no model.
+They include inputs of the store for which the wire has no model.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ RUN_TRANSITIONS: Final[Mapping[tuple[RunState, EndCause | None], frozenset[RunSt
 }
 """The states to which a report may move a run, by its state and end cause; a combination not listed is final.
 
-A report is a PATCH by the run's holder. A vanished training run that reports was alive after all. Two transitions need
-no report: a claim moves pending to claimed, and the expired lease of a profiling run moves it back to pending.
+A report is a PATCH by the run's holder. A vanished training run may report because it was still alive. Two transitions
+need no report: a claim moves pending to claimed, and an expired lease moves a profiling run back to pending.
 """
 
 
@@ -46,7 +46,7 @@ def _mismatch_sentence(
     local_batch_size: int | None,
     grad_accum_steps: int | None,
 ) -> str | None:
-    """Return a sentence for the user if a run's process saw a configuration other than planned (None: not reported)."""
+    """Return a sentence for the user if a run's process observed another configuration than planned, else None."""
     world = world_size or planned.world_size
     batch = local_batch_size or planned.local_batch_size
     steps = grad_accum_steps or planned.grad_accum_steps
@@ -73,7 +73,7 @@ def _mismatch_sentence(
 
 @dataclass(frozen=True)
 class NewRun:
-    """A run to be created; lower `position` is claimed first."""
+    """A run to create; runs with a lower `position` are claimed first."""
 
     kind: RunKind
     configuration: Configuration
@@ -93,8 +93,8 @@ class NewRun:
 class RunRecord(NewRun):
     """A run and its outcome; `key` is the integer by which samples and chunks refer to it.
 
-    `step_time_s`, `num_steps`, `straggler_rank` and the `observed_*` figures come from the last summary: the
-    `observed_*` figures are the configuration that the run's process saw, None if it did not report them.
+    `step_time_s`, `num_steps`, `straggler_rank` and the `observed_*` figures come from the last summary. The
+    `observed_*` figures are the configuration that the run's process observed; None if they were not reported.
     """
 
     key: int
@@ -124,7 +124,7 @@ class RunRecord(NewRun):
 
     @property
     def drifted(self) -> bool:
-        """True while its speed differs from the prediction."""
+        """Return True while the run's speed differs from the prediction."""
         return self.drift_sentence is not None
 
     @property
@@ -136,7 +136,9 @@ class RunRecord(NewRun):
 
 @dataclass(frozen=True)
 class BucketTimeline:
-    """Bytes of each bucket of gradients, in the order of reduction, and seconds until it was complete; both (n,)."""
+    """The size in bytes of each bucket of gradients and the seconds until it was complete, in the order of
+    reduction; both (n,).
+    """
 
     bucket_bytes: tuple[float, ...]
     ready_s: tuple[float, ...]
@@ -144,11 +146,11 @@ class BucketTimeline:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The figures of one run that a fit reads: robust figures over its last measuring steps, and its memory.
+    """The figures of one run that a fit reads: robust averages over its last measured steps, and its memory.
 
     `step_time_s` to `exposed_comm_time_s`, `input_time_s` and `optimizer_time_s` come from `perfmodel.step_summary`.
-    `num_samples` counts measuring samples of all ranks, and `num_steps` the steps that the figures rest on.
-    `world_size`, `local_batch_size`, `grad_accum_steps` are as the process saw them, None if it did not say. `memory`
+    `num_samples` counts the measured samples of all ranks, and `num_steps` the steps behind the figures. `world_size`,
+    `local_batch_size` and `grad_accum_steps` are as the process observed them; None if it did not report them. `memory`
     is the reading of the rank with the highest peak.
     """
 
@@ -180,7 +182,7 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class SampleColumns:
-    """Step samples as columns of one length; NaN means "not measured" and `straggler_rank` then holds -1."""
+    """Step samples as columns of equal length; a missing measurement is NaN, or -1 in `straggler_rank`."""
 
     step: IntArray
     step_time_s: FloatArray

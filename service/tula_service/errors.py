@@ -1,10 +1,10 @@
-"""What can go wrong inside the service, in its own words; `api/errors.py` alone turns these into HTTP."""
+"""Exceptions of the service; only `api/errors.py` turns them into HTTP."""
 
 from __future__ import annotations
 
 
 class ServiceError(Exception):
-    """Base class of every error meant for a person: one sentence that says what was wrong, where, and what to do."""
+    """Base class of every error with a message for a person: one sentence on what was wrong, where, and what to do."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -13,11 +13,11 @@ class ServiceError(Exception):
 
 
 class InvalidInput(ServiceError):
-    """A value that was understood but cannot be accepted; `field` names its field in dotted notation."""
+    """A value is well-formed but cannot be accepted; `field` names its field in dotted notation."""
 
 
 class NotFound(ServiceError):
-    """Something that does not exist, or that the caller may not know to exist."""
+    """The object does not exist, or the caller may not know that it exists."""
 
     @classmethod
     def of(cls, kind: str, identity: str) -> NotFound:
@@ -26,27 +26,30 @@ class NotFound(ServiceError):
 
 
 class Conflict(ServiceError):
-    """The request was valid, but its object has moved on: somebody else holds it, or it is already final."""
+    """The request is valid but conflicts with the object's state: another holder has it, or its state is final."""
 
 
 class Unauthenticated(ServiceError):
-    """No token, or a token that is unknown, expired or revoked."""
+    """The token is missing, unknown, expired or revoked."""
 
 
 class Forbidden(ServiceError):
-    """A valid token whose scope does not cover the request."""
+    """The token is valid, but its scope does not allow the request."""
 
 
 class TooLarge(ServiceError):
-    """A body beyond the limit, before or after decompression."""
+    """The body is larger than the limit, before or after decompression."""
 
 
 class UnsupportedMedia(ServiceError):
-    """A content type or content encoding that the service does not read."""
+    """The service does not read this content type or content encoding."""
 
 
 class Busy(ServiceError):
-    """Too many requests; `retry_after_s` says when to retry. `limited` tells a quota from overload."""
+    """There are too many requests; `retry_after_s` says when to retry.
+
+    `limited` is True for a quota, False for overload.
+    """
 
     def __init__(self, message: str, *, retry_after_s: float, limited: bool = False) -> None:
         super().__init__(message)
@@ -61,4 +64,4 @@ class StoreUnavailable(ServiceError):
 
 
 class SchemaMismatch(ServiceError):
-    """The database's schema is older or newer than this code; the message holds the command to run."""
+    """The database's schema is older or newer than this code; the message contains the command to run."""

@@ -1,7 +1,7 @@
-"""Fits: computed one at a time, in a process of their own, so that no fit takes the interpreter from requests.
+"""Computes fits one at a time, in a separate process, so that fits do not keep the interpreter from requests.
 
-The process begins with the service and ends with it, even if the service is killed; a process that has died or hangs is
-replaced. Only plain data that pickles passes between the two.
+The process starts and ends with the service, even if the service is killed; a process that has died or hangs is
+replaced. The two exchange only plain data that can be pickled.
 """
 
 from __future__ import annotations
@@ -28,30 +28,33 @@ from tula_wire.format import duration
 _LOG = logging.getLogger("tula.service")
 _LONGEST_QUEUE_S: Final = 15.0
 LONGEST_FIT_S: Final = 60.0
-"""Most fits take tenths of a second, fits of large jobs ten seconds. Proxies wait a minute: longer fits are in vain."""
+"""Most fits take tenths of a second, and fits of large jobs ten seconds.
+
+Proxies wait a minute, so longer fits are useless.
+"""
 _REFUSED_S: Final = 600.0
-"""How long a fit that was ended is not tried again: each try would block all others for LONGEST_FIT_S."""
+"""How long a fit that was ended is not repeated, since each attempt would block all others for LONGEST_FIT_S."""
 _NICENESS: Final = 5
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _ANALYSIS: Final = "tula_service.analysis.questions"
 _NOT_STARTED: Final = (OSError, RuntimeError)
-"""The errors raised if this machine allows no further process or thread."""
+"""The errors if this machine allows no further process or thread."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Compute(Protocol):
-    """Calls a function of a module with arguments that pickle, and returns what it returns or raises."""
+    """Calls a module's function with picklable arguments, and returns its result or raises its exception."""
 
     def __call__(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
 
 
 class Fits:
-    """The queue before the one computation, which threads share.
+    """The queue for the process that computes fits, shared by threads.
 
-    Until a process is ready, fits are computed in the caller's thread: no request waits for the process to import SciPy
-    after `start()`, and a store that no service opened has no process. longest_s: the longest time that the process may
-    take for a fit.
+    Until the process is ready, fits are computed in the caller's thread, so that no request waits for the process to
+    import SciPy after `start()`; a store opened outside a service has no such process. longest_s: the longest time that
+    the process may take for a fit.
     """
 
     def __init__(self, *, longest_s: float = LONGEST_FIT_S) -> None:
@@ -63,7 +66,9 @@ class Fits:
         self._ended: TTLCache[bytes, str] = TTLCache(64, _REFUSED_S)  # by key; used in one's turn only
 
     def start(self) -> Future[None] | None:
-        """Start the process; the result comes once it is ready to compute. None if it cannot be started."""
+        """Start the process; return a future that is done once it is ready to compute, or None if it cannot be
+        started.
+        """
         try:
             self._ready = self._started().submit(_import_analysis)
         except _NOT_STARTED as error:
@@ -83,7 +88,7 @@ class Fits:
     def turn(self) -> Iterator[Compute]:
         """Wait until no other thread has its turn; yield the `Compute`. Raises Busy after `_LONGEST_QUEUE_S`.
 
-        A caller that takes the turn, and only then reads and looks for a stored answer, computes nothing twice.
+        A caller that reads data and looks for a stored answer only after taking its turn computes nothing twice.
         """
         if not self._turn.acquire(timeout=_LONGEST_QUEUE_S):
             raise Busy(
@@ -126,7 +131,8 @@ class Fits:
 
     def _started(self) -> ProcessPoolExecutor:
         if self._pool is None:
-            # Not forked: a fork of a process with threads may wait forever for a lock that one of them held.
+            # The process is not forked, since a fork of a process with threads may wait forever for a lock that one of
+            # them held.
             spawn = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=_begin)
             self._process = self._pool.submit(os.getpid)
@@ -138,7 +144,7 @@ class Fits:
         return bool(wait([self._process], LONGEST_FIT_S).done and wait([fit], self._longest_s).done)
 
     def _drop(self, *, kill: bool = False) -> None:
-        """Let the process end, or kill it if it hangs: the next fit starts another."""
+        """Let the process end, or kill it if it hangs; the next fit starts another."""
         pool, self._pool, self._process = self._pool, None, None
         if pool is None:
             return
@@ -148,7 +154,7 @@ class Fits:
 
 
 def _key(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
-    """Return a key that tells computations apart: a job whose data changed is computed again."""
+    """Return a key that identifies a computation, so that a job whose data changed is computed again."""
     return hashlib.sha256(pickle.dumps((function, args, kwargs))).digest()
 
 
@@ -157,10 +163,10 @@ def _in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -
 
 
 def _begin() -> None:
-    """Prepare this process, before anything imports NumPy: one thread for linear algebra, and an end with the parent.
+    """Prepare this process before anything imports NumPy: use one thread for linear algebra, and end with the parent.
 
-    Requests take precedence if cores are scarce. Signals that a terminal or a supervisor sends to the whole group are
-    for the parent, which still answers.
+    The process has a low priority, so that requests take precedence. It ignores signals that a terminal or a supervisor
+    sends to the whole group: these are for the parent, which still answers requests.
     """
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
     os.nice(_NICENESS)
@@ -170,7 +176,7 @@ def _begin() -> None:
 
 
 def _end_with_parent() -> None:
-    # The pool's own pipe does not tell: this process holds both of its ends.
+    # The pool's own pipe cannot show the parent's end, since this process has both of its ends.
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -32,17 +32,20 @@ _LARGEST_SCORE = 2.0
 _LEAST_HALF_WIDTH = 0.05
 _LEAST_CHANGE = 0.1  # of the expected step time
 _BLOCK = 50
-"""Steps whose mean is compared with the interval: if it is wide, a speed just outside it adds little to the sums."""
+"""Number of steps whose mean is compared with the interval; if the interval is wide, a speed just outside adds
+little to the sums.
+"""
 _BYTES_PER_GB = 1e9
 _ADVICE = "`tula predict JOB`, or the what-if on the job's page, says how other configurations compare."
 
 
 @dataclass(frozen=True)
 class DriftState:
-    """A detector: expected range of log step time, two sums, and the alarm once raised; `watch_drift` folds steps in.
+    """The state of a drift detector: the expected range of log step time, two sums, and the alarm once it was raised.
 
-    `alarm` is "slower", "faster" or None; `alarm_after_steps` counts the steps seen when it was raised. The `block_*`
-    fields count the steps of the current block, and sum their scores and the squares of these.
+    `watch_drift` updates the state with new steps. `alarm` is "slower", "faster" or None; `alarm_after_steps` counts
+    the steps seen when it was raised. The `block_*` fields count the steps of the current block, and sum their scores
+    and squared scores.
     """
 
     centre: float
@@ -65,8 +68,8 @@ class DriftState:
     def confirmed_by(self, recent_s: FloatArray) -> bool:
         """Return True if the newest steps confirm the alarm: their mean is off centre by 10 % and by twice its error.
 
-        The sums look at single steps. If fast and slow steps alternate, a few steps of one speed in a row do not count
-        as a change.
+        The sums react to single steps. This check ensures that a few consecutive steps of one speed do not count as a
+        change if fast and slow steps alternate.
         """
         if self.alarm is None or recent_s.size < 2:
             return False
@@ -76,20 +79,21 @@ class DriftState:
         return (change > 0.0) is (self.alarm == "slower") and abs(change) - doubt >= _LEAST_CHANGE * expected
 
     def rearmed(self) -> DriftState:
-        """Return this detector without its alarm; the sums begin again if they raised it, and go on if a block did."""
+        """Return this detector without its alarm; the sums are reset if they raised it, and kept if a block did."""
         if max(self.slower, self.faster) >= _THRESHOLD:
             return DriftState(self.centre, self.half_width, steps=self.steps)
         return replace(self, alarm=None, alarm_after_steps=None)
 
 
 def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -> DriftState:
-    """Return the state after these steps, in order; the sums continue, and an alarm stays.
+    """Return the state after these steps, in order; the sums continue, and an alarm is kept.
 
-    Page's test on the distance of log step time from the interval's centre in half-widths: a step at the interval's end
-    adds nothing, one step adds at most 2, and the sum must reach 30. So single stragglers (one in ten, however slow)
-    never accumulate, a speed inside the interval never alarms, and a speed far outside alarms after 15 steps. A speed
-    just outside alarms after 50 to 99 steps: the mean distance of each 50 steps raises the alarm if it lies beyond the
-    interval by twice its standard error. An alarm counts once the newest steps confirm it (`DriftState.confirmed_by`).
+    This is Page's test on the distance of log step time from the interval's centre in half-widths: a step at the end of
+    the interval adds nothing, a single step adds at most 2, and the sum must reach 30. So single stragglers (one in
+    ten, however slow) never accumulate, a speed inside the interval never alarms, and a speed far outside alarms after
+    15 steps. A speed just outside alarms after 50 to 99 steps: the mean distance of each 50 steps raises the alarm if
+    it lies beyond the interval by twice its standard error. An alarm counts once the newest steps confirm it
+    (`DriftState.confirmed_by`).
     """
     times = column("step_times_s", step_times_s, above=0.0)
     slower, faster, alarm, after = state.slower, state.faster, state.alarm, state.alarm_after_steps
@@ -110,7 +114,7 @@ def watch_drift(state: DriftState, step_times_s: Sequence[float] | FloatArray) -
 
 
 def _is_off(total: float, squares: float) -> bool:
-    """Return True if the mean of a block's scores is beyond 1, the interval's end, by twice its standard error."""
+    """Return True if the mean of a block's scores is above 1, the end of the interval, by twice its standard error."""
     mean = total / _BLOCK
     return abs(mean) - 2.0 * math.sqrt(max(0.0, squares - total * mean)) / _BLOCK > 1.0
 
@@ -119,8 +123,8 @@ def _is_off(total: float, squares: float) -> bool:
 class DriftAlarm:
     """A lasting change of speed; `sentence` is None once training runs as predicted again.
 
-    `event` is the content of its `drift` event. `from_start` says that the training run has never had another speed, so
-    its samples describe a single speed.
+    `event` is the content of its `drift` event. `from_start` is True if the training run has had this speed from the
+    start, so that its samples describe a single speed.
     """
 
     sentence: str | None
@@ -130,11 +134,11 @@ class DriftAlarm:
 
 @dataclass(frozen=True)
 class Monitor:
-    """The state of monitoring one run; without a prediction there is no detector, and only limits are checked.
+    """The state of monitoring one run. Without a prediction there is no detector, and only limits are checked.
 
     `low_s` and `high_s` are the ends of the predicted step time, and `checked_at` is the step of the last projection.
-    `announced` names the limits whose violation was announced. `changed` says that the detector has fired before.
-    `elapsed_s` is the run's own time; `spent_s` and `spent_usd` are the time and money of the runs that it continues.
+    `announced` names the limits whose violation was announced. `changed` is True if the detector has fired before.
+    `elapsed_s` is the run's own time; `spent_s` and `spent_usd` are the time and cost of the runs that it continues.
     `step` is the newest step, None before the first one, and `epochs_before` is the number of epochs that earlier
     processes trained, None if unknown.
     """
@@ -165,11 +169,11 @@ class Monitor:
 
     @classmethod
     def read(cls, state: dict[str, Any]) -> Monitor:
-        """Return the inverse of `to_json`, without names that only a replica of another version knows."""
+        """Return the state in JSON from `to_json`, ignoring names that only a replica of another version knows."""
         return _MONITOR.validate_python(state)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as the run stores it."""
+        """Return the state as JSON, as the run stores it."""
         return asdict(self)
 
     def observe(self, step_times_s: FloatArray, *, elapsed_s: float | None, warmup: bool) -> Monitor:
@@ -184,13 +188,15 @@ class Monitor:
         return replace(self, step=step, epochs_before=epochs_before)
 
     def examples_left(self, spec: wire.JobSpec, c: Configuration) -> float | None:
-        """Return the examples still to be read; None before the first step, or if the first epoch is unknown."""
+        """Return the number of examples still to be read; None before the first step, or if the first epoch is
+        unknown.
+        """
         if self.step is None or (self.epochs_before is None and self.spent_s > 0.0):
             return None
         return examples_left(spec, c, self.step, self.epochs_before)
 
     def expecting(self, level_s: float) -> Monitor:
-        """Return the state after a confirmed alarm: from now on, a change from the new step time raises an alarm."""
+        """Return the state after a confirmed alarm, in which a change from the new step time raises an alarm."""
         width = max(self.high_s / self.low_s, 1.0) ** 0.5
         return replace(self, detector=DriftState.expecting(level_s / width, level_s * width), changed=True)
 
@@ -221,11 +227,11 @@ class Monitor:
 
     @property
     def fired(self) -> bool:
-        """True if the detector has noticed a change of speed."""
+        """Return True if the detector has noticed a change of speed."""
         return self.detector is not None and self.detector.alarm is not None
 
     def limits_due(self, step: int) -> bool:
-        """Return True if limits are due for projection at this step; step numbers restart with the run's processes."""
+        """Return True if limits must be projected at this step; step numbers restart with the run's processes."""
         return step < self.checked_at or step >= self.checked_at + CHECK_EVERY_STEPS
 
 
@@ -233,7 +239,7 @@ _MONITOR = TypeAdapter(Monitor)
 
 
 def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before: float | None) -> float:
-    """Return the number of examples still to be read after `step`, which each process counts from zero; E * D at first.
+    """Return the number of examples still to be read after `step`, which each process counts from zero; at first E * D.
 
     Earlier progress is reported in epochs, which do not depend on the batch size; None counts as none.
     """
@@ -242,9 +248,9 @@ def examples_left(spec: wire.JobSpec, c: Configuration, step: int, epochs_before
 
 
 def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) -> float | None:
-    """Return the price per second of this configuration with its memory, or None if a price or the memory is unknown.
+    """Return the price per second of this configuration and its memory, or None if a price or the memory is unknown.
 
-    It is the on-demand price if that is known, else the spot price. `peak_bytes` is for one rank.
+    This is the on-demand price if it is known, else the spot price. `peak_bytes` is the memory of one rank.
     """
     if not job_data.has_prices(spec):
         return None
@@ -255,9 +261,10 @@ def usd_per_s(spec: wire.JobSpec, c: Configuration, peak_bytes: float | None) ->
 
 
 def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> float | None:
-    """Return the seconds that deadline and budget leave for a training run about to start, or None if it need not stop.
+    """Return the seconds that deadline and budget leave for a training run about to start; None if it need not stop.
 
-    Zero or less means that one of them is spent. A budget limits nothing if the price per second is unknown.
+    Zero or less means that the deadline or the budget is used up. A budget does not limit the run if the price per
+    second is unknown.
     """
     if spec.limits.on_breach != "stop":
         return None
@@ -271,7 +278,7 @@ def time_limit_s(spec: wire.JobSpec, c: Configuration, monitor: Monitor) -> floa
 def broken_limits(
     spec: wire.JobSpec, c: Configuration, monitor: Monitor, step: int, left: float, step_time_s: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield an `advice` event for each limit that the present speed will exceed and that was not yet announced."""
+    """Yield an `advice` event for each limit that will be exceeded at the present speed and was not announced yet."""
     steps_left = left / c.global_batch_size
     run_s = monitor.elapsed_s + steps_left * step_time_s
     rate = None if spec.limits.budget_usd is None else usd_per_s(spec, c, monitor.peak_bytes)

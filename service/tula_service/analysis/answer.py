@@ -40,7 +40,7 @@ class Infeasible:
 
 @dataclass(frozen=True)
 class Answer:
-    """One fit of one version of a job, and the choice that follows from it.
+    """The fit of one version of a job, and the choice that follows from it.
 
     `spec` is the job's specification, without prices that cannot be applied (`job_data.payable`). `doubtful` candidates
     may be profiled but are not recommended, since they may not fit into memory. `efficiency` is None until a run has
@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def estimates(self) -> tuple[Estimate, ...]:
-        """The estimates of every candidate, on demand and then on spot capacity."""
+        """Return the estimates of every candidate, first on demand and then on spot capacity."""
         return self.choice.estimates
 
     @cached_property
@@ -67,12 +67,14 @@ class Answer:
         return job_data.base_batch_size(self.data, self.evidence.candidates)
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
-        """Predict and price any configurations at their own number of steps, on demand and then on spot capacity."""
+        """Return predictions and prices of any configurations for their own number of steps, first on demand, then
+        on spot.
+        """
         goal = replace(self.choice.goal, steps_factor={})
         return price_candidates(configurations, self.model, goal, memory=self.evidence.memory.models)
 
     def what_if(self, configurations: Sequence[Configuration]) -> Answer:
-        """Return the answer if only these configurations could be chosen, from the same fit."""
+        """Return the answer from the same fit if only these configurations could be chosen."""
         choice = choose(self.choice.goal, self.estimate(configurations))
         return replace(self, choice=choice, efficiency=None, doubtful=frozenset())
 

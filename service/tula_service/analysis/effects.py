@@ -1,4 +1,4 @@
-"""What each value of a job's options is worth, as wire models and in words."""
+"""Computes the worth of each value of a job's options, as wire models and in words."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _CHANGES_NUMERICS = frozenset({"precision"})
 
 
 def best_with(answer: Answer, options: Options) -> Estimate | None:
-    """Return the objective's choice among the candidates with these options, or None if no such candidate is left.
+    """Return the objective's choice among the candidates with these options, or None if there is no such candidate.
 
-    Options that were not launched count as well, as predicted.
+    Options that were not launched count with their predictions.
     """
     failed = answer.evidence.failed
     alike = [
@@ -84,7 +84,7 @@ def _effect(
 
 
 def _why_nothing(answer: Answer, name: str, value: str, limited: Options | None) -> str:
-    """Say why no candidate with a value is left; `limited` holds the options with it that only the limits exclude."""
+    """Return why no candidate with a value is left; `limited` has the options with it that only the limits exclude."""
     beside = ""
     if limited is not None:
         others = [" ".join(pair) for pair in limited if pair[0] in answer.data.spec.varied_options and pair[0] != name]
@@ -103,7 +103,7 @@ def _compared(
     launched_options: Collection[Options],
     possible: Collection[Options],
 ) -> tuple[Options, Options]:
-    """Return the options with and without a value to compare.
+    """Return two sets of options to compare, with and without a value.
 
     Pairs in which both have candidates come first, then pairs that were both launched, then the pairs nearest to the
     recommended options, `held`.
@@ -122,7 +122,7 @@ def _compared(
 
 
 def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | None:
-    """Return the ratio of two variants' peak memory at the local batch of the former, or None if either is unknown."""
+    """Return the ratio of two variants' peak memory at the first one's local batch, or None if either is unknown."""
     batch, models = before.configuration.local_batch_size, answer.evidence.memory.models
     peaks = [
         None if (model := models.get(estimate.configuration.variant)) is None else model.predict(batch)
@@ -132,7 +132,7 @@ def _memory(answer: Answer, before: Estimate, after: Estimate) -> Interval | Non
 
 
 def _ratio(after: Estimate, before: Estimate, value: Callable[[Estimate], Interval]) -> Interval | None:
-    """Return the ratio of the two values without the noise of single runs, which describes the effect itself."""
+    """Return the ratio of the two values without the noise of single runs, to describe the effect itself."""
     narrowed = (estimate.narrowed(value(estimate), estimate.known_sd) for estimate in (after, before))
     return next(narrowed).over(next(narrowed))
 
@@ -163,7 +163,7 @@ def _sentences(
 
 
 def _changed(ratio: Interval, what: str) -> str:
-    """Say how much more or less of something a factor means, with its interval: `48 % [44, 52] less time`."""
+    """Describe a factor as more or less of something, with its interval, such as `48 % [44, 52] less time`."""
     if ratio.low < 1.0 < ratio.high:
         most, least = (percent(share, digits=0) for share in (ratio.high - 1.0, 1.0 - ratio.low))
         return f"between {least} less and {most} more {what}"

@@ -1,4 +1,4 @@
-"""What a job's runs say: step times, the memory that bounds the batch, and the candidates that are feasible."""
+"""Gathers the evidence of a job's runs: step times, memory, and the feasible candidates."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ Rows = Sequence[tuple[Configuration, MemoryReading | None]]
 class Evidence:
     """The evidence that every fit, plan and choice of one job rests on.
 
-    `candidates` fit into memory, and `ruled_out` gives a sentence for each configuration that does not. `doubtful`
-    candidates did not run, and fit with less than the required probability. `failed` configurations may be neither
+    `candidates` fit into memory, and `ruled_out` has a sentence for each configuration that does not. `doubtful`
+    candidates have not run, and fit with less than the required probability. `failed` configurations may be neither
     planned nor chosen, since their newest run failed for a reason other than memory. `retried` are failed runs to
     repeat, since the job was registered again after them. `rows` names the configuration and the run of each
-    observation, and `measured` the step time of each configuration in seconds. `fitted` holds the configurations that
-    ran and so fit into memory, including configurations whose step time is ignored. `left_out` gives a sentence for
-    each value of an option whose every launch failed, and `crashed` holds a sentence for each combination, and for each
-    value on certain instance types, whose every launch failed; a configuration with such values counts as failed.
+    observation, and `measured` the step time of each configuration in seconds. `fitted` contains the configurations
+    that have run and so fit into memory, even if their step time is ignored. `left_out` has a sentence for each option
+    value whose launches all failed, and `crashed` has one for each combination of values, or value on certain instance
+    types, whose launches all failed; a configuration with such values counts as failed.
     """
 
     candidates: tuple[Configuration, ...]
@@ -84,7 +84,7 @@ class Evidence:
 
     @property
     def run_ids(self) -> tuple[str, ...]:
-        """The id of the run behind each observation."""
+        """Return the id of the run behind each observation."""
         return tuple(run_id for _, run_id in self.rows)
 
 
@@ -146,7 +146,8 @@ def gather_evidence(data: JobData) -> Evidence:
 def leave_one_out(evidence: Evidence, model: StepTimeModel) -> float | None:
     """Return the median relative error of predicting each run from the others, with the form and priors of the model.
 
-    Each run takes one fit. The answer is None if there are too few runs to tell, or too many to be quick.
+    This fits the model once per run. The result is None if there are too few runs for an estimate, or too many to be
+    quick.
     """
     observed = evidence.observed
     if observed is None or not _FEWEST_RUNS_TO_VALIDATE <= len(observed) <= _MOST_RUNS_TO_VALIDATE:
@@ -177,7 +178,7 @@ def _feasible(data: JobData, memory: MemoryEvidence) -> tuple[tuple[Configuratio
 
 @dataclass(frozen=True)
 class _Crash:
-    """Option values with which every launch failed: on `types`, or `everywhere` if they have run on no type."""
+    """Option values with which every launch failed, on `types`, or `everywhere` if they have not run on any type."""
 
     values: Options
     types: frozenset[str]
@@ -186,12 +187,12 @@ class _Crash:
 
     @property
     def is_of_one_value(self) -> bool:
-        """Return True if a single value is left out altogether."""
+        """Return True if this is a single value that is excluded everywhere."""
         return self.everywhere and len(self.values) == 1
 
     @property
     def sentence(self) -> str:
-        """Name the values that the plan leaves out, why, and how to retry them."""
+        """Return a sentence on which values the plan leaves out, why, and how to retry them."""
         where = "" if self.everywhere else f" on {' and '.join(sorted(self.types))}"
         why = f": {self.message.rstrip('.')}." if self.message else "."
         return (
@@ -205,12 +206,12 @@ class _Crash:
 
 
 def _crashes(data: JobData, ran: set[Variant]) -> list[_Crash]:
-    """Return the option values that crash, alone or together; `ran` holds the variants that have run.
+    """Return the option values that crash, alone or together; `ran` contains the variants that have run.
 
     Values are at fault on an instance type if a launch failed with every other option at its base, and no variant of
-    that type with these values has run: if several values fail together, no single value is known to be the cause. If
-    each launch measures one configuration, a second configuration with these values must fail as well. Failures from
-    before the job was registered again no longer count.
+    that type with these values has run. If several values fail together, it is unknown which one is the cause. If each
+    launch measures one configuration, a second configuration with these values must fail as well. Failures from before
+    the job was registered again no longer count.
     """
     base = data.spec.base_options
     failed = {
@@ -251,7 +252,7 @@ def _as_run(summary: RunSummary) -> Configuration | None:
 def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list[RunRecord]]:
     """Return the configurations whose newest profiling run failed, and the failed runs to repeat, in plan order.
 
-    `unusable` runs count as failed: they used another configuration, or ran out of memory although larger batches
+    `unusable` runs count as failed, since they used another configuration, or ran out of memory although larger batches
     fitted. A failed run is repeated once if the job was registered again after the failure.
     """
     by_configuration: dict[Configuration, list[RunRecord]] = {}
@@ -272,10 +273,11 @@ def _failed(data: JobData, unusable: set[str]) -> tuple[set[Configuration], list
 
 
 def _as_usual(rows: Sequence[tuple[Configuration, RunSummary]], relative_sd: FloatArray) -> FloatArray:
-    """Return the relative standard errors, shape (n,), none below the error of its steps at the usual spread.
+    """Return the relative standard errors, shape (n,), raised where needed to the error of as many steps with the usual
+    spread.
 
-    The usual spread is the median spread of a step over the batches on one cluster. Otherwise, a few steps that agree
-    by chance, while slow steps come at random, would be trusted more than all the longer measurements next to them.
+    The usual spread is the median spread of a step over the batches on one cluster. Without this floor, a few steps
+    that agree by chance, although slow steps come at random, would be trusted more than longer measurements nearby.
     """
     steps = np.array([float(summary.num_steps or 1) for _, summary in rows])
     spread = relative_sd * np.sqrt(steps)
@@ -302,12 +304,12 @@ def _observations(rows: Sequence[tuple[Configuration, RunSummary]]) -> StepTimeO
 
 @dataclass(frozen=True)
 class MemoryEvidence:
-    """What the runs and the specification say about a rank's memory, by variant; an unknown variant has no entry.
+    """The evidence of the runs and the specification on a rank's memory, by variant; an unknown variant has no entry.
 
     `models` predict the peak, `max_local_batch_size` is the largest batch that fits, and `capacity_bytes` is the memory
     of one rank by instance type. `out_of_memory` lists the failed runs that rule out their batch and all larger
-    batches. `held` maps each configuration that took three steps or more to how often its allocator found the device
-    full. `sharded` says that the ranks share state.
+    batches. `held` maps each configuration that took at least three steps to how often its allocator found the device
+    full. `sharded` is True if the ranks share state.
     """
 
     models: Mapping[Variant, MemoryModel]
@@ -343,7 +345,7 @@ class MemoryEvidence:
         return model.fits(float(c.local_batch_size), _room(model, capacity, c.world_size))
 
     def why_not(self, c: Configuration) -> str:
-        """Return a sentence that says why this configuration exceeds the largest batch that fits."""
+        """Return a sentence on why this configuration exceeds the largest batch that fits."""
         for failed in self.out_of_memory:
             if failed.configuration.variant == c.variant and c.local_batch_size >= failed_batch(failed):
                 batch = failed_batch(failed)
@@ -352,7 +354,9 @@ class MemoryEvidence:
         return f"its local batch {c.local_batch_size} is above {bound}, the largest that safely fits."
 
     def why_nothing_fits(self, spec: wire.JobSpec) -> str:
-        """Return a sentence that says that memory leaves no candidate, why for each instance type, and what to do."""
+        """Return a sentence that no candidate fits into memory, with the reason for each instance type and the
+        remedy.
+        """
         smallest, base = spec.batch.min_local_batch_size, spec.base_options
         remedy = f"use a larger instance type, or {'raise cluster.min_nodes' if _shares(spec) else _SHARD_ALL}"
         reasons = []
@@ -380,9 +384,10 @@ def _out_of_memory_runs(
 ) -> tuple[list[RunSummary], set[str], list[str]]:
     """Weigh each out-of-memory failure against larger batches that were measured in the same variant.
 
-    Return the runs that rule out their batch and all larger ones, the ids of the runs that rule out only their own
-    configuration, since a larger batch fitted, and a warning for each of these ids. A batch that fitted at or above a
-    standing failure is no evidence against a failure at a smaller batch, since it fitted by luck.
+    Returns the runs that rule out their batch and all larger ones, the ids of the runs that rule out only their own
+    configuration because a larger batch fitted, and a warning for each of these ids. If a batch fitted although it is
+    at or above the batch of a failure that stands, it fitted by luck, and is not used against failures at smaller
+    batches.
     """
     standing: list[RunSummary] = []
     contradicted: set[str] = set()
@@ -411,7 +416,7 @@ def _out_of_memory_runs(
 
 
 def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[RunSummary]) -> MemoryEvidence:
-    """Fit the memory of each variant. `failures` lists the standing out-of-memory runs."""
+    """Fit the memory of each variant. `failures` lists the out-of-memory runs that still count."""
     models: dict[Variant, MemoryModel] = {}
     bounds: dict[Variant, int] = {}
     capacities: dict[str, float] = {}
@@ -452,10 +457,10 @@ def _memory_evidence(spec: wire.JobSpec, measured: Measured, failures: Sequence[
 def _memory_models(
     spec: wire.JobSpec, cluster: wire.ClusterSpec, rows: Rows, failed: Sequence[RunSummary], capacity: float | None
 ) -> tuple[dict[Variant, MemoryModel], list[str]]:
-    """Return the memory model of each variant on one instance type, and warnings of readings that no model can use.
+    """Return the memory model of each variant on one instance type, and warnings about readings that no model can use.
 
-    The base comes first, then the variants with readings, then the rest. Every further variant starts from the nearest
-    variant before it: a variant with readings takes the static bytes of that variant, unless its own were counted.
+    The base comes first, then the variants with readings, then the rest. Each variant starts from the nearest earlier
+    variant: a variant with readings takes its static bytes from there, unless its own were counted.
     """
     models: dict[Variant, MemoryModel] = {}
     warnings: list[str] = []
@@ -488,7 +493,7 @@ def _memory_model(
 ) -> MemoryModel:
     """Fit the memory of one variant to its runs. Raises ObservationError if there is nothing to fit.
 
-    For a further variant, `static_bytes` comes from the nearest variant: the specification counts only for the base.
+    Except for the base, `static_bytes` comes from the nearest variant, since the specification describes only the base.
     """
     readings = [(c, memory) for c, memory in rows if memory is not None]
     usable = [(c, memory) for c, memory in readings if memory.peak_bytes > 0]
@@ -513,7 +518,9 @@ def _counts_static(memory: MemoryReading) -> bool:
 def _unsure(
     name: str, usable: Sequence[tuple[Configuration, MemoryReading]], capacity: float | None, bound: int | None
 ) -> list[str]:
-    """Return a warning if all readings are too far below the largest batch to show how memory grows, else nothing."""
+    """Return a warning if all readings are too far below the largest batch to show how memory grows; else an empty
+    list.
+    """
     if capacity is None or bound is None or not usable:
         return []
     c, reading = max(usable, key=lambda row: row[0].local_batch_size)
@@ -539,7 +546,7 @@ def state_beyond_memory(model: wire.ModelSpec, cluster: wire.ClusterSpec) -> str
 
 
 def required_fit_probability(spec: wire.JobSpec) -> float:
-    """Return the probability with which a recommended batch must fit."""
+    """Return the least probability of fitting into memory that a recommended batch must have."""
     return min(max(spec.profiling.memory_safety, 0.5), 0.999)
 
 
@@ -557,12 +564,16 @@ def _fewest_ranks(cluster: wire.ClusterSpec) -> int:
 
 
 def _room(model: MemoryModel, capacity: float, world_size: int) -> float:
-    """Return the capacity in bytes, minus what one of `world_size` ranks holds beyond a rank of the largest cluster."""
+    """Return the capacity in bytes, minus the shards of one of `world_size` ranks beyond those of a rank of the
+    largest cluster.
+    """
     return max(capacity - model.shards.extra_bytes(world_size), 1.0)
 
 
 def _shared_bytes(model: wire.ModelSpec, readings: Sequence[tuple[Configuration, MemoryReading]]) -> float:
-    """Return the total bytes of all shards, from readings or, before the first reading, from the specification."""
+    """Return the total size of all shards in bytes, from readings or, before the first reading, from the
+    specification.
+    """
     parts = _PARTS[: _NUM_SHARED[model.sharding]]
     read = [c.world_size * sum(getattr(m, part) or 0 for part in parts) for c, m in readings]
     return float(max(read, default=0)) or _counted_bytes(model, 1) - _counted_bytes(model, math.inf)
@@ -584,8 +595,8 @@ def _memory_observations(
 ) -> MemoryObservations:
     """Return the readings and the counted bytes to which the memory of a variant is fitted.
 
-    The agent counts parameters, gradients and optimizer state; before its first count, the specification gives them in
-    single precision, and `context` bytes are added.
+    The agent counts parameters, gradients and optimizer state. Before its first count, they follow from the
+    specification in single precision, and `context` bytes are added.
     """
 
     def of_most_ranks(c: Configuration, amount: float) -> float:
@@ -611,11 +622,11 @@ def _memory_observations(
 
 
 def _plan_safety(spec: wire.JobSpec, num_batches: int, *, of_base: bool) -> float | None:
-    """Return the probability with which a batch must fit to be profiled; None rules no batch out.
+    """Return the probability of fitting that a batch needs to be profiled; None rules out no batch.
 
-    Readings at one batch do not identify the growth with the batch. They rule out only a batch that is more likely to
-    fail than not, and without a count of the static share they rule out nothing. The specification counts only for the
-    base; other variants start from its static bytes, and "the device is full" is also an answer.
+    Readings at a single batch do not identify the growth with the batch. They rule out only batches that are more
+    likely to fail than not, and nothing at all without a count of the static share. The specification counts only for
+    the base; other variants start from its static bytes, and for them a full device is also a useful result.
     """
     if num_batches > 1 or (of_base and spec.model.activation_bytes_per_sample):
         return required_fit_probability(spec)
@@ -627,7 +638,7 @@ def _plan_safety(spec: wire.JobSpec, num_batches: int, *, of_base: bool) -> floa
 def _counted_bytes(model: wire.ModelSpec, ranks: float) -> float:
     """Return the bytes of parameters, gradients and optimizer state on a device of one of `ranks` ranks.
 
-    Numbers are in single precision; without a count of parameters, the answer is 0.
+    Numbers are in single precision; without a count of parameters, the result is 0.
     """
     sizes = (_OPTIMIZER_BYTES[model.optimizer], 4, 4)
     shared = _NUM_SHARED[model.sharding]
@@ -646,11 +657,12 @@ def _state_too_large(needed: float, capacity: float) -> str:
 
 
 def _beside(model: wire.ModelSpec, readings: Sequence[MemoryReading], assumed: float) -> Beside:
-    """Return the bytes that the device holds outside the allocator's peaks.
+    """Return the bytes in use on the device outside the allocator's peaks.
 
-    These are the largest context that was read, else the assumed context, and what the allocator takes beyond its peaks
-    when the device is full. A reading's reserved bytes say little about the latter: when memory is short, the allocator
-    gives back what it keeps. One run whose segments did not grow shows that the job may run without them.
+    These are the largest context that was read, else the assumed context, and the bytes that the allocator takes beyond
+    its peaks when the device is full. The reserved bytes of a reading say little about the latter, because the
+    allocator returns cached memory when memory is short. A single run whose segments did not grow shows that the job
+    may run without growing segments.
     """
     contexts = [m.context_bytes for m in readings if m.context_bytes is not None]
     context, sd = (float(max(contexts)), 0.0) if contexts else (assumed, _CONTEXT_SD * assumed)

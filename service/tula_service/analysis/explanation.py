@@ -1,4 +1,6 @@
-"""An answer as wire models, and in words: why this candidate, what limits exclude, what the data do not show."""
+"""Renders an answer as wire models and in words: why a candidate wins, what limits exclude, and what the data do
+not show.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,10 @@ _RESTS_ON = {
 def recommendation_fields(answer: Answer, cross_validated_error: float | None) -> dict[str, object]:
     """Return the fields of `wire.Recommendation` that follow from an answer: all but `id`, `job_id` and `created_at`.
 
-    The recommendation lists candidates with the base options or with launched options; `options` says what other
-    options may be worth.
+    The recommendation lists candidates with the base options or with launched options; `options` has the expected worth
+    of other options.
 
-    `cross_validated_error` belongs to exactly the runs and the model of this answer, and may be None.
+    `cross_validated_error` belongs to exactly the runs and the model of this answer, or is None.
     """
     choice, evidence, base = answer.choice, answer.evidence, answer.spec.base_options
     knee, chosen = choice.knee.estimate, choice.chosen
@@ -102,7 +104,7 @@ def infeasible_fields(analysis: Infeasible) -> dict[str, object]:
 
 
 def _menu(answer: Answer) -> list[wire.MenuPoint]:
-    """Return the points to choose among, each with the price of an hour saved against the next slower point."""
+    """Return the points to choose from, each with the price of an hour saved compared with the next slower point."""
     menu, priced = answer.choice.menu, answer.choice.goal.priced
     chosen = answer.choice.chosen
     return [
@@ -121,10 +123,10 @@ def _menu(answer: Answer) -> list[wire.MenuPoint]:
 
 
 def render_candidates(answer: Answer, estimates: Sequence[Estimate]) -> list[wire.Candidate]:
-    """Return the estimates as wire candidates, with everything that is predicted, in the order given.
+    """Return the estimates as wire candidates with all predictions, in the given order.
 
-    Candidates that would practically never finish because of spot interruptions are left out: JSON has no infinite
-    time.
+    Candidates that would practically never finish because of spot interruptions are left out, since JSON has no
+    infinity.
     """
     frontier = {estimate.key for estimate in answer.choice.frontier}
     broken, limits = reversed(answer.choice.excluded), answer.choice.goal.limits  # decisive ones last
@@ -134,7 +136,7 @@ def render_candidates(answer: Answer, estimates: Sequence[Estimate]) -> list[wir
 
 
 def model_report(answer: Answer, cross_validated_error: float | None = None) -> wire.ModelReport:
-    """Return which model made the predictions, from which data, and the model's warnings."""
+    """Return a report on the model behind the predictions, its data and its warnings."""
     evidence, model = answer.evidence, answer.model
     memory = [note for variant in sorted(evidence.memory.models) for note in evidence.memory.models[variant].notes]
     warnings = [*_warnings(answer), *_unequal_lengths(answer.data.seen_tokens)]
@@ -156,7 +158,9 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
 
 
 def assess_quality(answer: Answer) -> wire.Quality | None:
-    """Return whether the chosen batch is expected to keep the base batch's accuracy, or None if nothing is chosen."""
+    """Return an assessment of whether the chosen batch keeps the base batch's accuracy, or None if nothing is
+    chosen.
+    """
     choice = answer.choice
     guard = choice.goal.guard
     if choice.chosen is None or guard is None:
@@ -181,7 +185,9 @@ def assess_quality(answer: Answer) -> wire.Quality | None:
 
 
 def why(answer: Answer) -> str:
-    """Say why the candidate wins, how the runner-up differs, what the limits exclude, and what the answer rests on."""
+    """Return why the candidate wins, how the runner-up differs, what the limits exclude, and the basis of the
+    answer.
+    """
     choice, objective = answer.choice, OBJECTIVES[answer.objective]
     parts = []
     chosen = choice.chosen
@@ -221,7 +227,9 @@ def why(answer: Answer) -> str:
 
 
 def explain_choice(choice: Choice) -> str:
-    """Say why the chosen candidate wins or, if none does, what limits it would need, as the end of a sentence."""
+    """Return, as the end of a sentence, why the chosen candidate wins or, if none does, which limits would admit
+    one.
+    """
     chosen, least = choice.chosen, _least(choice)
     if chosen is None:
         limits = ", ".join(sorted({exclusion.limit for exclusion in choice.excluded}))
@@ -240,7 +248,7 @@ def explain_choice(choice: Choice) -> str:
 
 
 def _least(choice: Choice) -> str:
-    """Name the lowest deadline and budget that would admit a candidate: upper end and expected value.
+    """Return the lowest deadline and budget that would admit a candidate, by upper end and by expected value.
 
     Candidates ruled out by the largest batch or by interruptions do not count; if no other is left, the text is empty.
     """
@@ -260,7 +268,7 @@ def _least(choice: Choice) -> str:
 
 
 def breach(exclusion: Exclusion, limits: Limits) -> str:
-    """Say how a candidate breaks a limit."""
+    """Return a text on how a candidate breaks a limit."""
     if exclusion.limit == "interruptions":
         return "spot interruptions would practically never let it finish."
     if exclusion.limit == "max_global_batch_size":
@@ -280,7 +288,7 @@ def breach(exclusion: Exclusion, limits: Limits) -> str:
 
 
 def savings(chosen: wire.Candidate | None, candidates: Sequence[wire.Candidate]) -> tuple[float | None, float | None]:
-    """Say what share of the training time is saved against the smallest and the largest batch on as many nodes."""
+    """Return the shares of training time saved compared with the smallest and the largest batch on as many nodes."""
     if chosen is None:
         return None, None
     mine, time_s = chosen.configuration, chosen.total_time_s.value
@@ -347,7 +355,7 @@ def _candidate(
 
 
 def _energy(answer: Answer, estimate: Estimate) -> dict[str, wire.Estimate]:
-    """Return energy, its price and its CO2 as fields of `wire.Candidate`; no fields if no run has reported energy."""
+    """Return energy, its price and its CO2 as fields of `wire.Candidate`; empty if no run has reported energy."""
     kwh, spec = estimate.energy_kwh, answer.data.spec
     if kwh is None:
         return {}
@@ -367,7 +375,7 @@ def _joules_per_example(answer: Answer, estimate: Estimate) -> wire.Estimate | N
 
 
 def _excluded_by(answer: Answer, c: Configuration, fits: float | None) -> str | None:
-    """Return why this candidate may not be chosen, apart from the limits; None if it may.
+    """Return the reason, other than a limit, why this candidate may not be chosen; None if it may.
 
     `fits` is the probability that the candidate fits into memory.
     """
@@ -418,7 +426,7 @@ def _warnings(answer: Answer) -> list[str]:
 
 
 def find_gaps(model: StepTimeModel) -> list[str]:
-    """Say what the measurements leave open, one sentence per gap, and which measurements contradict each other."""
+    """Return sentences on what the measurements do not show, and on measurements that contradict each other."""
     if model.observations is None:
         return ["Nothing was measured: every figure comes from hardware data or from other jobs."]
     rows = model.observations.points.rows()
@@ -444,7 +452,7 @@ def find_gaps(model: StepTimeModel) -> list[str]:
 
 
 def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
-    """Return a warning about the worst pair of runs in which the run with less to do took far longer."""
+    """Return a warning about the worst pair of runs in which the one with less work took far longer."""
     pairs = (
         (slow / fast, smaller, larger)
         for smaller, slow in rows
@@ -463,7 +471,7 @@ def _implausible(rows: Sequence[tuple[PointKey, float]]) -> list[str]:
 
 
 def _has_less_to_do(one: PointKey, other: PointKey) -> bool:
-    """Return True if `one` has fewer nodes or a smaller batch, and all else is the same."""
+    """Return True if `one` has fewer nodes or a smaller batch, and is equal otherwise."""
     (variant, nodes, world, batch, steps), (other_variant, other_nodes, other_world, other_batch, other_steps) = (
         one,
         other,
@@ -483,7 +491,7 @@ def _unequal_lengths(seen: Sequence[float]) -> list[str]:
 
 
 def _waits_for_data(answer: Answer) -> list[str]:
-    """Return a warning that says how long the chosen candidate waits for data, and what ending the wait would save."""
+    """Return a warning with the chosen candidate's wait for data, and the saving if the wait ended."""
     chosen = answer.choice.chosen
     if chosen is None:
         return []
@@ -528,7 +536,7 @@ def _memory_of_chosen(answer: Answer) -> list[str]:
 
 
 def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
-    """Say why the batch was kept small, and how the fastest candidate, which has a larger batch, differs."""
+    """Return why the batch was kept small, and how the fastest candidate, which has a larger batch, differs."""
     quick = choice.least_time
     if quick is None or quick.configuration.global_batch_size <= chosen.configuration.global_batch_size:
         return ""
@@ -537,7 +545,9 @@ def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
 
 
 def _max_sensible_batch_size(answer: Answer) -> int | None:
-    """Return the batch that the gradient noise supports, or None while only the start of runs has shown the noise."""
+    """Return the largest batch that the gradient noise supports, or None while the noise is known only for the
+    start of runs.
+    """
     if answer.efficiency is None or answer.data.settled_noise_scale is None:
         return None
     return answer.efficiency.max_sensible_batch_size
@@ -562,7 +572,7 @@ def suggest_learning_rate(
 def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
     """Return, for each limit that excludes candidates, the candidate that exceeds it least; among equals, the best.
 
-    Candidates that no deadline or budget would admit come last, since they miss neither limit narrowly.
+    Candidates that no deadline or budget would admit come last, since they do not narrowly miss either limit.
     """
     barred = choice.barred
     missed = [exclusion for exclusion in choice.excluded if exclusion.estimate is not choice.chosen]
@@ -577,7 +587,7 @@ def nearest_misses(choice: Choice) -> dict[str, Exclusion]:
 
 
 def _difference(choice: Choice, chosen: Estimate, other: Estimate) -> str:
-    """Say how another candidate differs from the chosen candidate in time, money and batch."""
+    """Describe how another candidate differs from the chosen one in time, cost and batch."""
     parts = [f"takes {_compared(other.time_s.mean / chosen.time_s.mean, 'as long', 'longer', 'less time')}"]
     if choice.goal.priced and chosen.cost_usd.mean > 0:
         parts.append(f"costs {_compared(other.cost_usd.mean / chosen.cost_usd.mean, 'as much', 'more', 'less')}")

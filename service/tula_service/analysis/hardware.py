@@ -1,4 +1,4 @@
-"""What a specification, data sheets, probes and power readings say about a job's network, devices and links."""
+"""Looks up a job's network, devices and links in its specification, data sheets, probes and power readings."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _COUNTED = ("precision", "parameters", "activation_bytes_per_sample")
 BYTES_PER_NUMBER = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0}
 RECOMPUTED: Final = 4.0 / 3.0  # a second forward pass, besides a forward pass and a backward pass twice as long
 _GUESS: Final = (4.15, 1.02, -0.61)
-"""log(bytes kept / bytes per number) = g0 + g1 log F + g2 log parameters, over the networks of the tables that
-`perfmodel.priors` names."""
+"""log(bytes kept / bytes per number) = g0 + g1 log F + g2 log parameters, fitted to the networks in the tables that
+`perfmodel.priors` names.
+"""
 _GUESSED_ACTIVATIONS_SD: Final = 0.3
 _READ_AND_WRITTEN: Final = 2.0
 _HALF: Final = ("bf16", "fp16")
@@ -44,7 +45,7 @@ _LOG_BYTES: Final = (0.0, 60.0 * math.log(2.0))
 class EarlierFigures:
     """An earlier job with the facts of its network.
 
-    `types` gives the name and the hardware of each of its instance types, and True if this job has that hardware.
+    `types` has the name and hardware of each of its instance types, and True if this job uses the same hardware.
     """
 
     job: EarlierJob
@@ -54,11 +55,11 @@ class EarlierFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """What specifications, data sheets and probes say about a job and earlier jobs, as input to the performance model.
+    """Figures of a job and earlier jobs from specifications, data sheets and probes, as input to the performance model.
 
     Four fields are keyed by instance type: `hardware`; `fabrics`, the probed links of nodes like the job's; `power_w`,
-    the power of a rank's device, for every type or for none; and `slow_from`, the local batch that the function of that
-    name returns. `earlier` lists earlier jobs, newest first.
+    the power of a rank's device (for all types or none); and `slow_from`, the result of the function of that name.
+    `earlier` lists earlier jobs, newest first.
     """
 
     facts: ModelFacts
@@ -70,7 +71,7 @@ class Figures:
 
 
 def look_up_figures(data: JobData) -> Figures:
-    """Return the figures of a job and of the earlier jobs from which it may learn."""
+    """Return the figures of a job and of earlier jobs from which it may learn."""
     spec = data.spec
     probed = {cluster.instance_type: fit_fabric(data.probes, cluster) for cluster in spec.cluster}
     fabrics = {name: fabric for name, fabric in probed.items() if fabric is not None}
@@ -103,8 +104,8 @@ def look_up_figures(data: JobData) -> Figures:
 def look_up_hardware(cluster: wire.ClusterSpec, precision: Precision | None = None) -> Hardware:
     """Return the figures of an instance type, with the peak at `precision`.
 
-    A figure is None if neither specification nor data sheets give it. V100-16GB and Tesla V100 are the same device; the
-    processors of two instance types count as two devices.
+    A figure is None if it is in neither the specification nor the data sheets. V100-16GB and Tesla V100 are the same
+    device; the processors of two instance types count as different devices.
     """
     name = cluster.device
     if cluster.accelerator is None or name == PROCESSOR:
@@ -114,9 +115,9 @@ def look_up_hardware(cluster: wire.ClusterSpec, precision: Precision | None = No
     if name is None:
         return Hardware(inter_node_gbps=cluster.network_gbps, device=key)
     device = DEVICES[name]
-    # A rank's share of a processor may be one core or forty; the specification does not say.
+    # The specification does not say whether a rank's share of a processor is one core or forty.
     uncertain = _PROCESSOR_SD if name == PROCESSOR else 0.0
-    # Jobs that were registered before it was checked may name a precision that the device lacks.
+    # Jobs that were registered before this was checked may name a precision that the device lacks.
     peak = device.peak if precision is None else device.tflops[precision] or device.fp32
     return Hardware(peak, cluster.network_gbps, device.memory_gb_per_s, uncertain, key)
 
@@ -124,7 +125,7 @@ def look_up_hardware(cluster: wire.ClusterSpec, precision: Precision | None = No
 def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterSpec) -> bool:
     """Return True if both name the same hardware.
 
-    If neither names any hardware, the ranks per node must agree as well, and the memory if both are clusters.
+    If neither names any hardware, the ranks per node must also be equal, and the memory too if both are clusters.
     """
     if any(getattr(one, name) != getattr(other, name) for name in ("instance_type", "accelerator", "network_gbps")):
         return False
@@ -136,14 +137,15 @@ def same_hardware(one: wire.ClusterSpec | wire.FabricProbe, other: wire.ClusterS
 
 
 def read_facts(model: wire.ModelSpec) -> ModelFacts:
-    """Return what the specification says about a network, and guesses with their widths for what it leaves out."""
+    """Return the specified facts about a network, and guesses with their uncertainty for missing facts."""
     parameters = float(model.parameters or _UNKNOWN_PARAMETERS)
     counted_flops = model.flops_per_sample
     # The wire counts forward and backward, the performance model one forward pass.
     flops = _FLOPS_PER_PARAMETER * parameters if counted_flops is None else counted_flops / 3.0
     devices = job_data.devices_per_replica(model)
     again = RECOMPUTED if model.activation_checkpointing else 1.0
-    # What a checkpointed network keeps says little about what it computes, so the count is not used for one.
+    # The memory of a checkpointed network says little about its computation, so the count is not used for such a
+    # network.
     counted = None if model.activation_checkpointing else model.activation_bytes_per_sample
     transposed_bytes = None
     if model.transposed_elements_per_sample is not None and model.precision in _HALF:
@@ -167,7 +169,7 @@ def read_facts(model: wire.ModelSpec) -> ModelFacts:
 
 
 def _guessed_activation_bytes(flops_per_sample: float, parameter_count: float, bytes_per_number: float) -> float:
-    """Guess the bytes that one sample leaves for the backward pass, to a factor of about two."""
+    """Return a guess, good to a factor of about two, of the bytes that a sample keeps for the backward pass."""
     of_flops, of_parameters = math.log(max(flops_per_sample, 1e-300)), math.log(parameter_count)
     guess = _GUESS[0] + _GUESS[1] * of_flops + _GUESS[2] * of_parameters + math.log(bytes_per_number)
     return math.exp(min(max(guess, _LOG_BYTES[0]), _LOG_BYTES[1]))
@@ -176,8 +178,8 @@ def _guessed_activation_bytes(flops_per_sample: float, parameter_count: float, b
 def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> dict[str, float]:
     """Return the smallest local batch at which a convolution has 2^31 elements, by instance type.
 
-    From that batch on, cuDNN uses slower kernels. Only known GPUs have an entry: processors have no such limit, and
-    nothing is known about other devices. Without a count of elements, no type has an entry.
+    From that batch on, cuDNN uses slower kernels. Only known GPUs have an entry, since processors have no such limit
+    and other devices are unknown. Without a count of elements, the result is empty.
     """
     elements = model.convolution_elements_per_sample
     if elements is None:
@@ -187,7 +189,7 @@ def slow_from(model: wire.ModelSpec, clusters: Sequence[wire.ClusterSpec]) -> di
 
 
 def describe_guesses(spec: wire.JobSpec) -> list[str]:
-    """Say what the first guess does not know about the job, one sentence per gap, each with a remedy."""
+    """Return a sentence with a remedy for each fact about the job that the first prediction has to guess."""
     sentences = []
     if spec.model.flops_per_sample is None:
         sentences.append("The model's FLOPs per sample are unknown and were guessed: give model.flops_per_sample.")
@@ -244,7 +246,7 @@ def fit_cost(readings: Sequence[wire.AllReduceReading]) -> AllReduceCost:
 
 
 def fit_fabric(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec) -> Fabric | None:
-    """Return the fabric from the probe with the most ranks on nodes like these, or None without a probe.
+    """Return the fabric of the probe with the most ranks on nodes like these, or None without a probe.
 
     Among equals, the first of `probes` counts.
     """
@@ -261,7 +263,7 @@ def select_probes(probes: Sequence[wire.FabricProbe], cluster: wire.ClusterSpec)
 
 
 def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
-    """Return True if two probes of equal shape agree on the time of a gradient bucket within a factor of two."""
+    """Return True if two probes of the same shape agree within a factor of two on the time of a gradient bucket."""
     shapes = {(probe.instance_type, probe.num_nodes, probe.ranks_per_node) for probe in (one, other)}
     costs = (fit_cost(probe.all_ranks) for probe in (one, other))
     times = sorted(cost.latency_s.mean + cost.seconds_per_byte.mean * BUCKET_BYTES for cost in costs)
@@ -271,10 +273,11 @@ def agree(one: wire.FabricProbe, other: wire.FabricProbe) -> bool:
 def build_probe(
     measured: wire.AllReduces, configuration: wire.Configuration, cluster: wire.ClusterSpec
 ) -> wire.FabricProbe | None:
-    """Return what the ranks of a run measured, as a probe of its cluster, or None if another number of ranks took part.
+    """Return the measurements of a run's ranks as a probe of its cluster, or None if the number of ranks does not
+    match.
 
-    The probe takes its nodes from the configuration, as the run's samples do. What the ranks measured within a node
-    counts only if they saw the same nodes.
+    The number of nodes comes from the configuration, as for the run's samples. Measurements within a node count only if
+    the ranks saw the same nodes.
     """
     c = configuration
     if measured.num_nodes * measured.ranks_per_node != c.world_size:
@@ -294,11 +297,11 @@ def build_probe(
 
 
 def estimate_power(spec: wire.JobSpec, summaries: Sequence[RunSummary]) -> Mapping[str, Interval]:
-    """Return the watts of a rank's device by instance type, with 90 % intervals.
+    """Return the power of a rank's device by instance type, in watts, with 90 % intervals.
 
-    The power of a run is the energy of a step over its time, and a type takes the geometric mean over its runs. A type
-    without a run takes the mean over all runs, with a wider interval. If no run has reported energy, no type has an
-    entry.
+    The power of a run is the energy of a step divided by its time, and the power of a type is the geometric mean over
+    its runs. A type without runs gets the mean over all runs, with a wider interval. If no run has reported energy, the
+    result is empty.
     """
     read: dict[str, list[float]] = {}
     for summary in summaries:

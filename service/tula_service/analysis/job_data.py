@@ -1,4 +1,4 @@
-"""`JobData`, all that an analysis reads about one job, and its specification in the performance model's types."""
+"""`JobData`, the complete input of an analysis of one job, and its specification in the performance model's types."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _MOST_DOUBLINGS = 12
 
 @dataclass(frozen=True)
 class EarlierJob:
-    """An earlier job of the same project, with what it learned.
+    """An earlier job of the same project and its results.
 
     `analysis.transfer.export_posteriors` makes the `posteriors`, by instance type. Each of the `prediction_pairs`
     belongs to a training run: the step time that the model predicted, both ends of its interval before calibration, and
-    the measured step time, in seconds. `base` holds the options with which these posteriors were learned.
+    the measured step time, in seconds. `base` contains the options with which these posteriors were learned.
     """
 
     model: wire.ModelSpec
@@ -43,14 +43,14 @@ class EarlierJob:
 
 @dataclass(frozen=True)
 class JobData:
-    """One version of a job: its specification, its runs, what they measured, and what earlier jobs learned.
+    """One version of a job: its specification, its runs with their measurements, and the results of earlier jobs.
 
-    `runs` have the order of the plan; `summaries` cover the runs that have samples or ran out of memory, oldest first.
-    `earlier_jobs` come newest first, and so do `probes`, which were made on this job's instance types. `trained_noise`
-    (newest first), `profiled_noise` and `token_counts` are columns of telemetry of the newest runs. A `TulaOptimizer`
-    of these runs was the last to report `small_batch_size` (the batch of the learning rate, None if not reported) and
-    `directions` (it turns steps). Failed runs whose key is at most `retried_up_to_key` do not rule out their
-    configuration, since the job was registered again after them. `cross_validated_error` holds for exactly
+    `runs` are in plan order; `summaries` cover the runs that have samples or ran out of memory, oldest first.
+    `earlier_jobs` and `probes` (made on this job's instance types) are ordered newest first. `trained_noise` (newest
+    first), `profiled_noise` and `token_counts` are columns of telemetry of the newest runs. `small_batch_size` (the
+    batch of the learning rate, None if not reported) and `directions` (True if steps are turned) are the last reports
+    of a `TulaOptimizer` in these runs. Failed runs whose key is at most `retried_up_to_key` do not rule out their
+    configuration, since the job was registered again after them. `cross_validated_error` applies to exactly
     `cross_validated_runs` and this version of the model.
     """
 
@@ -74,14 +74,14 @@ class JobData:
 
     @property
     def trained_noise_scale(self) -> float | None:
-        """Return the gradient noise scale of the newest training run that shows one, in examples."""
+        """Return the gradient noise scale of the newest training run that reports one, in examples."""
         return next(iter(_noise_scales(self.trained_noise)), None)
 
     @property
     def gradient_noise_scale(self) -> float | None:
         """Return the noise scale of training runs or, before one reports it, the median of profiling runs, in examples.
 
-        A profiling run sees only the start of training, so shorter runs count only while no run has 100 steps.
+        A profiling run sees only the start of training, so runs below 100 steps count only if there is no longer one.
         """
         return self.settled_noise_scale or self._noise_scale(least_steps=1)
 
@@ -98,28 +98,28 @@ class JobData:
 
     @property
     def seen_tokens(self) -> list[float]:
-        """Tokens per example, by batch, as the agents saw them."""
+        """Return the number of tokens per example that the agents observed, by batch."""
         return [float(value) for values in self.token_counts for value in values if 1.0 <= value <= 1e12]
 
     @property
     def tokens_per_example(self) -> float | None:
-        """Return the specified tokens per example, else the mean that the agents saw, or None."""
+        """Return the specified number of tokens per example, else the mean that the agents observed, or None."""
         return self.spec.model.tokens_per_example or (statistics.fmean(seen) if (seen := self.seen_tokens) else None)
 
     @property
     def drift(self) -> str | None:
-        """How the newest training run's speed differs from its prediction, or None if it does not."""
+        """Return how the newest training run's speed differs from its prediction, or None if it does not."""
         newest = max((run for run in self.runs if run.kind == "train"), key=lambda run: run.key, default=None)
         return None if newest is None else newest.drift_sentence
 
     @property
     def profile_runs(self) -> list[RunRecord]:
-        """The profiling runs, in plan order."""
+        """Return the profiling runs, in plan order."""
         return [run for run in self.runs if run.kind == "profile"]
 
 
 def devices_per_replica(model: wire.ModelSpec) -> int:
-    """Return how many devices a replica of the model is spread over."""
+    """Return the number of devices over which a replica of the model is spread."""
     return model.pipeline_stages * model.tensor_parallel_size
 
 
@@ -129,7 +129,7 @@ def has_prices(spec: wire.JobSpec) -> bool:
 
 
 def payable(spec: wire.JobSpec, memory: Collection[Variant]) -> wire.JobSpec:
-    """Return the specification, without prices if one is per GB-hour and the memory of a variant with it is not known.
+    """Return the specification, without its prices if a price is per GB-hour and the memory of a variant is unknown.
 
     `memory` names the variants whose memory is known.
     """
@@ -140,9 +140,11 @@ def payable(spec: wire.JobSpec, memory: Collection[Variant]) -> wire.JobSpec:
 
 
 def base_batch_size(data: JobData, candidates: Sequence[wire.Configuration]) -> int:
-    """Return the batch for which the learning rate counts as tuned: the script's `small_batch_size`, else the smallest.
+    """Return the batch for which the learning rate is assumed to be tuned: the script's `small_batch_size`, else the
+    smallest.
 
-    A reported number above every candidate cannot count examples (a script may count tokens), and is ignored.
+    A reported number above all candidates is ignored, since it cannot be a number of examples (a script may count
+    tokens).
     """
     sizes = [c.global_batch_size for c in candidates]
     reported = data.small_batch_size
@@ -157,12 +159,12 @@ def build_goal(
     base_batch_size: int,
     power_w: Mapping[str, Interval] | None = None,
 ) -> Goal:
-    """Return the goal of a choice: the training, and the specification's prices and limits, if it has any.
+    """Return the goal of a choice: the amount of training, and the prices and limits of the specification.
 
-    The guard says which batches keep the accuracy of the base batch. If a run of the script has reported that it turns
-    steps, the guard uses the constants for turned steps. Otherwise the specification's optimizer decides: SGD takes the
-    constants for SGD under the policy `gain` alone, and an optimizer that is not known to be SGD takes the constants
-    for AdamW. Without prices, the budget limits nothing.
+    The goal's guard decides which batches keep the accuracy of the base batch. If a run of the script has reported that
+    it turns steps, the guard uses the constants for turned steps. Otherwise they depend on the specified optimizer: the
+    constants of SGD with the policy `gain` and no turned steps, or those of AdamW if the optimizer is not known to be
+    SGD. Without prices, the budget is ignored.
     """
     priced = has_prices(spec)
     by_optimizer = SGD if spec.model.optimizer in ("sgd", "momentum") else CAREFUL
@@ -218,9 +220,9 @@ def list_spot_offers(spec: wire.JobSpec) -> dict[str, Offer]:
 def list_candidates(spec: wire.JobSpec, memory_bound: Mapping[Variant, int]) -> tuple[wire.Configuration, ...]:
     """Return every configuration that may be chosen, sorted.
 
-    `memory_bound` is the largest local batch by variant, for variants that memory bounds. It is rounded down to a
-    power-of-two multiple of the smallest batch, so that a refit does not shift every candidate. Without a bound, five
-    doublings are candidates. A global batch never exceeds the data set. Raises ObservationError if no candidate is
+    `memory_bound` is the largest local batch by variant, for variants that memory limits. It is rounded down to the
+    smallest batch times a power of two, so that a refit does not shift every candidate. Without a bound, the batch is
+    doubled up to five times. A global batch never exceeds the data set. Raises ObservationError if no candidate is
     left.
     """
     variants = [(cluster, options) for cluster in spec.cluster for options in spec.varied_combinations]
@@ -262,7 +264,7 @@ def _on(cluster: wire.ClusterSpec, batch: wire.BatchSpec, memory_bound: int | No
     """Yield the configurations on one instance type: powers of two in nodes and in batch, both ends included."""
     largest = _largest_batch(batch, memory_bound)
     batches = powers_of_two(batch.min_local_batch_size, largest)
-    # Only the largest batch is accumulated: the same global batch from smaller ones takes longer.
+    # Only the largest batch is accumulated, since the same global batch from smaller ones takes longer.
     steps = powers_of_two(2, batch.max_grad_accum_steps) if batches else ()
     shapes = [*((size, batch.grad_accum_steps or 1) for size in batches), *((batches[-1], number) for number in steps)]
     for nodes in powers_of_two(cluster.min_nodes, cluster.max_nodes):
@@ -280,7 +282,7 @@ def _on(cluster: wire.ClusterSpec, batch: wire.BatchSpec, memory_bound: int | No
 
 
 def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
-    """Return smallest, 2 smallest, 4 smallest ... and always `largest`; empty when largest < smallest."""
+    """Return smallest, 2 * smallest, 4 * smallest ... and always `largest`; empty if largest < smallest."""
     values = []
     value = smallest
     while value < largest:
@@ -290,7 +292,7 @@ def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
 
 
 def _at_global_batch(batch: wire.BatchSpec, largest: int, per_rank: int, rest: int) -> list[tuple[int, int]]:
-    """Return up to three (local batch, accumulation) that make exactly `per_rank` examples, largest batch first."""
+    """Return up to three pairs (local batch, accumulation) whose product is `per_rank`, largest batch first."""
     if rest or not per_rank:
         return []
     if (held := batch.grad_accum_steps) is not None:

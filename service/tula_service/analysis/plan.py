@@ -1,6 +1,6 @@
-"""What to profile next: the waiting runs that stay, those to cancel, and new ones.
+"""Decides what to profile next: which waiting runs to keep, which to cancel, and which to add.
 
-Also the cost of the launches so far, start-up included, and the rest of the plan.
+It also computes the cost of the launches so far, including start-up, and of the rest of the plan.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Span: TypeAlias = tuple[RunRecord, float, float]
 class PlanDecision:
     """The plan for one version of a job's data; `usecases/planning.py` stores it.
 
-    `cancelled` holds the ids of waiting runs. `predicted_step_time_s` has an entry for the id of each waiting run that
-    stays. `active` is False when profiling is over; then `posteriors` holds what later jobs learn, and
-    `cross_validated_error` says how well the model predicts runs that it has not seen.
+    `cancelled` contains the ids of waiting runs to cancel. `predicted_step_time_s` has an entry for each waiting run
+    that stays. `active` is False when profiling is over; then `posteriors` contains the lessons for later jobs, and
+    `cross_validated_error` is the model's error on runs that it has not seen.
     """
 
     new: tuple[NewRun, ...]
@@ -52,7 +52,10 @@ class PlanDecision:
 
 
 def decide_plan(analysis: Analysis) -> PlanDecision:
-    """Decide what to profile next. Runs that have begun continue; a waiting run stays while it is still worth it."""
+    """Decide what to profile next.
+
+    Runs that have begun continue; a waiting run is kept while it is still worthwhile.
+    """
     runs = analysis.data.profile_runs
     waiting = [run for run in runs if run.state == "pending"]
     begun = [run for run in runs if run.state in ("claimed", "running")]
@@ -73,7 +76,7 @@ def decide_plan(analysis: Analysis) -> PlanDecision:
         if left
         else f"No further run helps: {explain_choice(analysis.choice)}"
     )
-    # A repeated run takes the place of the failed one, so that it comes before what waits.
+    # A repeated run takes the place of the failed one, so that it comes before waiting runs.
     last = max((run.position for run in analysis.data.profile_runs), default=-1)
     new = [_new(analysis, run.configuration, f"Repeats {run.id}, which failed.", run.position) for run in again]
     new += [
@@ -112,7 +115,7 @@ def build_instruction(spec: wire.JobSpec) -> dict[str, float]:
 
 
 def _worth_keeping(answer: Answer, waiting: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the waiting runs that are feasible and whose configuration no other run has measured."""
+    """Return the waiting runs that are feasible and whose configuration was not measured by another run."""
     evidence = answer.evidence
     ids = {run.id for run in answer.data.profile_runs if run.state not in FINAL_STATES}
     measured = {configuration for configuration, run_id in evidence.rows if run_id not in ids}
@@ -121,12 +124,12 @@ def _worth_keeping(answer: Answer, waiting: Sequence[RunRecord]) -> list[RunReco
 
 
 def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunRecord]) -> tuple[list[RunRecord], Plan]:
-    """Return the waiting runs that stay, and the plan of runs to add.
+    """Return the waiting runs to keep, and the plan of runs to add.
 
-    A run that repeats a failed one stays in any case, and so does a run that lost its lease half-way, to be completed.
-    Other waiting runs stay while a plan without them would ask for at least as many: the design that chose them still
-    holds. If that plan asks for fewer or, if launches are shared, leaves out a launch that waits, enough has been
-    measured meanwhile, and only the waiting runs that the plan asks for stay.
+    Runs that repeat a failed run, and interrupted runs whose lease expired, are always kept. Other waiting runs are
+    kept while a plan made without them would have at least as many runs, since the design that chose them is then still
+    valid. If that plan has fewer runs or, with shared launches, leaves out a waiting launch, enough has been measured
+    meanwhile, and only waiting runs that are also in that plan are kept.
     """
     again = [run.configuration for run in _to_repeat(answer, ())]
     in_use = [*(run.configuration for run in begun), *again]
@@ -144,7 +147,7 @@ def _next_runs(answer: Answer, begun: Sequence[RunRecord], waiting: list[RunReco
 
 
 def _to_repeat(answer: Answer, in_use: Collection[Configuration]) -> list[RunRecord]:
-    """Return the failed runs to repeat that are feasible and not `in_use`; no runs once the GPU-seconds are spent."""
+    """Return the failed runs to repeat that are feasible and not `in_use`; empty once the GPU-seconds are spent."""
     budget = _budget(answer.data)
     if budget.max_gpu_seconds is not None and budget.spent_gpu_seconds >= budget.max_gpu_seconds:
         return []
@@ -192,13 +195,13 @@ def most_launches(spec: wire.JobSpec) -> int:
 
 
 def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) -> ProfilingCost:
-    """Return what the plan's runs have taken by `now_s`, in seconds since 1970, and what the unfinished ones will take.
+    """Return the cost of the plan's runs until `now_s` (seconds since 1970), and the expected cost of unfinished runs.
 
-    A launch is assumed to take its start-up and its predicted steps. The start-up is the median over the launches that
-    ended after measuring something or, before the first such launch, 30 s. A launch whose leases have expired ended
-    with them and has to come again; once its runs are leased again, its first attempt is forgotten. While launches are
-    left, an adaptive search may add some up to its cap: each is assumed to take as long and cost as much as the longest
-    and most expensive launch so far.
+    A launch is expected to take its start-up and its predicted steps. The start-up is the median over the launches that
+    ended after measuring something or, before the first such launch, 30 s. A launch whose leases have expired is
+    assumed to have ended with them and to be repeated; once its runs are leased again, its first attempt is not
+    counted. While launches are left, an adaptive search may add more, up to its cap; each is expected to take as long
+    as the longest and cost as much as the most expensive launch so far.
     """
     launches = _launches(plan, spec, now_s)
     start_ups_s = []
@@ -243,7 +246,7 @@ def profiling_cost(spec: wire.JobSpec, plan: Sequence[RunRecord], now_s: float) 
 
 
 def _launches_to_add(spec: wire.JobSpec, plan: Sequence[RunRecord]) -> int:
-    """Return how many launches an adaptive search may still add to a plan."""
+    """Return the number of launches that an adaptive search may still add to a plan."""
     if spec.search != "adaptive":
         return 0
     planned = (run.configuration for run in plan if run.state != "cancelled")
@@ -256,9 +259,9 @@ def _launch(run: RunRecord, spec: wire.JobSpec) -> object:
 
 
 def _launches(runs: Iterable[RunRecord], spec: wire.JobSpec, now_s: float | None = None) -> list[list[Span]]:
-    """Return the spans of the runs that have begun, launch by launch; without `now_s`, of the runs that have ended.
+    """Return the spans of runs that have begun, grouped by launch; without `now_s`, only of runs that have ended.
 
-    The spans of a launch are on one cluster, and each begins before the spans before it have ended.
+    The spans of a launch are on one cluster, and each begins before the previous ones have ended.
     """
     spans, by_place = [], dict[object, list[list[Span]]]()
     for run in runs:
@@ -282,7 +285,8 @@ def _taken(spans: Sequence[Span]) -> tuple[Configuration, float]:
 def _in_steps_s(spans: Sequence[Span]) -> float:
     """Return the seconds that the runs of an ended launch spent in steps.
 
-    A run counts at most its planned steps, since the ranks after the first send a few rows too, with their memory.
+    A run counts with at most its planned steps, since ranks other than the first also send a few rows, with their
+    memory.
     """
     runs = sorted((run for run, _, _ in spans), key=lambda run: run.configuration.local_batch_size)
     counted = [min(run.num_samples, _steps(run.instruction, place > 0)) for place, run in enumerate(runs)]
@@ -290,9 +294,9 @@ def _in_steps_s(spans: Sequence[Span]) -> float:
 
 
 def _ended_s(run: RunRecord, now_s: float | None) -> float | None:
-    """Return when a run that began ended, in seconds since 1970.
+    """Return the time at which a run that has begun ended, in seconds since 1970.
 
-    A run under way counts as ending at `now_s`, or with its lease if that ends earlier.
+    A run in progress counts as ending at `now_s`, or when its lease expires if that is earlier.
     """
     if run.finished_at is not None:
         return run.finished_at.timestamp()
@@ -300,7 +304,7 @@ def _ended_s(run: RunRecord, now_s: float | None) -> float | None:
 
 
 def _steps(instruction: Mapping[str, float] | None, further: bool = False) -> int:
-    """Return the planned steps of a run; `further` says that it is not the first of its launch."""
+    """Return the planned steps of a run; `further` is True if it is not the first of its launch."""
     if instruction is None:
         return 1
     warmup_steps = instruction["profiling_warmup_steps"]
@@ -308,7 +312,9 @@ def _steps(instruction: Mapping[str, float] | None, further: bool = False) -> in
 
 
 def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> tuple[float, float | None]:
-    """Return the GPU-seconds and US dollars (None without prices) of using each configuration for some seconds."""
+    """Return the GPU-seconds and the cost in US dollars (None without prices) of using configurations for these
+    times.
+    """
     prices = {cluster.instance_type: cluster.price.usd_per_node_hour for cluster in spec.cluster}
     unpriced = all(price is None for price in prices.values())
     gpu_seconds, usd = 0.0, 0.0
@@ -321,16 +327,16 @@ def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> 
 
 
 def _progress(waiting: Sequence[Configuration], share_launches: bool) -> str:
-    """Return a sentence that says how many runs are left to measure."""
+    """Return a sentence with the number of runs left to measure."""
     total, launches = len(waiting), len(find_launches(waiting))
     within = f" in {launches} launch{'es' if launches != 1 else ''}" if share_launches else ""
     return f"{total} profiling run{'s are' if total != 1 else ' is'} still to be measured{within}."
 
 
 def _failures(answer: Answer) -> str:
-    """Return a sentence that says how many configurations failed for a reason other than memory, and the remedy.
+    """Return a sentence with the number of configurations that failed for reasons other than memory, and the remedy.
 
-    The sentence is empty if none did.
+    The text is empty if there are none.
     """
     runs = answer.data.profile_runs
     failed = {run.configuration for run in runs if run.state == "failed"} & answer.evidence.failed

@@ -1,4 +1,6 @@
-"""The three questions that take a fit, each a function from plain data to plain data, so another process can answer."""
+"""The three questions that need a fit, as functions from plain data to plain data, so that another process can
+answer them.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ _WITHOUT_IDENTITY: Final = {"id": "", "job_id": "", "created_at": "1970-01-01T00
 class Findings:
     """The part of the answer to "which configuration?" that is stored for one version of a job's data.
 
-    `body` is the JSON of a `wire.Recommendation` without `id`, `job_id` and `created_at`. `savings` holds the shares of
-    time saved against the smallest and the largest batch. `run_ids` names the runs that were fitted, and `prices` holds
-    the prices of the specification by instance type. `decision` is the plan, or None if the caller did not ask for one.
+    `body` is the JSON of a `wire.Recommendation` without `id`, `job_id` and `created_at`. `savings` contains the shares
+    of time saved compared with the smallest and the largest batch. `run_ids` lists the fitted runs, and `prices` has
+    the specified prices by instance type. `decision` is the plan, or None if the caller did not ask for one.
     """
 
     data_version: int
@@ -48,10 +50,10 @@ class Findings:
 
 
 class WhatIf(BaseModel):
-    """A question: every combination of these values; an empty list means every value of the job's candidates.
+    """A question about every combination of these values; an empty list stands for all values of the job's candidates.
 
-    `global_batch_size` and `local_batch_size` exclude each other; no global batch may exceed the data set. Price and
-    deadline replace the job's own.
+    `global_batch_size` and `local_batch_size` exclude each other; a global batch must not exceed the data set. The
+    price and the deadline replace the job's own.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -107,9 +109,9 @@ def _rendered(analysis: Analysis, decision: PlanDecision | None) -> dict[str, ob
 
 
 def answer_what_if(data: JobData, job_id: str, question: WhatIf) -> str:
-    """Return the JSON of the `wire.Predictions` for every configuration asked about.
+    """Return the JSON of the `wire.Predictions` for every configuration in the question.
 
-    Raises InvalidInput if no configuration answers the question, and ObservationError if nothing can be predicted.
+    Raises InvalidInput if no configuration matches the question, and ObservationError if nothing can be predicted.
     """
     answer = analyse(replace(data, spec=_specification_at(data.spec, question)))
     if not isinstance(answer, Answer):
@@ -141,7 +143,7 @@ def _specification_at(spec: wire.JobSpec, question: WhatIf) -> wire.JobSpec:
 
 
 def _select_configurations(answer: Answer, question: WhatIf) -> tuple[Configuration, ...]:
-    """Return every configuration that the question asks about, sorted. Raises InvalidInput for none or too many."""
+    """Return every configuration in the question, sorted. Raises InvalidInput if there are none or too many."""
     spec, size = answer.data.spec, answer.data.spec.dataset.size
     _check(spec, question)
     chosen = answer.choice.chosen
@@ -194,7 +196,7 @@ def _check(spec: wire.JobSpec, question: WhatIf) -> None:
 
 
 def _select_options(spec: wire.JobSpec, question: WhatIf, recommended: Options) -> Options:
-    """Return the options asked about, or the recommended options if none are. Raises InvalidInput."""
+    """Return the options in the question, or else the recommended options. Raises InvalidInput."""
     asked = {}
     for text in question.option:
         name, equals, value = text.partition("=")
@@ -215,9 +217,9 @@ def _on_cluster(
     question: WhatIf,
     options: Options,
 ) -> set[Configuration]:
-    """Return the configurations asked about on `nodes` nodes of one instance type: candidates, and others by batch.
+    """Return the configurations in the question on `nodes` nodes of one instance type: candidates, and others by batch.
 
-    `held` is the number of micro-steps in every step of the job, if its script fixes that number.
+    `held` is the number of micro-steps per step if the job's script fixes it.
     """
     world, totals = nodes * cluster.ranks_per_node * (held or 1), question.global_batch_size
     batches = question.local_batch_size or [total // world for total in totals if total % world == 0]

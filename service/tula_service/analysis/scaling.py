@@ -1,7 +1,7 @@
-"""Gradient scaling: the noise scale, what an example is worth in a larger batch, and which rule a batch needs. Pure.
+"""Gradient scaling: the noise scale, the worth of an example in a larger batch, and the rule for a batch. Pure.
 
-The rule for the learning rate of a larger batch is the best rule in our experiments on such networks. The evidence is
-in `experiments/generalization/results/quick.json`.
+The rule for the learning rate of a larger batch is the best one in our experiments on such networks, see
+`experiments/generalization/results/quick.json`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tula_wire.jobs import ScalingRule
 MOST_TIMES = 16.0
 """The largest ratio of batches in the experiments; beyond it, the advice says so."""
 PARTS = 20
-"""Equal parts of a training run's examples, for each of which a `NoiseCurve` has a value."""
+"""Number of equal parts of a training run's examples; a `NoiseCurve` has a value for each part."""
 LEAST_COVERED = 0.9
-"""Share of a training run's examples that its telemetry must reach to count as measured throughout."""
+"""Share of a training run's examples that its telemetry must cover for the run to count as measured throughout."""
 _AS_LOW, _LOST_POINTS = 1.05, 1.0
 _MEASURED_OPTIMIZERS = ("sgd", "momentum", "adam")
 _MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722
@@ -34,11 +34,11 @@ _MIN_VALUES, _MIN_BLOCKS, _Z_90 = 8, 4, 1.6448536269514722
 def estimate_noise_scale(values: ArrayLike) -> Interval | None:
     """Return B_noise = tr(Sigma) / |G|^2 in examples, from a run's `gradient_noise_scale` in step order.
 
-    It is the geometric mean over the later half: a ratio errs by factors, and it grows during training (McCandlish et
-    al. 2018, figure 4). The ends are those of a 90 % interval from means of blocks of about sqrt(n) steps, because
-    neighbouring values share a moving average. Values that are not finite or not positive (steps without a measurable
-    signal) are left out; if they are the majority, the noise scale is above what the run can measure, and the answer is
-    None, as with fewer than eight values.
+    The estimate is the geometric mean over the later half of the run, since errors of a ratio are factors and the ratio
+    grows during training (McCandlish et al. 2018, figure 4). The 90 % interval comes from means of blocks of about
+    sqrt(n) steps, because neighbouring values share a moving average. Values that are not finite or not positive (steps
+    without a measurable signal) are left out. The result is None if they are the majority, since the noise scale is
+    then too high for the run to measure, and with fewer than eight values.
     """
     column = np.asarray(values, dtype=np.float64).ravel()
     tail = column[column.size // 2 :]
@@ -55,10 +55,10 @@ def estimate_noise_scale(values: ArrayLike) -> Interval | None:
 
 @dataclass(frozen=True)
 class NoiseCurve:
-    """The gradient noise scale over a training run: `PARTS` values, in examples, one for each part of its examples.
+    """The gradient noise scale over a training run, in examples: one value for each of `PARTS` parts of its examples.
 
-    `values` is empty if `covered`, the share of the examples that the telemetry reaches, or the number of parts with a
-    measurement is too small.
+    `values` is empty if too few parts have a measurement, or if `covered`, the share of the examples that the telemetry
+    covers, is too small.
     """
 
     run_id: str
@@ -71,8 +71,9 @@ def noise_curve(
 ) -> NoiseCurve:
     """Return the noise scale over a training run of `examples` examples from its telemetry, both columns of shape (n,).
 
-    Each part has the geometric mean of its steps. If most steps of a part show no signal, its noise is above what the
-    run can measure, and it takes the value of the part before it; the first parts take the first measured value.
+    The value of a part is the geometric mean of its steps. If most steps of a part show no signal, its noise is too
+    high for the run to measure, and it gets the value of the previous part; parts before the first measured value get
+    that value.
     """
     begun = np.asarray(steps, dtype=np.float64).ravel() * global_batch_size / examples
     column = np.asarray(values, dtype=np.float64).ravel()
@@ -94,13 +95,13 @@ def noise_curve(
 
 @dataclass(frozen=True)
 class StatisticalEfficiency:
-    """What a global batch B is worth at a noise scale, both in examples, relative to the base batch B_0."""
+    """The worth of a global batch B at a noise scale, both in examples, relative to the base batch B_0."""
 
     noise_scale: float
     base_batch_size: float
 
     def of(self, global_batch_size: float) -> float:
-        """Return the progress per example, 1 at B_0 and falling with B.
+        """Return the progress per example, which is 1 at B_0 and decreases with B.
 
         It is (B_noise + B_0) / (B_noise + B) (Pollux 2021, equation 7).
         """
@@ -109,14 +110,14 @@ class StatisticalEfficiency:
     def learning_rate_factor(self, global_batch_size: float) -> float:
         """Return the factor by which the policy `gain` raises the learning rate of the base batch, at most B / B_0.
 
-        (1 + c N / B_0) / (1 + c N / B) with N = `noise_scale` and c = NOISE_WEIGHT (AdaScale's gain has c = 1).
+        It is (1 + c N / B_0) / (1 + c N / B) with N = `noise_scale` and c = NOISE_WEIGHT (AdaScale's gain has c = 1).
         """
         weighted = NOISE_WEIGHT * self.noise_scale
         return (1.0 + weighted / self.base_batch_size) / (1.0 + weighted / global_batch_size)
 
     @property
     def max_sensible_batch_size(self) -> int:
-        """Largest batch B of which each example still teaches half of what it can: B_noise + 2 B_0."""
+        """Return the largest batch B at which an example has half its worth at the base batch: B_noise + 2 B_0."""
         return int(self.noise_scale + 2.0 * self.base_batch_size + 1e-9)
 
 
@@ -124,10 +125,10 @@ class StatisticalEfficiency:
 class LearningRate:
     """The learning rate of a global batch that is `times` the base batch, against the rate of the base batch.
 
-    `by_noise_scale` is the gain, of which Adam takes the root, as `TulaOptimizer` does; None while the noise scale,
-    which decides the gain, is unknown. `settled` says that the noise scale comes from a run of 100 steps or more, and
-    not from the start of one. `divided` says that several ranks or micro-steps share a step, whose gradients
-    `TulaOptimizer` compares.
+    `by_noise_scale` is the gain, whose square root applies under Adam, as in `TulaOptimizer`; None while the noise
+    scale, on which the gain depends, is unknown. `settled` is True if the noise scale comes from a run of at least 100
+    steps rather than from the start of one. `divided` is True if several ranks or micro-steps share a step, so that
+    `TulaOptimizer` can compare their gradients.
     """
 
     model: wire.ModelSpec
@@ -139,15 +140,16 @@ class LearningRate:
 
     @property
     def rule(self) -> ScalingRule | None:
-        """Return the rule to scale the rate by.
+        """Return the rule by which to scale the rate.
 
-        None at the base batch, if one rank takes one micro-step a step, and for optimizers that no experiment used.
+        Returns None at the base batch, if a single rank takes one micro-step per step, and for optimizers without
+        experiments.
         """
         return "gain" if self.times > 1.0 and self.divided and self.model.optimizer in _MEASURED_OPTIMIZERS else None
 
     @property
     def factor(self) -> float | None:
-        """Return the rate over the rate of the base batch, or None if the noise scale is unknown."""
+        """Return the rate relative to the base batch's rate, or None if the noise scale is unknown."""
         if self.times <= 1.0 or not self.divided:
             return 1.0
         gain = self.by_noise_scale
@@ -155,7 +157,7 @@ class LearningRate:
 
     @property
     def advice(self) -> str:
-        """Return advice on the learning rate of the base batch, in words; an empty text at that batch."""
+        """Return advice on how to scale the base batch's learning rate, in words; empty at the base batch."""
         if self.times <= 1.0:
             return ""
         start = f"Multiply the learning rate of a batch of {self.base_batch_size} by"
@@ -178,7 +180,7 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training run ended: global batch, training loss, and accuracy on validation data in percent."""
+    """The result of a training run: global batch, training loss, and accuracy on validation data in per cent."""
 
     global_batch_size: int
     loss: float
@@ -188,9 +190,9 @@ class Outcome:
 def lost_regularisation(outcomes: Sequence[Outcome]) -> str | None:
     """Return advice if a larger batch fits the training data as well as a smaller one but validates worse, else None.
 
-    Missing steps do not explain such a gap, and a rule for the step makes up for missing steps only. The run with the
-    smallest batch that validated best is compared with each larger batch; the tolerances are 5 % of the loss and a
-    point of accuracy.
+    Too few steps cannot explain such a gap, and a rule for the learning rate only makes up for too few steps. The best
+    of the runs with the smallest batch is compared with each larger batch; the tolerances are 5 % of the loss and one
+    percentage point of accuracy.
     """
     if not outcomes:
         return None

@@ -1,14 +1,16 @@
-"""A batch schedule: the batch grows with the gradient noise, in a few stages, each on the best number of nodes. Pure.
+"""Plans a batch schedule: the batch grows with the gradient noise, in a few stages, each on its best number of nodes.
+Pure.
 
-1. The noise scale over a training is known by part of its examples (`scaling.noise_curve`). What a part bears is the
-   least noise scale from there on: a plateau at the start promises nothing, and no batch has to shrink again.
-2. The accuracy guard, with that noise scale and with the steps of a whole training at the batch, bounds every stage,
-   whatever the objective. Among these batches the objective chooses batch and nodes, as in a recommendation.
-3. Of all ways to begin at most four stages, the objective takes the best one; each change of stage costs a relaunch.
-4. A schedule is worth its trouble if it is better than the constant recommendation by `WORTH`.
+1. The noise scale over a training run is known for each part of its examples (`scaling.noise_curve`). The noise scale
+that counts for a part is the least one from there on, so that an early plateau promises nothing and no batch has to
+shrink again. 2. The accuracy guard limits every stage, whatever the objective, based on that noise scale and on the
+steps of a whole training run at the batch. Among the allowed batches, the objective chooses batch and nodes, as in a
+recommendation. 3. Of all ways to divide the run into at most four stages, the objective chooses the best; each change
+of stage costs a relaunch. 4. A schedule is recommended if it is better than the constant recommendation by `WORTH`.
 
-Increasing the batch as the noise scale grows is due to McCandlish et al. (2018, section 5). Merrill et al. (2025), who
-measured on OLMo which batches training tolerates, doubt that the noise scale is a proxy for them, hence the guard.
+The idea of increasing the batch as the noise scale grows is from McCandlish et al. (2018, section 5). Merrill et al.
+(2025) measured on OLMo which batches training tolerates, and doubt that the noise scale is a good proxy; hence the
+guard.
 """
 
 from __future__ import annotations
@@ -35,16 +37,16 @@ from tula_wire.format import duration, money, percent
 
 MOST_STAGES: Final = 4
 WORTH: Final = 0.02
-"""Share by which a schedule must be better by the objective: less is within the error of the predictions."""
+"""Share by which a schedule must improve the objective; less is within the error of the predictions."""
 RELAUNCH_S: Final = 120.0
-"""Seconds from the end of a stage to the next one's first step, assumed as `SpotPrice.restart_s` is."""
+"""Assumed seconds from the end of a stage to the first step of the next, as in `SpotPrice.restart_s`."""
 
 
 @dataclass(frozen=True)
 class Stage:
     """Parts `first` to `end` (exclusive) of a training run at one configuration.
 
-    `estimate` has the time, cost and energy of this stage alone; `noise_scale` is the least from its beginning on.
+    `estimate` has the time, cost and energy of this stage alone; `noise_scale` is the least one from its beginning on.
     """
 
     first: int
@@ -55,7 +57,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Ramp:
-    """One to four stages, with no batch smaller than the one before; `total` has their sums, relaunches included."""
+    """One to four stages whose batch never shrinks; `total` has the sums over the stages, including relaunches."""
 
     stages: tuple[Stage, ...]
     total: Estimate
@@ -63,7 +65,7 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Ramps:
-    """The ramps that a training run may take.
+    """The possible ramps of a training run.
 
     `noise_scales`, shape (parts,), in examples, belong to equal parts of the training run. The `candidates` are
     estimates for the whole training run. `goal` has a guard.
@@ -76,12 +78,12 @@ class Ramps:
 
     @cached_property
     def least(self) -> list[float]:
-        """Return the least noise scale from each part on, which never falls."""
+        """Return the least noise scale from each part on; these values never decrease."""
         backwards = np.asarray(self.noise_scales, dtype=np.float64)[::-1]
         return [float(value) for value in np.minimum.accumulate(backwards)[::-1]]
 
     def best(self) -> Ramp | None:
-        """Return the ramp that is best by the objective, or None if the guard allows no candidate at the start."""
+        """Return the best ramp by the objective, or None if the guard allows no candidate at the start."""
         chosen = [self._choose(noise) for noise in self.least]
         changes = [part for part in range(1, len(chosen)) if chosen[part] is not chosen[part - 1]]
         ramps = []
@@ -97,14 +99,14 @@ class Ramps:
         return min(ramps, key=lambda r: (self.goal.value(r.total).expected, len(r.stages)), default=None)
 
     def constant(self, estimate: Estimate) -> Ramp:
-        """Return the ramp of one stage, with which other ramps are compared; the guard does not apply to it."""
+        """Return the ramp with a single stage, for comparison with other ramps; the guard does not apply to it."""
         return self._ramp([(estimate, 0, len(self.least))])
 
     def saved(self, ramp: Ramp, constant: Estimate) -> tuple[Interval, Interval]:
         """Return the seconds and the money that a ramp saves over a constant configuration.
 
-        Predictions of different configurations are assumed to err independently; the parts that train at the constant
-        configuration save nothing, however large its error.
+        Errors of predictions for different configurations are assumed to be independent; parts that train at the
+        constant configuration save nothing, however large its error.
         """
         changed = [stage for stage in ramp.stages if stage.estimate.key != constant.key]
         if not changed:
@@ -139,9 +141,9 @@ class Ramps:
         return Stage(first, end, self.least[first], _times(estimate, share))
 
     def _steps_factor(self, estimate: Estimate, noise_scale: float) -> float:
-        """Return the ratio of the steps for the same quality at a noise scale to the steps that the estimate counts.
+        """Return the number of steps for the same quality at a noise scale, relative to the steps in the estimate.
 
-        It is 1 under objectives that count a training run's own steps.
+        The ratio is 1 under objectives that count the training run's own steps.
         """
         counted = self.goal.steps_factor.get(estimate.configuration)
         if counted is None or self.goal.guard is None:
@@ -157,7 +159,7 @@ class Ramps:
 
 
 def _follows(before: Estimate, after: Estimate) -> bool:
-    """Return True if a stage may follow another stage: it differs, and its batch is no smaller."""
+    """Return True if a stage may follow another one: it differs, and its batch is not smaller."""
     return before is not after and before.configuration.global_batch_size <= after.configuration.global_batch_size
 
 
@@ -203,7 +205,7 @@ def plan_schedule(
 ) -> str:
     """Return the JSON of a job's `wire.BatchSchedule`.
 
-    `beta2` is Adam's at the base batch, and `curves` belong to the newest training runs, newest first.
+    `beta2` is Adam's beta2 at the base batch; `curves` belong to the newest training runs, newest first.
     """
     answer = analyse(data, objective)
     asked = answer.objective
@@ -258,9 +260,9 @@ def _schedule_fields(answer: Answer, chosen: Estimate, beta2: float, curves: Seq
 
 
 def _candidates(answer: Answer, chosen: Estimate) -> list[Estimate]:
-    """Return the candidates for a stage: those of the recommended variant and market that keep every limit.
+    """Return the candidates for a stage: all candidates of the recommended variant and market within every limit.
 
-    A mixture of candidates that keep a deadline and a budget keeps them too, apart from the relaunches.
+    If all candidates of a mixture are within the deadline and the budget, so is the mixture, except for its relaunches.
     """
     out = {exclusion.estimate.key for exclusion in answer.choice.excluded}
     return [
@@ -280,7 +282,7 @@ def _is_worth_it(ramp: Ramp, constant: Ramp, goal: Goal) -> bool:
 
 
 def _stages(answer: Answer, ramp: Ramp, beta2: float) -> list[wire.BatchStage]:
-    """Return the stages as wire models, each of whole steps."""
+    """Return the stages as wire models, each with a whole number of steps."""
     data, base = answer.data, answer.base_batch_size
     examples, parts = data.spec.dataset.size * data.spec.epochs, ramp.stages[-1].end
     stages: list[wire.BatchStage] = []
@@ -310,7 +312,7 @@ def _stages(answer: Answer, ramp: Ramp, beta2: float) -> list[wire.BatchStage]:
 
 
 def _not_measured(curves: Sequence[NoiseCurve]) -> str:
-    """Say that no training run measured its noise scale throughout, what is missing, and how to get it."""
+    """Return a text that no training run measured its noise scale throughout, what is missing, and how to get it."""
     seen = max((curve.covered for curve in curves), default=0.0)
     has = "No training has measured its gradient noise scale, which says when a batch may grow"
     if seen >= LEAST_COVERED:
@@ -327,7 +329,7 @@ def _not_measured(curves: Sequence[NoiseCurve]) -> str:
 
 
 def _keep(ramps: Ramps, ramp: Ramp | None, constant: Ramp) -> str:
-    """Say why the constant batch is the better schedule."""
+    """Return a text on why the constant batch is the better schedule."""
     least, most = ramps.least[0], ramps.least[-1]
     if ramp is None:
         return (
@@ -350,7 +352,7 @@ def _keep(ramps: Ramps, ramp: Ramp | None, constant: Ramp) -> str:
 
 
 def _worth(ramp: Ramp, constant: Ramp, saved: tuple[Interval, Interval], goal: Goal) -> str:
-    """Say what a schedule takes, costs and saves."""
+    """Return a text on the duration, cost and saving of a schedule."""
     time_s, usd = saved
     said = _saves(time_s, duration, "takes {} longer") + (
         f" and {_saves(usd, money, 'costs {} more')}" if goal.priced else ""
@@ -359,7 +361,9 @@ def _worth(ramp: Ramp, constant: Ramp, saved: tuple[Interval, Interval], goal: G
 
 
 def _compared(ramp: Ramp, constant: Ramp, goal: Goal) -> str:
-    """Return the time and money of a ramp and of the constant batch: `5 h and $10.00 instead of 7 h and $14.00`."""
+    """Return the time and cost of a ramp and of the constant batch, such as `5 h and $10.00 instead of 7 h and
+    $14.00`.
+    """
     both = [
         duration(total.time_s.mean) + (f" and {money(total.cost_usd.mean)}" if goal.priced else "")
         for total in (ramp.total, constant.total)
@@ -368,7 +372,7 @@ def _compared(ramp: Ramp, constant: Ramp, goal: Goal) -> str:
 
 
 def _saves(value: Interval, show: Callable[[float], str], loss: str) -> str:
-    """Say how much a schedule saves, with its interval, or, with the template `loss`, how much it loses."""
+    """Return a text on how much a schedule saves or, with the template `loss`, loses, with the interval."""
     if value.mean < 0.0:
         return f"{loss.format(show(-value.mean))} ({show(-value.high)} to {show(-value.low)})"
     return f"saves {show(value.mean)} ({show(value.low)} to {show(value.high)})"

@@ -1,4 +1,4 @@
-"""A long series of a run as few points: its trend, or its extremes. Pure."""
+"""Reduces a long series of a run to few points: its trend or its extremes. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ TREND_POINTS = 150
 
 
 def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tuple[IntArray, FloatArray] | None:
-    """Return the medians of `points` intervals with equally many values, each median at its interval's middle step.
+    """Return the medians of `points` intervals with equally many values, each at the middle step of its interval.
 
     A running mean would follow a single straggling step, and a mean of downsampled points would follow the peaks that
-    downsampling keeps. Returns None for no intervals, or if an interval would hold fewer than three values.
+    downsampling keeps. Returns None for zero intervals, or if an interval would have fewer than three values.
     """
     has_value = ~np.isnan(values)
     if not bool(has_value.all()):
@@ -30,9 +30,9 @@ def trend(steps: IntArray, values: FloatArray, points: int = TREND_POINTS) -> tu
 
 
 def downsample(steps: IntArray, values: FloatArray, max_points: int) -> tuple[IntArray, FloatArray]:
-    """Return at most `max_points` of the points: the minimum and maximum of every interval, and both ends.
+    """Return at most `max_points` of the points: the minimum and maximum of each interval, and both ends.
 
-    Steps without a value are dropped first, so that a column with few values (validation accuracy) keeps them.
+    Steps without a value are dropped first, so that a column with few values (such as validation accuracy) keeps them.
     """
     if steps.size <= max_points:
         return steps, values

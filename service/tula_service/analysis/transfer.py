@@ -1,4 +1,6 @@
-"""What earlier jobs teach: the prior of a job's step time before its own runs, and what its runs teach later jobs."""
+"""Transfers knowledge between jobs: makes priors of step time from earlier jobs, and exports posteriors for later
+jobs.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,11 @@ _WIDTH_BOUNDS = (0.5, 5.0)
 
 @dataclass(frozen=True)
 class EarlierEvidence:
-    """The part of what earlier jobs of the project learned that a job can use.
+    """The results of the project's earlier jobs that a job can use.
 
-    The scales of `lessons` come from all earlier jobs: for each network the newest job on each device, since repeating
-    one network says nothing about others. `pairs` come from training runs on this hardware, including the job's own.
-    `buckets` holds the job's gradient buckets by instance type, for types on which a run timed them.
+    The scales of `lessons` come from all earlier jobs, but only from the newest job of each network on each device,
+    since repeating a network says nothing about others. `pairs` come from training runs on this hardware, including the
+    job's own. `buckets` has the job's gradient buckets by instance type, for types on which a run timed them.
     """
 
     lessons: Lessons = field(default_factory=Lessons)
@@ -55,13 +57,13 @@ class EarlierEvidence:
 
     @property
     def interval_scale(self) -> float:
-        """Return the factor on the log width of intervals that makes them hold what training runs measured.
+        """Return the factor on the log width of intervals that makes them cover the measurements of training runs.
 
-        With few pairs, it is 1.
+        With few pairs, the factor is 1.
 
         Each pair's score is |log(measured / predicted)| over the half-width of its interval; the factor is the 90 %
-        quantile of the scores (split-conformal, Vovk 2005), shrunk towards 1 by ten imagined pairs that the model got
-        right, and bounded to 0.5..5.
+        quantile of the scores (split-conformal, Vovk 2005), shrunk towards 1 by ten imaginary pairs with a score of 1,
+        and bounded to 0.5..5.
         """
         if (number := len(self.pairs)) < _MIN_PAIRS_TO_CALIBRATE:
             return 1.0
@@ -74,10 +76,10 @@ class EarlierEvidence:
 
 
 def earlier_evidence(data: JobData, figures: Figures) -> EarlierEvidence:
-    """Sort what earlier jobs learned by network and hardware.
+    """Return the results of earlier jobs, sorted by network and hardware.
 
-    An earlier job may have other first values of options than this job. Its lessons then change by what is believed
-    about these switches, with their uncertainty.
+    If an earlier job has other base options than this job, its lessons are corrected by the prior effects of these
+    options, including their uncertainty.
     """
     same: dict[str, list[StepTimePrior]] = {}
     related: dict[str, list[tuple[StepTimePrior, float | None]]] = {}
@@ -124,12 +126,12 @@ def build_priors(
     *,
     observed: StepTimeObservations | None,
 ) -> Priors:
-    """Return the priors of a job's fit, one for each instance type, of the base options.
+    """Return the priors of a job's fit with the base options, one for each instance type.
 
     `observed` are the job's own runs. Once there are some, a type starts from the generic prior unless earlier jobs ran
-    on its hardware, and lessons of other networks count until three cluster sizes of the type were measured. A probe of
-    a type's links replaces what the prior knows less well about its collectives; this needs buckets that a run timed,
-    or `model.parameters`.
+    on its hardware, and lessons from other networks count until three cluster sizes of the type have been measured. A
+    probe of a type's links replaces less certain prior knowledge about its collectives; this needs buckets that a run
+    timed, or `model.parameters`.
     """
     believed: dict[str, StepTimePrior] = {}
     base = spec.base_options
@@ -159,7 +161,7 @@ def build_priors(
                 max_nodes=cluster.max_nodes,
                 ranks_per_node=cluster.ranks_per_node,
             )
-        # The first run on one node tells the buckets: before it, the probe counts without them.
+        # The first run on one node reveals the buckets; before it, the probe is used without them.
         usable = buckets is not None or own is None or not own.world_size.size
         if fabric is not None and fabric.num_nodes > 1 and cluster.max_nodes > 1 and usable:
             probed.add(name)
@@ -169,7 +171,7 @@ def build_priors(
 
 
 def export_posteriors(model: StepTimeModel) -> dict[str, dict[str, Any]]:
-    """Return, as JSON for later jobs, what a job's runs with the base options say about each instance type.
+    """Return the posteriors of each instance type, from a job's runs with the base options, as JSON for later jobs.
 
     Parameters have the order of `perfmodel.step_time_form.AT`. `_as_prior` is the inverse.
     """
@@ -189,9 +191,9 @@ def export_posteriors(model: StepTimeModel) -> dict[str, dict[str, Any]]:
 
 
 def _find_buckets(data: JobData) -> dict[str, Buckets]:
-    """Return the timed buckets of each instance type, from the run of the base options with the fewest ranks.
+    """Return the timed buckets of each instance type, from the run with the base options and the fewest ranks.
 
-    Such a run waits least for others. Among several, the run with the largest batch counts.
+    Such a run waits least for other ranks. Among several, the run with the largest batch is used.
     """
     of_base = [run for run in data.summaries if run.configuration.options == data.spec.base_options]
     timed = [(run.configuration, run.timeline) for run in of_base if run.timeline is not None]
@@ -211,7 +213,7 @@ def _as_prior(learned: Mapping[str, Any]) -> StepTimePrior:
 
 
 def _same_network(one: wire.ModelSpec, other: wire.ModelSpec) -> bool:
-    """Return True if names and steps agree, and parameter counts and precisions if both give them."""
+    """Return True if names and steps agree, and also parameter counts and precisions if both specify them."""
     if any(getattr(one, name) != getattr(other, name) for name in _STEP_DEFINING_FIELDS):
         return False
     pairs = ((one.parameters, other.parameters), (one.precision, other.precision))

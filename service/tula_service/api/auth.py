@@ -1,4 +1,4 @@
-"""Who is calling, whether they may, and how often: every request passes `admit`, every guarded route `authorise`."""
+"""Authenticates, limits and authorises callers: every request passes `admit`, and every guarded route `authorise`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROBES: Final = frozenset({("GET", routes.HEALTH), ("GET", routes.READY)})
 UNAUTHENTICATED_ROUTES: Final = PROBES | {
     ("GET", "/login"), ("POST", "/login"), ("POST", "/logout"), ("GET", "/static/{name}")
 }  # fmt: skip
-"""Probes, which reveal only yes or no, and the files that a browser needs to show the login form."""
+"""Probes, which reveal only yes or no, and the files and forms that a browser needs for the login."""
 INGEST_ROUTES: Final = frozenset({("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TELEMETRY)})
 AGENT_ROUTES: Final = INGEST_ROUTES | {
     ("GET", routes.RUN), ("PATCH", routes.RUN), ("GET", routes.RUN_PROGRESS), ("GET", routes.JOB_SCALING)
@@ -39,17 +39,17 @@ _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 
 def client_address(request: Request) -> str:
-    """Return the address under which requests without a token are counted."""
+    """Return the address by which requests without a token are counted."""
     return f"address {request.client.host if request.client else 'unknown'}"
 
 
 def is_ingest(method: str, path: str) -> bool:
-    """Return True for samples and telemetry, whose bodies may be larger and requests more frequent than others."""
+    """Return True for samples and telemetry, whose bodies may be larger and whose requests may be more frequent."""
     return any(method == allowed and pattern.match(path) for allowed, pattern in _INGEST_PATTERNS)
 
 
 def is_for_agents(method: str, path: str) -> bool:
-    """Return True for requests from agents, for which room and threads are reserved."""
+    """Return True for requests from agents, for which capacity and threads are reserved."""
     return any(method == allowed and pattern.match(path) for allowed, pattern in _AGENT_PATTERNS)
 
 
@@ -60,7 +60,7 @@ def is_open(method: str, path: str) -> bool:
 
 
 async def admit(request: Request) -> Principal:
-    """Return who is calling, and count the request, before its body is read and before it takes room or a thread.
+    """Return the caller and count the request, before its body is read and before it takes up capacity or a thread.
 
     Accepts `Authorization: Bearer TOKEN` and a browser's session. Without a token, the caller is the user of this
     machine or, on the public routes of a read-only service, anyone. Raises Unauthenticated, and Busy beyond a limit.
@@ -103,7 +103,7 @@ async def _identify(request: Request, services: Services) -> Principal:
 
 
 async def authorise(request: Request) -> Principal:
-    """Return who is calling, if they may call this route; every route but the open routes depends on this function.
+    """Return the caller if they may call this route; all routes except the open ones depend on this function.
 
     Raises Forbidden.
     """
@@ -145,18 +145,20 @@ def _secret(request: Request) -> str | None:
 
 
 def session_cookie(request: Request) -> str | None:
-    """Return the session in a browser's cookie, or None if it holds no plausible session."""
+    """Return the session in a browser's cookie, or None if it contains no plausible session."""
     secret = request.cookies.get(COOKIE, "")
     return secret if is_plausible(secret) else None
 
 
 def is_plausible(secret: str) -> bool:
-    """Return True for a text that may be a secret: printable and not long."""
+    """Return True for text that may be a secret: printable and not too long."""
     return 0 < len(secret) <= _MAX_TOKEN_LENGTH and secret.isascii() and secret.isprintable()
 
 
 def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
-    """Return True for a read, and for a write from a page of this service (CSRF); `unknown` if no header tells."""
+    """Return True for a read, and for a write from a page of this service (CSRF); `unknown` if no header shows the
+    origin.
+    """
     if request.method in _SAFE:
         return True
     site = request.headers.get("sec-fetch-site")
@@ -167,7 +169,7 @@ def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
 
 
 def _require_local_origin(request: Request) -> None:
-    """Refuse a request without a token that is not local, or comes through a proxy or from a page of another site."""
+    """Refuse a request without a token unless it is local, without a proxy, and not from a page of another site."""
     headers = request.headers
     host = headers.get("host", "")
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
@@ -184,7 +186,9 @@ def _require_local_origin(request: Request) -> None:
 
 
 class User(NamedTuple):
-    """The caller that `admit` has recognised. Every use case takes it first: `jobs.get(*user, job_id)`."""
+    """The caller that `admit` has recognised; the first arguments of every use case, as in `jobs.get(*user,
+    job_id)`.
+    """
 
     store: Store
     principal: Principal
@@ -196,7 +200,7 @@ async def _user(request: Request, services: AppServices) -> User:
 
 
 Caller = Annotated[Principal, Depends(authorise)]
-"""The principal who is calling, as an endpoint's parameter."""
+"""The calling principal, as an endpoint's parameter."""
 
 CurrentUser = Annotated[User, Depends(_user)]
 """The user, as an endpoint's parameter."""

@@ -1,4 +1,4 @@
-"""Reads JSON bodies: a thread checks the whole body with pydantic-core, and a byte limit bounds the cost."""
+"""Reads JSON bodies: a thread validates the whole body with pydantic-core, and a size limit bounds the cost."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tula_service.errors import UnsupportedMedia
 
 JSON: Final = "application/json"
 ORDINARY_BYTES: Final = 256 * 1024
-"""Largest body, except for samples and telemetry: people write the others, in a few hundred bytes."""
+"""Largest body, except for samples and telemetry; people write the others, with a few hundred bytes."""
 
 
 class JsonRoute(APIRoute):
-    """A route whose body parameter, a model, is parsed by a thread: FastAPI itself parses bodies on the event loop."""
+    """A route whose body, a model, is parsed in a thread; FastAPI itself would parse it on the event loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler, which is called with the model in place of the JSON that FastAPI would read."""
+        """Return the handler, which gets the model in place of the JSON that FastAPI would read."""
         handler = super().get_route_handler()
         if self.body_field is None:
             return handler
@@ -37,7 +37,7 @@ class JsonRoute(APIRoute):
 
 
 class _Parsed(Request):
-    """A request whose JSON is the model, which FastAPI's own validation passes on as it is."""
+    """A request whose JSON is the model already, so that FastAPI's own validation passes it on unchanged."""
 
     def __init__(self, request: Request, model: BaseModel) -> None:
         super().__init__(request.scope, request.receive)

@@ -1,4 +1,4 @@
-"""`/openapi.json`, and `/docs`, the page that shows it without loading from other hosts (Swagger UI)."""
+"""`/openapi.json`, and `/docs`, the page that shows it (Swagger UI) without loading files from other hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _CHOICES: Final = {
     for name, kind in vars(module).items()
     if get_origin(kind) is Literal
 }
-"""Sets of values and their names. Each is one schema; otherwise generated clients get a type per field that uses it."""
+"""Sets of values and their names.
+
+Each becomes one schema; otherwise generated clients would have a separate type for each field.
+"""
 TAGS: Final = {
     "jobs": "Register, list, read, change and delete jobs.",
     "runs": "Lease profiling runs, register trainings, and report how they end.",
@@ -113,7 +116,9 @@ def get_docs() -> HTMLResponse:
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, with the schemas of problems and events, which no route declares as its answer."""
+    """Return the OpenAPI document, including the schemas of problems and events, which no route declares as its
+    answer.
+    """
     if app.openapi_schema is None:
         tags = [{"name": name, "description": text} for name, text in TAGS.items()]
         made = get_openapi(
@@ -165,7 +170,7 @@ def _with_named_choices(schema: Any) -> Any:
 
 
 def _error_answers(operation: dict[str, Any], *, is_open: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return the error answers of an operation by status; the ranges cover what a proxy or the HTTP parser answers."""
+    """Return the error answers of an operation by status; the ranges cover answers of a proxy or the HTTP parser."""
     possible = {500, 503} if is_open else {401, 403, 429, 500, 503}
     if "requestBody" in operation:
         possible |= {409, 413, 415, 422}

@@ -1,4 +1,4 @@
-"""Translates every exception into an RFC 9457 problem document: the only place where exceptions become HTTP."""
+"""Translates every exception into an RFC 9457 problem document; no other module turns exceptions into HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tula_wire.problems import remedy
 _LOG = logging.getLogger("tula.service")
 _MAX_ERRORS: Final = 20
 _MAX_REPORTED: Final = 1_000
-"""Beyond this many wrong fields, none is named: an object for each would take seconds and hundreds of megabytes."""
+"""If more fields are wrong, none is named, since an object for each would take seconds and hundreds of megabytes."""
 
 PROBLEMS: Final[dict[int, tuple[str, str, str]]] = {
     401: (ProblemType.UNAUTHENTICATED, "Not authenticated", "The token is missing, expired, revoked or unknown."),
@@ -42,7 +42,7 @@ PROBLEMS: Final[dict[int, tuple[str, str, str]]] = {
         "The service or its database is busy: wait for `Retry-After` seconds.",
     ),
 }
-"""Errors by status: `type` and title of the problem document, and when it is sent."""
+"""Errors by status: the `type` and title of the problem document, and when it is sent."""
 _STATUS: Final[dict[type[errors.ServiceError], int]] = {
     errors.InvalidInput: 422,
     errors.NotFound: 404,
@@ -74,7 +74,7 @@ def install(app: FastAPI) -> None:
 
 
 def build_problem(scope: Scope, error: HTTPException | errors.ServiceError) -> Response:
-    """Return the problem document of an error of this service, or of a status that `_HTTP` has."""
+    """Return the problem document for an error of this service, or for a status in `_HTTP`."""
     if isinstance(error, HTTPException):
         kind, title, detail = _HTTP.get(error.status_code, (ProblemType.INVALID, "Error", str(error.detail)))
         return _problem(scope, error.status_code, detail, kind=kind, title=title, headers=error.headers)
@@ -100,7 +100,7 @@ def _problem(
     faults: Sequence[FieldError] = (),
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Return a problem document, or its page; it names the field of the first fault."""
+    """Return a problem document, or a page for a browser; it names the field of the first error."""
     problem = Problem(
         type=kind or PROBLEMS[status][0],
         title=title or PROBLEMS[status][1],
@@ -126,7 +126,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
         return _problem(
             request.scope, 422, f"body: {count} fields are wrong; check that this is the body of this route."
         )
-    # Field and remedy, never the input, which may hold a secret or NaN.
+    # Only the field and the remedy, never the input, which may contain a secret or NaN.
     faults = [FieldError(field=_dotted(fault["loc"]), message=remedy(fault)) for fault in error.errors()[:_MAX_ERRORS]]
     more = f" ({len(faults) - 1} more in errors)" if len(faults) > 1 else ""
     return _problem(request.scope, 422, f"{faults[0].field}: {faults[0].message}{more}", faults=faults)

@@ -20,7 +20,7 @@ POLL_S: Final = 1.0
 LONGEST_S: Final = 3600.0
 _RETRY_MS: Final = 2000
 _SHARES: Final = 4
-"""One token may open one in this many of a worker's streams."""
+"""A token may open at most the number of a worker's streams divided by this number."""
 
 router = APIRouter(tags=["events"])
 
@@ -32,7 +32,7 @@ async def _opened(
     last_event_id: Annotated[str | None, Header(description="Resume after this event.")] = None,
     after: Annotated[int | None, Query(ge=0, le=2**53, description="The same, if no header can be set.")] = None,
 ) -> AsyncIterator[int]:
-    """Yield the id after which the stream starts; the stream counts as open until its response ends or fails.
+    """Yield the event id after which the stream starts; the stream counts as open until its response ends or fails.
 
     Raises NotFound, InvalidInput, or Busy.
     """

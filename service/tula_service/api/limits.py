@@ -1,4 +1,4 @@
-"""Limits on how often a sender may ask: by token, or by address for failed authentications and open routes."""
+"""Limits the rate of requests by token, or by address for failed authentications and open routes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tula_service.errors import Busy
 
 FAILED_PER_MINUTE: Final = 600
 OPEN_PER_MINUTE: Final = 1_200
-"""Requests from one address to routes that need no token, probes excluded."""
+"""Requests per minute from one address to routes that need no token, except probes."""
 WINDOW_S: Final = 60.0
 _SENDERS: Final = 100_000
 
@@ -26,7 +26,7 @@ class _Window:
 
 
 class RequestLimits:
-    """Counts requests of each sender in windows of a minute, in the memory of this process: each worker has its own.
+    """Counts the requests of each sender in windows of a minute, in memory, separately for each worker.
 
     Only the event loop counts, so no lock is needed.
     """
@@ -45,7 +45,7 @@ class RequestLimits:
     def count_failed_auth(self, address: str) -> None:
         """Count a wrong, missing or malformed token from this address. Raises Busy after too many of them.
 
-        A valid token never counts: behind a proxy, all tokens come from one address.
+        A valid token never counts, since behind a proxy all tokens come from one address.
         """
         remedy = (
             f"More than {FAILED_PER_MINUTE} requests of this address in a minute failed authentication: set TULA_TOKEN "
@@ -54,7 +54,7 @@ class RequestLimits:
         self._count("failed", address, FAILED_PER_MINUTE, remedy)
 
     def count_open(self, address: str) -> None:
-        """Count a request to a route that needs no token. Raises Busy if the address asks too often."""
+        """Count a request to a route that needs no token. Raises Busy after too many requests from the address."""
         remedy = f"More than {OPEN_PER_MINUTE} requests of this address in a minute: wait Retry-After seconds."
         self._count("open", address, OPEN_PER_MINUTE, remedy)
 

@@ -1,4 +1,4 @@
-"""What every request passes: request id, headers, metrics, log line, and whether there is room for it."""
+"""Middleware for every request: request id, headers, metrics, log line, and limits on capacity."""
 
 from __future__ import annotations
 
@@ -37,24 +37,28 @@ _CONTENT_POLICY: Final = (
     b"default-src 'self'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     b"connect-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'; form-action 'self'"
 )
-"""Scripts come from this service only and never evaluate text: on the pages Vega interprets its expressions. Vega's
-tooltips and drawings set their own styles, hence 'unsafe-inline' for styles."""
+"""Scripts come only from this service and never evaluate text, since Vega interprets its expressions on the pages.
+
+Vega's tooltips and drawings set their own styles, hence 'unsafe-inline' for styles.
+"""
 _WITH_BODY: Final = frozenset({"POST", "PATCH", "PUT"})
 BODY_TIMEOUT_S: Final = 20.0
 """Longest time that a client may take to send a body."""
 ARRIVING_BYTES: Final = 64 * 2**20
-"""Most bytes of one sender's incomplete bodies: 64 of the largest, or a small body from each of 256 agents."""
+"""Most bytes of one sender's incomplete bodies: 64 bodies of the largest size, or a small body from each of 256
+agents.
+"""
 LIMITED_S: Final = 1.0
-"""Delay of the answer 429: a sender that retried at once would fill the event loop with refusals."""
+"""Delay of the answer 429, since a sender that retries at once would fill the event loop with refusals."""
 
 
 class RequestMiddleware:
-    """Pure ASGI, because every request passes through it.
+    """ASGI middleware, without Starlette's base class for speed, since every request passes through it.
 
-    The sender is known before a body is read, and a request takes room once its body has arrived. A body still arriving
-    takes no room from others: it holds memory, which counts against its sender alone. After that, requests from agents
-    and all other requests are counted separately; a request that needs no token takes no room, and counts by address. A
-    sender beyond its limits waits for that answer, and takes no room meanwhile.
+    The sender is known before a body is read, and a request takes up capacity once its body has arrived. A body that is
+    still arriving takes no capacity from others; its memory counts only against its sender. Once the body has arrived,
+    requests from agents are counted separately from all others. A request that needs no token takes no capacity, and
+    counts by address. A sender beyond its limits waits for the refusal without taking capacity.
     """
 
     def __init__(self, app: ASGIApp, *, services: Services) -> None:
@@ -160,7 +164,9 @@ class RequestMiddleware:
         return whole
 
     async def _read(self, receive: Receive, sender: str, limit: int) -> bytes:
-        """Read the body; each counts as a minimum share of `ARRIVING_BYTES`, which bounds how many arrive at once."""
+        """Read the body; it counts as at least a minimum share of `ARRIVING_BYTES`, which limits how many arrive at
+        once.
+        """
         body = bytearray()
         counted, least = 0, ARRIVING_BYTES // self._services.settings.max_in_flight
         try:
@@ -184,7 +190,7 @@ class RequestMiddleware:
                 del self._arriving[sender]
 
     def _record(self, scope: Scope, status: int, took_s: float) -> None:
-        # The pattern of the route, so that labels stay few.
+        # Use the pattern of the route, so that there are few labels.
         route = getattr(scope.get("route"), "path", "unmatched")
         self._services.metrics.requests.labels(scope["method"], route, str(status)).inc()
         if status != 429:  # which waits

@@ -1,4 +1,4 @@
-"""`/healthz`, `/readyz` and `/metrics`: is the process alive, can it work, and what has it done?"""
+"""`/healthz`, `/readyz` and `/metrics`: whether the process is alive and ready, and its metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ open_router = APIRouter(tags=["operations"])
 
 
 READY_CHECK_S: Final = 1.0
-"""How long the result of one database check is reused for everyone who asks."""
+"""Seconds for which the result of a database check is reused for all callers."""
 
 
 class Status(BaseModel):
@@ -81,11 +81,11 @@ _OF_TRAININGS: Final = (
 
 
 _Values: TypeAlias = Mapping[tuple[str, ...], float | None]
-"""Figures keyed by the values of a metric's labels."""
+"""Values of a metric, keyed by the values of its labels."""
 
 
 class _Stored(Collector):
-    """Figures from the database, the same on every replica; training runs only if `principal` may see them."""
+    """Metrics from the database, equal on every replica; training runs only if `principal` may see them."""
 
     def __init__(self, store: Store, principal: Principal) -> None:
         self._store, self._principal = store, principal
@@ -100,7 +100,7 @@ class _Stored(Collector):
         running = running_trainings(self._store, self._principal)
         for name, about, field in _OF_TRAININGS:
             values: _Values = {(run.job_id, run.job_name, run.run_id): getattr(run, field) for run in running}
-            # Prometheus itself labels what it scrapes with `job`.
+            # Prometheus itself adds the label `job` to scraped metrics.
             yield _gauge(name, about, ["job_id", "job_name", "run_id"], values)
 
 

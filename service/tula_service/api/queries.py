@@ -1,4 +1,4 @@
-"""Parts that endpoints share: refusal of unknown parameters, the cursor of lists, and the lease that agents name."""
+"""Parts that endpoints share: the refusal of unknown parameters, the cursor of lists, and the lease of agents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_NAME_LENGTH: Final = 64
 Cursor = Annotated[
     str | None, Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"}, description="`next_cursor` of the page before.")
 ]
-"""Where a page of a list begins, as an endpoint's parameter."""
+"""The position at which a page of a list begins, as an endpoint's parameter."""
 Lease = Annotated[
     int | None,
     Header(
@@ -30,7 +30,7 @@ Lease = Annotated[
 
 
 async def reject_unknown_query(request: Request) -> None:
-    """Refuse a query parameter that the route does not declare, which may be a misspelling, or that is given twice."""
+    """Refuse a query parameter that the route does not declare (it may be a misspelling) or that is given twice."""
     declared: dict[str, Any] = {}
     for param in request.scope["route"].dependant.query_params:
         kind = param.field_info.annotation

@@ -62,6 +62,6 @@ def get_verdict(run_id: str, user: CurrentUser) -> Verdict:
 @router.patch(routes.RUN)
 async def update_run(run_id: str, patch: RunPatch, caller: Caller, services: AppServices, lease: Lease = None) -> Run:
     """Move a run on, or renew its lease with `running`; the same final state twice is fine."""
-    # A lease is renewed alongside measurements; the end of a run may start a fit, which must not keep them waiting.
+    # Renewals of leases share threads with measurements; the end of a run may start a fit, which must not delay these.
     threads = services.ingest_threads if patch.state == "running" else None
     return await to_thread.run_sync(runs.patch, services.store, caller, run_id, patch, lease, limiter=threads)

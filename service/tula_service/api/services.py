@@ -1,4 +1,4 @@
-"""The objects that any request may need, built once in `create_app`: services, thread limiters and metrics."""
+"""The objects that any request may need, which `create_app` builds once: services, thread limiters and metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from tula_service.usecases.telemetry import TelemetryIngest
 from tula_wire import Problem
 
 MULTIPROCESS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""Set by `tula serve --workers N` before the workers start: a folder through which one worker reports for all."""
+"""Variable that `tula serve --workers N` sets before the workers start: a folder through which one worker reports
+for all.
+"""
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 ErrorPage: TypeAlias = Callable[[Scope, Problem, Mapping[str, str]], Response | None]
@@ -33,7 +35,9 @@ ErrorPage: TypeAlias = Callable[[Scope, Problem, Mapping[str, str]], Response | 
 
 
 class Metrics:
-    """Prometheus instruments, a set per application: two applications in one process (tests) never share a count."""
+    """Prometheus instruments, one set per application, so that two applications in one process (tests) share no
+    counts.
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -60,7 +64,7 @@ class Metrics:
 
 @dataclass
 class Readiness:
-    """The last check of the database: its error, and when it was made (monotonic seconds)."""
+    """The last check of the database: its error and its time (monotonic seconds)."""
 
     checked_at: float = -math.inf
     error: ServiceError | None = None
@@ -72,7 +76,7 @@ class Services:
     """Everything that a request may need.
 
     `ingest_threads` limits the threads reserved for requests from agents, `auth_threads` the threads that look up
-    tokens. `streams` holds the sender of each open event stream; streams end when `stopping` is set.
+    tokens. `streams` has the sender of each open event stream; streams end when `stopping` is set.
     """
 
     settings: Settings

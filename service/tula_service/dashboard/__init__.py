@@ -1,4 +1,4 @@
 """Pages and charts; nothing is loaded from another host.
 
-The application puts `pages` behind authentication; `session` (login) and `static_files` need none.
+The application requires authentication for `pages`, but not for `session` (login) and `static_files`.
 """

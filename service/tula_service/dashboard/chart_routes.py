@@ -1,4 +1,4 @@
-"""`GET .../charts/{name}`: charts as Vega-Lite, which browsers and clients draw."""
+"""`GET .../charts/{name}`: charts as Vega-Lite specifications, which browsers and clients draw."""
 
 from __future__ import annotations
 

@@ -20,18 +20,18 @@ def signed(share: float | None) -> str:
 
 
 def tone(error: float | None) -> str:
-    """Return the class of a relative error by its size: good below 5 %, bad from 15 %."""
+    """Return the CSS class of a relative error by its size: good below 5 %, bad from 15 % on."""
     size = math.nan if error is None else abs(error)
     return "good" if size < 0.05 else "fair" if size < 0.15 else "bad" if math.isfinite(size) else ""
 
 
 def tone_against(value: float, other: float) -> str:
-    """Return the class of a value (smaller is better) compared with another value."""
+    """Return the CSS class of a value (smaller is better) compared with another value."""
     return "good" if value < 0.9995 * other else "bad" if value > 1.0005 * other else ""
 
 
 def saving(share: float | None) -> str:
-    """Return the share of time saved against another choice, in words; a longer time is given as a factor."""
+    """Return the share of time saved compared with another choice, in words; a longer time is shown as a factor."""
     if share is None or not math.isfinite(share):
         return NOTHING
     if abs(share) < 0.005:
@@ -46,7 +46,7 @@ def saving(share: float | None) -> str:
 
 
 def against(value: float, other: float) -> str:
-    """Compare `value` with `other` as a signed percentage, or as a factor if that says more."""
+    """Compare `value` with `other` as a signed percentage, or as a factor if the difference is large."""
     if not (other > 0 and math.isfinite(value)):
         return NOTHING
     ratio = value / other
@@ -71,17 +71,17 @@ def money_interval(estimate: Estimate | None) -> str:
 
 
 def moment(at: datetime | None) -> str:
-    """Format a time stamp in UTC, to the minute; the page's script makes it local."""
+    """Format a time stamp in UTC, to the minute; the page's script converts it to local time."""
     return NOTHING if at is None else at.strftime("%Y-%m-%d %H:%M UTC")
 
 
 def words(name: str) -> str:
-    """Return a word such as `out_of_memory` as people write it."""
+    """Return a word such as `out_of_memory` with spaces."""
     return name.replace("_", " ")
 
 
 def event_warns(event: Event) -> bool:
-    """Return True for an event on which a person may want to act."""
+    """Return True for an event that may call for action."""
     if event.kind == "drift":
         return event.data.get("alarm") != "recovered"
     if event.kind == "advice":

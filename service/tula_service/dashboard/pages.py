@@ -65,7 +65,7 @@ _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 400, 30, 6_000
 
 
 def _several(given: Any) -> Any:
-    """Return the values typed into one field, such as `2, 4`."""
+    """Return the values in one form field, such as `2, 4`."""
     return [value for text in given for value in re.split(r"[\s,;]+", text) if value]
 
 
@@ -148,7 +148,7 @@ def _specification(sent: bytes) -> JobSpec:
 def job_page(
     job_id: str, user: CurrentUser, objective: Objective | None = None, trainings: Cursor = None
 ) -> HTMLResponse:
-    """Show everything about one job, with its newest training runs, or those before the cursor `trainings`."""
+    """Show everything about one job, with its newest training runs or the runs before the cursor `trainings`."""
     job = jobs.get(*user, job_id)
     recommendation = read(Recommendation, recommendations.get(*user, job_id, objective))
     ranked = _ranked(recommendation)
@@ -281,7 +281,7 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
 
 
 def _seen(machine: HostFacts | None) -> list[str]:
-    """Return what a script was seen to do, in the words that name its options."""
+    """Return the observed behaviour of a script, in the words that name its options."""
     if machine is None:
         return []
     switches = {"compile": machine.compiled, "checkpointing": machine.checkpointing}
@@ -309,7 +309,9 @@ def admin_page(user: CurrentUser) -> HTMLResponse:
 
 
 class Comparison(NamedTuple):
-    """Training runs compared by one column; `columns` lists all reported columns, `next_cursor` leads to older runs."""
+    """Training runs to compare by one column; `columns` lists all reported columns, `next_cursor` leads to older
+    runs.
+    """
 
     column: str
     columns: list[str]
@@ -320,9 +322,9 @@ class Comparison(NamedTuple):
 def compare_runs(
     user: User, job_id: str, column: str | None, *, trend: int, cursor: str | None, only: Collection[str] = ()
 ) -> Comparison:
-    """Compare the newest 200 training runs that reported `column`, or the runs before the cursor; `only` holds ids.
+    """Compare the newest 200 training runs that reported `column`, or the runs before the cursor; `only` lists ids.
 
-    Without a column, `compare` chooses one. The more runs, the fewer points of each.
+    Without a column, `compare` chooses one. The number of points per run decreases with the number of runs.
     """
     page = runs.list_runs(*user, job_id, kind="train", cursor=cursor, limit=MAX_COMPARED)
     listed = [run for run in page.runs if not only or run.id in only]
@@ -334,7 +336,9 @@ def compare_runs(
 
 
 def _lost_regularisation(user: User, job_id: str, comparison: Comparison) -> str | None:
-    """Return a sentence if the logs of finished training runs show that a larger batch lost regularisation."""
+    """Return a sentence if the logs of finished training runs show that a larger batch lost regularisation, else
+    None.
+    """
     names = ("loss", "validation_accuracy")
     if not {*names} <= {*comparison.columns}:
         return None
@@ -391,7 +395,7 @@ def _accuracy(network: str, device: str, outcomes: list[ledger.Outcome]) -> dict
 
 
 def _compared(runs: list[QualityRun], column: str) -> list[dict[str, Any]]:
-    """Return a row per run, the lowest loss first or, for other columns, the greatest value first."""
+    """Return a row per run, ordered by the lowest loss or, for other columns, by the greatest value."""
     rows: list[dict[str, Any]] = []
     for entry in runs:
         values = [value for value in entry.series.values if value is not None]

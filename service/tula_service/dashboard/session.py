@@ -1,4 +1,4 @@
-"""Signs in and out: a browser's session is a random id in a cookie that no script can read. And errors as pages."""
+"""Sign-in and sign-out, and errors as pages. A browser's session is a random id in a cookie that no script can read."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def _signed_in(request: Request, secret: str) -> str:
 
 
 def error_page(scope: Scope, problem: Problem, headers: Mapping[str, str]) -> Response | None:
-    """Return a problem as a page for a person, with the login form if the token is missing; None for a program."""
+    """Return a problem as a page for a browser, with the login form if the token is missing; None for a program."""
     sent = Headers(scope=scope)
     by_script = sent.get("sec-fetch-dest") == "empty" or scope["path"].startswith("/v1/")
     if by_script or "text/html" not in sent.get("accept", ""):
@@ -87,6 +87,6 @@ def error_page(scope: Scope, problem: Problem, headers: Mapping[str, str]) -> Re
 
 
 def _local_path(target: str) -> str:
-    """Return the path to go to after login: a path of this service, never another host."""
+    """Return the path to open after login, which is always a path of this service."""
     fine = target.startswith("/") and not target.startswith("//") and "\\" not in target and target.isprintable()
     return target if fine else "/"

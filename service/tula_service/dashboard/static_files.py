@@ -17,7 +17,7 @@ _FILES: Final = dict.fromkeys(
     ("app.css", "app.js", "docs.css", "docs.js", "forms.js", "theme.js", "vega.js", "icon.svg"),
     "tula_service.dashboard",
 ) | dict.fromkeys(("swagger-ui.css", "swagger-ui-bundle.js"), "fastapi_offline")
-"""Names of files, each with the package whose `static` folder holds it; `hatch_build.py` makes `vega.js`."""
+"""Names of files and the package whose `static` folder contains each; `hatch_build.py` makes `vega.js`."""
 _TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 

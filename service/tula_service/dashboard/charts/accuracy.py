@@ -1,4 +1,6 @@
-"""Predicted against measured step times, for one job or for all, and how often prediction intervals hold."""
+"""Charts of predicted against measured step times, for one job or all jobs, and of the coverage of prediction
+intervals.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ _NONE_FOLLOWED = "No training run has followed a recommendation yet:\ntula run s
 
 
 def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
-    """Draw the measured against the predicted step time; on the diagonal the prediction was right.
+    """Draw the measured against the predicted step time; on the diagonal, the prediction was exact.
 
-    Runs of the plan and `trainings` count if a prediction preceded the measurement.
+    Runs of the plan and of `trainings` are included if they were predicted before they were measured.
     """
     title = f"{job.name}: predicted against measured"
     rows = {entry.run_id: row for entry in ledger.entries if (row := _entry_row(entry)) is not None}
@@ -35,7 +37,7 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
 
 
 def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
-    """Return the same chart for all jobs: recommendations that a training run followed, each with its job's name."""
+    """Draw the same chart for recommendations of all jobs that a training run followed, each with its job's name."""
     title = "All jobs: predicted against measured"
     named_rows = [(name, row) for name, entry in entries if (row := _entry_row(entry)) is not None]
     rows = [row | {"configuration": f"{name}: {row['configuration']}"} for name, row in named_rows]
@@ -43,7 +45,7 @@ def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
 
 
 def calibration(entries: Sequence[LedgerEntry]) -> Spec:
-    """Draw the share of measurements inside intervals of every width; on the diagonal they hold what they say."""
+    """Draw the share of measurements inside intervals of every width; on the diagonal, the coverage is exact."""
     title = "All jobs: how often intervals hold"
     scores = [score for entry in entries if (score := _score(entry)) is not None]
     if not scores:
@@ -107,7 +109,7 @@ def _agreement(title: str, rows: list[Row]) -> Spec:
     shape = vega.field("kind", scale={"domain": list(_KINDS), "range": list(_SHAPES)}, legend=legend)
     interval = {"x": vega.field("low:Q"), "x2": {"field": "high"}, "y": y, "color": colour}
     point = {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tips}
-    # The interval of a first guess spans a factor of a hundred.
+    # The interval of a prediction before any run spans a factor of a hundred.
     with_interval: Spec = {"where": "datum.low !== null", "strokeWidth": 1.5, "opacity": 0.6, "clip": True}
     chart = vega.layered(
         vega.layer("agreement", "line", {"x": x, "y": y}, strokeDash=[5, 4], color=FAINT),

@@ -33,15 +33,17 @@ _PARTS: Final = (
     ("input_time_s", "input"),
 )
 _QUANTITIES: Final = ("time", "cost", "memory")
-"""What an option changes, as fields of its effect."""
+"""The quantities that an option changes, as fields of its effect."""
 _ENDS: Final = {"value": "Change (%)", "low": "Low (90 %)", "high": "High (90 %)"}
 _MOST_BARS: Final = 8
 _BAR: Final = 46
-"""Height of a candidate in points: landmarks and name stand above its bar, where no narrow chart cuts them."""
+"""Height of a candidate in points; its landmarks and name are above its bar, where a narrow chart does not cut them."""
 
 
 def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
-    """Return the named candidates, from the recommended one to the knee; a candidate with several names comes once."""
+    """Return the named candidates, from the recommended one to the knee; a candidate with several names appears
+    once.
+    """
     at_knee = recommendation.knee.configuration
     named = (
         ("recommended", recommendation.chosen),
@@ -63,10 +65,10 @@ def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidat
 
 
 def frontier(job: Job, recommendation: Recommendation) -> Spec:
-    """Draw total time against cost, both axes logarithmic; node-hours stand for the cost of a job without prices.
+    """Draw total time against cost, both on logarithmic axes; for a job without prices, node-hours replace the cost.
 
     Intervals are drawn as crosses for the frontier and the named candidates; tooltips show them for all. A row's `asks`
-    are the fields of the page's what-if form that ask about its candidate.
+    contains the fields of the page's what-if form that select its candidate.
     """
     title = f"{job.name}: time against cost"
     priced = any(candidate.cost_usd is not None for candidate in recommendation.candidates)
@@ -88,7 +90,7 @@ def frontier(job: Job, recommendation: Recommendation) -> Spec:
     y = vega.field("y:Q", title=f"Time ({hours.name})", **across("y"))
     marked = [{"x": row["x"], "y": row["y"], "label": row["name"]} for row in rows if row["name"]]
     marked.sort(key=lambda row: list(names.values()).index(row["label"]))
-    # The points come last: anything drawn over them would keep the pointer from them.
+    # The points come last, since anything drawn over them would block the pointer.
     chart = {
         "layer": [_rings(marked, x, y), {"layer": _frontier_layers(recommendation, x, y)}],
         "resolve": {"scale": dict.fromkeys(("shape", "color", "fill"), "independent")},
@@ -138,7 +140,9 @@ def _frontier_row(candidate: Candidate, unit: Unit, name: str) -> Row:
 
 
 def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "time") -> Spec:
-    """Draw predicted total time or cost (90 % interval as a band) against global batch size, both axes logarithmic."""
+    """Draw predicted total time or cost (with a band for the 90 % interval) against global batch size, on
+    logarithmic axes.
+    """
     title = f"{job.name}: {quantity} against global batch size"
     drawn = _best_of_places(recommendation.candidates, quantity)
     if not drawn and quantity == "cost" and recommendation.candidates:
@@ -172,7 +176,7 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
 
 
 def _best_of_places(candidates: Sequence[Candidate], quantity: Quantity) -> list[tuple[Candidate, Estimate]]:
-    """Return the best candidate for each cluster size and global batch, allowed ones first, in drawing order."""
+    """Return the best candidate for each cluster size and global batch, in drawing order, allowed candidates first."""
     best: dict[tuple[str, int, int], tuple[Candidate, Estimate]] = {}
     offered = [
         (candidate, estimate) for candidate in candidates if (estimate := _estimate(candidate, quantity)) is not None
@@ -196,7 +200,7 @@ def _marked(recommendation: Recommendation, quantity: Quantity, unit: Unit) -> l
 
 
 def _limits(job: Job, quantity: Quantity, batches: Sequence[int], ends: tuple[float, float], unit: Unit) -> list[Spec]:
-    """Shade the regions that the job's limits forbid, behind everything."""
+    """Shade the regions that the job's limits forbid, behind all other marks."""
     limits, (bottom, top) = job.spec.limits, ends
     limit = limits.deadline_s if quantity == "time" else limits.budget_usd
     shades: list[Spec] = []
@@ -212,7 +216,7 @@ def _limits(job: Job, quantity: Quantity, batches: Sequence[int], ends: tuple[fl
 
 
 def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
-    """Shade a region from `value` to `end` along an axis, with its label at either end."""
+    """Shade a region from `value` to `end` along an axis, with its label at one end."""
     region = {axis: vega.field("value:Q"), f"{axis}2": {"field": "end"}}
     label = {axis: vega.field(f"{named_at}:Q"), "text": vega.field("label")}
     return [
@@ -222,7 +226,9 @@ def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
 
 
 def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
-    """Return the knee, and the batch beyond which more examples hardly help a step, according to the gradient noise."""
+    """Return the knee, and the batch beyond which more examples hardly improve a step, according to the gradient
+    noise.
+    """
     at: dict[float, list[str]] = {}
     if recommendation.knee.found and recommendation.knee.global_batch_size:
         at.setdefault(recommendation.knee.global_batch_size, []).append("knee")
@@ -237,7 +243,7 @@ def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
 
 
 def _rules(ruled: list[Row]) -> list[Spec]:
-    """Draw a vertical rule for each row; its name stands on its wider side, each name on a line of its own."""
+    """Draw a vertical rule for each row, with its name on the wider side and on a separate line."""
     layers: list[Spec] = []
     for row in ruled:
         side: dict[str, Any] = {"align": "right", "dx": -5} if row["left"] else {"align": "left", "dx": 5}
@@ -249,7 +255,7 @@ def _rules(ruled: list[Row]) -> list[Spec]:
 def memory(job: Job, recommendation: Recommendation) -> Spec:
     """Draw the peak memory of one rank (equation 3, fitted) against local batch size, with the recommended options.
 
-    If nothing is recommended, the options have their first values.
+    If there is no recommendation, the options have their first values.
     """
     chosen = recommendation.chosen
     options = job.spec.base_options if chosen is None else chosen.configuration.options
@@ -309,7 +315,9 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
 
 
 def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
-    """Draw stacked parts of the predicted step time: landmarks, then the rest of the frontier, then the quickest."""
+    """Draw stacked parts of the predicted step time: landmarks, then the rest of the frontier, then the quickest
+    candidates.
+    """
     title = f"{job.name}: where a step's time goes"
     drawn = [candidate for candidate in _interesting(recommendation) if candidate.terms is not None]
     if not drawn:
@@ -345,7 +353,7 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
 def options(job: Job, recommendation: Recommendation) -> Spec:
     """Draw how each further value of an option changes time, money and memory, in per cent relative to its first value.
 
-    Launched values are filled points, believed values are hollow points; lines are 90 % intervals.
+    Filled points are launched values, hollow points are predicted values, and lines are 90 % intervals.
     """
     title = f"{job.name}: what each option does"
     rows: list[Row] = [
@@ -402,10 +410,11 @@ def _interesting(recommendation: Recommendation) -> list[Candidate]:
 
 
 def _by_cluster(candidates: Iterable[Candidate], *, lines: bool) -> tuple[Spec, Spec]:
-    """Return the colour, and the dash of lines or shape of points, by instance type and number of nodes.
+    """Return the encodings of colour, and of the dash of lines or shape of points, by instance type and number of
+    nodes.
 
-    The colour shows the number of nodes. So does the dash, for readers who cannot tell the colours apart, unless
-    several instance types compete: then it shows the type.
+    The colour shows the number of nodes. The dash shows the same, for readers who cannot distinguish the colours; if
+    there are several instance types, it shows the type instead.
     """
     seen = {(c.configuration.instance_type, c.configuration.num_nodes): c.configuration for c in candidates}
     types, sizes = sorted({kind for kind, _ in seen}), sorted({size for _, size in seen})
@@ -453,7 +462,7 @@ _TIPS: Final = [
 
 
 def _row(candidate: Candidate) -> Row:
-    """Return a candidate as every chart draws it; `_TIPS` are what a reader sees of it."""
+    """Return a candidate as a row for all charts; readers see the fields in `_TIPS`."""
     time, cost, step, memory = candidate.total_time_s, _cost(candidate), candidate.step_time_s, candidate.memory_bytes
     said = f"{money(cost.value)} ({money_interval(cost)})" if candidate.cost_usd else f"{cost.value:,.3g} node-hours"
     fits = "" if candidate.memory_fits is None else f", {percent(candidate.memory_fits)} sure to fit"

@@ -15,10 +15,10 @@ from tula_wire.format import configuration, size
 Over = Literal["epoch", "step"]
 _COMPONENTS: Final = ("parameters", "gradients", "optimizer", "activations", "batch", "not attributed")
 _MOST_NAMED: Final = 24
-"""With more methods than this, the chart has no legend."""
+"""Most methods with a legend."""
 _FEW_A_RUN: Final = 80
 _BRUSH: Final = "brush"
-"""Name of the selection whose steps the page asks for again, in more points."""
+"""Name of the selection whose steps the page requests again with more points."""
 _FEW: Final = 200
 """A series with fewer points is drawn with its points, since a single point makes no line."""
 _TREND: Final = "_trend"
@@ -61,15 +61,15 @@ _CHARTS: Final[dict[str, tuple[str, str, tuple[Panel, ...]]]] = {
         (Panel("Accuracy", ("accuracy", "validation_accuracy")),),
     ),
 }
-"""The subject of a chart, the source of its columns (for the message while there are none), and its panels."""
+"""The subject of each chart, the source of its columns (for the message while there are none), and its panels."""
 SETTINGS: Final = ("delta", "small_batch_size", "directions", "thresholds_version")
-"""Columns, also with the prefix `scripted_`, whose single value a page states instead of drawing a one-point chart."""
+"""Columns, also with the prefix `scripted_`, whose single value a page prints instead of drawing a one-point chart."""
 RUN_CHARTS: Final = ("step_time", "memory", "gradient", "scale", "loss", "accuracy")
 _UNITS: Final = {"step_time_s": vega.time_unit, "skew_s": vega.time_unit, "memory_bytes": vega.bytes_unit}
 
 
 def _chart(name: str) -> tuple[str, str, tuple[Panel, ...]]:
-    """Return the entry of a chart; a name without an entry names a column."""
+    """Return the entry of a chart; a name without an entry is a column."""
     words = name.replace("_", " ")
     source = f"run.log({name}=...) in the training script reports it."
     return _CHARTS.get(name) or (words, source, (Panel(words[:1].upper() + words[1:], (name,)),))
@@ -120,7 +120,7 @@ def run_chart(
     if not areas:
         needed = " or ".join(drawn_columns(name))
         return vega.message(title, f"Nothing received yet. {source}\nThis chart draws {needed}.")
-    # The selection belongs to one panel, so that it exists only once however many panels there are.
+    # The selection belongs to one panel, so that it exists only once.
     areas[0][0]["params"] = [{"name": _BRUSH, "select": {"type": "interval", "encodings": ["x"]}}]
     if len(areas) == 1:
         chart = vega.layered(*areas[0], height=HEIGHT - 80)
@@ -134,7 +134,7 @@ def run_chart(
 def _lines(
     panel: Panel, rows: Mapping[str, list[Row]], smooth: Mapping[str, list[Row]], unit: Unit, logarithmic: bool
 ) -> list[Spec]:
-    """Return a line for each column, with its trend over it."""
+    """Return a line for each column, with its trend on top."""
     positive = all(row["value"] > 0 for points in rows.values() for row in points)
     scale: Spec = {"domain": [0, 1]} if panel.columns == ("scaled_share",) else {"zero": False}
     if logarithmic and positive:
@@ -150,7 +150,7 @@ def _lines(
         names = list(rows)
         look = {"domain": names, "range": list(PALETTE[: len(names)])}
         colour = vega.field("series", scale=look, legend=vega.legend(names))
-    # Few points stay visible as points; a thousand would draw one thick band.
+    # Few points are visible as points; a thousand would form one thick band.
     few = max(map(len, rows.values())) < _FEW
     layers: list[Spec] = []
     for place, column in enumerate(rows):
@@ -182,10 +182,10 @@ def _level(column: str, unit: Unit, run: Run) -> list[Spec]:
 
 
 def _rows(series: TelemetrySeries, unit: Unit) -> list[Row]:
-    """Return the values to six figures: more cannot be drawn, and would double the size of a long series.
+    """Return the values with six figures; more could not be seen, and would double the size of a long series.
 
-    Steps without a value are left out: no line is drawn between nulls, and a value logged at every tenth step stands
-    between nulls. So is a value beyond what a double holds in this unit: JSON has no infinity.
+    Steps without a value are left out, because no line is drawn next to a null, and a value logged at every tenth step
+    would be between nulls. Values too large for a double in this unit are left out too, since JSON has no infinity.
     """
     size = unit.size
     return [
@@ -218,9 +218,9 @@ class QualityRun(NamedTuple):
 
 
 def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = False, over: Over = "epoch") -> Spec:
-    """Return one column of several runs over epochs or steps, with a colour per method, or per run without methods.
+    """Draw one column of several runs over epochs or steps, with a colour per method, or per run without methods.
 
-    If the runs differ in their configurations, the legend names these too: the runs then differ in more than the
+    If the configurations of the runs differ, the legend includes them, since the runs then differ in more than the
     method.
     """
     title = f"{job.name}: training runs"
@@ -269,7 +269,7 @@ def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = F
     lines = vega.layer(
         "points", "line", encoding, strokeWidth=2 if named else 1, opacity=1 if named else 0.7, point=point
     )
-    # Sent once a run, not once a point.
+    # Sent once per run instead of once per point.
     of_run = {"data": {"name": "runs"}, "key": "run", "fields": ["method", "batch"]}
     epoch = f"(datum.step + 1) * datum.batch / {job.spec.dataset.size}"
     lines["transform"] = [{"lookup": "run", "from": of_run}, {"calculate": epoch, "as": "epoch"}]

@@ -1,6 +1,6 @@
 """Parts of Vega-Lite that several charts share: colours, units, layers, axes, legends, and the finished specification.
 
-A chart is a plain dictionary in the words of https://vega.github.io/vega-lite/docs/; tests hold it to that schema.
+A chart is a plain dictionary as described at https://vega.github.io/vega-lite/docs/; tests validate it by that schema.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ WIDTH: Final = 640
 HEIGHT: Final = 340
 FAINT: Final = "#7f8894"
 PALETTE: Final = ("#0f83ad", "#d1670c", "#25935a", "#c4559c", "#8a7a10", "#7a72d8", "#cf4f4f", "#5b8a8f")
-"""Luminance between 0.13 and 0.30: each holds 3:1 against the light and the dark page (WCAG 2.1, 1.4.11)."""
+"""Luminance is between 0.13 and 0.30, so that each has a contrast of 3:1 on the light and the dark page (WCAG 2.1,
+1.4.11).
+"""
 
 ALARM: Final = PALETTE[6]
 DASHES: Final = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (12, 4), (4, 2, 1, 2), (1, 3), (10, 2, 2, 2))
-"""Lines differ in dash as well as in colour, for readers who cannot tell the colours apart."""
+"""Dashes of lines, which differ in dash as well as in colour for readers who cannot distinguish the colours."""
 
 _MANY: Final = 500
-"""A page draws more rows than this as pixels, since a browser takes longer for as many SVG elements."""
+"""Most rows that a page draws as SVG elements; more rows are drawn as pixels, which is faster in a browser."""
 POINT: Final = {"size": 50, "strokeWidth": 1.8, "filled": False, "opacity": 1}
-"""The look of a candidate; an encoding says whether it is filled."""
+"""The look of a candidate; an encoding decides whether it is filled."""
 _TYPES: Final = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
 
 Ends = tuple[float, float]
@@ -135,7 +137,7 @@ def predicted(data: str, base: Spec, look: Spec, *, where: str = "") -> list[Spe
 
 
 def legend(names: Sequence[str], *, lines: bool = True) -> Spec:
-    """Return a legend above the chart, of lines or points, in as many columns as these names leave room for."""
+    """Return a legend of lines or points above the chart, in as many columns as fit with these names."""
     longest = max((len(name) for name in names), default=0)
     return {
         "title": None,
@@ -154,7 +156,9 @@ def filled_where(test: str, colour: Spec) -> Spec:
 
 
 def outlined(data: str | Sequence[Row], encoding: Mapping[str, Any], *, where: str = "", **look: Any) -> list[Spec]:
-    """Return text that stays readable across lines, over the same text drawn thickly in the background colour."""
+    """Return text that stays readable across lines, drawn over the same text with a thick outline in the background
+    colour.
+    """
     return [layer(data, "text", encoding, where=where, **halo, **look) for halo in ({"style": "halo"}, {})]
 
 
@@ -170,7 +174,7 @@ def ruled(
 
 
 def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> Spec:
-    """Return length, colour and order for rows of `part`, `order` and `value`, without parts that no row has.
+    """Return encodings of length, colour and order for rows of `part`, `order` and `value`, only with parts that occur.
 
     A part has the same colour in every chart, whatever other parts are present.
     """
@@ -189,7 +193,7 @@ def stacked(rows: Sequence[Row], parts: Sequence[str], axis: str) -> Spec:
 
 
 def finish(chart: Spec, title: str, subtitle: str, datasets: Mapping[str, Sequence[Row]]) -> Spec:
-    """Return the chart with its title and data, without changing the dictionary that it gets."""
+    """Return a copy of the chart with its title and data."""
     many = sum(map(len, datasets.values())) > _MANY
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
@@ -200,7 +204,7 @@ def finish(chart: Spec, title: str, subtitle: str, datasets: Mapping[str, Sequen
         "usermeta": {"renderer": "canvas" if many else "svg"},
         "config": {
             "view": {"continuousWidth": WIDTH, "continuousHeight": HEIGHT, "stroke": None},
-            # A flushed label stands beside its tick: at both ends of the axis, 32 would be read as 40.
+            # A flushed label is next to its tick, so that at both ends of the axis 32 would be read as 40.
             "axis": {"labelLimit": 260, "labelFlush": False},
             "style": {"halo": {"fill": "white", "stroke": "white", "strokeWidth": 4, "strokeJoin": "round"}},
         },
@@ -208,7 +212,7 @@ def finish(chart: Spec, title: str, subtitle: str, datasets: Mapping[str, Sequen
 
 
 def message(title: str, sentence: str) -> Spec:
-    """Return a specification with a sentence in place of a chart without data."""
+    """Return a specification that shows a sentence in place of a chart without data."""
     text = layer("message", "text", {"text": field("sentence")}, fontSize=15, lineBreak="\n", color=FAINT)
     spec = finish({**text, "width": WIDTH, "height": 120}, title, "", {"message": [{"sentence": sentence}]})
     return spec | {"usermeta": {"empty": True, "message": sentence}}
