@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-QUICK := $(addprefix tests/,wire client agent service/perfmodel service/analysis service/usecases)
+QUICK := $(BIN)/python -m pytest --quiet -p no:schemathesis -m 'not slow and not gpu'
 STAMP := $(VENV)/.installed
 # Both installers read the same pins and the group `dev` (PEP 735, pip from 25.1 on). An older uv knows no groups: pip is taken.
 # `make UV=` takes pip where uv is installed too.
@@ -30,8 +30,11 @@ test: $(STAMP)  ## every test; says which ones this machine cannot run, and the 
 	tests/system-packages.sh
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10
 
+# In two processes, because the service's tests need no torch, which takes 3 s to import, and the others no database.
 quick: $(STAMP)  ## what answers within a minute: wire, model, analysis, and parts of use cases, client and agent
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -p no:schemathesis -m 'not slow and not gpu' $(QUICK)
+	@$(QUICK) tests/agent tests/client tests/wire >$(VENV)/quick.log 2>&1 & job=$$!; \
+	$(QUICK) tests/service/perfmodel tests/service/analysis tests/service/usecases; service=$$?; \
+	wait $$job; job=$$?; cat $(VENV)/quick.log; [ $$service = 0 ] && [ $$job = 0 ]
 
 test-gpu: $(STAMP)  ## what only a GPU can show of the agent; needs one
 	$(BIN)/python -m pytest tests/gpu

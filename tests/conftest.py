@@ -72,8 +72,8 @@ SLOW = (
     "tests/agent/measure/test_memory.py", "tests/agent/ship/test_kubeflow.py", "tests/agent/ship/test_rows.py",
     "tests/service/analysis/test_schedule.py",
 )  # fmt: skip
-STARTING = {"launch", "forks", "alone", "plain"}
-"""Fixtures that start training scripts as processes."""
+STARTING = {"launch", "forks", "alone", "plain", "address"}
+"""Fixtures that start training scripts as processes, or the service behind a socket."""
 REPEATED = {"postgres"}
 """Parameters under which a test runs once more: on the other engine."""
 

@@ -110,6 +110,7 @@ def test_a_dotenv_that_is_no_file_is_passed_over() -> None:
     assert access().origin == "default"
 
 
+@pytest.mark.slow  # the command imports torch
 def test_the_command_hands_both_to_what_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
     """The agent of a launched training reads the environment alone."""
     file = config('url = "http://127.0.0.1:9"\ntoken = "secret"\n')

@@ -25,9 +25,10 @@ def test_a_second_of_steps_and_a_tenth_of_the_start_up_is_always_measured(start_
     assert relative_error([0.05] * (least + 1), start_up_s) < 1e-9
 
 
+@pytest.mark.slow  # importing scipy takes longer than all other tests of this file
 @pytest.mark.parametrize("count", [8, 9, 16, 60])
 def test_the_interval_is_student_s_of_the_mean(count: int) -> None:
-    from scipy import stats  # a second, of which the other tests need nothing
+    from scipy import stats
 
     times = np.random.default_rng(count).normal(1.0, 0.1, count)
     half = stats.t.ppf(0.975, count - 1) * stats.sem(times) / times.mean()
@@ -66,6 +67,7 @@ def test_a_run_whose_steps_are_nearly_alike_measures_what_it_was_asked_for(cv: f
     assert ends_after(times, 30) == 30
 
 
+@pytest.mark.slow
 def test_a_run_whose_steps_are_slow_at_random_goes_on_until_their_mean_is_known() -> None:
     """Half of the steps take three times as long: thirty of them leave the mean off by an eighth in one run of ten."""
     asked, off_then, off_at_end = 30, [], []
