@@ -29,7 +29,6 @@ import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from sklearn.linear_model import QuantileRegressor
 
 from benchmarks.support.grids import MEMORY_TABLE, MemoryWorkload, grids_parser, read_memory
 from benchmarks.support.report import mean, median, percentile, print_table, write_json
@@ -81,6 +80,8 @@ def static_bytes(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
 
     The least sum of relative errors, since lines through readings that jump are far off.
     """
+    from sklearn.linear_model import QuantileRegressor  # two seconds, which nothing else of this module needs
+
     rows = []
     for workload in workloads:
         if workload.parameters is None:

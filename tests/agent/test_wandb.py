@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wandb.proto import wandb_internal_pb2 as wandb_records
 
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
@@ -44,6 +43,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def records(folder: Path) -> Iterator[Any]:
     """What is in the file of wandb's one offline run: LevelDB's log format after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     data, at, record = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
@@ -55,5 +56,5 @@ def records(folder: Path) -> Iterator[Any]:
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # the whole record, or its last part
-            yield wandb_records.Record.FromString(record)
+            yield wandb_internal_pb2.Record.FromString(record)
             record = b""

@@ -9,14 +9,11 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from mcp import Client as Agent
-from mcp import StdioServerParameters
-from mcp.types import TextContent
 
 from tests.client.test_bad_input import spec_file
 from tests.client.test_cli import Tula, job, profiled, tula
@@ -24,6 +21,10 @@ from tests.client.test_client import profile
 from tula_client import Client
 from tula_client._spec import load_spec
 from tula_wire import Job
+
+if TYPE_CHECKING:  # functions import it: a second of each worker, of which one runs this file
+    from mcp import Client as Agent
+    from mcp import StdioServerParameters
 
 __all__ = ["job", "profiled", "tula"]
 
@@ -33,13 +34,23 @@ Ask = Callable[..., Awaitable[dict[str, Any]]]
 
 def served(address: str, *words: str, folder: Path | None = None, **variables: str) -> StdioServerParameters:
     """How an editor starts `tula mcp`."""
+    from mcp import StdioServerParameters
+
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")} | variables
     arguments = ["-m", "tula_client.cli", "--url", address, "mcp", *words]
     return StdioServerParameters(command=sys.executable, args=arguments, env=environment, cwd=folder)
 
 
+def connect(server: StdioServerParameters | str) -> Agent:
+    """The official client of a server, to be entered."""
+    from mcp import Client
+
+    return Client(server)
+
+
 def answers(agent: Agent) -> Ask:
     """A function that calls a tool for its structured answer; a refusal is `{"refused": sentence}`."""
+    from mcp.types import TextContent
 
     async def ask(tool: str, **arguments: Any) -> dict[str, Any]:
         result = await agent.call_tool(tool, arguments)
@@ -74,7 +85,7 @@ def ask(address: str, folder: Path) -> Iterator[Conversation]:
     """Calls tools of one server that was started without --allow-runs."""
     with (
         start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(Agent(served(address, folder=folder, TULA_SECRET="secret"))) as agent,
+        portal.wrap_async_context_manager(connect(served(address, folder=folder, TULA_SECRET="secret"))) as agent,
     ):
         yield Conversation(agent, portal)
 
@@ -153,7 +164,7 @@ def test_a_launch_needs_allow_runs_and_a_confirmation_and_is_stopped_as_by_ctrl_
     command = [sys.executable, "-c", script, "{local_batch_size}", "{num_nodes}"]
 
     async def conversation() -> None:
-        async with Agent(served(address, "--allow-runs", spec, "--", *command, folder=tmp_path)) as agent:
+        async with connect(served(address, "--allow-runs", spec, "--", *command, folder=tmp_path)) as agent:
             ask = answers(agent)
             refused = await ask("launch", action="run")
             assert refused == {"refused": "run starts paid work: ask the user, then call again with confirmed true"}
@@ -193,14 +204,14 @@ def test_the_next_server_follows_and_stops_a_launch_but_never_another_process_wi
     work = tmp_path / ".tula"
 
     async def conversation() -> None:
-        async with Agent(parameters) as agent:
+        async with connect(parameters) as agent:
             ask = answers(agent)
             begun = await ask("launch", action="tune", confirmed=True)
             while not list(work.glob("*/logs/*.log")):
                 assert (state := await ask("launch", action="status"))["state"] == "running", state
                 await asyncio.sleep(0.05)
         assert [path.stat().st_mode & 0o777 for path in (work, work / "mcp.log")] == [0o700, 0o600]
-        async with Agent(parameters) as agent:
+        async with connect(parameters) as agent:
             ask = answers(agent)
             assert "a launch is in progress" in (await ask("launch", action="run", confirmed=True))["refused"]
             state = await ask("launch", action="status")
@@ -220,7 +231,7 @@ def test_the_next_server_follows_and_stops_a_launch_but_never_another_process_wi
 
 
 async def offered(url: str) -> set[str]:
-    async with Agent(url) as agent:
+    async with connect(url) as agent:
         return {tool.name for tool in (await agent.list_tools()).tools if tool.annotations is not None}
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import yaml
-from kubeflow_trainer_api.models import IoK8sApiCoreV1PodTemplateSpec as PodTemplate
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
 from benchmarks.cluster import served
 from benchmarks.support.cluster import Cluster
@@ -74,11 +72,15 @@ def test_the_command_at_the_head_of_each_recipe_is_accepted(recipe: Path) -> Non
 
 def train_job(manifest: dict[str, Any]) -> dict[str, Any]:
     """What Kubeflow's published model of a TrainJob keeps of a manifest; raises what it refuses."""
+    from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+
     return dict(TrainerV1alpha1TrainJob.from_dict(manifest).to_dict())
 
 
 def pytorch_job(manifest: dict[str, Any]) -> dict[str, Any]:
     """What is published of a PyTorchJob: Kubernetes' model of its pods, and the names of its fields."""
+    from kubeflow_trainer_api.models import IoK8sApiCoreV1PodTemplateSpec as PodTemplate
+
     assert manifest["spec"].keys() == {"nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}
     replicas = manifest["spec"]["pytorchReplicaSpecs"]
     assert replicas.keys() <= {"Master", "Worker"}

@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 from tests.agent.scaling.constants import gain
@@ -295,6 +293,9 @@ KINDS = {
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_distributed_checkpoint_keeps_the_state_and_takes_no_step(kind, on_disk, tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
     policy, momentum = KINDS[kind]
 
     def make() -> tuple[nn.Module, TulaOptimizer]:
@@ -335,6 +336,9 @@ def test_distributed_checkpoint_keeps_the_state_and_takes_no_step(kind, on_disk,
 
 @pytest.mark.parametrize("policy", [Gain(s_max=1.5), Measure(), Static(1.5), "none"])
 def test_a_job_resumed_from_distributed_checkpoint_may_have_another_policy(policy, tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
     with one_rank(tmp_path):
         model = network()
         optimizer = TulaOptimizer(sgd(model), global_batch_size=32, small_batch_size=8)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest as Request
 
 from tests.agent.conftest import Launch
 from tests.agent.sink import Sink
@@ -66,6 +65,8 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
 
 def checked(body: dict[str, Any]) -> dict[str, Any]:
     """The status in a body of the published schema, which has no further field."""
+    from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest as Request
+
     (status,) = body.values()
     read = Request.from_dict(body)
     assert read is not None
