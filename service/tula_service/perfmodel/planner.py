@@ -27,7 +27,7 @@ _DESIGN_RUNS = 4
 _RUNS_PER_FURTHER_TYPE = 2
 _BATCHES_PER_LAUNCH = 3
 _APART = 4
-_WORTH_A_LAUNCH = 0.0125  # expected gain that pays for a launch; docs/model.md says on which grids it was chosen
+_WORTH_A_LAUNCH = 0.01  # expected gain that pays for a launch; docs/model.md says on which grids it was chosen
 _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 _BOUND_SDS = 2.0  # replays of half of the public grids with 3 % noise: 1.5 to 2.5 give the same regret, 1 gives more
 _MOST_JUDGED = 128  # candidates whose variance a design looks at, so that a plan with thousands needs 0.2 s and 50 MiB
@@ -460,15 +460,16 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
     """Return the estimate with the lowest confidence bound of the goal's value (Cox and John 1992), if there is one.
 
     Of the unmeasured estimates, only the `runnable` ones count. Their bound is two standard deviations of the logarithm
-    below the mean; measured estimates and the choice count with their means. Deadline and budget come before the value:
-    the estimate that exceeds the limits least wins, by the same bounds. A candidate that may not fit into memory takes
-    part too, since its run answers whether it does.
+    below the mean, or what `_shortest_steps` allows; measured estimates and the choice count with their means. Deadline
+    and budget come before the value: the estimate that exceeds the limits least wins, by the same bounds. A candidate
+    that may not fit into memory takes part too, since its run answers whether it does.
     """
     barred, limits = choice.barred, choice.goal.limits
     measured = {e.key for e in choice.estimates if e.measured or e is choice.chosen}
+    shortest = _shortest_steps(choice.estimates)
 
     def rank(estimate: Estimate) -> tuple[float, float, int, Configuration]:
-        sds = 0.0 if estimate.key in measured else _BOUND_SDS
+        sds = 0.0 if estimate.key in measured else min(_BOUND_SDS, -shortest.get(estimate.key, -math.inf))
         excess = (_bound(value, sds) - math.log(limit) for _, value, limit in limits.of_totals(estimate))
         bound = _bound(choice.goal.value(estimate), sds)
         # Among equals the smaller cluster wins, since its run costs less.
@@ -487,7 +488,8 @@ def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
     """Return the share of the best value by which the most promising launch is expected to improve it (0.01 = 1 %).
 
     The gain of a launch is the sum of the expected improvements (Jones 1998) of the logarithm over all its unmeasured
-    batches, each at its better offer, since one run measures both offers. Neither the best batch nor the few that the
+    batches, each at its better offer, since one run measures both offers. No step counts as shorter than
+    `_shortest_steps`. Neither the best batch nor the few that the
     launch measures improve the choice by more than this sum. The gain is infinite while the choice may break a limit.
     """
     if choice.chosen is None or not choice.within_limits_is_likely:
@@ -499,17 +501,54 @@ def _expected_gains(choice: Choice, runnable: Collection[Configuration]) -> dict
     """Return the expected improvement of the logarithm over the expected best, by launch and configuration."""
     assert choice.expected_best is not None
     best, barred = choice.goal.value(choice.expected_best), choice.barred
+    shortest = _shortest_steps(choice.estimates)
     gains: defaultdict[Launch, dict[Configuration, float]] = defaultdict(dict)
     for estimate in choice.estimates:
         if not estimate.measured and estimate.configuration in runnable and estimate.key not in barred:
             value = choice.goal.value(estimate)
             sd = max(value.log_sd, 1e-9)
             ahead = (_bound(best, 0.0) - _bound(value, 0.0)) / sd
-            density = math.exp(-0.5 * ahead**2) / math.sqrt(2.0 * math.pi)
-            gain = sd * (ahead * float(special.ndtr(ahead)) + density)
+            impossible = _expected_excess(min(shortest.get(estimate.key, -math.inf), ahead))
+            gain = sd * max(_expected_excess(ahead) - impossible, 0.0)
             of_launch = gains[find_launch(estimate.configuration)]
             of_launch[estimate.configuration] = max(gain, of_launch.get(estimate.configuration, 0.0))
     return gains
+
+
+def _shortest_steps(estimates: Collection[Estimate]) -> dict[tuple[Configuration, bool], float]:
+    """Return the least log step time of unmeasured estimates, in standard deviations from their means, by their key.
+
+    More ranks only add communication, so a step is not expected to be shorter than the same local batch took on a
+    smaller cluster, less two standard deviations of that mean. Without this, the planner launches clusters in the hope
+    that they are cheaper per example than a smaller one. Estimates without such a measurement are left out.
+    """
+    measured, least = defaultdict[object, list[Estimate]](list), {}
+    for estimate in estimates:
+        if estimate.measured and math.isfinite(estimate.known_sd):
+            measured[_without_cluster(estimate)].append(estimate)
+    for estimate in estimates:
+        c = estimate.configuration
+        smaller = [
+            math.log(other.step_time_s.mean) - _BOUND_SDS * other.known_sd
+            for other in measured[_without_cluster(estimate)]
+            if other.configuration.num_nodes <= c.num_nodes and other.configuration.world_size < c.world_size
+        ]
+        if smaller and not estimate.measured:
+            step_s = estimate.step_time_s
+            least[estimate.key] = (max(smaller) - math.log(step_s.mean)) / max(step_s.log_sd, 1e-9)
+    return least
+
+
+def _without_cluster(estimate: Estimate) -> object:
+    c = estimate.configuration
+    return c.variant, c.local_batch_size, c.grad_accum_steps
+
+
+def _expected_excess(ahead: float) -> float:
+    """Return the mean of max(ahead - x, 0) for a standard normal x."""
+    if ahead == -math.inf:
+        return 0.0
+    return ahead * float(special.ndtr(ahead)) + math.exp(-0.5 * ahead**2) / math.sqrt(2.0 * math.pi)
 
 
 def _bound(value: Interval, sds: float) -> float:

@@ -78,7 +78,7 @@ def estimates(*values: tuple[float, float, bool], limits: Limits | None = None) 
     for place, (mean, factor, measured) in enumerate(values):
         time = Interval(mean, mean / factor, mean * factor)
         c = make_configuration(1, 1, place + 1)
-        found.append(Estimate(c, time, time, free, time, None, False, measured, {}))
+        found.append(Estimate(c, time, time, free, time, None, measured=measured))
     return choose(replace(TIME, limits=limits or Limits()), found)
 
 

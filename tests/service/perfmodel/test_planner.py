@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -226,6 +227,17 @@ def test_planned_launches_are_three_batches_of_each_cluster_within_the_budget_of
         assert {32, 256} < {c.local_batch_size for c in done if c.num_nodes == nodes}
     assert len(done) <= 3 * 3
     assert reason
+
+
+def test_no_cluster_is_launched_in_the_hope_that_an_example_costs_less_there_than_on_a_smaller_one():
+    def slow_links(c: Configuration) -> float:
+        return math.hypot(0.02 + 0.001 * c.local_batch_size, 0.12 * (c.num_nodes > 1))
+
+    budget, grid = PlanBudget(share_launches=True), [c for c in GRID if c.local_batch_size != 64]
+    for measured, launched in (((1, 8), set()), ((2, 8), {1})):
+        done = [c for c in grid if c.num_nodes in measured]
+        step = plan("adaptive", grid, fitted(done, grid, slow_links), goal=GOAL, budget=budget)
+        assert {run.configuration.num_nodes for run in step.runs} == launched
 
 
 def test_a_first_launch_that_told_the_split_fixes_no_other_before_its_result():
