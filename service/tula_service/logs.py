@@ -16,7 +16,7 @@ class JsonFormatter(logging.Formatter):
     """Formats time, level, logger, message, and the known extra fields as JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line, with any traceback as a member."""
+        """Return one line; a traceback is a member of the object."""
         line: dict[str, Any] = {
             "at": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -33,7 +33,7 @@ class TextFormatter(logging.Formatter):
     """Formats local time, level, message and the known extra fields for people."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line, and further lines for a traceback; no control character reaches the terminal."""
+        """Return one line, and more lines for a traceback, without control characters."""
         fields = "".join(f" {name}={value}" for name, value in _details(record).items())
         lines = [f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():7} {record.getMessage()}{fields}"]
         if record.exc_info:
@@ -46,9 +46,9 @@ def _details(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def logging_config(level: str, style: str, *, terminal: bool) -> dict[str, Any]:
-    """Return the argument of `logging.config.dictConfig`: everything to standard error, uvicorn's lines included.
+    """Return the argument of `logging.config.dictConfig`, which sends all logs to standard error, including uvicorn's.
 
-    `style` is the format, json or text; with auto it is text if standard error is a `terminal`.
+    `style` is the format: json, text, or auto, which is text if standard error is a `terminal` and json otherwise.
     """
     text = style == "text" or (style == "auto" and terminal)
     return {

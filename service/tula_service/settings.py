@@ -1,4 +1,4 @@
-"""Every setting of the service, read once, at start, and never at import."""
+"""The settings of the service, which are read once at start, never at import."""
 
 from __future__ import annotations
 
@@ -58,22 +58,24 @@ class Settings(BaseSettings):
             raise SettingsError(f"{PREFIX}{str(first['loc'][0]).upper()} {remedy(first)}") from None
 
     def to_environment(self) -> dict[str, str]:
-        """Return the variables from which the same settings are read, by which workers get them."""
+        """Return the environment variables that pass these settings on to workers."""
         return {PREFIX + name.upper(): str(value) for name, value in self}
 
     @property
     def max_ordinary_in_flight(self) -> int:
-        """Most requests held at once, without requests from agents, which are counted separately."""
+        """Return the maximum number of concurrent requests, except those from agents, which are counted separately."""
         return self.max_in_flight - self.max_in_flight // 4
 
     @property
     def max_streams(self) -> int:
-        """Most event streams open at once in a worker: each costs a query a second. Half of the requests at most."""
+        """Return the maximum number of open event streams in a worker, at most half of the requests.
+
+        Each stream costs a query per second."""
         return min(200, max(1, self.max_ordinary_in_flight // 2))
 
     @property
     def on_loopback(self) -> bool:
-        """True if only this machine can reach the service."""
+        """Return True if only this machine can reach the service."""
         if self.host == "localhost":
             return True
         try:

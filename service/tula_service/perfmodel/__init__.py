@@ -1,8 +1,8 @@
 """The performance model: from measured step times and memory to a recommendation. Pure: no I/O, clock, log or wire.
 
-Arrays and dataclasses in, arrays and dataclasses out; everything is deterministic. Bad input raises
-`points.ObservationError` (a `ValueError`) with one sentence. Import from the modules; `docs/model.md` maps each
-equation to its function. The calls for one job and its candidates, in order:
+Functions take and return arrays and dataclasses, and are deterministic. Bad input raises `points.ObservationError` (a
+`ValueError`) with one sentence. Import from the submodules; `docs/model.md` maps each equation to its function. The
+calls for one job and its candidates, in order:
 
     model      = step_time_model.fit_step_time(observations, prior=prior, candidates=candidates)
     memory     = memory_model.fit_memory(MemoryObservations(batches, peaks, capacity_bytes=...))

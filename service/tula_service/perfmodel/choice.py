@@ -26,7 +26,7 @@ _WORTH_A_SWITCH = 0.02  # a larger expected gain is taken even if it may be nois
 
 @dataclass(frozen=True)
 class Exclusion:
-    """One limit that a candidate breaks; `certain` is False when only the interval's upper end breaks it.
+    """A limit that a candidate breaks; `certain` is False if only the upper end of its interval breaks the limit.
 
     `share` is the candidate's value at the upper end divided by the limit, above 1.
     """
@@ -39,16 +39,17 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Choice:
-    """A recommendation and the estimates that it was chosen from. `chosen` is None if no candidate keeps the limits.
+    """A recommendation and the estimates from which it was chosen. `chosen` is None if no candidate is within the
+    limits.
 
-    `estimates` covers all candidates, on demand in their order and then on spot; the `ineligible` ones could not be
-    chosen. `excluded` holds every limit that every candidate breaks, the decisive limit of a candidate first.
-    `within_limits_is_likely` is False if every candidate might break a limit and the candidate least likely to do so
-    was taken. `best_is_excluded` says that deadline or budget exclude the candidate that would have been chosen without
-    them. `merit` ends a sentence: it says in which respect the chosen candidate is the best. `expected_best` is the
-    candidate that the objective ranks first; it differs from the chosen one if that changes fewer options and may be as
-    good. `menu` has up to five points on the frontier of the candidates that the objective may choose, the chosen one
-    among them, fastest first.
+    `estimates` covers all candidates, first on demand in their order and then on spot; `ineligible` candidates could
+    not be chosen. `excluded` lists all limits that candidates break, with the decisive limit of each candidate first.
+    `within_limits_is_likely` is False if every candidate might break a limit, so that the least likely one was chosen.
+    `best_is_excluded` is True if the deadline or the budget excludes the candidate that would otherwise have been
+    chosen. `merit` is the end of a sentence on what the chosen candidate is best at. `expected_best` is the candidate
+    that the objective ranks first; it differs from the chosen one if the latter changes fewer options and may be as
+    good. `menu` has up to five points, fastest first, on the frontier of the candidates that the objective may choose,
+    including the chosen one.
     """
 
     estimates: tuple[Estimate, ...]
@@ -70,7 +71,9 @@ class Choice:
 
     @property
     def barred(self) -> set[tuple[Configuration, bool]]:
-        """Return the keys of estimates that no deadline or budget admits: too large a batch, or endless training."""
+        """Return the keys of estimates that no deadline or budget could admit: the batch is too large, or training
+        never ends.
+        """
         refused = {e.key for e in self.estimates if not self.goal.may_choose(e.configuration)}
         return _hard(self.excluded) | (refused - ({self.chosen.key} if self.chosen else set()))
 
@@ -84,12 +87,12 @@ def recommend(
     unavailable: Collection[Configuration] = (),
     doubtful: Collection[Configuration] = (),
 ) -> Choice:
-    """Predict, price and choose among the candidates: the answer that users get and that the planner verifies.
+    """Predict, price and choose among the candidates; users get this choice, and the planner verifies it.
 
-    `memory` is keyed by variant and is needed under per-GB prices. `unavailable` candidates failed to run and
-    `doubtful` ones may not fit into memory: the choice takes a doubtful candidate only if nothing else is left, and an
-    unavailable candidate only if all are unavailable. With options, only a launch of the base may be chosen before it
-    was measured. Raises ObservationError if a price is missing.
+    `memory` is keyed by variant and is required if prices are per GB. `unavailable` candidates failed to run, and
+    `doubtful` ones may not fit into memory: a doubtful candidate is chosen only if nothing else is left, and an
+    unavailable one only if all are unavailable. If the job has options, launches of other options than the base must be
+    measured before they can be chosen. Raises ObservationError if a price is missing.
     """
     estimates = price_candidates(candidates, model, goal, memory=memory)
     ineligible: frozenset[Configuration] = frozenset()
@@ -102,7 +105,7 @@ def recommend(
 
 
 def unlaunched_options(candidates: Sequence[Configuration], model: StepTimeModel) -> frozenset[Configuration]:
-    """Return the candidates with options other than the base whose launch has not measured anything yet."""
+    """Return the candidates with options other than the base whose launch has no measurements yet."""
     rows = [] if model.observations is None else model.observations.points.rows()
     launched = {(variant, nodes, world, steps) for variant, nodes, world, _, steps in rows}
     return frozenset(
@@ -120,9 +123,9 @@ def price_candidates(
     memory: Mapping[Variant, MemoryModel] | None = None,
     assumed_peak: Interval | None = None,
 ) -> tuple[Estimate, ...]:
-    """Return time and cost of every candidate, on demand and then on spot capacity; arguments as in `recommend`.
+    """Return time and cost of every candidate, first on demand, then on spot capacity; arguments are as in `recommend`.
 
-    Without a memory model, `assumed_peak` stands in for the peak, in bytes.
+    Without a memory model, the peak is assumed to be `assumed_peak` bytes.
     """
     if missing := sorted({c.instance_type for c in candidates} - {*goal.offers, *goal.spot_offers}):
         raise ObservationError(f"no price for instance type {missing[0]!r}; add an offer for it.")
@@ -153,13 +156,13 @@ def price_candidates(
 def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
     """Return the best candidate for the goal's objective within its limits.
 
-    A candidate with options other than today's must be clearly better than candidates with fewer changes. Among the
-    options whose best value is within 2 % of the least value and may equal it (by the 90 % interval of their ratio
-    without the noise of a run), the options nearest to today's are chosen.
+    A candidate with changed options must be clearly better than candidates with fewer changes. Among the options whose
+    best value is within 2 % of the least value and may equal it (by the 90 % interval of their ratio without the noise
+    of a run), the options nearest to today's are chosen.
 
-    A candidate keeps the deadline and the budget only if the upper end of its interval does, so with a 90 % interval a
-    broken limit is rare. If no candidate does, the choice takes the candidate whose mean keeps them by the widest
-    margin, and `within_limits_is_likely` is False.
+    A candidate is within the deadline and the budget only if the upper end of its interval is; as the interval covers
+    90 %, exceeding a limit is rare. If no candidate is, the one whose mean is within them by the widest margin is
+    chosen, and `within_limits_is_likely` is False.
     """
     limits, objective = goal.limits, OBJECTIVES[goal.objective]
     excluded = tuple(exclusion for estimate in estimates for exclusion in _breaches(estimate, limits))
@@ -199,7 +202,9 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
 
 
 def _least_changed(goal: Goal, allowed: Sequence[Estimate], best: Estimate) -> Estimate:
-    """Return the best estimate with the options nearest to today's, of the options that may be as good as `best`'s."""
+    """Return the best estimate with the options nearest to today's, among options that may be as good as those of
+    `best`.
+    """
     alike = defaultdict[Options, list[Estimate]](list)
     for estimate in allowed if goal.options else ():
         alike[estimate.configuration.options].append(estimate)
@@ -209,7 +214,7 @@ def _least_changed(goal: Goal, allowed: Sequence[Estimate], best: Estimate) -> E
     values: dict[Options, Interval] = {}
     for options, estimates in ranked.items():
         least = min(estimates, key=lambda e: goal.value(e).expected)
-        # A value about which a run would tell more was not measured: it is no tie, and its verification decides.
+        # A value that a run could improve was not measured, so it does not count as a tie; its verification decides.
         values[options] = least.narrowed(goal.value(least), min(least.known_sd, RUN_NOISE))
 
     def is_clearly_worse(options: Options) -> bool:
@@ -226,7 +231,7 @@ def _hard(excluded: Sequence[Exclusion]) -> set[tuple[Configuration, bool]]:
 
 
 def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
-    """Return every limit that a candidate breaks, beginning with the limits that it surely breaks."""
+    """Return every limit that a candidate breaks, beginning with those that it breaks for certain."""
     batch, most = estimate.configuration.global_batch_size, limits.max_global_batch_size
     broken = []
     if most is not None and batch > most:

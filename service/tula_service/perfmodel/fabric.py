@@ -1,4 +1,4 @@
-"""The links between ranks as a probe measured them: an all-reduce of s bytes takes alpha + beta s."""
+"""Models the links between ranks from a probe's measurements: an all-reduce of s bytes takes alpha + beta s."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tula_service.perfmodel.step_time_form import AT
 
 _LEAST_SD = 0.05
 _WEAK_SD = 5.0
-"""Prior deviation of log alpha and log beta: sizes that show only one of them leave the other wide."""
+"""Prior deviation of log alpha and log beta; if the sizes determine only one of them, the other stays uncertain."""
 _INTERVAL_DOF = 10.0
 _MOST_BUCKETS = 100_000
 BUCKET_BYTES = 25 * 2**20
-"""Bytes that DistributedDataParallel reduces at once, unless a script sets a different `bucket_cap_mb`."""
+"""Bytes that DistributedDataParallel reduces at once, unless a script sets `bucket_cap_mb`."""
 _LEAST_BETWEEN_SHARE = 0.1
 _OF_A_STEP_SD = 0.25  # of the log of a step's collectives around all-reduces of the same bytes on idle ranks
 _GROWTH_SD = 0.1  # of k_intra and k_inter around a ring's growth
@@ -33,7 +33,8 @@ _SHARED_LINK_SD = 0.05  # of k_share: the probe had as many ranks on each node's
 class AllReduceCost:
     """Logarithms of alpha in seconds and beta in seconds per byte, shape (2,), with their covariance, shape (2, 2).
 
-    `log_readings`, shape (2, n), has the logarithms of the sizes that were probed, ascending, and of their seconds.
+    `log_readings`, shape (2, n), has the logarithms of the probed sizes in ascending order, and of their times in
+    seconds.
     """
 
     mean: FloatArray
@@ -42,20 +43,20 @@ class AllReduceCost:
 
     @property
     def latency_s(self) -> Interval:
-        """alpha with its 90 % interval."""
+        """Return alpha with its 90 % interval."""
         return self._interval(0)
 
     @property
     def seconds_per_byte(self) -> Interval:
-        """beta with its 90 % interval."""
+        """Return beta with its 90 % interval."""
         return self._interval(1)
 
     def ring(self, probed: int, ranks: int, messages: float, size_bytes: float) -> tuple[float, float]:
         """Return the seconds for `size_bytes` in `messages` messages over a ring of `ranks`, and the sd of their log.
 
-        A probe measured `probed` ranks; a ring of N takes 2 (N - 1) hops of s / N bytes each. On as many ranks as were
-        probed, the seconds also follow the readings next to this size if these miss the line: the line adds times that
-        may overlap, and a chord between readings lies above it.
+        The probe measured `probed` ranks; a ring of N ranks takes 2 (N - 1) hops of s / N bytes each. If `ranks` equals
+        `probed`, the result also follows the readings next to this size where they miss the line: the line adds times
+        that may overlap, and a chord between readings lies above it.
         """
         hops = (ranks - 1) / (probed - 1)
         parts = np.exp(self.mean) * [messages * hops, size_bytes * hops * probed / ranks]
@@ -78,7 +79,7 @@ class AllReduceCost:
 class Fabric:
     """A probe's measurements over all ranks of its nodes and, if measured separately, over the ranks of one node.
 
-    `launch_s` is how many seconds one kernel takes to launch, or None if no device was probed.
+    `launch_s` is the time of launching one kernel in seconds, or None if no device was probed.
     """
 
     num_nodes: int
@@ -90,7 +91,7 @@ class Fabric:
     def within(self, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float] | None:
         """Return the seconds of a node's collectives and the sd of their log.
 
-        Returns None for a node with one rank, and if the probe did not measure a node separately.
+        Returns None for a node with one rank, or if the probe did not measure a node separately.
         """
         cost = self.all_ranks if self.num_nodes == 1 else self.in_node
         return None if cost is None or ranks < 2 else cost.ring(self.ranks_per_node, ranks, messages, size_bytes)
@@ -111,8 +112,8 @@ class Fabric:
 def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relative_sd: Sequence[float]) -> AllReduceCost:
     """Fit alpha and beta by Huber's loss on log seconds, weighted by the errors of the medians (`relative_sd`).
 
-    A library changes its algorithm with the size, so each reading counts as at least 5 % off, and the misfit of the
-    readings widens both. Raises ObservationError unless sizes and seconds are positive.
+    A library changes its algorithm with the size, so each reading is assumed to be off by at least 5 %, and the misfit
+    of the readings widens both parameters. Raises ObservationError unless sizes and seconds are positive.
     """
     from scipy.optimize import least_squares  # imported on use: most service processes never fit a probe
 
@@ -138,8 +139,8 @@ def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relativ
 class Buckets:
     """The gradients that a step reduces: `size_bytes` of each bucket in the order of reduction, shape (n,).
 
-    `ready_s`, shape (n,), holds the seconds until each bucket was complete in a step of one local batch; without them,
-    the share of the communication that is hidden stays unknown.
+    `ready_s`, shape (n,), has the seconds until each bucket was complete in a step of one local batch; without it, the
+    hidden share of the communication is unknown.
     """
 
     size_bytes: FloatArray
@@ -154,15 +155,15 @@ class Buckets:
 
     @classmethod
     def of(cls, gradient_bytes: float) -> Buckets:
-        """Return `gradient_bytes` in buckets of 25 MiB, or in a limited number of larger buckets.
+        """Return `gradient_bytes` divided into buckets of 25 MiB, or into a limited number of larger buckets.
 
-        The limit matters above 2.6 TB, where latency is negligible.
+        The limit takes effect above 2.6 TB, where latency is negligible.
         """
         number = min(max(math.ceil(gradient_bytes / BUCKET_BYTES), 1), _MOST_BUCKETS)
         return cls(np.full(number, gradient_bytes / number))
 
     def end_s(self, reduce_s: FloatArray, pace: float = 1.0) -> float:
-        """Return the second at which the last bucket is reduced, if each takes `reduce_s`, one after another.
+        """Return the time in seconds at which the last bucket is reduced, if they take `reduce_s` one after another.
 
         The backward pass takes `pace` times as long as the timed one.
         """
@@ -177,9 +178,9 @@ def nearest_form(
 ) -> FloatArray:
     """Return log seconds between two nodes, its growth, and log(g - 1), for the form nearest to simulated steps.
 
-    `mean` and `sd`, shape (3,), describe the three before the simulation. A bucket is reduced once it is complete and
-    the bucket before it is done; communication that ends after the backward pass is exposed. The simulation covers half
-    to four times the timed local batch, with the backward pass scaled likewise.
+    `mean` and `sd`, shape (3,), describe the three values before the simulation. In the simulation, a bucket is reduced
+    once it is complete and the previous bucket is done; communication that ends after the backward pass is exposed. It
+    covers half to four times the timed local batch, and the backward pass is scaled accordingly.
     """
     from scipy.optimize import least_squares
 
@@ -203,12 +204,12 @@ def nearest_form(
 def with_fabric(
     prior: StepTimePrior, fabric: Fabric, *, buckets: Buckets, max_nodes: int, ranks_per_node: int
 ) -> StepTimePrior:
-    """Return `prior`, with the collectives that a probe of the same nodes knows better taken from that probe.
+    """Return `prior` with the collectives that a probe of the same nodes knows better replaced by those of the probe.
 
-    A step reduces `buckets` by a ring, T(N) = sum of alpha(N) + beta(N) bytes. s_inter and k_inter are the line through
-    log T over log n/2 for 2 nodes to `max_nodes`; s_intra is T of one node at the job's ranks. Both are in seconds, so
-    compute readings on one node leave them as they are. If the buckets were timed, `nearest_form` gives the line and g.
-    The basis stays.
+    A step reduces `buckets` by a ring, T(N) = sum of alpha(N) + beta(N) bytes. s_inter and k_inter come from the line
+    through log T over log n/2 for 2 to `max_nodes` nodes; s_intra is T of one node with the job's ranks. Both are in
+    seconds, so they do not change with readings of compute on one node. If the buckets were timed, the line and g come
+    from `nearest_form`. The basis does not change.
     """
     mean, sd = prior.mean.copy(), prior.sd.copy()
     in_seconds = set(prior.in_seconds)

@@ -1,4 +1,4 @@
-"""Which global batches keep the accuracy of the base batch: bounds on the number of steps and on the gradient noise.
+"""Decides which global batches keep the accuracy of the base batch, by bounds on the number of steps and the noise.
 
 With S(B) = floor(E D / B) steps in all, b the base batch and N the gradient noise scale, a batch B is allowed if
 
@@ -8,7 +8,7 @@ With S(B) = floor(E D / B) steps in all, b the base batch and N the gradient noi
 
 In 271 training runs of five small networks, the number of steps predicted a loss of more than a point far better than
 the noise scale did: of 13 pairs (network, epochs), none lost more with these constants, and 12 did without them. The
-constants hold for the rule by which training scales its steps. Of the networks that were not used to choose the
+constants depend on the rule by which training scales its steps. Of the networks that were not used to choose the
 constants, one lost 2.3 ± 2.2 points. `docs/gradient-scaling.md` has the table. Long training runs lose nothing even far
 beyond the noise scale: ResNet-50 on ImageNet keeps its accuracy at 8,192 examples and 14,000 steps (Goyal et al. 2017),
 so for them the noise only causes a warning.
@@ -23,7 +23,7 @@ from tula_wire.format import multiple
 
 LONG_STEPS: Final = 5_000
 UNDIVIDED: Final = "keep the learning rate, or take two micro-steps, without which `TulaOptimizer` cannot scale it"
-"""Advice for one rank and one micro-step. A rate that is multiplied at once diverges: there is no warm-up."""
+"""Advice for one rank and one micro-step. Without a warm-up, a rate that is multiplied at once diverges."""
 _SMALL_FLOAT: Final = 1e-9
 
 
@@ -31,7 +31,8 @@ _SMALL_FLOAT: Final = 1e-9
 class GuardConstants:
     """S0, k and q of the module's equation, measured with one training rule.
 
-    lost: pairs of a number of steps and the mean points that training runs of fewer steps lost against the base batch.
+    lost: pairs of a number of steps and the mean loss of accuracy, in points, of training runs with fewer steps than
+    that, compared with the base batch.
     """
 
     least_steps: int
@@ -42,16 +43,18 @@ class GuardConstants:
 
 _LOST_BY_GAIN: Final = ((40, 39.0), (80, 21.0), (150, 7.5), (186, 3.9), (300, 1.5))
 TURNED: Final = GuardConstants(250, 3.0, 40.0, ((40, 27.0), (80, 17.0), (150, 2.5)))
-"""Measured with SGD under the policy `gain`, which turns the steps of matrices: the default of `TulaOptimizer`."""
+"""Measured with SGD under the policy `gain`, which turns the steps of matrices; the default of `TulaOptimizer`."""
 SGD: Final = GuardConstants(250, 1.0, 100.0, _LOST_BY_GAIN)
-"""Measured with SGD whose learning rate the gain scales, and which turns nothing."""
+"""Measured with SGD whose learning rate is scaled by the gain, without turned steps."""
 CAREFUL: Final = GuardConstants(500, 1.0, 150.0, _LOST_BY_GAIN)
-"""Measured with AdamW, and taken for every optimizer that is not known to be SGD."""
+"""Measured with AdamW, and used for every optimizer that is not known to be SGD."""
 
 
 @dataclass(frozen=True)
 class AccuracyGuard:
-    """The guard of one training run: `examples` = E D, base batch and noise scale in examples (None: unknown)."""
+    """The guard of a training run: `examples` = E D, the base batch, and the noise scale in examples (None:
+    unknown).
+    """
 
     examples: float
     base_batch_size: int
@@ -59,18 +62,18 @@ class AccuracyGuard:
     constants: GuardConstants = CAREFUL
 
     def steps(self, global_batch_size: int) -> int:
-        """Return the optimizer steps of the whole training."""
+        """Return the number of optimizer steps of the whole training."""
         return int(self.examples / global_batch_size + _SMALL_FLOAT)
 
     @property
     def supported(self) -> float | None:
-        """The largest batch that the noise supports, k (N + 2 b), in examples; None if the noise is unknown."""
+        """Return the largest batch that the noise supports, k (N + 2 b), in examples; None if the noise is unknown."""
         if self.noise_scale is None:
             return None
         return self.constants.noise_factor * (self.noise_scale + 2.0 * self.base_batch_size)
 
     def allows(self, global_batch_size: int) -> bool:
-        """Return True if training with this many examples a step should keep the accuracy of the base batch."""
+        """Return True if training with this many examples per step should keep the accuracy of the base batch."""
         if global_batch_size <= self.base_batch_size:
             return True
         steps = self.steps(global_batch_size)
@@ -79,7 +82,7 @@ class AccuracyGuard:
         return steps >= LONG_STEPS or self.within_noise(global_batch_size)
 
     def within_noise(self, global_batch_size: int) -> bool:
-        """Return True if the noise supports a batch or, without a noise scale, if there are many steps for it."""
+        """Return True if the noise supports a batch or, without a noise scale, if the batch leaves enough steps."""
         if self.supported is not None:
             return global_batch_size <= self.supported
         ratio = global_batch_size / self.base_batch_size
@@ -95,8 +98,9 @@ class AccuracyGuard:
     ) -> str:
         """Return a recommendation's line on quality.
 
-        refused_larger: larger batches were left out. learning_rate_factor: over the base batch's rate; None: unknown.
-        divided: several ranks or micro-steps share a step, whose gradients `TulaOptimizer` compares.
+        refused_larger: True if larger batches were left out. learning_rate_factor: the rate relative to the base
+        batch's, or None if unknown. divided: True if several ranks or micro-steps share a step, so that `TulaOptimizer`
+        can compare their gradients.
         """
         batch, base = global_batch_size, self.base_batch_size
         steps = self.steps(batch)

@@ -11,7 +11,7 @@ from scipy import special
 from tula_service.perfmodel.points import FloatArray
 
 LEVEL = 0.9
-"""Share of measurements that every interval should hold."""
+"""Share of measurements that every interval should contain."""
 
 _SDS_TO_THE_END = 1.7  # between the normal's 1.645 and Student's at ten degrees, 1.81
 _WIDEST_SD = 1.0
@@ -20,7 +20,7 @@ WIDEST_LOG = 50.0  # a factor of 5e21, which means "unknown" and overflows nothi
 
 @dataclass(frozen=True)
 class Interval:
-    """A predicted value (the median) and the interval that should hold it: low <= mean <= high, in one unit."""
+    """A predicted value (the median) and its prediction interval, in the same unit: low <= mean <= high."""
 
     mean: float
     low: float
@@ -28,14 +28,14 @@ class Interval:
 
     @property
     def log_sd(self) -> float:
-        """Standard deviation of the value's logarithm, read off the upper end."""
+        """Return the standard deviation of the value's logarithm, computed from the upper end."""
         if not (self.mean > 0.0 and math.isfinite(self.high)):
             return 0.0
         return max(math.log(self.high / self.mean) / _SDS_TO_THE_END, 0.0)
 
     @property
     def expected(self) -> float:
-        """The expected value of the log-normal around `mean` (its median): uncertainty makes it larger."""
+        """Return the expected value of the log-normal with median `mean`; uncertainty makes it larger."""
         return self.mean * math.exp(0.5 * min(self.log_sd, _WIDEST_SD) ** 2)
 
     def scaled(self, factor: float) -> Interval:
@@ -43,15 +43,15 @@ class Interval:
         return Interval(self.mean * factor, self.low * factor, self.high * factor)
 
     def plus(self, other: Interval) -> Interval:
-        """Return the sum, conservatively: as if both were wrong in the same direction."""
+        """Return the sum, conservatively, as if both errors had the same direction."""
         return Interval(self.mean + other.mean, self.low + other.low, self.high + other.high)
 
     def times(self, other: Interval) -> Interval:
-        """Return the product of two positive values; conservative in the same way."""
+        """Return the product of two positive values, conservatively, as if both errors had the same direction."""
         return Interval(self.mean * other.mean, self.low * other.low, self.high * other.high)
 
     def over(self, other: Interval) -> Interval | None:
-        """Return the ratio of two amounts, as if their errors were independent, or None if either may be zero."""
+        """Return the ratio of two amounts, assuming independent errors, or None if either may be zero."""
         if min(self.low, other.low) <= 0.0:
             return None
         up = math.hypot(math.log(self.high / self.mean), math.log(other.mean / other.low))
@@ -61,6 +61,8 @@ class Interval:
 
 
 def log_interval(mean: FloatArray, log_sd: FloatArray, dof: float) -> tuple[FloatArray, FloatArray]:
-    """Return low and high ends, shape (n,): mean * exp(-+ q * log_sd) with Student's q at `dof` degrees of freedom."""
+    """Return the low and high ends mean * exp(-+ q * log_sd), shape (n,), with Student's q at `dof` degrees of
+    freedom.
+    """
     width = np.exp(np.minimum(float(special.stdtrit(dof, 0.5 + LEVEL / 2.0)) * log_sd, WIDEST_LOG))
     return mean / width, mean * width

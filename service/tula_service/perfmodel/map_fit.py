@@ -1,6 +1,6 @@
 """Maximum a posteriori fits of the form `overlap` with its residual process, averaged over residual hypotheses.
 
-Repeats of one configuration are merged first.
+Repeated measurements of a configuration are merged first.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _COMPUTE_NOISE = 0.07  # of log compute time and of log optimizer time, around t
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of a fit: log step times, log compute times, and logs of the once-a-step part (NaN: unknown).
+    """The targets of a fit: log step times, log compute times, and logs of the once-per-step part (NaN: unknown).
 
-    `noise_variance` is the run-to-run variance of a row over its repeats, plus the squared error within the runs.
+    `noise_variance` is the run-to-run variance of a row divided by its repeats, plus the squared error within the runs.
     """
 
     points: Points
@@ -54,7 +54,9 @@ class Targets:
 
 @dataclass(frozen=True)
 class Member:
-    """theta's mean and covariance under one hypothesis, and the state of the residual process for n measured points."""
+    """The mean and covariance of theta under one hypothesis, and the state of the residual process for n measured
+    points.
+    """
 
     theta: FloatArray
     covariance: FloatArray
@@ -83,9 +85,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Posterior:
-    """Members weighted by how well they explain the measurements; holds everything that prediction needs.
+    """The members, weighted by how well they explain the measurements; contains everything that prediction needs.
 
-    `prior` is the fit's prior, with c moved to the data if it was unknown.
+    `prior` is the prior of the fit; if its c was unknown, c comes from the data.
     """
 
     prior: StepTimePrior
@@ -97,7 +99,7 @@ class Posterior:
 
     @property
     def leading(self) -> Member:
-        """The member with the largest weight, whose parameters stand for all."""
+        """Return the member with the largest weight, whose parameters represent all."""
         return self.members[int(np.argmax(self.member_weights))]
 
     def predict(self, points: Points) -> tuple[FloatArray, FloatArray]:
@@ -109,7 +111,9 @@ class Posterior:
         return mean, np.asarray(self.member_weights @ (variances + (means - mean) ** 2), dtype=np.float64)
 
     def predict_step(self, points: Points) -> LogStepTimes:
-        """Return what one run would measure at n points; the terms come from the leading member, moved to the mean."""
+        """Predict the measurements of one run at n points; the terms come from the leading member, shifted to the
+        mean.
+        """
         mean, variance = self.predict(points)
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
         noise_variance = self.prior.scales.noise**2 * min(factor, 4.0)  # of a run around its configuration's own
@@ -125,15 +129,17 @@ class Posterior:
         )
 
     def as_prior(self) -> StepTimePrior:
-        """Return mean and standard deviation of theta over all members, as a prior for other types of the same job."""
+        """Return the mean and standard deviation of theta over all members, as a prior for other types of the same
+        job.
+        """
         return self._moments([member.covariance * member.variance_factor for member in self.members])
 
     def without_prior(self) -> StepTimePrior:
-        """Return what the measurements alone teach later jobs: the posterior that they give from the generic prior.
+        """Return the posterior of the measurements alone, starting from the generic prior, as a lesson for later jobs.
 
-        The prior of the fit is divided out: a job that has never left one GPU would otherwise repeat what others found
-        about a network, and each repetition would count as another job that measured it. How well the job fits the form
-        widens or narrows what was measured, and nothing else.
+        The prior of the fit is divided out. Otherwise, a job that has only used one GPU would repeat the results of
+        others on networks, and each repetition would count as another measurement. The misfit of the job widens or
+        narrows only what was measured.
         """
         own, generic, in_seconds = self._moments([m.covariance for m in self.members]), generic_prior(), _IN_SECONDS
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
@@ -146,9 +152,9 @@ class Posterior:
         return replace(own, mean=np.linalg.solve(in_seconds, taught), sd=precision**-0.5)
 
     def _moments(self, covariances: Sequence[FloatArray]) -> StepTimePrior:
-        """Return a prior with the mean and deviation of theta over all members, whose covariances are these.
+        """Return a prior with the mean and deviation of theta over all members, given their covariances.
 
-        The prior holds collectives in seconds, since these are known better than their ratios to c.
+        The prior has collectives in seconds, since these are better known than their ratios to c.
         """
         thetas = np.array([member.theta for member in self.members])
         mean = self.member_weights @ thetas
@@ -165,14 +171,14 @@ class Posterior:
 
 
 def build_targets(observations: StepTimeObservations, repeats: FloatArray, scales: ResidualScales) -> Targets:
-    """Return the targets of the fit, shape (n,); a mean of k = `repeats` runs has 1/k of their variance."""
+    """Return the targets of the fit, shape (n,); the mean of k = `repeats` runs has 1/k of a run's variance."""
     compute = np.where(
         np.isfinite(observations.compute_time_s),
         observations.compute_time_s,
         observations.step_time_s - observations.exposed_comm_time_s,
     )
     usable = (compute > 0.0) & (compute <= observations.step_time_s * 1.02)
-    # An optimizer that waits for other ranks reports more than its compute.
+    # The reported time of an optimizer that waits for other ranks is more than its compute.
     once, most = observations.optimizer_time_s, np.where(usable, compute, observations.step_time_s)
     return Targets(
         points=observations.points,
@@ -205,7 +211,7 @@ def fit_posterior(
     prior: StepTimePrior,
     reference_batch_size: float,
 ) -> Posterior:
-    """Fit one Laplace approximation for each hypothesis, weighted by its evidence; deterministic."""
+    """Fit and return one Laplace approximation for each hypothesis, weighted by its evidence; deterministic."""
     centre, points = prior.mean.copy(), targets.points
     beliefs, shares = zip(*hypotheses(prior.scales), strict=True)
     covariances = [residual_covariance(points, points, scales) for scales in beliefs]
@@ -241,19 +247,20 @@ def _fit_member(
 ) -> Member:
     """Return the Laplace approximation around the maximum a posteriori; the search starts at `theta`.
 
-    `shared` is the covariance of the residuals at `scales`, shape (n, n), without each point's own part. A point
-    further than three deviations from what the others predict for it is treated as a separate case, the worst point
-    first, at most one in ten: it keeps its influence on its own prediction, and has none on any other.
+    `shared` is the covariance of the residuals at `scales`, shape (n, n), without each point's own part. A point that
+    is more than three deviations from the prediction of the others is treated as a separate case, the worst point
+    first, at most one in ten: it influences only its own prediction.
     """
     measured = targets.log_step.size
     own = np.full(measured, scales.own**2)
     for cases_left in reversed(range(measured // _POINTS_FOR_A_CASE + 1)):
         lower = cholesky(shared + np.diag(own + targets.noise_variance), lower=True)
-        # Not solve_triangular: OpenBLAS shares even six rows among threads, and on busy cores waits for them for long.
+        # This avoids solve_triangular: OpenBLAS divides even six rows among threads, and on busy cores waits long for
+        # them.
         whitener = np.asarray(dtrtri(lower, lower=1)[0])
         theta, missed, whitened = _levenberg_marquardt(theta, prior, targets, whitener, reference)
         weights = -whitener.T @ missed[:measured]
-        # A point misses its leave-one-out prediction by weights / precision (Sundararajan 2001).
+        # The leave-one-out error of a point is weights / precision (Sundararajan 2001).
         point_precision = np.sum(whitener**2, axis=0)
         surprise = np.abs(weights) / np.sqrt(point_precision)
         worst = int(np.argmax(surprise))
@@ -261,7 +268,7 @@ def _fit_member(
             break
         own[worst] += surprise[worst] ** 2 / point_precision[worst]
     squares, precision = float(missed @ missed), whitened.T @ whitened
-    # Laplace's log evidence up to a constant, the overall scale integrated out (Student's t with 6 degrees).
+    # Laplace's log evidence up to a constant, with the overall scale integrated out (Student's t with 6 degrees).
     volume = float(np.linalg.slogdet(precision * np.outer(prior.sd, prior.sd))[1])
     misfit = (_PRIOR_DOF + measured) * math.log1p(squares / _PRIOR_DOF)
     return Member(
@@ -284,9 +291,9 @@ def _levenberg_marquardt(
     whitener: FloatArray,
     reference: float,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return theta at the maximum, and there the whitened residuals and their slopes in theta.
+    """Return theta at the maximum, and the whitened residuals and their slopes in theta at that point.
 
-    The residuals belong to log step times, readings of compute and of the once-a-step part, and the prior, in this
+    The residuals belong to log step times, readings of compute and of the once-per-step part, and the prior, in this
     order.
     """
     from scipy.optimize import leastsq  # imported on use: it slows the start of the service

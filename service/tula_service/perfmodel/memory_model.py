@@ -2,10 +2,10 @@
 
     M(b) = max(M_static + k b, M_2 + k_2 b)
 
-M_static counts parameters, gradients and optimizer state; k counts activations and batch. A peak is the largest of
-several moments of a step, and each moment grows along a line of its own: the first line is a weighted fit to readings
-and counts, and the second passes through two readings at large batches if these rise faster. `tula_wire.memory` has the
-formula that the agent evaluates.
+M_static counts parameters, gradients and optimizer state; k counts activations and batch. A peak is the maximum over
+several moments of a step, and the memory at each moment grows along a different line: the first line is a weighted fit
+to readings and counts, and the second passes through two readings at large batches if these rise faster.
+`tula_wire.memory` has the formula that the agent evaluates.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MemoryObservations:
     `out_of_memory_batch_sizes` are local batches that did not fit into `capacity_bytes`. `static_bytes` is the part
     that does not grow with the batch (parameters, gradients, optimizer state), and `static_sd` its relative error.
     `bytes_per_sample` counts activations and inputs of one example; the fit assumes that the device needs 10 % more.
-    None: not counted.
+    None means not counted.
     """
 
     local_batch_size: FloatArray | Sequence[float] = ()
@@ -69,26 +69,27 @@ class MemoryObservations:
 
 @dataclass(frozen=True)
 class Shards:
-    """Static memory that the ranks share (ZeRO, FSDP), in total bytes of all shards.
+    """Static memory that the ranks share (ZeRO, FSDP), as the total bytes of all shards.
 
-    The lines hold for `most_ranks` ranks.
+    The fitted lines apply to `most_ranks` ranks.
     """
 
     total_bytes: float = 0.0
     most_ranks: int = 1
 
     def extra_bytes(self, world_size: int) -> float:
-        """Return the bytes, at least 0, that one of `world_size` ranks holds beyond what one of `most_ranks` holds."""
+        """Return how many more bytes (at least 0) a rank has with `world_size` ranks than with `most_ranks`."""
         return self.total_bytes * max(0.0, 1.0 / world_size - 1.0 / self.most_ranks)
 
 
 @dataclass(frozen=True)
 class Beside:
-    """The memory of the device outside the peak that was read: predictions include it, readings and lines do not.
+    """The memory of the device outside the measured peaks: predictions include it, but readings and lines do not.
 
     `context_bytes` is the memory of context and communicators, and `context_sd_bytes` its standard deviation.
-    `reserved` is the ratio of what the allocator takes from a full device to what is allocated, and `reserved_sd` the
-    standard deviation of its logarithm: this factor counts only in whether a batch fits, never in a prediction.
+    `reserved` is the ratio of memory that the allocator takes from a full device to allocated memory, and `reserved_sd`
+    the standard deviation of its logarithm. This factor is used only to decide whether a batch fits, not in
+    predictions.
     """
 
     context_bytes: float = 0.0
@@ -99,7 +100,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The fitted lines of bytes; `notes` says what the data leave open.
+    """The fitted lines of bytes; `notes` describes what the data do not determine.
 
     `covariance` covers `static_bytes` and `bytes_per_sample`, shape (2, 2); `upper` is the second line: (bytes, bytes
     per example).
@@ -115,7 +116,7 @@ class MemoryModel:
     upper: tuple[float, float] = (0.0, 0.0)
 
     def predict(self, local_batch_size: float) -> Interval:
-        """Return the device's peak bytes at a local batch, including what it holds outside the allocator."""
+        """Return the device's peak in bytes at a local batch, including memory outside the allocator."""
         allocated, sd = self._allocated(local_batch_size)
         mean = allocated + self.beside.context_bytes
         width = math.exp(min(_NORMAL_END * sd / mean, WIDEST_LOG))
@@ -133,13 +134,13 @@ class MemoryModel:
     def max_local_batch_size(self, capacity_bytes: float, *, safety_probability: float = 0.95) -> int:
         """Return the largest local batch that fits with at least this probability, or 0 if not even one example fits.
 
-        Two per cent of the capacity stays free for the allocator.
+        Two per cent of the capacity is kept free for the allocator.
         """
         batches = range(1, _LARGEST_BATCH)
         return bisect_left(batches, True, key=lambda b: self.fits(b, capacity_bytes) < safety_probability)
 
     def _allocated(self, local_batch_size: float) -> tuple[float, float]:
-        """Return the bytes on the higher line, and the standard deviation of the peak, including the context's."""
+        """Return the bytes on the higher line, and the standard deviation of the peak, including the context."""
         row = np.array([1.0, local_batch_size])
         lines = (self.static_bytes, self.bytes_per_sample), self.upper
         allocated = max(1.0, *(static + slope * local_batch_size for static, slope in lines))
@@ -162,7 +163,7 @@ def predict_peaks(
 def switched(model: MemoryModel, start: Options, options: Options) -> MemoryModel:
     """Return the model of an unmeasured variant with `options` from the model of a variant with the options `start`.
 
-    The static bytes are the same, and the bytes per example change by the believed effects of the switches between the
+    The static bytes are the same, and the bytes per example change by the prior effects of the switches between the
     two.
     """
     effects = [believed_effect(switch) for switch in switches(start, options)]
@@ -181,11 +182,11 @@ def switched(model: MemoryModel, start: Options, options: Options) -> MemoryMode
 def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), beside: Beside = Beside()) -> MemoryModel:
     """Fit the lines to the readings, to counted bytes, and to an out-of-memory event.
 
-    Counted static bytes act as a reading at a batch of 0. If nothing was counted, 0.7 of the smallest reading stands in
-    for them, with an uncertainty of the same size, so that a single batch leaves the growth open, and the model gets a
-    note. A batch that ran out of memory counts as a reading of the capacity if the line lay below the capacity there.
-    With `shards`, readings and counted bytes belong to one of `shards.most_ranks` ranks; with `beside`, they exclude
-    the context. Raises ObservationError if there is neither a reading nor bytes per sample.
+    Counted static bytes act as a reading at a batch of 0. If nothing was counted, 0.7 of the smallest reading replaces
+    them, with an uncertainty of the same size, so that the growth is undetermined after a single batch; the model then
+    gets a note. A batch that ran out of memory counts as a reading of the capacity if the line is below the capacity
+    there. With `shards`, readings and counted bytes belong to one of `shards.most_ranks` ranks; with `beside`, they
+    exclude the context. Raises ObservationError if there is neither a reading nor bytes per sample.
     """
     batches, peaks, notes = _usable(observed)
     static, counted = observed.static_bytes, observed.bytes_per_sample
@@ -225,7 +226,7 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
 def _reading_sds(peaks: FloatArray) -> FloatArray:
     """Return the standard deviation of each reading, shape (n,).
 
-    Each combines a share of the reading itself and, for the work space of kernels, a share of the smallest reading.
+    It combines a share of the reading itself and, for the work space of kernels, a share of the smallest reading.
     """
     return np.hypot(_READING_SD * peaks, _WORK_SPACE_SD * peaks.min()) if peaks.size else peaks
 
@@ -233,7 +234,7 @@ def _reading_sds(peaks: FloatArray) -> FloatArray:
 def _upper_line(batches: FloatArray, peaks: FloatArray, slope_of_all: float) -> tuple[float, float]:
     """Return (bytes, bytes per example) of the line through the largest batch and the next of at most half that size.
 
-    Returns (0, 0) unless a third, smaller batch was read and this line rises clearly faster than the line through all.
+    Returns (0, 0) unless there is a third, smaller batch and this line rises clearly faster than the line through all.
     """
     read = {batch: float(np.median(peaks[batches == batch])) for batch in np.unique(batches).tolist()}
     halves = [batch for batch in read if 2.0 * batch <= max(read)]
@@ -246,10 +247,10 @@ def _upper_line(batches: FloatArray, peaks: FloatArray, slope_of_all: float) -> 
 
 
 def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[FloatArray, FloatArray]:
-    """Return the non-negative (static, per example) that fits the rows best, and its covariance.
+    """Return the non-negative pair (static, per example) that fits the rows best, and its covariance.
 
-    A row is (factor of static, factor of per example, value, sd). Student's t with one degree of freedom gives the
-    weights, so that the outlier among three rows counts least.
+    A row is (factor of static, factor of per example, value, sd). The weights come from Student's t with one degree of
+    freedom, so that an outlier among three rows counts least.
     """
     from scipy.optimize import nnls  # imported on use: it slows the start of the service
 

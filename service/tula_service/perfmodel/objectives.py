@@ -1,8 +1,8 @@
-"""The objectives: how each ranks candidates, which candidate it takes and why, and what it needs to know.
+"""Defines the objectives: how each ranks candidates, which candidate it chooses and why, and its inputs.
 
-A new objective is a class in this file with an entry in `OBJECTIVES`, its name in `tula_wire/enums.py` and
-`docs/commands.md`, and a test. Whatever it needs to know beyond time and cost becomes a field of `Goal`, which
-`analysis/job_data.py: build_goal` fills.
+To add an objective, write a class in this file with an entry in `OBJECTIVES`, add its name to `tula_wire/enums.py` and
+`docs/commands.md`, and write a test. Inputs beyond time and cost become fields of `Goal`, which `analysis/job_data.py:
+build_goal` fills.
 """
 
 # ruff: noqa: ARG002 - each objective ignores arguments that others use
@@ -33,26 +33,29 @@ from tula_wire.format import multiple
 from tula_wire.options import Options
 
 _NEARLY_BEST = 1.1
-"""`balanced` gives up a tenth of the best for a smaller batch, which generalises better, and for fewer nodes."""
+"""`balanced` accepts values up to a tenth above the best for a smaller batch, which generalises better, and fewer
+nodes.
+"""
 _KNEE_WITHIN = 3.0
-"""The search for a knee ends at this multiple of the least time: nobody would choose slower candidates, and they would
-move the knee."""
+"""The search for a knee ends at this multiple of the least time, since nobody would choose slower candidates, and
+they would shift the knee.
+"""
 _FEWEST_FOR_A_KNEE = 3
 _ROUNDING = 1e-6  # share of the range of log cost: a curve that bends less counts as straight
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The purpose of a choice: the training, the prices, the limits, and how many steps a candidate needs.
+    """The goal of a choice: the amount of training, the prices, the limits, and how many steps a candidate needs.
 
     `offers` are on-demand prices and `spot_offers` prices of interruptible capacity, both by instance type; every
-    instance type needs one of the two. `steps_factor` is how many times as many steps a candidate needs for the same
-    quality, 1 for a candidate without an entry. `priced` says that costs are money; else they are node-hours.
-    `usd_per_hour_of_waiting` is what an hour of the training's duration costs its owner. `guard` says which batches
-    keep the accuracy; None allows all. `batch_normalization` says that the network has such layers, which lose accuracy
+    instance type needs one of the two. `steps_factor` is the factor on the number of steps that a candidate needs for
+    the same quality, 1 for a candidate without an entry. `priced` is True if costs are money; else they are node-hours.
+    `usd_per_hour_of_waiting` is the cost of an hour of training time to its owner. `guard` decides which batches keep
+    the accuracy; None allows all. `batch_normalization` is True if the network has such layers, which lose accuracy
     when they normalize over many examples. `power_w` is the power of a rank's device by instance type, for every type
-    or for none. `options` holds the values of each option of the job, beginning with the value with which the script
-    runs today.
+    or for none. `options` has the values of each option of the job, beginning with the value with which the script runs
+    today.
     """
 
     objective: Name
@@ -69,7 +72,7 @@ class Goal:
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def normalized_too_widely(self, local_batch_size: int) -> int:
-        """Return how many examples of a rank's micro-step exceed twice the base batch, batch normalization's limit."""
+        """Return by how many examples a rank's micro-step exceeds batch normalization's limit, twice the base batch."""
         if not self.batch_normalization or self.guard is None:
             return 0
         return max(0, local_batch_size - 2 * self.guard.base_batch_size)
@@ -79,18 +82,20 @@ class Goal:
         return OBJECTIVES[self.objective].value(self, estimate)
 
     def changes(self, chosen: Options) -> tuple[int, list[int]]:
-        """Return how many options differ from today's values, and the place of each value, least nearest to today."""
+        """Return how many options differ from today's values, and the index of each value (lower is nearer to
+        today's).
+        """
         places = [list(self.options[name]).index(word) for name, word in chosen]
         return sum(place > 0 for place in places), places
 
     def may_choose(self, configuration: Configuration) -> bool:
-        """Return False if the objective refuses the global batch, regardless of the candidate's time and cost."""
+        """Return False if the objective rejects the global batch, regardless of the candidate's time and cost."""
         return OBJECTIVES[self.objective].may_choose(self, configuration.global_batch_size)
 
 
 @dataclass(frozen=True)
 class KneeFinding:
-    """The candidate at the knee of the frontier of cost over time, or None; `reason` explains either."""
+    """The candidate at the knee of the frontier of cost over time, or None; `reason` explains either result."""
 
     estimate: Estimate | None
     reason: str
@@ -99,9 +104,9 @@ class KneeFinding:
 class Objective:
     """The objective of least time, and the base of the other objectives.
 
-    `needs_prices` says that a job without prices cannot have it. `needs_efficiency` says that estimates count the steps
-    that a batch needs for the quality of the smallest batch. `by_cost` says that tables list candidates by cost.
-    `is_compromise` says that the explanation compares its choice with the fastest candidate.
+    `needs_prices` is True if the objective requires prices. `needs_efficiency` is True if estimates count the steps
+    that a batch needs for the quality of the smallest batch. `by_cost` is True if tables list candidates by cost.
+    `is_compromise` is True if the explanation compares the choice with the fastest candidate.
     """
 
     needs_prices = False
@@ -114,7 +119,7 @@ class Objective:
         return estimate.time_s
 
     def may_choose(self, goal: Goal, global_batch_size: int) -> bool:
-        """Return False for a global batch that the objective refuses."""
+        """Return False for a global batch that the objective rejects."""
         return True
 
     def rank(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
@@ -122,11 +127,11 @@ class Objective:
         return sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, tie_break(e)))
 
     def next_best(self, ranked: Sequence[Estimate]) -> Estimate | None:
-        """Return the estimate that would be taken if the first were not there."""
+        """Return the estimate that would be chosen if the first did not exist."""
         return ranked[1] if len(ranked) > 1 else None
 
     def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
-        """Return the respect in which the best estimate is best, as the end of a sentence."""
+        """Return the end of a sentence on what the best estimate is best at."""
         return "it is expected to be the fastest of the candidates within the limits."
 
 
@@ -145,8 +150,8 @@ class _Cost(Objective):
         return sorted(allowed, key=lambda e: (e.cost_usd.expected, e.time_s.expected, tie_break(e)))
 
     def next_best(self, ranked: Sequence[Estimate]) -> Estimate | None:
-        # The rank is by expected cost, so a cheaper but less certain estimate may come after the chosen one. Users see
-        # the predicted costs side by side, so the next best is the next estimate whose predicted cost is no lower.
+        # The ranking is by expected cost, so a cheaper but less certain estimate may come after the chosen one. Users
+        # see the predicted costs side by side, so the next best is the next estimate whose predicted cost is not lower.
         return next((e for e in ranked[1:] if e.cost_usd.mean >= ranked[0].cost_usd.mean), None)
 
     def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
@@ -154,7 +159,7 @@ class _Cost(Objective):
 
 
 class _Compromise(Objective):
-    """The least product of time and cost, which needs no scale; the least time without prices."""
+    """Minimises the product of time and cost, which needs no scale; without prices, minimises time."""
 
     is_compromise = True
 
@@ -172,7 +177,7 @@ class _Compromise(Objective):
 
 
 class _Balanced(_Compromise):
-    """A compromise among the batches that keep the accuracy; with a price of waiting, the least total cost."""
+    """A compromise among the batches that keep the accuracy; with a price of waiting, minimises the total cost."""
 
     def value(self, goal: Goal, estimate: Estimate) -> Interval:
         if goal.priced and goal.usd_per_hour_of_waiting is not None:
@@ -180,7 +185,7 @@ class _Balanced(_Compromise):
         return super().value(goal, estimate)
 
     def may_choose(self, goal: Goal, global_batch_size: int) -> bool:
-        # A user who sets a largest batch has decided what the training can bear.
+        # A user who sets a largest batch has decided which batches are acceptable.
         if goal.guard is None or goal.limits.max_global_batch_size is not None:
             return True
         return goal.guard.allows(global_batch_size)
@@ -200,7 +205,7 @@ class _Balanced(_Compromise):
         return [chosen, *(e for e in ranked if e is not chosen)]
 
     def _near(self, goal: Goal, ranked: Sequence[Estimate]) -> list[Estimate]:
-        """Return the estimates that are nearly as good as the best, in the order given."""
+        """Return the estimates that are nearly as good as the best, in the given order."""
         best = min(self.value(goal, e).expected for e in ranked)
         return [e for e in ranked if self.value(goal, e).expected <= _NEARLY_BEST * best]
 
@@ -249,7 +254,7 @@ class _Knee(_Compromise):
 
 
 class _Energy(Objective):
-    """The least energy of the accelerators; the least time until a run has reported power."""
+    """Minimises the energy of the accelerators; until a run has reported power, minimises time."""
 
     def value(self, goal: Goal, estimate: Estimate) -> Interval:
         return estimate.energy_kwh or estimate.time_s
@@ -276,8 +281,8 @@ OBJECTIVES: Final[Mapping[Name, Objective]] = {
 def find_knee(frontier: Sequence[Estimate]) -> KneeFinding:
     """Return Kneedle's knee (Satopaa 2011) of log cost over log time on the frontier, up to three times the least time.
 
-    On the frontier, both axes are the job's own trade-off: the knee is where more time stops saving much money. On a
-    curve of time over batch, the job's coefficients would drop out of Kneedle's normalised axes.
+    On the frontier, the axes are the job's own trade-off, so the knee is where more time stops saving much money. On a
+    curve of time over batch, the job's coefficients would cancel in Kneedle's normalised axes.
     """
     near = [e for e in frontier if e.time_s.mean <= _KNEE_WITHIN * frontier[0].time_s.mean and e.cost_usd.mean > 0.0]
     if len(near) < _FEWEST_FOR_A_KNEE:

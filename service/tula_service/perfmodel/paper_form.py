@@ -1,10 +1,9 @@
-"""The paper's step-time forms (equation 2), for users who ask for them: compute and communication add up.
+"""The paper's step-time forms (equation 2), for jobs that select them: compute and communication add up.
 
     t = m (a + A b) + s phi(N)      phi(N) = 1 - 1/N for a ring, N for a parameter server (equation 2c)
 
-Equation 2b prints compute as proportional to b, and so does the fit to two configurations. From three configurations
-on, the line has the constant a, which is 0 if the data say so. The fit is non-negative least squares on relative
-errors.
+In equation 2b, compute is proportional to b, and so it is in a fit to two configurations. From three configurations on,
+the line has the constant a, which may be 0. The fit is non-negative least squares on relative errors.
 """
 
 from __future__ import annotations
@@ -35,7 +34,9 @@ class PaperFit:
     dof: float
 
     def predict_step(self, points: Points) -> LogStepTimes:
-        """Predict what one run would measure at n points; intervals grow with the distance from the data (leverage)."""
+        """Predict the measurements of one run at n points; intervals widen with the distance from the data
+        (leverage).
+        """
         columns = _columns(points, self.form)
         parts = columns * self.coefficients
         mean = np.maximum(parts.sum(axis=1), _LEAST)
@@ -52,7 +53,7 @@ class PaperFit:
 
 
 def fit_paper_form(observations: StepTimeObservations, form: StepTimeForm) -> PaperFit | None:
-    """Return the fit to the rows of one variant, or None if it has one row. Two rows determine A and s, and a is 0."""
+    """Return the fit to the rows of one variant, or None if there is only one row. With two rows, a is 0."""
     from scipy.optimize import nnls  # imported on use: only jobs that ask for these forms need it
 
     if len(observations) < _TERMS - 1:

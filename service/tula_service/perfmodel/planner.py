@@ -1,4 +1,4 @@
-"""Which configurations to profile next, each with its purpose, or why profiling is over."""
+"""Chooses the configurations to profile next, each with its purpose, or explains why profiling is over."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _FORBIDDEN = 1e3
 
 @dataclass(frozen=True)
 class PlanBudget:
-    """The limits of all profiling together. GPU-seconds count ranks times seconds; None means no limit.
+    """The limits on all profiling of a job. GPU-seconds are ranks times seconds; None means no limit.
 
-    `by_default` says that `max_runs` is the default rather than the user's number. With `share_launches`, a launch
+    `by_default` is True if `max_runs` is the default rather than the user's number. With `share_launches`, a launch
     measures up to three local batches, and `max_runs` counts launches. `failed` configurations count as launched.
     """
 
@@ -55,7 +55,7 @@ class PlanBudget:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One configuration to profile and its purpose in a sentence."""
+    """A configuration to profile, and its purpose in a sentence."""
 
     configuration: Configuration
     purpose: str
@@ -63,10 +63,10 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """Runs that may go in parallel. `stop_reason` is set if there are no runs because profiling is over.
+    """Runs that may be executed in parallel. `stop_reason` is set if there are none because profiling is over.
 
-    If a plan has neither runs nor a reason, the pending runs must end first or, if none is pending, no candidate keeps
-    the limits.
+    If a plan has neither runs nor a reason, the pending runs must end first or, if none is pending, no candidate is
+    within the limits.
     """
 
     runs: tuple[PlannedRun, ...]
@@ -89,15 +89,15 @@ def plan(
     `full` takes every candidate. `partial` takes the smallest and the largest batch on the smallest and the largest
     cluster. `paper` takes two of these corners: the smallest batch on the smallest cluster and the largest batch on the
     largest. `adaptive` takes the four most informative runs (largest cluster first), then follows `_refine_choice`.
-    With `budget.share_launches`, a launch measures up to three batches of its cluster: the first launch of an instance
-    type takes its largest cluster, the second its smallest, unless the first showed how a step splits into compute and
-    communication. If a probe measured the links between nodes, the launch on the smallest cluster comes alone. If the
-    job has options, both launches use the base; `adaptive` then takes the launch with the largest expected gain.
+    With `budget.share_launches`, a launch measures up to three batches on its cluster: the first launch of an instance
+    type uses its largest cluster, the second its smallest, unless the first showed how a step splits into compute and
+    communication. If a probe measured the links between nodes, only the launch on the smallest cluster is made. If the
+    job has options, these launches use the base; `adaptive` then takes the launch with the largest expected gain.
 
-    `model` is the job's fit, or its priors before the first measurement, or None if nothing is known. Once runs were
-    measured, `recommendation` is the answer that the user gets for `goal`; by default the planner computes it from the
-    same arguments. `pending` runs have been handed out; `unavailable` configurations failed and are neither planned nor
-    chosen. Raises ObservationError if all candidates failed.
+    `model` is the job's fit, or its priors before the first measurement, or None if nothing is known. Once there are
+    measurements, `recommendation` is the user's answer for `goal`; by default, the planner computes it from the same
+    arguments. `pending` runs have been planned or begun; `unavailable` configurations failed and are neither planned
+    nor chosen. Raises ObservationError if all candidates failed.
     """
     unavailable = frozenset(unavailable)
     left = tuple(c for c in dict.fromkeys(candidates) if c not in unavailable)
@@ -122,12 +122,12 @@ def plan(
 
 
 class _State:
-    """The facts on which planning decides; `model` is None before the first measurement.
+    """The input of planning decisions; `model` is None before the first measurement.
 
-    `used` configurations were measured or are pending, `unused` candidates are neither, and `affordable` holds the
-    unused candidates that the budget pays for. `of_base` holds the candidates with the options that the design
-    launches: the base, or the options nearest to it among the candidates. A launch measures up to `batches` local
-    batches, or one configuration; `runs_left` counts launches.
+    `used` configurations were measured or are pending, `unused` candidates are neither, and `affordable` ones are
+    unused candidates within the budget. `of_base` has the candidates with the options that the design launches: the
+    base, or the options nearest to it among the candidates. A launch measures up to `batches` local batches, or one
+    configuration; `runs_left` counts launches.
     """
 
     def __init__(
@@ -149,13 +149,13 @@ class _State:
             self.used |= frozenset(compress(candidates, self.model.predict(candidates).measured))
         self.unused = tuple(c for c in candidates if c not in self.used)
         self.affordable = frozenset(self._affordable())
-        # The other searches have a fixed number of runs; a cap on runs belongs to the adaptive one.
+        # The other searches have a fixed number of runs; only the adaptive one has a cap.
         limit = budget.max_runs if search == "adaptive" else len(candidates) + 1
         self.batches = _BATCHES_PER_LAUNCH if budget.share_launches else 1
         self.runs_left = limit - counted_launches(self.used | budget.failed, share_launches=budget.share_launches)
 
     def exhausted(self) -> str | None:
-        """Return why no further run is possible, or None if a run is possible."""
+        """Return why no further run is possible, or None if one is possible."""
         budget = self.budget
         if not self.unused:
             return "Every candidate has been profiled."
@@ -178,9 +178,9 @@ class _State:
     def choose_batches(
         self, among: Iterable[Configuration], launch: Launch, *asked: Configuration
     ) -> list[Configuration]:
-        """Return a launch's batches: `asked`, then the smallest, largest and middle batch while there is room.
+        """Return the batches of a launch: `asked`, then the smallest, largest and middle batch while there is room.
 
-        With other options than the base, the largest batch of the base comes before the middle one.
+        For options other than the base, the largest batch of the base comes before the middle one.
         """
         batches = sorted(c for c in among if find_launch(c) == launch)
         of_base = [c.local_batch_size for c in self.of_base if find_launch(c) == launch._replace(options=self.base)]
@@ -204,9 +204,9 @@ class _State:
         return find_launch(c) if self.budget.share_launches else c
 
     def _affordable(self) -> Iterator[Configuration]:
-        """Yield the unused candidates whose run the remaining GPU-seconds pay for.
+        """Yield the unused candidates whose run fits into the remaining GPU-seconds.
 
-        A launch measures its batches in ascending order, so that each needs the seconds of the smaller batches too.
+        A launch measures its batches in ascending order, so each batch also needs the time of the smaller ones.
         """
         budget, needed = self.budget, defaultdict[object, float](float)
         most = math.inf if budget.max_gpu_seconds is None else budget.max_gpu_seconds
@@ -224,7 +224,7 @@ class _State:
 
 
 def counted_launches(configurations: Iterable[Configuration], *, share_launches: bool) -> int:
-    """Return how many of the budget's launches these configurations take: one each, or one for up to three."""
+    """Return how many of the budget's launches these configurations use: one each, or one for up to three."""
     if not share_launches:
         return len(frozenset(configurations))
     counts = Counter(map(find_launch, frozenset(configurations))).values()
@@ -250,11 +250,11 @@ def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> 
 
 
 def _first_launches(state: _State) -> list[PlannedRun]:
-    """Return the runs that are missing from the launches that every search begins with.
+    """Return the missing runs of the launches with which every search begins.
 
     These use the largest and the smallest cluster of each instance type or, if a probe measured the links between
-    nodes, the smallest alone. A type with a launch that told compute from communication needs no further launch. If one
-    cluster has several launches, the launch with the least accumulation counts as the largest.
+    nodes, only the smallest. A type with a launch that separated compute from communication needs no further launch. If
+    one cluster has several launches, the launch with the least accumulation counts as the largest.
     """
     begun = find_launches(state.used)
     told = {launch.instance_type for launch in begun if launch.options == state.base and state.tells_split(launch)}
@@ -277,7 +277,7 @@ def _first_launches(state: _State) -> list[PlannedRun]:
 
 
 def _next_design_runs(state: _State, goal: Goal) -> list[PlannedRun]:
-    """Return the runs that the design still lacks."""
+    """Return the runs that are still missing from the design."""
     num_types = len({c.instance_type for c in state.of_base})
     num_runs = _DESIGN_RUNS + _RUNS_PER_FURTHER_TYPE * (num_types - 1)
     used = [c for c in state.used if c.options == state.base]
@@ -285,7 +285,8 @@ def _next_design_runs(state: _State, goal: Goal) -> list[PlannedRun]:
     if missing <= 0:
         return []
     chosen = design(state.of_base, state.priors, missing, goal=goal, allowed=state.affordable, used=used)
-    # Memory is predicted best from two batches of a type that are four apart: one follows the largest clusters.
+    # Memory is predicted best from two batches of a type that differ by a factor of four, so one follows the largest
+    # clusters.
     chosen[num_types:] = sorted(chosen[num_types:], key=lambda c: not _far_apart(c, chosen[0]))
     return [PlannedRun(c, _purpose(c, state.of_base)) for c in chosen]
 
@@ -319,13 +320,13 @@ def design(
 ) -> list[Configuration]:
     """Return the most informative candidates, the largest cluster of each type first, then the smallest cluster.
 
-    The model's predictions are worst beyond every measured cluster. With a goal, the largest cluster runs its would-be
-    best batch, and the design minimises the variance of candidates that may be chosen: a candidate that is expected to
-    cost twice as much as the best counts a quarter as much. The design chooses from `allowed` (default: all); `used`
-    configurations have been measured or will be.
+    The model's predictions are worst beyond the largest measured cluster. With a goal, the run on the largest cluster
+    uses the batch that is expected to be best there, and the design minimises the variance of candidates that may be
+    chosen: a candidate that is expected to cost twice as much as the best counts a quarter as much. The design chooses
+    from `allowed` (default: all); `used` configurations have been measured or will be.
     """
-    # The prior's own uncertainty, not the fit's: a design fixed before measuring does as well as one that changes after
-    # every run, and all of its runs may go in parallel.
+    # This uses the prior's uncertainty instead of the fit's: a design that is fixed before measuring does as well as
+    # one that changes after every run, and all of its runs may be executed in parallel.
     believed = {c.instance_type: priors.believed.get(c.instance_type, generic_prior()) for c in candidates}
     model = unmeasured_model(replace(priors, believed=believed), candidates)
     value, weights = None, np.ones(len(candidates))
@@ -349,7 +350,7 @@ def design(
 def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: Goal) -> FloatArray:
     """Return the log of the goal's value at each candidate's best offer, shape (n,); 1000 if the goal forbids it.
 
-    Memory is not known yet, so a price per GB-hour is applied as if every rank held one GB.
+    Memory is not known yet, so a price per GB-hour is applied as if every rank used one GB.
     """
     largest = goal.limits.max_global_batch_size or math.inf
     best = dict.fromkeys(candidates, _FORBIDDEN)
@@ -371,10 +372,10 @@ def greedy_design(
 ) -> list[int]:
     """Return the row numbers of up to `num_runs` runs, in order, that minimise the weighted variance; deterministic.
 
-    Each pick minimises the posterior variance of log step time under a model without measurements, summed over the
-    rows, or over 128 evenly spread rows: no step time is needed, so the runs may go in parallel. `used` rows will be
-    measured anyway; one row of each group in `first` comes before all others (the largest cluster of each instance
-    type). `weights`, shape (n,), says how much the variance of each row matters.
+    Each pick minimises the posterior variance of log step time under a model without measurements, summed over all rows
+    or 128 evenly spread rows. No step time is needed, so the runs may be executed in parallel. `used` rows will be
+    measured anyway; one row of each group in `first` (the largest cluster of each instance type) comes before all
+    others. `weights`, shape (n,), are the weights of the rows' variances.
     """
     points, noise = Points.of(candidates), generic_prior().scales.noise ** 2
     judged = np.unique(np.linspace(0, len(points) - 1, min(len(points), _MOST_JUDGED)).astype(int))
@@ -422,11 +423,11 @@ def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> Flo
 
 
 def _refine_choice(state: _State, choice: Choice) -> Plan:
-    """Return the next launch that may change or verify the choice, or why there is none. In this order:
+    """Return the next launch that may change or verify the choice, or the reason why there is none. In this order:
 
     1. Verification: the choice itself, if it was not measured.
-    2. Contender: the candidate with the lowest confidence bound, unless that candidate was measured. If the job has
-       options, the launch with the largest expected gain: the bounds of options that were never launched are wide.
+    2. Contender: the candidate with the lowest confidence bound, unless it was measured. If the job has options, it is
+    the launch with the largest expected gain, since the bounds of options that were never launched are wide.
 
     If a launch measures several batches, or the job has options, step 2 needs a minimum expected gain.
     """
@@ -457,12 +458,12 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
 
 
 def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estimate | None:
-    """Return the estimate with the lowest confidence bound of the goal's value (Cox and John 1992), if there is one.
+    """Return the estimate with the lowest confidence bound of the goal's value (Cox and John 1992), or None.
 
-    Of the unmeasured estimates, only the `runnable` ones count. Their bound is two standard deviations of the logarithm
-    below the mean, or what `_shortest_steps` allows; measured estimates and the choice count with their means. Deadline
-    and budget come before the value: the estimate that exceeds the limits least wins, by the same bounds. A candidate
-    that may not fit into memory takes part too, since its run answers whether it does.
+    Of the unmeasured estimates, only the `runnable` ones are considered. Their bound is two standard deviations of the
+    logarithm below the mean, or the limit of `_shortest_steps`; measured estimates and the choice count with their
+    means. Deadline and budget come before the value: the estimate that exceeds the limits least, by the same bounds,
+    wins. A candidate that may not fit into memory is also considered, since its run shows whether it fits.
     """
     barred, limits = choice.barred, choice.goal.limits
     measured = {e.key for e in choice.estimates if e.measured or e is choice.chosen}
@@ -472,7 +473,7 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
         sds = 0.0 if estimate.key in measured else min(_BOUND_SDS, -shortest.get(estimate.key, -math.inf))
         excess = (_bound(value, sds) - math.log(limit) for _, value, limit in limits.of_totals(estimate))
         bound = _bound(choice.goal.value(estimate), sds)
-        # Among equals the smaller cluster wins, since its run costs less.
+        # Among equals, the smaller cluster wins, since its run costs less.
         c = estimate.configuration
         return (round(max([0.0, *excess]), 3), round(bound, 3), c.world_size, c)
 
@@ -485,12 +486,12 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
 
 
 def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
-    """Return the share of the best value by which the most promising launch is expected to improve it (0.01 = 1 %).
+    """Return the relative improvement of the best value expected from the most promising launch (0.01 = 1 %).
 
     The gain of a launch is the sum of the expected improvements (Jones 1998) of the logarithm over all its unmeasured
     batches, each at its better offer, since one run measures both offers. No step counts as shorter than
-    `_shortest_steps`. Neither the best batch nor the few that the
-    launch measures improve the choice by more than this sum. The gain is infinite while the choice may break a limit.
+    `_shortest_steps`. The sum is an upper bound on the improvement by its best batch and by the few that it measures.
+    The gain is infinite while the choice may break a limit.
     """
     if choice.chosen is None or not choice.within_limits_is_likely:
         return math.inf
@@ -498,7 +499,7 @@ def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
 
 
 def _expected_gains(choice: Choice, runnable: Collection[Configuration]) -> dict[Launch, dict[Configuration, float]]:
-    """Return the expected improvement of the logarithm over the expected best, by launch and configuration."""
+    """Return the expected improvement of the logarithm over the best expected value, by launch and configuration."""
     assert choice.expected_best is not None
     best, barred = choice.goal.value(choice.expected_best), choice.barred
     shortest = _shortest_steps(choice.estimates)

@@ -1,4 +1,4 @@
-"""Measurements as columns: points in the configuration space and step times, with and without repeats."""
+"""Measurements as columns: points in the configuration space, and step times with and without repeats."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FloatArray = npt.NDArray[np.float64]
 _LEAST_REST = 0.02  # of a step
 _SD_PER_DEVIATION = 1.48  # standard deviation over the median absolute deviation, of normal values
 PointKey: TypeAlias = tuple[Variant, float, float, float, float]
-"""Variant, nodes, world size, local batch and accumulation: equal for equal points."""
+"""Variant, nodes, world size, local batch and accumulation, which are equal for equal points."""
 
 
 class ObservationError(ValueError):
-    """A measurement or a request that no model can use; the message names the column, the row and the remedy."""
+    """A measurement or a request cannot be used; the message names the column, the row and the remedy."""
 
 
 def column(
@@ -67,9 +67,9 @@ class Points:
         grad_accum_steps: Sequence[float] | FloatArray | None = None,
         variant: Sequence[Variant] | None = None,
     ) -> None:
-        """Use an accumulation of 1, and the default type without options as the variant, if none is given.
+        """By default, use an accumulation of 1, and the default instance type without options as the variant.
 
-        Raises ObservationError on columns that are not configurations.
+        Raises ObservationError if the columns are not valid configurations.
         """
         rows = len(num_nodes)
         steps = np.ones(rows) if grad_accum_steps is None else grad_accum_steps
@@ -93,7 +93,7 @@ class Points:
 
     @cached_property
     def logarithms(self) -> FloatArray:
-        """Return natural logarithms, shape (5, n), cached because a fit asks for them a hundred times.
+        """Return natural logarithms, shape (5, n), cached because a fit uses them a hundred times.
 
         The rows are local batch, ranks in a node, nodes, micro-steps, and micro-steps before the last (-69 for none).
         """
@@ -110,7 +110,9 @@ class Points:
 
     @cached_property
     def _rows_by_variant(self) -> dict[Variant, npt.NDArray[np.intp]]:
-        """Row numbers by variant: a job has up to 64 per instance type, so a scan for each would be slow."""
+        """Return row numbers by variant; a job has up to 64 variants per instance type, so a scan for each would be
+        slow.
+        """
         rows = defaultdict[Variant, list[int]](list)
         for row, variant in enumerate(self.variant):
             rows[variant].append(row)
@@ -127,9 +129,10 @@ class Points:
 class StepTimeObservations:
     """Measured step times; every column has shape (n,), and NaN, if allowed, means "not measured".
 
-    `relative_sd` is the standard error of that row's mean step time over the mean (0.02 = 2 %). Several rows of the
-    same configuration are welcome; contradictions widen the intervals. `compute_time_s` excludes the waits for data,
-    `input_time_s`, which are a part of the step; `optimizer_time_s` is the part of the compute that comes once a step.
+    `relative_sd` is the standard error of a row's mean step time divided by the mean (0.02 = 2 %). There may be several
+    rows for a configuration; contradictions widen the intervals. `compute_time_s` excludes the waits for data,
+    `input_time_s`, which are a part of the step; `optimizer_time_s` is the part of the compute that occurs once per
+    step.
     """
 
     OPTIONAL: ClassVar = ("relative_sd", "compute_time_s", "exposed_comm_time_s", "input_time_s", "optimizer_time_s")
@@ -143,7 +146,7 @@ class StepTimeObservations:
     optimizer_time_s: FloatArray
 
     def __post_init__(self) -> None:
-        """Raise ObservationError on a step time that is zero, negative, NaN or infinite, and on ragged columns."""
+        """Raise ObservationError if a step time is not positive and finite, or if columns have different lengths."""
         rows = len(self.points)
         object.__setattr__(self, "step_time_s", column("step_time_s", self.step_time_s, rows, above=0.0))
         for name in self.OPTIONAL:
@@ -157,7 +160,7 @@ class StepTimeObservations:
         step_time_s: Sequence[float] | FloatArray,
         **columns: Sequence[float] | FloatArray | None,
     ) -> StepTimeObservations:
-        """Return step times measured at these points; `columns` may be any of OPTIONAL, without those not measured."""
+        """Return step times measured at these points; `columns` may contain any of OPTIONAL."""
         where = Points.of(points)
         given = {name: values for name, values in columns.items() if values is not None}
         filled = dict.fromkeys(cls.OPTIONAL, np.full(len(where), np.nan)) | given
@@ -174,18 +177,19 @@ class StepTimeObservations:
         return StepTimeObservations(points=self.points.take(rows), **columns)
 
     def without_waits(self) -> StepTimeObservations:
-        """Return the observations without their waits for data, as the forms count a step.
+        """Return the observations without their waits for data, which the forms do not include in a step.
 
-        The absolute error stays the same, so the relative error of the shorter step grows.
+        The absolute error stays the same, so the relative error of the shorter step is larger.
         """
         rest_s = self.step_time_s - np.nan_to_num(self.input_time_s)
         step_s = np.maximum(rest_s, _LEAST_REST * self.step_time_s)
         return replace(self, step_time_s=step_s, relative_sd=self.relative_sd * self.step_time_s / step_s)
 
     def merge_repeats(self) -> tuple[StepTimeObservations, FloatArray, FloatArray]:
-        """Merge the rows of each configuration into one: the median of three or more, the geometric mean of two.
+        """Merge the rows of each configuration into one, by the median of three or more rows or the geometric mean of
+        two.
 
-        Returns the merged rows, the number of rows behind each, shape (n,), and the least and the largest step time of
+        Returns the merged rows, the number of original rows of each, shape (n,), and the least and largest step time of
         these rows in seconds, shape (n, 2).
         """
         groups = defaultdict[PointKey, list[int]](list)
@@ -199,7 +203,7 @@ class StepTimeObservations:
                 values = getattr(self, name)[group]
                 values = values[np.isfinite(values)]
                 columns[name].append(float(np.median(values)) if values.size else math.nan)
-            # The error of the middle combines the errors within the runs and the spread between them.
+            # The error of the merged value combines the errors within the runs and the spread between them.
             middle = float(np.median(np.log(times)))
             between = _SD_PER_DEVIATION * float(np.median(np.abs(np.log(times) - middle)))
             within = float(np.nan_to_num(columns["relative_sd"].pop()))

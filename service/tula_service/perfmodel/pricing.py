@@ -1,4 +1,4 @@
-"""The time and cost of a candidate: equations 4a and 4b, spot interruptions included; the limits, and the frontier."""
+"""Computes the time and cost of candidates (equations 4a and 4b, with spot interruptions), limits, and the frontier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _MENU = 5  # points: more would be no menu
 
 @dataclass(frozen=True)
 class Spot:
-    """Interruptible capacity: Poisson interruptions per node, work since the last checkpoint is lost at each."""
+    """Interruptible capacity: each node has Poisson interruptions, and each loses the work since the last
+    checkpoint.
+    """
 
     interruptions_per_node_hour: float
     checkpoint_interval_s: float = 600.0
@@ -29,7 +31,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class Offer:
-    """The prices of one instance type; they add up, and zero means "not charged this way"."""
+    """The prices of one instance type, which add up; zero means "not charged this way"."""
 
     usd_per_node_hour: float = 0.0
     usd_per_gb_hour: float = 0.0
@@ -37,7 +39,9 @@ class Offer:
     spot: Spot | None = None
 
     def usd_per_s(self, configuration: Configuration, *, gb_per_rank: float = 0.0) -> float:
-        """Return what a configuration costs per second if each rank holds `gb_per_rank` gigabytes of memory."""
+        """Return the cost of a configuration per second, in US dollars, if each rank uses `gb_per_rank` gigabytes
+        of memory.
+        """
         per_rank = self.usd_per_rank_hour + gb_per_rank * self.usd_per_gb_hour
         hourly = configuration.num_nodes * self.usd_per_node_hour + configuration.world_size * per_rank
         return hourly / SECONDS_PER_HOUR
@@ -53,10 +57,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One candidate with everything that a choice considers; `terms` splits the mean step time, in seconds.
+    """A candidate with everything that a choice considers; `terms` are the parts of the mean step time, in seconds.
 
     `known_sd` is the standard deviation of the logarithm of its mean time, to which intervals add the noise of a run.
-    `energy_kwh` is the energy of the accelerators, None if no run reported power. A candidate has one estimate on
+    `energy_kwh` is the energy of the accelerators, or None if no run reported power. A candidate has an estimate on
     demand and one on interruptible capacity (`spot`), if both have a price.
     """
 
@@ -83,13 +87,13 @@ class Estimate:
 
     @property
     def key(self) -> tuple[Configuration, bool]:
-        """The key of an estimate, unique among those of one choice."""
+        """Return the key of the estimate, which is unique within a choice."""
         return self.configuration, self.spot
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits that a recommendation must keep, or None. Deadline and budget are for the whole training."""
+    """The limits of a recommendation, each None if unset. Deadline and budget apply to the whole training."""
 
     deadline_s: float | None = None
     budget_usd: float | None = None
@@ -104,7 +108,9 @@ class Limits:
         return [(name, value, limit) for name, value, limit in both if limit is not None]
 
     def margin(self, estimate: Estimate) -> float:
-        """Return the standard deviations of the log from the mean to the tighter limit; negative if it is exceeded."""
+        """Return the distance from the mean to the tighter limit, in standard deviations of the log; negative if
+        exceeded.
+        """
         both = [(value, limit) for _, value, limit in self.of_totals(estimate) if value.mean > 0]
         return min((math.log(limit / value.mean) / max(value.log_sd, 1e-9) for value, limit in both), default=math.inf)
 
@@ -112,8 +118,8 @@ class Limits:
 def spot_slowdown(spot: Spot | None, num_nodes: int) -> float:
     """Return the ratio of expected to uninterrupted wall time of a synchronous job on `num_nodes` interruptible nodes.
 
-    With rate L = num_nodes * rate, a stretch of length tau between checkpoints takes (1/L + R) * (exp(L tau) - 1) in
-    expectation (Daly 2006, without checkpoint cost); infinite when the job would practically never get through.
+    With rate L = num_nodes * rate, an interval of length tau between checkpoints takes (1/L + R) * (exp(L tau) - 1) in
+    expectation (Daly 2006, without checkpoint cost). The ratio is infinite if the job would practically never finish.
     """
     if spot is None:
         return 1.0
@@ -121,7 +127,7 @@ def spot_slowdown(spot: Spot | None, num_nodes: int) -> float:
     expected = rate * spot.checkpoint_interval_s
     if expected > _HOPELESS_EXPONENT:
         return math.inf
-    # The same, written so that a rate near 0 divides by nothing.
+    # The same, written so that a rate near 0 causes no division by zero.
     growth = math.expm1(expected) / expected if expected > 0.0 else 1.0
     return (1.0 + rate * spot.restart_s) * growth
 
@@ -139,9 +145,9 @@ def price(
     """Return the estimate of one candidate with its time (4a) and cost (4b).
 
     T = E * D / B * t_step * spot slowdown * steps factor; C = T * (n * usd_per_node_hour + world_size *
-    (usd_per_rank_hour + peak_GB * usd_per_gb_hour)). `steps_factor` is how many times as many steps the candidate needs
-    for the same quality; `power_w` is the power of a rank's device while it trains. Raises ObservationError if a price
-    needs a peak that is not known.
+    (usd_per_rank_hour + peak_GB * usd_per_gb_hour)). `steps_factor` is the factor on the number of steps that the
+    candidate needs for the same quality; `power_w` is the power of a rank's device during training. Raises
+    ObservationError if a price depends on an unknown peak.
     """
     slowdown = spot_slowdown(offer.spot, configuration.num_nodes)
     epoch_steps = training.dataset_size / configuration.global_batch_size * steps_factor
@@ -168,7 +174,7 @@ def price(
 def pareto_frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
     """Return the estimates that no other estimate dominates in mean time and cost, fastest first.
 
-    An estimate is dominated if another is no worse in both and better in one; of equals, the first stays.
+    An estimate is dominated if another is not worse in either and better in one; among equals, the first is kept.
     """
     frontier: list[Estimate] = []
     for estimate in sorted(estimates, key=lambda e: (e.time_s.mean, e.cost_usd.mean)):
@@ -178,10 +184,10 @@ def pareto_frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
 
 
 def build_menu(frontier: Sequence[Estimate], chosen: Estimate) -> tuple[Estimate, ...]:
-    """Return up to five points to choose among, the fastest first.
+    """Return up to five points to choose from, the fastest first.
 
-    The ends of the frontier and the chosen point are among them. Each further point is the one that lies farthest, in
-    the logarithm of time, from the points already taken.
+    They include the ends of the frontier and the chosen point. Each further point is the one farthest from the selected
+    points, in the logarithm of time.
     """
     points = sorted({e.key: e for e in (*frontier, chosen)}.values(), key=lambda e: (e.time_s.mean, tie_break(e)))
     times = [math.log(max(e.time_s.mean, 1e-300)) for e in points]
@@ -193,7 +199,9 @@ def build_menu(frontier: Sequence[Estimate], chosen: Estimate) -> tuple[Estimate
 
 
 def usd_per_hour_saved(faster: Estimate, slower: Estimate) -> float | None:
-    """Return the price of each hour that `faster` saves over `slower`, or None if it saves or costs nothing."""
+    """Return the price of each hour that `faster` saves compared with `slower`, or None if it saves no time or
+    costs no more.
+    """
     saved_s, more = slower.time_s.mean - faster.time_s.mean, faster.cost_usd.mean - slower.cost_usd.mean
     return more / saved_s * SECONDS_PER_HOUR if saved_s > 0.0 and more > 0.0 else None
 

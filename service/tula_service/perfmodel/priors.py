@@ -40,30 +40,42 @@ _EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD = 0.5, 0.4, 0.5  # of log(c / guess)
 _WORTH_OF_NETWORK_SD = 6.0  # the number of jobs that the prior of _NETWORK_SD weighs as much as
 _BELIEVED_SDS = 4.0
 _OF_ARITHMETIC, _OF_ACTIVATIONS, _OF_PARAMETERS = 0.634, 18.5, 30.7
-"""From timm's table (Apache-2.0: 765 rows, one RTX 3090 with AMP) and the rows of Lambda's, TensorFlow's, DLPerf's and
-mxnet-finetuner's (BSD-3-Clause, Apache-2.0: eleven devices), each network or device left out in turn when scored."""
+"""Fitted to timm's table (Apache-2.0: 765 rows, one RTX 3090 with AMP) and the tables of Lambda, TensorFlow, DLPerf
+and mxnet-finetuner (BSD-3-Clause, Apache-2.0: eleven devices), and scored with each network or device left out in
+turn.
+"""
 _OF_ACTIVATIONS_ALONE = 16.2
-"""In half precision, if the bytes that convolutions convert are counted apart: from timm's rows in two layouts, with
-the other two numbers as they are. With each family left out in turn, these rows say 16.2 too."""
+"""For half precision, if the bytes that convolutions convert are counted separately; fitted to timm's rows in two
+layouts with the other two numbers unchanged.
+
+With each family left out in turn, the result is also 16.2.
+"""
 FLOOR_S: Final = 0.03
-"""Seconds that launches and the optimizer take on any accelerator if operations were not counted: batch sweeps on
-one device in Pollux's and DLPerf's tables (Apache-2.0) have floors of 7 to 215 ms, around 30. No table covers small
-batches on another class of devices."""
+"""Seconds that launches and the optimizer take on any accelerator if operations were not counted.
+
+Batch sweeps on one device in the tables of Pollux and DLPerf (Apache-2.0) have floors of 7 to 215 ms, around 30. No
+table has small batches on another class of devices.
+"""
 LAUNCH_S: Final = 30e-6
-"""Seconds that the host of an accelerator takes to launch one operation if no probe timed it, in PyTorch without
-compilation: steps of 8 examples, divided by their counted operations, took 23 to 50 us on an H100."""
+"""Seconds that the host of an accelerator takes to launch one operation in PyTorch without compilation, if no probe
+timed it.
+
+On an H100, steps of 8 examples took 23 to 50 us per counted operation.
+"""
 _LOG_BEND_OF_A_QUEUE: Final = math.log(3.0)
-"""h = 4: the host queues operations while the device computes, so the longer of the two times counts."""
+"""The bend h = 4: the host queues operations while the device computes, so mostly the longer of the two times
+counts.
+"""
 
 
 @dataclass(frozen=True)
 class StepTimePrior:
     """A Gaussian over the parameters of the form `overlap`, in the order and encoding of `step_time_form`.
 
-    `absolute` says that c is known; without it a fit needs at least one measurement. `reference_batch_size` is b_ref;
-    None stands for "the largest batch in question". `in_seconds` lists entries that the form states relative to c,
-    although they are known in seconds: their `sd` is the deviation of log(entry * c), however little is known about c
-    itself. `slow_from` is the smallest local batch at which convolutions are slower.
+    `absolute` is True if c is known; otherwise a fit needs at least one measurement. `reference_batch_size` is b_ref;
+    None stands for the largest batch in question. `in_seconds` lists entries that are known in seconds although the
+    form has them relative to c: their `sd` is the deviation of log(entry * c), even if c itself is uncertain.
+    `slow_from` is the smallest local batch at which convolutions are slower.
     """
 
     mean: FloatArray
@@ -76,7 +88,7 @@ class StepTimePrior:
     slow_from: float = math.inf
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless each parameter has a finite centre and a positive width."""
+        """Raise ObservationError unless each parameter has a finite mean and a positive deviation."""
         object.__setattr__(self, "mean", column("prior mean", self.mean, NUM_PARAMETERS))
         object.__setattr__(self, "sd", column("prior sd", self.sd, NUM_PARAMETERS, above=0.0))
 
@@ -89,7 +101,7 @@ class StepTimePrior:
     def without_accumulation(self) -> StepTimePrior:
         """Return this prior for steps that never accumulate.
 
-        The compute of such a step includes the once-a-step part, since no measurement tells the two apart.
+        The compute of such a step includes the once-per-step part, since no measurement can separate the two.
         """
         mean, sd = self.mean.copy(), self.sd.copy()
         mean[AT.once], sd[AT.once] = ABSENT, _ABSENT_SD
@@ -102,15 +114,15 @@ class ModelFacts:
 
     `flops_per_sample` counts one forward pass, and a multiplication and an addition as two.
     `activation_bytes_per_sample` is the number of bytes that a sample leaves on one device for the backward pass, and
-    `parameter_bytes` the bytes of the parameters on one device in single precision. `flops_sd` is the uncertainty that
-    guesses cause in the logarithm of the compute, 0 if everything was counted. `rule_sd` is how far the roofline misses
-    that logarithm otherwise; it is larger if the precision is unknown. `volumes` is how often the bytes of the
-    parameters pass a link in a step: 2 for an all-reduce, or for a reduce-scatter and one gathering; 3 if the backward
-    pass gathers the parameters again. `idle_samples` is the number of examples whose compute a device of a pipeline
-    waits for: with m micro-batches and p stages, a step takes the time of m + p - 1 micro-batches. `operations` is how
-    many operations of a micro-step start a kernel, or None if they were not counted. `transposed_bytes_per_sample` is
-    the number of bytes of a sample's images that are read and written while convolutions in half precision change their
-    memory layout; None if they were not counted, or in single precision.
+    `parameter_bytes` the bytes of the parameters on one device in single precision. `flops_sd` is the uncertainty of
+    the logarithm of the compute due to guesses, 0 if everything was counted. `rule_sd` is the remaining error of the
+    roofline in that logarithm, which is larger if the precision is unknown. `volumes` is how often the bytes of the
+    parameters cross a link in a step: 2 for an all-reduce, or a reduce-scatter and an all-gather; 3 if the backward
+    pass gathers the parameters again. `idle_samples` is the number of examples for whose compute a device of a pipeline
+    is idle: with m micro-batches and p stages, a step takes the time of m + p - 1 micro-batches. `operations` is the
+    number of operations of a micro-step that start a kernel, or None if they were not counted.
+    `transposed_bytes_per_sample` is the number of bytes of a sample's images that are read and written because
+    convolutions in half precision change the memory layout; None if they were not counted, or in single precision.
     """
 
     parameter_count: float
@@ -125,7 +137,7 @@ class ModelFacts:
     transposed_bytes_per_sample: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless the counts are positive and finite: a third of a tiny number may be 0."""
+        """Raise ObservationError unless the counts are positive and finite; a third of a tiny number may be 0."""
         for name in ("parameter_count", "flops_per_sample"):
             column(name, [getattr(self, name)], above=0.0)
 
@@ -149,17 +161,18 @@ class Hardware:
 
     @property
     def device_sd(self) -> float:
-        """Return the uncertainty of the logarithm of the device's speed; without a known peak the speed is a guess."""
+        """Return the uncertainty of the logarithm of the device's speed, which is a guess if the peak is unknown."""
         return _UNKNOWN_DEVICE_SD if self.peak_tflops is None else self.figures_sd
 
 
 @dataclass(frozen=True)
 class Priors:
-    """The belief about each instance type before a job's own runs; a type that `believed` lacks starts generic.
+    """The prior of each instance type before a job's own runs; a type that is not in `believed` starts from the generic
+    prior.
 
-    The fit uses `hardware` to carry the measurements of one type over to a type without any. `probed` names the types
+    The fit uses `hardware` to transfer the measurements of one type to a type without any. `probed` lists the types
     whose links between nodes a probe measured. `slow_from` is the smallest local batch of a type at which convolutions
-    are slower. `base` holds the options of the variants that `believed` describes: the first value of each.
+    are slower. `base` has the options of the variants in `believed`: the first value of each.
     """
 
     believed: Mapping[str, StepTimePrior] = field(default_factory=dict)
@@ -172,11 +185,11 @@ class Priors:
 def generic_prior() -> StepTimePrior:
     """Return the prior of any synchronous data-parallel job, made from 43 measured grids.
 
-    The error of held-out predictions on grids of Pollux (Apache-2.0), Gavel (MIT), ElasticFlow, DLPerf and TensorFlow's
-    benchmarks (Apache-2.0) decided the centres and widths, which were then rounded: at the largest batch a third of
-    compute is floor, two ranks of a node add 4 % of compute, two nodes add 30 %, and about a third of what can overlap
-    does not. Tables of training with accumulation, which are not in the project, decided the once-a-step share, 3 % of
-    compute.
+    Means and deviations were chosen by the error of held-out predictions on grids of Pollux (Apache-2.0), Gavel (MIT),
+    ElasticFlow, DLPerf and TensorFlow's benchmarks (Apache-2.0), and then rounded: at the largest batch, a third of
+    compute is floor, two ranks of a node add 4 % of compute, two nodes add 30 %, and about a third of the communication
+    that could overlap does not. The once-per-step share, 3 % of compute, comes from tables of training with
+    accumulation that are not in the project.
     """
     return StepTimePrior(
         mean=np.array(
@@ -187,23 +200,24 @@ def generic_prior() -> StepTimePrior:
 
 
 def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batch_size: float) -> StepTimePrior:
-    """Return a prior with a scale, for a job that has no runs: basis `prior`.
+    """Return a prior with a scale (basis `prior`) for a job without runs.
 
-    A roofline gives the compute of a step on one device, off by about 1.3 either way,
+    The compute of a step on one device comes from a roofline, within a factor of about 1.3,
 
         t(b) = b (arithmetic 3 F / peak + (activations A + X) / W) + parameters P / W + floor
 
     or, if the operations of a step were counted, (g^4 + l^4)^(1/4): g has the terms in b, and l the term of the
     parameters and `operations` launches. F is the FLOPs of one forward pass per sample, A the bytes that one sample
-    leaves for the backward pass, X the bytes that one sample moves while convolutions in half precision change the
+    keeps for the backward pass, X the bytes that one sample moves because convolutions in half precision change the
     memory layout of its images, P the bytes of parameters, and W the memory bandwidth. Between nodes, s_inter = volumes
-    * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). A guess stands in for an unknown figure
-    of the hardware, and makes c wider.
+    * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). An unknown figure of the hardware is
+    replaced by a guess, which makes c less certain.
     """
     base = generic_prior()
     b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])
     peak, bandwidth = hardware.peak_tflops or _UNKNOWN_TFLOPS, hardware.memory_gb_per_s or _UNKNOWN_GB_PER_S
-    # In logarithms throughout: a specification may name any finite number of FLOPs, and ratios of such underflow.
+    # This computes in logarithms, since a specification may have any finite number of FLOPs, and ratios could
+    # underflow.
     log_bandwidth = math.log(bandwidth * 1e9)
     arithmetic = math.log(3.0 * _OF_ARITHMETIC) + math.log(facts.flops_per_sample) - math.log(peak * 1e12)
     transposed = facts.transposed_bytes_per_sample
@@ -235,7 +249,7 @@ class ScaleError:
     """The error of the hardware-based prior for a job with any network, at its reference batch size.
 
     `log_ratio` is log(fitted c / c of `prior_from_hardware`), 0 before a fit, and `sd` its own uncertainty (guessed
-    FLOPs, runs that left c open). `device_sd` is the uncertainty that the figures of `device` cause
+    FLOPs, runs that did not determine c). `device_sd` is the uncertainty due to the figures of `device`
     (`Hardware.device_sd`), and `rule_sd` the uncertainty of the rule.
     """
 
@@ -248,7 +262,7 @@ class ScaleError:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What was learned from a network's runs on one instance type, and the facts that need no run."""
+    """The posterior of a network's runs on one instance type, and the facts that are known without a run."""
 
     learned: StepTimePrior
     facts: ModelFacts
@@ -256,7 +270,7 @@ class Lesson:
 
     @property
     def scale_error(self) -> ScaleError:
-        """Return how far the prior from hardware figures lies from what the runs taught."""
+        """Return the error of the prior from hardware figures compared with the posterior of the runs."""
         b_ref = self.learned.reference_batch_size or 1.0
         guess = prior_from_hardware(self.facts, self.hardware, reference_batch_size=b_ref)
         return ScaleError(
@@ -270,12 +284,12 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Lessons:
-    """What earlier jobs teach, sorted by how much they have in common with a job.
+    """The results of earlier jobs, grouped by what they have in common with a job.
 
-    `same_network` and `other_networks` hold what runs on the hardware of the job taught, by instance type. Each prior
-    of another network comes with the ratio of the job's parameter count to that network's, None if a count is unknown.
-    `other_hardware` holds what runs of the same network taught on hardware that the job does not have. `scales` covers
-    any network on any hardware.
+    `same_network` and `other_networks` come from runs on the job's hardware, by instance type. Each prior of another
+    network is paired with the ratio of the job's parameter count to that network's, or None if a count is unknown.
+    `other_hardware` comes from runs of the same network on hardware that the job does not have. `scales` covers any
+    network on any hardware.
     """
 
     same_network: Mapping[str, tuple[StepTimePrior, ...]] = field(default_factory=dict)
@@ -296,10 +310,10 @@ def prior_of_type(
 ) -> StepTimePrior | None:
     """Return the prior of a network on the instance type `name`, or None for the generic prior.
 
-    `hardware` covers every type of the job. `measured` says that the job has runs: they tell its scale better than the
-    scales of other jobs do, so the answer is None unless earlier jobs ran on this hardware. `measured_clusters` is how
-    many cluster sizes of this type have runs: from three on, the job's own collectives say more than the collectives of
-    other networks, which would then do harm.
+    `hardware` covers every type of the job. `measured` is True if the job has runs: they determine its scale better
+    than the scales of other jobs, so the result is None unless earlier jobs ran on this hardware. `measured_clusters`
+    is the number of cluster sizes of this type that have runs: from three on, the job's own collectives are better than
+    those of other networks, which would then do harm.
     """
     if name in lessons.same_network:
         return prior_from_jobs(lessons.same_network[name])
@@ -313,9 +327,9 @@ def prior_of_type(
         for learned, other in (*near, *lessons.other_hardware)
         if other.memory_gb_per_s is not None and hardware[name].memory_gb_per_s is not None
     ]
-    # The narrower of two guesses: the same network on other hardware, moved by the ratio of the data sheets, or the
-    # hardware figures corrected by how fast earlier jobs ran. A run on hardware of uncertain speed says less about a
-    # device than its data sheet does.
+    # This is the more certain of two guesses: the same network on other hardware, scaled by the ratio of the data
+    # sheets, or the hardware figures, corrected by the speed of earlier jobs. A run on hardware of uncertain speed says
+    # less about a device than its data sheet does.
     scale = min((guess, *moved), key=lambda prior: float(prior.sd[AT.compute]))
     if scale is guess:
         error = ScaleError(0.0, hardware[name].device, facts.flops_sd, hardware[name].device_sd, facts.rule_sd)
@@ -329,16 +343,17 @@ def prior_of_type(
 
 
 def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[ScaleError]) -> StepTimePrior:
-    """Return `guess` (of `prior_from_hardware`, with this error), its compute scale corrected by errors of other jobs.
+    """Return `guess` (from `prior_from_hardware`, with this error) with its compute scale corrected by errors of other
+    jobs.
 
     log(c / guess) = everywhere + device + network: the effect of a team's framework, precision and kernels on every
     network, their effect on one device, and the effect of the network itself. The first two are normal around 0 (sd 0.5
-    and 0.4, plus `device_sd`); the jobs decide the sd of the third, which is 0.5 before any job. All three shrink with
-    the `rule_sd` of the guess, the first two with its square, since a rule that knows precision and memory traffic
-    leaves less in common. Jobs with a wider `rule_sd` count less. `earlier` has each network at most once per device: a
-    repetition would count as another job that agrees. A job that is off by more than four sd was described wrongly
-    (FLOPs in another unit) and is ignored. Widths are from step times of six networks on eight devices in two
-    precisions (Lambda's TensorFlow benchmark, BSD-3-Clause).
+    and 0.4, plus `device_sd`); the sd of the third is estimated from the jobs, and is 0.5 before any job. All three
+    shrink with the `rule_sd` of the guess, the first two with its square, since a rule that knows precision and memory
+    traffic leaves less in common. Jobs with a larger `rule_sd` count less. `earlier` has each network at most once per
+    device, since a repetition would count as another job that agrees. A job that is off by more than four sd is
+    ignored, since it was described wrongly (FLOPs in another unit). The deviations come from step times of six networks
+    on eight devices in two precisions (Lambda's TensorFlow benchmark, BSD-3-Clause).
     """
     widths, share = (_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD), error.rule_sd / UNKNOWN_PRECISION_SD
     everywhere_sd, on_device_sd = share**2 * _EVERYWHERE_SD, share**2 * _DEVICE_SD
@@ -357,7 +372,7 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
     parts = np.column_stack([np.full(len(usable), everywhere_sd), on[:, None] * same])
     own = [job.sd**2 + max(job.rule_sd**2 - error.rule_sd**2, 0.0) for job in usable]
     certainty = network_sd**2 / (network_sd**2 + np.array(own))
-    # The columns are scaled by their sd, so the weights have a sd of 1: lambda is held at 1 by a prior worth 1e6 jobs.
+    # The columns are scaled by their sd, so the weights have a sd of 1; a prior worth 1e6 jobs keeps lambda at 1.
     ridge = BayesianRidge(
         fit_intercept=False,
         alpha_init=network_sd**-2,
@@ -378,12 +393,12 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
 
 
 def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, other: Hardware) -> StepTimePrior:
-    """Return the prior of a network on one instance type from its runs on another, basis `transfer`.
+    """Return the prior of a network on one instance type from its runs on another (basis `transfer`).
 
     The shape is kept. With W the memory bandwidth of a device and L the bandwidth of a link, c' = c W / W', a' = a c /
     c' and s' = s (c / c') (L / L'): step times of networks follow memory bandwidth more closely than peak arithmetic,
-    of which each generation of devices reaches another share. If a figure of either type is unknown, nothing moves and
-    c is wider; c is also wider if the figures are uncertain.
+    since each generation of devices reaches a different share of its peak. If a figure of either type is unknown, the
+    means do not change and c is less certain; c is also less certain if the figures are.
     """
 
     def times(name: str) -> float | None:
@@ -411,18 +426,18 @@ def prior_from_jobs(
     scale: StepTimePrior | None = None,
     gradient_ratios: Sequence[float | None] = (),
 ) -> StepTimePrior:
-    """Return the prior of the next job, basis `transfer`, from k earlier jobs on the same hardware.
+    """Return the prior of the next job (basis `transfer`) from k earlier jobs on the same hardware.
 
-    Each posterior (`Posterior.without_prior`) holds the generic prior, which is divided out before they are combined: a
-    job teaches nothing about what it did not measure. The next job differs from the others as they differ from one
-    another, so its deviation is sqrt(between^2 + own^2 / k), never the error of the mean alone. Collectives carry over
-    in seconds.
+    Each posterior (`Posterior.without_prior`) includes the generic prior, which is divided out before they are
+    combined, so that a job contributes nothing about what it did not measure. The next job differs from the others as
+    they differ from one another, so its deviation is sqrt(between^2 + own^2 / k), never the error of the mean alone.
+    Collectives carry over in seconds.
 
-    The compute scale c belongs to one network: it comes from `scale` (of `prior_from_hardware`), or, when the jobs are
-    runs of the same network, from their runs. With `scale`, the jobs are other networks: their collectives carry over
-    as seconds per gradient byte, c s / (4 P). `gradient_ratios` are this network's parameters over theirs, one for each
-    posterior; a job with None, whose count is unknown, teaches nothing about collectives. What no job teaches comes
-    from `scale`, or from the generic prior without it.
+    The compute scale c belongs to one network: it comes from `scale` (from `prior_from_hardware`) or, if the jobs are
+    runs of the same network, from these runs. With `scale`, the jobs are other networks, and their collectives are
+    transferred as seconds per gradient byte, c s / (4 P). `gradient_ratios` are the ratios of this network's parameters
+    to theirs, one for each posterior; a job with None, whose count is unknown, contributes nothing about collectives.
+    Parameters about which no job contributes come from `scale` or, without it, from the generic prior.
     """
     generic, base, collectives = generic_prior(), scale or generic_prior(), list(COLLECTIVES)
     b_ref = base.reference_batch_size
@@ -432,7 +447,7 @@ def prior_from_jobs(
     precision = np.where(now > (1.0 + _LEAST_TAUGHT) * before, now - before, 0.0)
     parted = (means * now - generic.mean * before) / np.maximum(precision, 1e-12)
     means = np.where(precision > 0.0, parted, means)
-    # For another reference batch c grows with it, and what is relative to c shrinks.
+    # For another reference batch, c grows with it, and values relative to c shrink.
     times = [b_ref / p.reference_batch_size if b_ref and p.reference_batch_size else 1.0 for p in posteriors]
     shift = np.exp(means[:, 2]) * np.log(times)
     means[:, AT.compute] = log_c[:, 0] + shift
@@ -466,7 +481,7 @@ def _predictive(
     """Return the mean and deviation of the next job's parameters, shape (11,) each.
 
     `means` and `precision`, shape (k, 11), are estimates from k other jobs; `centre` and `sd`, shape (11,), are the
-    belief without these estimates.
+    prior without these estimates.
     """
     usual = np.minimum(_BETWEEN_JOBS_SD, 0.5 * sd)
     informed = precision > 0.0

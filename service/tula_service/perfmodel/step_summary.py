@@ -1,4 +1,4 @@
-"""A summary of a run's steps: robust figures for a fit."""
+"""Summarises a run's steps as robust figures for a fit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _OF_TWO_OR_THREE = 3.0  # the variance of t with two degrees of freedom or fewer
 
 
 def summarise(samples: SampleColumns) -> dict[str, float | int | None]:
-    """Return the figures of a run by name: the robust mean of each column, which counts slow steps that recur in full.
+    """Return the figures of a run by name: the robust mean of each column, which fully includes recurring slow steps.
 
-    Times are in seconds, None if nothing was measured. `samples` has one row for each step and rank. Step times are
-    averaged over the ranks first: ranks of one step wait for each other, so only steps count as independent in
-    `relative_sd`, the standard error of `step_time_s` over its mean. A straggler is named when it was the slowest rank
-    in more than half of the steps.
+    Times are in seconds, or None if nothing was measured. `samples` has one row for each step and rank. Step times are
+    first averaged over the ranks: the ranks of a step wait for each other, so only steps count as independent in
+    `relative_sd`, the standard error of `step_time_s` divided by its mean. A straggler is named if it was the slowest
+    rank in more than half of the steps.
     """
     steps, which = np.unique(samples.step, return_inverse=True)
     mean, error = robust_mean(np.bincount(which, weights=samples.step_time_s) / np.maximum(np.bincount(which), 1))
@@ -33,9 +33,10 @@ def summarise(samples: SampleColumns) -> dict[str, float | int | None]:
 
 
 def _relative_sd(mean: float, error: float | None, steps: int) -> float:
-    """Return the relative standard error, widened by the sd of Student's t: few steps say little about their spread.
+    """Return the relative standard error, widened by the sd of Student's t, since few steps say little about their
+    spread.
 
-    Compared with a known spread, the error of four steps counts 1.7 times, and that of sixteen steps 1.07 times.
+    Compared with a known spread, the error is 1.7 times as large for four steps and 1.07 times for sixteen.
     """
     if error is None:
         return _OF_ONE_STEP
@@ -45,8 +46,8 @@ def _relative_sd(mean: float, error: float | None, steps: int) -> float:
 def robust_mean(values: FloatArray) -> tuple[float | None, float | None]:
     """Return the mean of `values`, robust against one outlier, and its standard error.
 
-    If the largest value lies farther above the second largest than the spread of all others, it counts as the second
-    largest: it was a checkpoint or a collector pause. Two such values are a pattern and count in full.
+    If the largest value is farther above the second largest than the spread of all others, it is replaced by the second
+    largest, since it was probably a checkpoint or a garbage collection. Two such values are a pattern and are kept.
     """
     if values.size == 0:
         return None, None

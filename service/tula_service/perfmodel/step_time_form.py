@@ -1,4 +1,4 @@
-"""The step-time form `overlap`: saturating compute, two levels of network, overlap, accumulation; in logarithms.
+"""The step-time form `overlap`, in logarithms: saturating compute, two levels of network, overlap, and accumulation.
 
     t        = (m - 1) * T_g + (T_g^g + T_s^g)^(1/g) + T_o    m micro-steps, only the last one waits for gradients
     T_g      = c * (a^h + x^h)^(1/h),  x = (b / b_ref)^q      compute of a micro-step: a floor, then growth with b;
@@ -8,7 +8,7 @@
     phi(x)   = x / 2                                          so that s is the cost of two participants
     T_o      = c * o                                          once a step: the optimizer; no communication hides it
 
-theta holds the eleven parameters in this order (`AT` has their places); everything but c has no unit, so one Gaussian
+theta has the eleven parameters in this order (`AT` has their indices). All except c are dimensionless, so one Gaussian
 prior fits both a phone-sized network and a language model.
 
     compute       log c        c in seconds: compute of one micro-step at b_ref, were there no floor
@@ -40,7 +40,7 @@ from tula_service.perfmodel.points import FloatArray, Points
 
 
 class Parameters(NamedTuple):
-    """The place of each parameter in theta, and in its means and standard deviations."""
+    """The index of each parameter in theta, and in its means and standard deviations."""
 
     compute: int
     floor: int
@@ -58,19 +58,21 @@ class Parameters(NamedTuple):
 AT: Final = Parameters(*range(11))
 NUM_PARAMETERS: Final = len(AT)
 COLLECTIVES: Final = (AT.intra, AT.inter)
-"""The entries of theta to which times of collectives are proportional: s_intra and s_inter."""
+"""The entries of theta that are proportional to the times of collectives: s_intra and s_inter."""
 
 ABSENT: Final = -60.0
 """The logarithm of a part that a step does not have."""
 LOG_SLOWER: Final = math.log(1.28)
-"""Compute is slower from a convolution of 2^31 elements on: by 18 to 39 % for VGG11 and AlexNet on an H100."""
+"""The slowdown of compute from a convolution of 2^31 elements on: 18 to 39 % for VGG11 and AlexNet on an H100."""
 _LARGEST_EXPONENT: Final = 20.0
-"""The form does not change above this exponent: far from the data, a step of the search may ask for exp(700)."""
+"""The form does not change above this exponent, since far from the data a step of the search may need exp(700)."""
 _LOG_2 = math.log(2.0)
 
 
 def to_seconds(entries: Sequence[int]) -> FloatArray:
-    """Return the (11, 11) matrix that turns these entries of theta, relative to c, into logs of seconds."""
+    """Return the (11, 11) matrix that converts these entries of theta, which are relative to c, into logs of
+    seconds.
+    """
     matrix = np.eye(NUM_PARAMETERS)
     matrix[list(entries), AT.compute] = 1.0
     return matrix
@@ -78,9 +80,9 @@ def to_seconds(entries: Sequence[int]) -> FloatArray:
 
 @dataclass(frozen=True)
 class Terms:
-    """Logs of the parts of a step in seconds, shape (n,), and slopes in theta, shape (n, 11).
+    """Logs of the parts of a step in seconds, shape (n,), and their slopes in theta, shape (n, 11).
 
-    The parts are the whole step, its compute, its collective, and the once-a-step part; the first two have slopes.
+    The parts are the whole step, its compute, its collectives, and the once-per-step part; the first two have slopes.
     """
 
     step: FloatArray
@@ -95,8 +97,8 @@ class Terms:
 class LogStepTimes:
     """Natural logarithms of predicted seconds, shape (n,): mean of a whole step, its compute, and its communication.
 
-    `sd` is the standard deviation of the log step time around `mean`, Student's t with `dof` degrees of freedom, and
-    `known_sd` is its value without the noise of a run.
+    `sd` is the standard deviation of the log step time around `mean`, for Student's t with `dof` degrees of freedom;
+    `known_sd` is the same without the noise of a run.
     """
 
     mean: FloatArray
@@ -155,11 +157,11 @@ def log_terms(theta: FloatArray, points: Points, reference_batch_size: float, sl
 
 @dataclass(frozen=True)
 class ResidualScales:
-    """Prior standard deviations of log step time around the form, and over how many doublings they stay correlated.
+    """Prior standard deviations of log step time around the form, and their correlation lengths in doublings.
 
     `batch` is shared by all clusters at one batch (kernel choice), `cluster` by all batches on one cluster (link
-    contention), `both` belongs to a configuration and its neighbours, `own` to one configuration alone, `noise` to one
-    run: with it, choices from runs that differ by 3 % lie inside their intervals as often as stated.
+    contention), `both` by a configuration and its neighbours; `own` belongs to a single configuration and `noise` to a
+    single run. With this noise, if runs differ by 3 %, the intervals of choices have the stated coverage.
     """
 
     batch: float = 0.041
@@ -172,14 +174,19 @@ class ResidualScales:
 
 
 RUN_NOISE: Final = ResidualScales().noise
-"""Of the logarithm of one run's step time: measured points are known this well, however far other points stray."""
+"""Standard deviation of the logarithm of one run's step time; measured points are this precise, however far others
+stray.
+"""
 _STRAYING, _STRAYING_SHARE = 3.5, 0.25
-"""A quarter of the jobs stray 3.5 times as far: on one half of the public grids, intervals of irregular grids then hold
-87 % of what was not run, as wanted."""
+"""A quarter of the jobs stray 3.5 times as far.
+
+On one half of the public grids, intervals of irregular grids then contain 87 % of the configurations that were not run,
+as intended.
+"""
 
 
 def hypotheses(scales: ResidualScales) -> tuple[tuple[ResidualScales, float], ...]:
-    """Return two beliefs about how far a job strays from the form, each with the share of jobs that it holds for.
+    """Return two hypotheses on how far a job strays from the form, each with its share of jobs.
 
     Most jobs follow the form; in some, step time jumps with the batch (another kernel is chosen) or with the cluster (a
     congested link). The measurements decide between the two.
@@ -191,7 +198,7 @@ def hypotheses(scales: ResidualScales) -> tuple[tuple[ResidualScales, float], ..
 def residual_covariance(first: Points, second: Points, scales: ResidualScales) -> FloatArray:
     """Return the covariance without `own` and `noise`, shape (len(first), len(second)).
 
-    It is exponential in log2 distance.
+    The covariance is exponential in log2 distance.
     """
     ranks, nodes = _distance(first.world_size, second.world_size), _distance(first.num_nodes, second.num_nodes)
     batch = np.exp(-_distance(first.local_batch_size, second.local_batch_size) / scales.batch_doublings)

@@ -1,4 +1,4 @@
-"""The step-time model that the rest of the service uses: fit it to a few measurements, predict any configuration."""
+"""The step-time model for the rest of the service: fits a few measurements, and predicts any configuration."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ _MOST_ROUNDS = 5
 
 @dataclass(frozen=True)
 class InputWait:
-    """How long a step of one variant waits for data.
+    """The time that a step of one variant waits for data.
 
-    A loader takes `s_per_example` seconds (L) for each example, and the share `hidden` (h) of the rest of the step
-    hides that time:
+    A loader takes `s_per_example` seconds (L) for each example, and this time is hidden by the share `hidden` (h) of
+    the rest of the step:
 
         t_input = max(0, L m b - h (t - t_input))        m b examples of a rank a step; 0 <= h <= 1
 
-    A loader in the training process hides nothing (h = 0); workers that fill a queue hide up to all of it (h = 1).
-    `relative_sd` is the relative error of a wait, and `measured_s` holds the measured waits in seconds. If L is
-    believed rather than measured, `unsure_s_per_example` is how far it may be off, in seconds per example.
+    With a loader in the training process, nothing is hidden (h = 0); with workers that fill a queue, up to the whole
+    rest of the step hides loading (h = 1). `relative_sd` is the relative error of a wait, and `measured_s` has the
+    measured waits in seconds. If L is assumed rather than measured, `unsure_s_per_example` is its uncertainty in
+    seconds per example.
     """
 
     s_per_example: float
@@ -50,7 +51,7 @@ class InputWait:
     def predict(self, points: Points, rest_s: FloatArray) -> FloatArray:
         """Return the seconds of waiting, shape (n,), in steps that take `rest_s` seconds without a wait.
 
-        A point whose wait was measured keeps the measured wait.
+        For a point whose wait was measured, the result is the measured wait.
         """
         loading = self.s_per_example * points.local_batch_size * points.grad_accum_steps
         waits = np.maximum(loading - self.hidden * rest_s, 0.0)
@@ -64,9 +65,9 @@ class InputWait:
         return np.hypot(self.relative_sd * wait_s, slower.predict(points, rest_s) - wait_s)
 
     def with_loader(self, factor: float) -> InputWait:
-        """Return the waits with a loader that is believed to take `factor` times as long per example.
+        """Return the waits with a loader that is assumed to take `factor` times as long per example.
 
-        Half of the change is its standard deviation: whether workers help depends on what they wait for.
+        The standard deviation is half of the change, since workers do not help with everything that a loader waits for.
         """
         s_per_example = self.s_per_example * factor
         unsure = 0.5 * abs(self.s_per_example - s_per_example)
@@ -80,9 +81,9 @@ NO_WAIT = InputWait(0.0, 0.0, 0.0, {})
 class StepTimePredictions:
     """Predictions as columns of shape (n,), seconds; compute + exposed communication + waiting for data = mean.
 
-    `low_s` and `high_s` hold 90 % of measured step times, noise included; `known_sd` is the standard deviation of the
-    logarithm without the noise of a run. `extrapolated` points lie outside what was
-    measured; `measured` points were profiled themselves.
+    `low_s` and `high_s` are the ends of the 90 % interval of measured step times, including noise; `known_sd` is the
+    standard deviation of the logarithm without the noise of a run. `extrapolated` points are outside the measured
+    range; `measured` points were profiled themselves.
     """
 
     mean_s: FloatArray
@@ -104,16 +105,16 @@ class StepTimePredictions:
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """A fitted model of the step time; `basis` says what it rests on.
+    """A fitted model of the step time, with the `basis` of its predictions.
 
-    `observations` are what was fitted, one row for each configuration, and `extremes`, shape (n, 2), the least and the
-    largest step time of its runs in seconds. `posteriors` covers the variants that were measured, beginning with the
-    base of the type with the most runs; any other variant rests on its prior or on the nearest measured variant, at
-    `reference_batch_size` unless that prior names another batch. `paper_fits` holds the paper's form if the job asked
-    for it and enough was measured; the form `overlap` makes every other prediction. All of these describe a step
-    without its waits for data. `input_waits` adds the waits by variant; a variant without an entry waits like the
-    nearest measured variant. `accumulates` says that some candidate or run has several micro-steps, so that the
-    once-a-step part matters.
+    `observations` are the fitted measurements, one row per configuration, and `extremes`, shape (n, 2), are the least
+    and the largest step time of its runs in seconds. `posteriors` covers the measured variants, beginning with the base
+    of the type with the most runs; other variants are predicted from their prior or the nearest measured variant, at
+    `reference_batch_size` unless that prior has another batch. `paper_fits` has the paper's form if the job selected it
+    and there are enough measurements; all other predictions use the form `overlap`. All of these describe a step
+    without its waits for data. `input_waits` has the waits by variant; a variant without an entry waits like the
+    nearest measured variant. `accumulates` is True if any candidate or run has several micro-steps, so that the
+    once-per-step part matters.
     """
 
     form: StepTimeForm
@@ -163,7 +164,7 @@ class StepTimeModel:
         )
 
     def posterior_for(self, variant: Variant) -> Posterior:
-        """Return the posterior of the form `overlap` for a variant; planning reads its covariance.
+        """Return the posterior of the form `overlap` for a variant; planning uses its covariance.
 
         Raises ObservationError if neither a measurement nor a prior covers its instance type.
         """
@@ -180,7 +181,9 @@ class StepTimeModel:
         return posterior
 
     def _input_wait(self, variant: Variant) -> InputWait:
-        """Return the waits of a variant, as measured, else those of the nearest measured one with its own loader."""
+        """Return the measured waits of a variant, else the waits of the nearest measured variant, adapted to its
+        own loader.
+        """
         start = nearest_for_waits(variant, self.input_waits)
         if start is None:
             return NO_WAIT
@@ -189,7 +192,7 @@ class StepTimeModel:
         return wait.with_loader(math.exp(faster)) if faster else wait
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
-        """Return which points lie outside the measured box of their variant: all points, if nothing was measured."""
+        """Return a mask of the points outside the measured box of their variant; all True if nothing was measured."""
         outside = np.ones(len(points), dtype=np.bool_)
         seen = Points.of([]) if self.observations is None else self.observations.points
         for variant in set(seen.variant):
@@ -211,11 +214,11 @@ def fit_step_time(
 ) -> StepTimeModel:
     """Fit the step time of every variant that was measured.
 
-    `candidates` only sets b_ref (the largest batch in question), which makes the generic prior mean the same before and
-    after the largest batch is profiled. A variant that was measured less, or not at all, starts from the nearest
-    variant that was fitted before it, moved by the difference of their hardware and by the effects of their switches.
-    `form` RING or PARAMETER_SERVER predicts by the paper's equation 2 wherever enough was measured to fit it. Raises
-    ObservationError if there is neither a measurement nor a prior with a scale.
+    `candidates` only determines b_ref (the largest batch in question), so that the generic prior has the same meaning
+    before and after the largest batch is profiled. A variant with fewer or no measurements starts from the nearest
+    variant that was fitted before it, corrected for the difference in hardware and the effects of their switches. With
+    `form` RING or PARAMETER_SERVER, predictions use the paper's equation 2 if there are enough measurements to fit it.
+    Raises ObservationError if there is neither a measurement nor a prior with a scale.
     """
     prior = prior or Priors()
     if observations is None or not len(observations):
@@ -241,7 +244,7 @@ def fit_step_time(
         posteriors[variant] = fit_posterior(targets, start, start.reference_batch_size or largest)
         if form != "overlap":
             paper_fits[variant] = fit_paper_form(rows, form)
-    # If only a probe of the links tells about several nodes, the predictions rest on that probe.
+    # If only a probe of the links has measured several nodes, the basis of the predictions is that probe.
     types = {variant.instance_type for variant in posteriors}
     probed = float(observations.points.num_nodes.max()) == 1.0 and prior.probed & types
     return StepTimeModel(
@@ -262,7 +265,7 @@ def fit_step_time(
 def fit_input_wait(observations: StepTimeObservations) -> InputWait:
     """Fit the wait of one variant to its rows by least squares, relative to the step.
 
-    Only rows that wait, or that the fit expects to wait, count. Returns `NO_WAIT` if no row waits.
+    Only rows that wait, or that are expected to wait by the fit, count. Returns `NO_WAIT` if no row waits.
     """
     from scipy.optimize import lsq_linear  # imported on use: few jobs wait for data
 
@@ -299,7 +302,7 @@ def unmeasured_model(
     form: StepTimeForm = "overlap",
     interval_scale: float = 1.0,
 ) -> StepTimeModel:
-    """Return the model without data. Without a scale, its times mean nothing; planning reads its covariance."""
+    """Return the model without data. Without a scale, its times are meaningless; planning uses its covariance."""
     given = prior.believed.values()
     return StepTimeModel(
         form=form,
@@ -319,7 +322,7 @@ def _of_steps(prior: StepTimePrior, accumulates: bool, slow_from: float) -> Step
 
 
 def _accumulates(configurations: Points | Sequence[Configuration] | None) -> bool:
-    """Return True if some configuration has several micro-steps."""
+    """Return True if any configuration has several micro-steps."""
     return float(Points.of(configurations or []).grad_accum_steps.max(initial=1.0)) > 1.0
 
 

@@ -1,10 +1,10 @@
-"""Variants of a job: an instance type with one value of each option. A launch informs first about its own variant.
+"""Variants of a job: an instance type with one value of each option. A launch is evidence mainly on its own variant.
 
-An unmeasured variant starts from the nearest measured one. Each switch between the two has an effect: as measured for
-that switch by launches elsewhere, else as believed from its name before any launch. Logarithms of effects add, and each
+An unmeasured variant starts from the nearest measured one. Each switch between the two has an effect, which is measured
+if other launches differ in that switch, and otherwise assumed from its name. Logarithms of effects add, and each
 further switch adds an interaction with a standard deviation of 0.25: on public tables, precision and compilation
-together differ from the product of both by -0.12 to -0.56. Effects belong to the step without its waits for data;
-loader workers act on these waits alone.
+together differ from the product of both by -0.12 to -0.56. Effects apply to the step without its waits for data; loader
+workers affect only these waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tula_wire.configurations import Configuration, Variant
 from tula_wire.options import Options
 
 INTERACTION_SD: Final = 0.25
-"""Standard deviation of the logarithm of the compute, for each further switch."""
+"""Standard deviation of the logarithm of the compute for each further switch."""
 _LINKS_SD: Final = (
     0.5  # of log seconds of collectives: half precision does not halve them (0.4 to 0.8 on public tables)
 )
@@ -37,7 +37,9 @@ _WORKERS: Final = frozenset({"num_workers", "workers", "loader_workers", "datalo
 
 
 class Launch(NamedTuple):
-    """The properties that one launch fixes: it can measure configurations that differ only in the local batch."""
+    """The properties that are fixed in a launch, which can measure configurations that differ only in the local
+    batch.
+    """
 
     instance_type: str
     num_nodes: int
@@ -66,10 +68,11 @@ class Switch(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What a switch does, in natural logarithms of factors, each with its standard deviation.
+    """The effects of a switch, as natural logarithms of factors, each with its standard deviation.
 
     `compute` is the effect on the compute of a micro-step, `memory` on the bytes that one more example needs, and
-    `loading` on the seconds that the loader takes per example. Collectives keep their seconds, to within `links_sd`.
+    `loading` on the seconds that the loader takes per example. The time of collectives does not change, within
+    `links_sd`.
     """
 
     compute: float = 0.0
@@ -93,7 +96,7 @@ def switches(before: Options, after: Options) -> list[Switch]:
 
 
 def believed_effect(switch: Switch) -> Effect:
-    """Return the effect that a switch is believed to have before a launch, from the names of option and values."""
+    """Return the assumed effect of a switch before a launch, from the names of the option and its values."""
     name, before, after = (part.lower() for part in switch)
     if name in _WORKERS and before.isdigit() and after.isdigit() and int(before) and int(after):
         return Effect(0.0, 0.02, links_sd=0.0, memory_sd=0.02, loading=math.log(int(before) / int(after)))
@@ -113,15 +116,17 @@ def _directed(effect: Effect, forwards: bool, backwards: bool) -> Effect:
 
 
 def further_switches(start: Options, base: Options, options: Options) -> int:
-    """Return how many switches from `start` to `options` join a switch that is already on, counted from the base."""
+    """Return how many switches from `start` to `options` are made while another one is on already, relative to the
+    base.
+    """
     made = len(switches(start, options))
     return made if switches(base, start) else max(made - 1, 0)
 
 
 def nearest(variant: Variant, measured: Iterable[Variant], *, by: frozenset[str] = frozenset()) -> Variant | None:
-    """Return the measured variant to start from, the first among equals.
+    """Return the measured variant to start from, the first among equals, or None.
 
-    A variant of the same type comes first, then a variant with equal options `by`, then the fewest switches.
+    A variant of the same type is preferred, then one with equal options `by`, then the one with the fewest switches.
     """
 
     def distance(other: Variant) -> tuple[bool, int, int]:
@@ -132,14 +137,14 @@ def nearest(variant: Variant, measured: Iterable[Variant], *, by: frozenset[str]
 
 
 def nearest_for_waits(variant: Variant, measured: Iterable[Variant]) -> Variant | None:
-    """Return the measured variant whose waits for data are most like this one's: workers decide more than the rest."""
+    """Return the measured variant whose waits for data are most similar; the number of workers matters most."""
     return nearest(variant, measured, by=_WORKERS)
 
 
 def prior_of_variant(variant: Variant, posteriors: Mapping[Variant, Posterior], priors: Priors) -> StepTimePrior | None:
-    """Return the prior of a variant: the runs of the nearest measured variant and the effects of the switches from it.
+    """Return the prior of a variant from the runs of the nearest measured variant and the effects of the switches.
 
-    On a type without runs, earlier jobs may know the scale better than the runs on another type do.
+    On a type without runs, the scale from earlier jobs may be better than the scale from runs on another type.
     """
     own, start = priors.believed.get(variant.instance_type), nearest(variant, posteriors)
     if start is None:
@@ -163,9 +168,9 @@ def _after_switches(
 
 
 def _effect(switch: Switch, variant: Variant, posteriors: Mapping[Variant, Posterior]) -> Effect:
-    """Return the effect of a switch, from two measured variants that differ in it alone, else the believed effect.
+    """Return the effect of a switch from two measured variants that differ only in it, else the assumed effect.
 
-    Among such pairs, the pair with the most in common with `variant` counts.
+    Among several pairs, the one with the most in common with `variant` is used.
     """
     pairs: dict[Variant, Variant] = {}
     for variant_after in posteriors:
@@ -191,7 +196,7 @@ def _effect(switch: Switch, variant: Variant, posteriors: Mapping[Variant, Poste
 def _measured_elsewhere(learnt: StepTimePrior) -> StepTimePrior:
     """Return the prior of another variant of the same job and instance type, before the effect of its switches.
 
-    The compute scale is the measured scale; the shape may differ as it does between jobs.
+    The compute scale is the measured one; the shape may differ as much as between jobs.
     """
     shape = prior_from_jobs([learnt])
     sd = shape.sd.copy()
@@ -200,9 +205,9 @@ def _measured_elsewhere(learnt: StepTimePrior) -> StepTimePrior:
 
 
 def switched(prior: StepTimePrior, effects: Sequence[Effect], further: int) -> StepTimePrior:
-    """Return the prior after switches with these effects, of which `further` join a switch that is already on.
+    """Return the prior after switches with these effects, of which `further` are made while another switch is on.
 
-    The effects add to the logarithm of the compute, and collectives keep their seconds.
+    The effects are added to the logarithm of the compute; the time of collectives does not change.
     """
     if not effects:
         return prior

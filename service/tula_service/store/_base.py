@@ -16,15 +16,15 @@ from tula_service.store.tables import jobs, runs
 Clock: TypeAlias = Callable[[], datetime]
 RowMap: TypeAlias = sa.RowMapping
 WRITES: Final = "tula_writes"
-"""Execution option: the transaction will write, so SQLite takes its write lock at the start and not half-way."""
+"""Execution option of transactions that will write, so that SQLite takes its write lock at the start."""
 _BUMP: Final = sa.update(jobs).where(jobs.c.id == sa.bindparam("job")).values(data_version=jobs.c.data_version + 1)
 
 
 class Repository:
     """Access to some tables through one transaction's connection.
 
-    A statement that every request from an agent executes is a constant of its module with named parameters: SQLAlchemy
-    takes longer to build a statement and find it in its cache than a database takes to answer it.
+    A statement that every request from an agent executes is a module constant with named parameters, since SQLAlchemy
+    takes longer to build a statement and find it in its cache than the database takes to answer it.
     """
 
     def __init__(self, connection: sa.Connection, now: Clock) -> None:
@@ -56,13 +56,13 @@ class Repository:
         return int(self._connection.execute(statement).rowcount)
 
     def _insert(self, table: sa.Table) -> Any:
-        """Return an INSERT that can take ON CONFLICT, in the dialect of this database."""
+        """Return an INSERT that supports ON CONFLICT, in the dialect of this database."""
         return postgresql.insert(table) if self._postgres else sqlite.insert(table)
 
     def _put(
         self, table: sa.Table, key: Mapping[str, Any], values: Mapping[str, Any], *, where: Any = None, **new: Any
     ) -> None:
-        """Insert `values` and `new`; if the key exists, set `values` if that row meets `where`."""
+        """Insert `values` and `new`; if the key exists and its row meets `where`, set `values` instead."""
         insert = self._insert(table).values(**key, **values, **new)
         self._connection.execute(insert.on_conflict_do_update(index_elements=list(key), set_=values, where=where))
 

@@ -16,19 +16,19 @@ from tula_wire import Project, Scope, Token
 _TOKEN = [tokens.c[name] for name in Token.model_fields if name != "project"] + [tokens.c.project_id.label("project")]
 
 DEFAULT_PROJECT_ID: Final = "default"
-"""The first migration creates this project, so that a single user need not create any."""
+"""Id of the project that the first migration creates, so that a single user need not create one."""
 
 
 MADE: Final = "token.create"
-"""The audit log's act for the creation of a token."""
+"""The action in the audit log for the creation of a token."""
 
 
 MAX_SESSIONS: Final = 20
-"""Most open sessions of one token; a further session ends the oldest."""
+"""Most open sessions of one token; another session ends the oldest."""
 
 
 class Projects(Repository):
-    """Tenants."""
+    """Stores projects, which are the tenants."""
 
     def create(self, name: str) -> Project:
         """Return a new project. Raises Conflict if the name is taken."""
@@ -65,7 +65,7 @@ class Tokens(Repository):
     """API tokens, stored by the SHA-256 of their secret; the secret itself is never stored."""
 
     def create(self, sha256: str, name: str, scope: Scope, **bound_to: Any) -> Token:
-        """Store a new token, with `project`, `job_id` and `expires_at` as `Token` has them."""
+        """Store a new token; `project`, `job_id` and `expires_at` are as in `Token`."""
         token = Token(id=new_id("token"), name=name, scope=scope, created_at=self._now(), **bound_to)
         values = token.model_dump(exclude={"project"}) | {"project_id": token.project, "sha256": sha256}
         self._connection.execute(sa.insert(tokens).values(values))
@@ -79,21 +79,21 @@ class Tokens(Repository):
         return Token(**row)
 
     def by_hash(self, sha256: str) -> Token | None:
-        """Return the token with this hash, whatever its state, or the token of the session with this hash."""
+        """Return the token with this hash, in any state, or the token of the session with this hash."""
         session = sa.select(sessions.c.token_id).where(sessions.c.sha256 == sha256, sessions.c.expires_at > self._now())
         condition = (tokens.c.sha256 == sha256) | (tokens.c.id == session.scalar_subquery())
         row = self._row(sa.select(*_TOKEN).where(condition))
         return None if row is None else Token(**row)
 
     def list(self, *, project_id: str | None = None) -> list[Token]:
-        """List tokens (of a project), newest first."""
+        """List tokens (optionally of one project), newest first."""
         statement = sa.select(*_TOKEN).order_by(tokens.c.created_at.desc(), tokens.c.id)
         if project_id is not None:
             statement = statement.where(tokens.c.project_id == project_id)
         return [Token(**row) for row in self._rows(statement)]
 
     def revoke(self, token_id: str) -> Token:
-        """Revoke a token; revoking twice keeps the first time. Raises NotFound."""
+        """Revoke a token; if it is revoked already, its time does not change. Raises NotFound."""
         self._connection.execute(
             sa.update(tokens)
             .where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
@@ -102,7 +102,9 @@ class Tokens(Repository):
         return self.get(token_id)
 
     def extend(self, job_id: str, name: str, until: datetime) -> None:
-        """Let the valid agent tokens with this job and name end no earlier than `until`, to within an hour."""
+        """Extend the valid agent tokens with this job and name so that they expire at `until` or later, within an
+        hour.
+        """
         column = tokens.c
         own = (column.job_id == job_id, column.name == name, column.scope == "agent", column.revoked_at.is_(None))
         due = (column.expires_at > self._now(), column.expires_at < until - timedelta(hours=1))
@@ -115,7 +117,7 @@ class Tokens(Repository):
     def ever_made(self) -> bool:
         """Return True if a token was ever created.
 
-        The audit log remembers even tokens that have ended or were deleted with their job.
+        The audit log also lists tokens that have expired or were deleted with their job.
         """
         made = sa.select(audit_log.c.id).where(audit_log.c.action == MADE)
         return self._row(sa.select(tokens.c.id).limit(1)) is not None or self._row(made.limit(1)) is not None
@@ -144,10 +146,10 @@ class Sessions(Repository):
 
 
 class Audit(Repository):
-    """Administrative acts; append-only."""
+    """The log of administrative actions; append-only."""
 
     def append(self, *, actor: str, action: str, target: str, detail: JsonObject | None = None) -> None:
-        """Record an act, in the transaction that performs it."""
+        """Record an action, in the transaction that performs it."""
         self._connection.execute(
             sa.insert(audit_log).values(at=self._now(), actor=actor, action=action, target=target, detail=detail or {})
         )

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 VALUES_AT_ONCE: Final = 2**20
 VALUES_PER_FILE: Final = 2**27
-"""A file of about 1 GB: S3 copies no file above 5 GB, and takes none above 98 GB in the parts that pyarrow sends."""
+"""Values in a file of about 1 GB; S3 cannot copy files above 5 GB, nor accept more than 98 GB in the parts that
+pyarrow sends.
+"""
 
 _CHUNKS_AT_ONCE: Final = 100
 _TEXTS: Final = ("job_id", "run_id", "boot_id")
@@ -29,7 +31,10 @@ _NUMBERS: Final = ("rank", "sequence")
 
 
 class Archive:
-    """A folder, or a URL that pyarrow knows (`s3://`, `gs://`, `file://`). Raises InvalidInput for anything else."""
+    """An archive in a folder, or at a URL that pyarrow supports (`s3://`, `gs://`, `file://`).
+
+    Raises InvalidInput for others.
+    """
 
     def __init__(self, place: str, *, values_per_file: int = VALUES_PER_FILE) -> None:
         try:
@@ -55,7 +60,7 @@ class Archive:
         """Write a detached partition to `TABLE-00001.parquet` and further files, in the order of its primary key.
 
         Columns: job_id, run_id, rank, boot_id, sequence (of the chunk), step, name, value. Nothing is written if the
-        files of an earlier attempt hold as many rows as the table. Raises StoreUnavailable if a part cannot be written.
+        files of an earlier attempt have as many rows as the table. Raises StoreUnavailable if a part cannot be written.
         """
         try:
             for path in self._list_files(table, ".tmp"):  # left by an attempt that was killed
@@ -78,7 +83,9 @@ class Archive:
             ) from error
 
     def _write_file(self, path: str, part: pa.Table, more: Iterator[pa.Table]) -> int:
-        """Write parts until the file is full, under a temporary name until it is complete, and count their rows."""
+        """Write parts until the file is full, under a temporary name until it is complete; return the number of
+        rows.
+        """
         from pyarrow import parquet
 
         unfinished = f"{path}.{secrets.token_hex(4)}.tmp"
@@ -121,7 +128,7 @@ class Archive:
         return bool(self._files.type_name == "local")
 
     def _sync(self, path: str) -> None:
-        """Wait until a local file or folder is on disk, which other stores guarantee for a finished file."""
+        """Wait until a local file or folder is on disk; other stores guarantee this for a finished file."""
         if not self._is_local:
             return
         opened = os.open(path, os.O_RDONLY)
@@ -132,7 +139,7 @@ class Archive:
 
 
 def _without_secrets(text: str) -> str:
-    """Return the text without the part of a URL between `://` and `@`, which may hold a key's secret."""
+    """Return the text without the part of a URL between `://` and `@`, which may contain a secret."""
     return re.sub(r"://[^/@\s]*@", "://", text)
 
 
@@ -144,7 +151,7 @@ _OPTIONS: Final[dict[str, Any]] = {
 
 
 def _num_values(engine: sa.Engine, table: str) -> int:
-    """Return how many rows the archive of a table must have."""
+    """Return the number of rows that the archive of a table must have."""
     columns = "length(columns) - length(replace(columns, ',', '')) + 1"
     query = f"SELECT coalesce(sum(num_steps::bigint * ({columns})), 0) FROM {table} JOIN runs ON runs.key = run_key"
     with engine.begin() as connection:
@@ -155,8 +162,8 @@ def _num_values(engine: sa.Engine, table: str) -> int:
 def _parts(engine: sa.Engine, table: str, values_at_once: int) -> Iterator[pa.Table]:
     """Yield the values of all chunks in the order of the primary key, at least this many at a time.
 
-    Nothing is written to the table, so each page of chunks can have its own transaction: a transaction that lasts hours
-    would keep Postgres from removing dead rows anywhere.
+    Nothing is written to the table, so each page of chunks can be read in a separate transaction; a transaction that
+    lasts for hours would keep Postgres from removing dead rows in all tables.
     """
     query = sa.text(
         "SELECT runs.job_id, runs.id AS run_id, run_key, rank, boot_id, sequence, num_steps, columns, payload"

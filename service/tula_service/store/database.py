@@ -4,9 +4,9 @@
 
 **Locks** are taken in this order; a caller that holds one never waits for an earlier one.
 
-1. `Store.fits.turn()`, in this process: one thread at a time reads, fits and stores, and threads that waited find its
-   result in the cache. Neither a fit nor a waiting thread holds a connection. Correctness rests on 3.
-2. The lock of `Store.transaction()`, in this process, SQLite only: threads queue here, fairly, instead of polling the
+1. `Store.fits.turn()`, in this process: one thread at a time reads, fits and stores, and threads that waited get its
+result from the cache. Neither a fit nor a waiting thread holds a connection. Correctness depends only on 3. 2. The lock
+of `Store.transaction()`, in this process, SQLite only: threads queue here, fairly, instead of polling the
    file's write lock, which decides between processes. SQLite takes the write lock at BEGIN, so that no transaction
    upgrades a read lock.
 3. `tx.jobs.lock(job_id)`, in the database: a row lock on Postgres, the write lock on SQLite. Planning and publishing
@@ -54,7 +54,7 @@ BUSY_TIMEOUT_S: Final = 15.0
 LEAST_FREE_BYTES: Final = 2**20
 _FULL: Final = "The disk of the database is full; nothing was stored: free some space."
 LONGEST_STATEMENT_S: Final = 60.0
-"""Longest statement, and longest pause within a transaction, on Postgres; migrations are exempt."""
+"""Longest statement, and longest pause within a transaction, on Postgres, except in migrations."""
 _ANSWERS_IN_MEMORY: Final = 256
 POOL_SIZE: Final = 16
 POOL_TIMEOUT_S: Final = 10.0
@@ -63,12 +63,12 @@ _encode = partial(json.dumps, allow_nan=False, separators=(",", ":"))
 
 
 def utc_now() -> datetime:
-    """Return the present time, with its time zone."""
+    """Return the current time in UTC, with its time zone."""
     return datetime.now(timezone.utc)
 
 
 class Transaction:
-    """Everything in it is stored together or not at all."""
+    """A transaction with one repository for each noun; its writes are stored together or not at all."""
 
     def __init__(self, connection: sa.Connection, now: Clock) -> None:
         self.connection = connection
@@ -91,19 +91,19 @@ class Transaction:
 
 
 class AnswersInMemory:
-    """The latest answers that the database does not store, keyed by their question; threads share an instance."""
+    """A cache of answers that are not stored in the database, keyed by their question; threads share an instance."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bodies: LRUCache[Hashable, str] = LRUCache(_ANSWERS_IN_MEMORY)
 
     def get(self, key: Hashable) -> str | None:
-        """Return the answer to a question, or None if it was not kept."""
+        """Return the answer to a question, or None if it is not cached."""
         with self._lock:
             return self._bodies.get(key)
 
     def put(self, key: Hashable, body: str) -> None:
-        """Keep an answer; if there is no room, drop the answer that has not been asked for the longest."""
+        """Cache an answer; if there is no room, drop the least recently used one."""
         with self._lock:
             self._bodies[key] = body
 
@@ -128,14 +128,14 @@ class Store:
         return cls(open_engine(url, pool_size=connections), now=now, fits=fits)
 
     def check_disk(self) -> None:
-        """Raise StoreUnavailable if the disk of a SQLite file has no room left; a database server watches its own."""
+        """Raise StoreUnavailable if the disk of a SQLite file is full; a database server monitors its own disk."""
         file = self.engine.url.database
         folder = Path(file or ".").expanduser().parent
         if is_sqlite(self.engine) and shutil.disk_usage(folder).free < LEAST_FREE_BYTES:
             raise StoreUnavailable(_FULL)
 
     def close(self) -> None:
-        """Give all connections back, and end the process that computes fits if there is one."""
+        """Close all connections, and end the process that computes fits if there is one."""
         self.fits.close()
         self.engine.dispose()
 
@@ -144,7 +144,7 @@ class Store:
         return self._begin(self._writer_lock, writes=True)
 
     def reading(self) -> AbstractContextManager[Transaction]:
-        """Return a transaction that only reads, all of it from one snapshot."""
+        """Return a transaction that only reads, from a single snapshot."""
         return self._begin(nullcontext(), writes=False)
 
     @contextmanager
@@ -172,7 +172,7 @@ class Store:
 
 
 def why_unavailable(error: Exception) -> str:
-    """Return one sentence about a driver's error, which says that nothing was stored."""
+    """Return a sentence about a driver's error that also says that nothing was stored."""
     text = str(error).lower()
     if "disk is full" in text or "no space left" in text:
         return _FULL
@@ -182,8 +182,8 @@ def why_unavailable(error: Exception) -> str:
 def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
     """Return an engine for `sqlite:///PATH`, a bare PATH, or `postgresql+psycopg://...`.
 
-    Raises InvalidInput for any other URL; connects only when first used, and then raises InvalidInput for a file of
-    another kind, and for a Postgres database that cannot hold every text.
+    Raises InvalidInput for any other URL. The engine connects when it is first used, and then raises InvalidInput for a
+    file that is not a database, and for a Postgres database that cannot store all Unicode text.
     """
     try:
         parsed = sa.make_url(url if "://" in url else f"sqlite:///{url}")
@@ -197,7 +197,7 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
             json_serializer=_encode,
             **pool,
             pool_use_lifo=True,
-            # From an SQL_ASCII database the driver would read bytes instead of text: `_require_utf8` refuses it.
+            # From an SQL_ASCII database, the driver would read bytes instead of text, so `_require_utf8` refuses it.
             connect_args={"connect_timeout": 10, "prepare_threshold": 2, "client_encoding": "utf8"},
         )
         sa.event.listen(engine, "connect", _require_utf8)
@@ -221,7 +221,10 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
 
 
 def _make_private(file: Path) -> None:
-    """Create the file for its owner only; SQLite's journals follow. Raises InvalidInput if the folder is missing."""
+    """Create the file for its owner only; SQLite's journals get the same mode.
+
+    Raises InvalidInput if the folder is missing.
+    """
     folder = file.parent.expanduser()
     if not folder.is_dir():  # the path may hold a typing error
         raise InvalidInput(f"The folder {folder} of the database does not exist: make it, or give another path.")
@@ -230,7 +233,7 @@ def _make_private(file: Path) -> None:
 
 
 def is_sqlite(engine: sa.Engine) -> bool:
-    """Return True if the engine is the embedded database."""
+    """Return True if the engine is for SQLite."""
     return engine.dialect.name == "sqlite"
 
 
@@ -244,9 +247,9 @@ def _require_utf8(connection: Any, _record: Any) -> None:
 
 
 def _limit_waits(connection: Any, _record: Any) -> None:
-    """Limit how long a statement and an idle transaction may last, so that neither holds its locks forever.
+    """Limit the duration of statements and idle transactions, so that neither holds its locks forever.
 
-    The limits are set by statements, not by start-up options, which a connection pooler may refuse.
+    The limits are set by statements rather than start-up options, which a connection pooler may refuse.
     """
     for name in ("statement_timeout", "idle_in_transaction_session_timeout"):
         connection.execute(f"SET {name} = '{LONGEST_STATEMENT_S:g}s'")

@@ -14,13 +14,13 @@ from tula_wire import Event
 
 
 class Events(Repository):
-    """The events table: appends events, and reads the events after an id."""
+    """The events table: appends events, and reads events after an id."""
 
     def append(self, job_id: str, kind: str, *, run_id: str | None = None, data: JsonObject | None = None) -> int:
-        """Write an event, and return its id.
+        """Write an event and return its id.
 
-        On Postgres a lock per job, held until commit, keeps ids and commits in one order: after a reader has seen id 7,
-        no id 6 may appear.
+        On Postgres, a lock per job, held until commit, keeps ids in commit order: after a reader has seen id 7, no id 6
+        may appear.
         """
         if self._postgres:
             self._connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended(job_id, 0))))
@@ -28,12 +28,12 @@ class Events(Repository):
         return int(self._scalar(statement.returning(events.c.id)))
 
     def after(self, job_id: str, last_id: int = 0, *, limit: int = 200) -> list[Event]:
-        """Return events of the job with an id above `last_id`, oldest first."""
+        """Return the job's events with an id above `last_id`, oldest first."""
         newer = sa.select(events).where(events.c.job_id == job_id, events.c.id > last_id)
         return [Event(**row) for row in self._rows(newer.order_by(events.c.id).limit(limit))]
 
     def recent(self, job_id: str, *, kinds: Sequence[str], run_id: str | None = None, limit: int = 20) -> list[Event]:
-        """Return the newest events of these kinds, newest first, optionally of one run only."""
+        """Return the newest events of these kinds, newest first, optionally of a single run."""
         statement = sa.select(events).where(events.c.job_id == job_id, events.c.kind.in_(kinds))
         if run_id is not None:
             statement = statement.where(events.c.run_id == run_id)

@@ -44,7 +44,7 @@ class Fabrics(Repository):
     def list(
         self, project_id: str | None, *, instance_types: Collection[str] | None = None, limit: int
     ) -> list[tuple[JsonObject, datetime, str | None]]:
-        """Return the newest probes of a project, or of all projects, newest first, each with its time and job."""
+        """Return the newest probes of a project or of all projects, newest first, each with its time and job."""
         columns = (fabrics.c.probe, fabrics.c.created_at, fabrics.c.job_id)
         statement = sa.select(*columns).order_by(fabrics.c.key.desc()).limit(limit)
         if project_id is not None:

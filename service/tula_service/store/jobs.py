@@ -1,4 +1,4 @@
-"""Jobs: registration once per idempotency key, pages in constant time, and the version that keys every fit."""
+"""Stores jobs: one registration per idempotency key, pages in constant time, and the version that keys every fit."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ _SEARCHED = sa.table("jobs_search", sa.column("rowid"))
 """On SQLite: the trigrams of each job's names, which triggers maintain (migration 0009)."""
 _MATCH: sa.ColumnElement[Any] = sa.literal_column("jobs_search")
 _TRIGRAMS: sa.ColumnElement[Any] = sa.literal_column("tula_trigrams(lower(jobs.name || ' ' || jobs.model_name))")
-"""On Postgres: the trigrams of the same names, as the expression of an index."""
+"""On Postgres: the trigrams of the same names, as the expression in an index."""
 _LEAST_SEARCHED = 3
-"""Characters that a search needs to have a trigram; a shorter search reads every name."""
+"""Fewest characters of a search with a trigram; a shorter search reads every name."""
 _KEY_TAKEN = "This Idempotency-Key was already used for a different job: send a new key."
 
 PlanState: TypeAlias = Literal["current", "stale", "stale_out_of_memory"]
-"""Whether a job's plan takes all its runs into account. A stale plan waits for a worker to compute it.
+"""Whether a job's plan takes all its runs into account. A stale plan waits for a worker to compute it again.
 
-After an out-of-memory failure, waiting runs may not fit either: none is claimed before the plan is current.
+After an out-of-memory failure, waiting runs may not fit either, so none can be claimed until the plan is current.
 """
 
 
 class JobRecord(JobSummary):
-    """A job with fields that no list shows; use cases keep the listed fields current.
+    """A job with the fields that lists do not show; use cases keep the listed fields current.
 
-    `data_version` grows with anything that can change a fit, and so keys every cached answer. Failed runs with a key of
-    at most `retried_up_to_key` may be profiled again. `cross_validated_error` belongs to exactly the runs
+    `data_version` increases with every change that can affect a fit, and so keys every cached answer. Failed runs with
+    a key of at most `retried_up_to_key` may be profiled again. `cross_validated_error` belongs to exactly the runs
     `cross_validated_runs` and the model version `cross_validated_model`.
     """
 
@@ -75,10 +75,11 @@ class Jobs(Repository):
     ) -> tuple[JobRecord, bool]:
         """Register a job and return it with True, or return the job with the same key or request, with False.
 
-        `fingerprint` is a digest of the request; a job with the same `idempotency_key` comes before one with the same
-        fingerprint. Raises Conflict if the key came with a different request.
+        `fingerprint` is a digest of the request; a job with the same `idempotency_key` is preferred to one with the
+        same fingerprint. Raises Conflict if the key was used with a different request.
         """
-        # Literals: a request without a key or fingerprint equals no other, while `== None` finds all jobs without one.
+        # Literals are needed because a request without a key or fingerprint must match no job, whereas `== None` would
+        # match all jobs without one.
         same_key = jobs.c.idempotency_key == sa.literal(idempotency_key, sa.Text)
         same_request = jobs.c.fingerprint == sa.literal(fingerprint, sa.Text)
         same = (
@@ -110,10 +111,12 @@ class Jobs(Repository):
         return _job_record(row)
 
     def lock(self, job_id: str) -> JobRecord:
-        """Return the job, locked until this transaction ends: only one transaction at a time plans or publishes for it.
+        """Return the job, locked until this transaction ends, so that one transaction at a time plans or publishes for
+        it.
 
-        FOR NO KEY UPDATE: rows that refer to the job, such as events, may be inserted meanwhile. A plain FOR UPDATE
-        would make their foreign keys wait here while they hold a run or the lock of the job's events.
+        The lock is FOR NO KEY UPDATE, so that rows that refer to the job, such as events, can be inserted meanwhile.
+        With a plain FOR UPDATE, their foreign keys would wait here while they hold a run or the lock of the job's
+        events.
         """
         row = sa.select(jobs.c.key).where(jobs.c.id == job_id)
         self._connection.execute(row.with_for_update(key_share=True))  # on SQLite, this is a plain query
@@ -139,12 +142,12 @@ class Jobs(Repository):
         limit: int = 50,
         count_up_to: int | None = None,
     ) -> JobPage:
-        """List jobs in `order`; `search` is a part of the job's or the model's name, in any case.
+        """List jobs in `order`; `search` matches a part of the job's or model's name, ignoring case.
 
-        Only the order newest first has further pages.
+        Only the order `newest first` has further pages.
 
-        The page starts after its cursor's key, the total is counted up to `count_up_to`, and a search of three
-        characters or more looks up trigrams, so that the time does not grow with the number of jobs.
+        The page starts after its cursor's key, the total is counted only up to `count_up_to`, and a search of three or
+        more characters uses trigrams, so that the time does not grow with the number of jobs.
         """
         conditions: list[sa.ColumnElement[bool]] = [jobs.c.state != _DELETING]
         key: sa.ColumnElement[Any] = jobs.c.key
@@ -182,7 +185,7 @@ class Jobs(Repository):
         return JobPage(jobs=[records[key] for key in keys[:limit]], total=total, next_cursor=following)
 
     def update(self, job_id: str, *, bump: bool = False, **values: Any) -> JobRecord:
-        """Change columns of a job; `bump` also moves its data version, so that no cached fit is used again.
+        """Change columns of a job; `bump` also increments its data version, so that no cached fit is used again.
 
         `recommended` takes a Configuration or None. Raises NotFound.
         """
@@ -200,7 +203,7 @@ class Jobs(Repository):
         return self.get(job_id)
 
     def mark_plan_stale(self, job_id: str, *, out_of_memory: bool = False) -> None:
-        """Record, in the transaction that changes the basis of the plan, that the plan must be computed again."""
+        """Record that the plan must be computed again, in the transaction that changes its basis."""
         statement = sa.update(jobs).where(jobs.c.id == job_id)
         if out_of_memory:
             statement = statement.values(plan_state="stale_out_of_memory")
@@ -215,17 +218,17 @@ class Jobs(Repository):
         )
 
     def archived_before(self, when: datetime) -> Sequence[str]:
-        """Return the archived jobs that were last changed before `when`."""
+        """Return the ids of archived jobs that were last changed before `when`."""
         statement = sa.select(jobs.c.id).where(jobs.c.state == "archived", jobs.c.updated_at < when)
         return self._connection.execute(statement.order_by(jobs.c.key)).scalars().all()
 
     def deleting(self) -> Sequence[str]:
-        """Return the jobs whose deletion has begun and may have been interrupted."""
+        """Return the ids of jobs whose deletion has begun and may have been interrupted."""
         return self._connection.execute(sa.select(jobs.c.id).where(jobs.c.state == _DELETING)).scalars().all()
 
     def delete(self, job_id: str) -> None:
-        """Delete the job and all rows that refer to it; slow for a job with a lot of data, see `begin_delete`."""
-        # The job, then its runs by key: writers of samples and of telemetry lock them in this order.
+        """Delete the job and all rows that refer to it; slow for a job with much data, see `begin_delete`."""
+        # Lock the job, then its runs by key, in the same order as writers of samples and telemetry.
         self._connection.execute(sa.select(jobs.c.key).where(jobs.c.id == job_id).with_for_update())
         of_job = sa.select(runs.c.key).where(runs.c.job_id == job_id).order_by(runs.c.key)
         self._connection.execute(of_job.with_for_update())
@@ -233,7 +236,7 @@ class Jobs(Repository):
 
 
 def _job_record(row: RowMap) -> JobRecord:
-    """Return the record of a row that `_SELECT_JOBS` found; it was valid when it was stored."""
+    """Return the record for a row of `_SELECT_JOBS`, which was valid when it was stored."""
     values = {name: row[name] for name in JobRecord.model_fields} | {
         "recommended": None if row["recommended"] is None else Configuration.from_json(row["recommended"]),
         "cross_validated_runs": row["cross_validated_runs"] or (),

@@ -1,6 +1,7 @@
-"""The ledger: every recommendation as it was given, immutable, with the results of the runs that followed it.
+"""The ledger: every recommendation as users got it, immutable, with the results of the runs that followed it.
 
-The module also stores what later jobs learn from a job: posteriors by instance type, and predictions with measurements.
+The module also stores the results of a job for later jobs: posteriors by instance type, and predictions with
+measurements.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _OUTCOME = [ledger_outcomes.c[name] for name in ("run_id", "measured_step_time_s
 
 
 class LedgerRecord(LedgerEntry):
-    """A recommendation as it was given, never changed, with the measured result of one run that followed it.
+    """A recommendation as the user got it, never changed, with the measured result of one run that followed it.
 
     `interval_scale` is the factor by which calibration had widened the model's interval of the step time; None in
-    entries from before it was stored.
+    entries that lack it.
     """
 
     recommendation_id: str = Field(default_factory=lambda: new_id("rec"))
@@ -52,7 +53,7 @@ class Ledger(Repository):
     def record_outcome(
         self, recommendation_id: str, run_id: str, measured_step_time_s: float, *, error: float, within_interval: bool
     ) -> None:
-        """Store what a run measured after this recommendation; a later measurement of the same run replaces it."""
+        """Store the result of a run after this recommendation; a later result of the same run replaces it."""
         values = {"measured_step_time_s": measured_step_time_s, "error": error, "within_interval": within_interval}
         key = {"ledger_id": recommendation_id, "run_id": run_id}
         self._put(ledger_outcomes, key, values | {"at": self._now()})
@@ -82,9 +83,9 @@ class Ledger(Repository):
     def outcomes(
         self, *, project_id: str | None = None, limit: int = 1000
     ) -> Sequence[tuple[LedgerRecord, str, str, JsonObject]]:
-        """Return entries with an outcome, over all jobs (or those of a project), newest first.
+        """Return entries with an outcome, over all jobs or the jobs of a project, newest first.
 
-        Each comes with its job's name, network and specification.
+        Each has the name, network and specification of its job.
         """
         query = (
             sa.select(ledger, *_OUTCOME, jobs.c.name.label("job_name"), jobs.c.model_name, jobs.c.spec)
@@ -114,7 +115,7 @@ def _estimate(row: RowMap, names: Sequence[str]) -> Estimate | None:
 
 
 def _record(row: RowMap) -> LedgerRecord:
-    """Return the record of a row without validating it again: it was valid when it was stored."""
+    """Return the record of a row without validating it again, since it was valid when it was stored."""
     values = {name: row[name] for name in LedgerRecord.model_fields if name in row} | {
         "configuration": None if row["configuration"] is None else Configuration.from_json(row["configuration"]),
         "predicted_step_time_s": _estimate(row, _STEP_TIME),
@@ -124,7 +125,7 @@ def _record(row: RowMap) -> LedgerRecord:
 
 
 class PosteriorStore(Repository):
-    """What later jobs of a project learn from earlier ones; a job without a row has taught nothing yet."""
+    """Stores the results of jobs for later jobs of the project; a job without a row has no results yet."""
 
     def prediction_pairs(self, job_id: str) -> PredictionPairs:
         """Return (predicted, low, high, measured) step times of the job's training runs, newest first."""
@@ -132,7 +133,7 @@ class PosteriorStore(Repository):
         return list(self._scalar(pairs) or ())
 
     def put_posteriors(self, job_id: str, posteriors: JsonObject) -> None:
-        """Replace what the job has learned, keyed by instance type."""
+        """Replace the job's posteriors, keyed by instance type."""
         self._put(job_lessons, {"job_id": job_id}, {"posteriors": posteriors}, prediction_pairs=[])
 
     def add_prediction_pair(self, job_id: str, pair: list[float], *, keep: int) -> None:
@@ -141,9 +142,10 @@ class PosteriorStore(Repository):
         self._put(job_lessons, {"job_id": job_id}, {"prediction_pairs": pairs}, posteriors={})
 
     def of_earlier_jobs(self, project_id: str, *, before: int, limit: int) -> list[RowMap]:
-        """Return the specification, posteriors and pairs of the jobs before this cursor that have any, newest first.
+        """Return the specification, posteriors and pairs of earlier jobs (before this cursor) that have any, newest
+        first.
 
-        Only the newest `limit` jobs are read, so that a large project costs no more.
+        Only the newest `limit` jobs are read, so that the cost does not grow with the project.
         """
         newest = (
             sa.select(jobs.c.key, jobs.c.id)

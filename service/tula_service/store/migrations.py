@@ -1,4 +1,4 @@
-"""The schema's version: upgrades a database, and refuses a database of another version."""
+"""Upgrades a database's schema, and refuses a database with another version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tula_service.store.partitions import create_ahead
 _LOCK: Final = 0x74756C61  # "tula": replicas that start at the same time migrate one after another
 _LOCK_NOT_AVAILABLE: Final = "55P03"
 LONGEST_WAIT_S: Final = 5.0
-"""How long to wait for the lock of one table, on Postgres."""
+"""Seconds to wait for the lock of a table on Postgres."""
 _VERSION: Final = sa.table("alembic_version", sa.column("version_num"))
 
 
@@ -31,7 +31,7 @@ def upgrade_schema(engine: sa.Engine) -> None:
             else:
                 connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
-                # Behind a migration that waits for a table, all requests for that table wait too.
+                # While a migration waits for a table, all later requests for that table wait too.
                 connection.execute(sa.text(f"SET LOCAL lock_timeout = '{LONGEST_WAIT_S:g}s'"))
             _refuse_unknown(_current(connection))
             _run_migrations(connection)
@@ -68,14 +68,14 @@ def is_empty(engine: sa.Engine) -> bool:
 
 
 def head_revision() -> str:
-    """Return the newest schema that this code knows."""
+    """Return the newest schema revision that this code knows."""
     return max(_revisions())
 
 
 def _revisions() -> set[str]:
     """Return the revisions, read from the file names of the migrations, such as `0001_first.py`.
 
-    Alembic would know them too, but its import takes a sixth of the service's start.
+    Alembic could list them too, but its import takes a sixth of the service's start-up time.
     """
     return {path.stem.partition("_")[0] for path in (_migrations() / "versions").glob("[0-9]*_*.py")}
 

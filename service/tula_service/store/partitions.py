@@ -1,9 +1,10 @@
-"""Partitions of telemetry on Postgres: one for the runs created in a month, made ahead of time and dropped as a whole.
+"""Partitions of telemetry on Postgres: one for the runs created in a month, created ahead of time and dropped as a
+whole.
 
-The key of a run is its month, such as 202611, times 10^9 plus a running number (the column's default). A month is thus
-a range of run keys. All chunks of a run lie in one partition, however late they arrive or are sent again, so that the
+The key of a run is its month, such as 202611, times 10^9 plus a sequence number (the column's default), so a month is a
+range of run keys. All chunks of a run are in the same partition, however late they arrive or are sent again, so the
 table's primary key (run, rank, boot id, sequence) still identifies a chunk, and a query for a run reads one partition.
-SQLite has one table, and nothing to do here.
+SQLite has a single table and needs none of this.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def check_month(engine: sa.Engine) -> None:
 
 
 def refusal(engine: sa.Engine, run_key: int, error: sa.exc.IntegrityError) -> ServiceError:
-    """Return the error of a chunk that Postgres refused.
+    """Return the error for a chunk that Postgres refused.
 
-    It is NotFound for a run or month that is gone, and StoreUnavailable for a month to come.
+    It is NotFound for a deleted run or a dropped month, and StoreUnavailable for a month without a partition yet.
     """
     if getattr(error.orig, "sqlstate", None) != _NO_PARTITION:
         return NotFound(GONE)
@@ -78,7 +79,8 @@ def refusal(engine: sa.Engine, run_key: int, error: sa.exc.IntegrityError) -> Se
 
 
 def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
-    """Return the tables of months that ended before `before`, oldest first, up to the first whose runs may still send.
+    """Return the tables of months that ended before `before`, oldest first, up to the first with runs that may still
+    send.
 
     Tables that an earlier `drop` detached but could not finish are included.
     """
@@ -94,8 +96,8 @@ def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
 
 @contextmanager
 def dropping(engine: sa.Engine) -> Iterator[None]:
-    """Hold the right to drop months, which one process has at a time. Raises Conflict while another has it."""
-    # No transaction, since it would be ended as idle; closing the connection at the end gives the lock back.
+    """Hold the right to drop months, which one process can have at a time. Raises Conflict while another has it."""
+    # There is no transaction, since it would be ended as idle; closing the connection at the end releases the lock.
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.detach()
         if not connection.execute(sa.select(sa.func.pg_try_advisory_lock(_LOCK_OF_DROPPING))).scalar():
@@ -104,15 +106,15 @@ def dropping(engine: sa.Engine) -> Iterator[None]:
 
 
 def drop(engine: sa.Engine, table: str, archive: Archive | None, *, before: datetime | None = None) -> bool:
-    """Detach the partition, which ends all writing to it, write it to the archive, and only then drop it.
+    """Detach the partition, which ends all writes to it, write it to the archive, and only then drop it.
 
-    Returns False, and changes nothing, if one of its runs may have sent data since `before`. If the archive fails, the
-    detached table keeps its rows, and `due` names it again. Raises StoreUnavailable.
+    Returns False, without a change, if one of its runs may have sent data since `before`. If the archive fails, the
+    detached table keeps its rows, and `due` lists it again. Raises StoreUnavailable.
     """
     own = f"{table} IN ACCESS EXCLUSIVE"
     if _tables(engine).get(table):
-        # Without its foreign key the table is no longer tied to `runs`: a backup that reads all tables while it is
-        # archived delays its end, but no other request.
+        # Without its foreign key, the table is independent of `runs`, so a backup that reads all tables meanwhile
+        # delays only the end of the archiving, and no other request.
         keys = (f"DROP CONSTRAINT IF EXISTS fk_{name}_run_key" for name in ("telemetry_chunks", table))
         statements = (
             f"ALTER TABLE telemetry_chunks DETACH PARTITION {table}",
@@ -129,7 +131,7 @@ def drop(engine: sa.Engine, table: str, archive: Archive | None, *, before: date
 def _in_use(connection: sa.Connection, table: str, before: datetime) -> bool:
     """Return True if a run of this month or an earlier one may still send: it has not ended, or ended after `before`.
 
-    A run may wait for as long as its job is not archived, and a run whose lease has ended goes on if its agent returns.
+    A run may wait until its job is archived, and a run whose lease has expired continues if its agent returns.
     """
     waiting = runs.c.state.not_in(FINAL_STATES) & jobs.c.state.not_in(("archived", "deleting"))
     used = sa.or_(waiting, runs.c.lease_expires_at >= before, runs.c.finished_at >= before)
@@ -144,11 +146,11 @@ def _alter(
     locks: Sequence[str],
     allowed: Callable[[sa.Connection], bool] = lambda _: True,
 ) -> bool:
-    """Lock tables that are in use, in this order, and change them; return False if that is not `allowed` by then.
+    """Lock tables that are in use, in this order, and change them; return False if the change is not `allowed` by then.
 
-    The wait for `locks` is longer than the second after which Postgres stops its own vacuum for them. The wait for the
-    parent table, which all requests use, ends before Postgres would end a request for a deadlock. A wait that ends
-    without the lock is tried again.
+    The wait for `locks` is longer than the second after which Postgres interrupts its own vacuum for them. The wait for
+    the parent table, which all requests use, is shorter than Postgres's deadlock timeout. If the lock is not acquired,
+    the wait is repeated.
     """
     waits = ("SET LOCAL lock_timeout = '2s'", "SET LOCAL lock_timeout = '500ms'")
     for attempt in range(_ATTEMPTS):
@@ -175,19 +177,19 @@ def _alter(
 
 
 def _months(engine: sa.Engine) -> list[int]:
-    """Return this month and the next ones, such as 202611, by the database's clock, which numbers the runs."""
+    """Return this month and the next ones, such as 202611, by the database's clock, which also determines run keys."""
     with engine.connect() as connection:
         return [int(month) for month in connection.execute(_MONTHS).scalars()]
 
 
 def _tables(engine: sa.Engine) -> dict[str, bool]:
-    """Return the tables of months in order, each with a flag that says whether it is attached."""
+    """Return the tables of months in order, each with True if it is attached."""
     with engine.connect() as connection:
         return {str(name): bool(attached) for name, attached in connection.execute(_TABLES)}
 
 
 def _month_end(table: str) -> int:
-    """Return the month after a table's month."""
+    """Return the month that follows a table's month."""
     return _following(int(table.rsplit("_", 1)[1]))
 
 

@@ -1,4 +1,4 @@
-"""The answer cache: rendered recommendations, keyed by the data version and model version that they rest on."""
+"""The answer cache: rendered recommendations, keyed by the data version and model version behind them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from tula_service.store.tables import answers
 
 
 class AnswerCache(Repository):
-    """A cache that all workers and replicas share. `body` is JSON text, sent to clients as it is stored."""
+    """A cache that all workers and replicas share. `body` is JSON text, which clients get unchanged."""
 
     def get(
         self, job_id: str, name: str, *, data_version: int, model_version: str, or_newer: bool = False
     ) -> str | None:
-        """Return the cached answer called `name` if it rests on these versions or, if allowed, on newer data."""
+        """Return the cached answer `name` if it was computed from these versions or, if allowed, from newer data;
+        else None.
+        """
         version = answers.c.data_version
         conditions = (
             answers.c.job_id == job_id,
@@ -26,7 +28,7 @@ class AnswerCache(Repository):
         return body
 
     def put(self, job_id: str, name: str, *, data_version: int, model_version: str, body: str) -> None:
-        """Cache an answer, unless an answer that rests on newer data is already cached."""
+        """Cache an answer, unless an answer from newer data is already cached."""
         values = {"data_version": data_version, "model_version": model_version, "body": body, "created_at": self._now()}
         older = answers.c.data_version <= data_version
         self._put(answers, {"job_id": job_id, "name": name}, values, where=older)

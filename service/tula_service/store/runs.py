@@ -1,4 +1,4 @@
-"""Runs: moved from state to state only by compare-and-set, and leased to one holder at a time."""
+"""Stores runs: changes their state only by compare-and-set, and leases each to one holder at a time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Runs(Repository):
     """The runs table; `Leases` claims runs and renews their leases."""
 
     def create(self, job_id: str, run: NewRun) -> RunRecord:
-        """Add a run to a job and move the job's data version. Raises NotFound if there is no such job."""
+        """Add a run to a job and increment the job's data version. Raises NotFound if there is no such job."""
         project_id = self._scalar(sa.select(jobs.c.project_id).where(jobs.c.id == job_id))
         if project_id is None:
             raise NotFound.of("job", job_id)
@@ -80,7 +80,7 @@ class Runs(Repository):
         limit: int = 1000,
         plan_order: bool = False,
     ) -> list[RunRecord]:
-        """List runs of a job: newest first (older than the key `cursor`), or in the order in which they are claimed."""
+        """List runs of a job, newest first (older than the key `cursor`) or in the order in which they are claimed."""
         statement = _SELECT_RUNS.where(runs.c.job_id == job_id).limit(limit)
         if kind is not None:
             statement = statement.where(runs.c.kind == kind)
@@ -108,7 +108,7 @@ class Runs(Repository):
         end_cause: EndCause | None = None,
         **values: Any,
     ) -> bool:
-        """Move a run from one of `expected` to `to`; return False, and change nothing, if its state is another by now.
+        """Move a run from one of `expected` to `to`; return False, without a change, if it is in another state.
 
         Sets `started_at` and `finished_at`, ends the lease of a final state, and increments the job's data version. A
         run that returns to the plan has no `started_at` until its next holder starts it.
@@ -159,25 +159,26 @@ class Runs(Repository):
 
 
 def _run_record(row: RowMap) -> RunRecord:
-    """Return the record of a row that `_SELECT_RUNS` found."""
+    """Return the record for a row of `_SELECT_RUNS`."""
     configuration = Configuration.from_json(same_fields(Configuration, row))
     return RunRecord(**same_fields(RunRecord, row), configuration=configuration)
 
 
 class Leases(Repository):
-    """The right of one holder to work on a run until a certain time; the holder's heartbeats extend it.
+    """Leases of runs: the right of one holder to work on a run until a certain time, extended by the holder's
+    heartbeats.
 
-    A heartbeat is a PATCH `running` or a batch of samples. No timer watches leases: the next claim returns a profiling
-    run with an expired lease to the plan, and the next reader or change of a job fails a training run with an expired
-    lease (`usecases/runs.py: with_vanished`), which a later PATCH reopens. A final state ends the lease. Times come
-    from the store's clock, so the clocks of replicas must agree to about a second.
+    A heartbeat is a PATCH `running` or a batch of samples. There is no timer for leases: the next claim returns a
+    profiling run with an expired lease to the plan, and the next read or change of a job marks a training run with an
+    expired lease as failed (`usecases/runs.py: with_vanished`), which a later PATCH reopens. A final state ends the
+    lease. Times come from the store's clock, so the clocks of replicas must agree within about a second.
 
     Each lease has a number, which its agents send. `check` refuses an agent whose lease is over, since another holder's
     agents may be measuring the same run.
     """
 
     def check(self, run_id: str, number: int | None) -> None:
-        """Raise Conflict unless the sender works under the run's current lease; a sender without a number passes."""
+        """Raise Conflict unless the sender has the run's current lease; a sender without a number is accepted."""
         current = None if number is None else self._scalar(_LEASE, run=run_id)
         if current is not None and current != number:
             raise Conflict(
@@ -229,13 +230,13 @@ class Leases(Repository):
         self._connection.execute(expired.values(state="pending", **_RELEASED))
 
     def expired(self, job_ids: Sequence[str]) -> Sequence[str]:
-        """Return the jobs among these that have a training run whose lease has expired."""
+        """Return those of these jobs that have a training run with an expired lease."""
         lost = sa.and_(runs.c.kind == "train", runs.c.state.in_(_HELD), runs.c.lease_expires_at < self._now())
         statement = sa.select(runs.c.job_id).where(runs.c.job_id.in_(job_ids), lost).distinct()
         return list(self._connection.execute(statement).scalars())
 
     def renew(self, run_id: str, *, lease_s: float | None = None, whole_launch: bool = False) -> bool:
-        """Extend a held lease by `lease_s` (default: as claimed); return False if it is no longer held.
+        """Extend a lease by `lease_s` (default: as claimed); return False if it is no longer held.
 
         With `whole_launch`, also extend the leases of the runs that the holder claimed together with this one.
         """
@@ -258,7 +259,7 @@ class Leases(Repository):
 
 
 def _same_launch(run: RunRecord) -> list[sa.ColumnElement[bool]]:
-    """Return the conditions for the job's profiling runs that differ from `run` at most in the local batch."""
+    """Return the conditions that select the job's profiling runs that differ from `run` at most in the local batch."""
     c = run.configuration
     return [
         runs.c.job_id == run.job_id,

@@ -1,4 +1,6 @@
-"""Step samples as rows, each stored once, and a summary per run, so that a fit costs the same after a million rows."""
+"""Stores step samples as rows, each once, and a summary per run, so that the cost of a fit does not grow with the
+rows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tula_wire import Configuration, HostFacts, SampleBatch, read
 _LOG = logging.getLogger("tula.service")
 _MOST_STEP_TIMES = 200_000
 SUMMARY_ROWS = 4096
-"""How many of the last measuring rows (by step) a summary reads."""
+"""Number of the last measured rows (by step) that a summary reads."""
 
 _FLOATS = ("compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "optimizer_time_s")
 _COLUMNS = ("sequence", "step", "step_time_s", *_FLOATS, "straggler_rank")
@@ -33,7 +35,7 @@ _POSTGRES = (
 )
 _MEMORY = [memory_readings.c[field.name] for field in fields(MemoryReading)]
 _SEEN = ("world_size", "local_batch_size", "grad_accum_steps", "timing_method", "energy_per_step_j")
-"""The columns in which a process reports its configuration, and the energy of its steps."""
+"""The columns in which a process reports its configuration and the energy of its steps."""
 _FIGURES = [field.name for field in fields(RunSummary) if field.name in run_summaries.c]
 _LOCK_JOB = sa.select(jobs.c.key).where(jobs.c.id == sa.bindparam("job")).with_for_update(read=True, key_share=True)
 _COUNT = (
@@ -56,19 +58,19 @@ Summarise: TypeAlias = Callable[[SampleColumns], dict[str, Any]]
 """Computes the figures of `run_summaries` from columns of samples, as `perfmodel.step_summary.summarise` does."""
 
 SampleCursor: TypeAlias = tuple[int, int]
-"""The last row of a page: its process and its sequence number, the primary key of the table."""
+"""The last row of a page: its process and sequence number, which are the primary key of the table."""
 
 MOST_READ: Final = 20_000
-"""Rows that a page may read for a filter that few rows match: some tens of milliseconds."""
+"""Rows that a page may read for a filter that few rows match, which takes tens of milliseconds."""
 
 MAX_PROCESSES: Final = 8_192
 """Most processes of a run: its ranks and their restarts."""
 
 MOST_PROCESSES: Final = 64
-"""Processes that a page reads; each costs a query."""
+"""Most processes that a page reads; each costs a query."""
 
 _WHOLE: Final = 10**18 - 1
-"""In a cursor: all rows of the process; no sequence number is this large."""
+"""Sequence number in a cursor that stands for all rows of the process; no real one is as large."""
 
 
 class SampleFilter(BaseModel):
@@ -82,7 +84,7 @@ class SampleFilter(BaseModel):
 
     @property
     def of_rows(self) -> list[sa.ColumnElement[bool]]:
-        """The conditions on rows, without the conditions on processes."""
+        """Return the conditions on rows, without the conditions on processes."""
         table = step_samples.c
         conditions: list[sa.ColumnElement[bool]] = []
         if self.warmup is not None:
@@ -100,12 +102,12 @@ class Samples(Repository):
     def add(self, run_key: int, job_id: str, batch: SampleBatch) -> int:
         """Store a batch and return the number of new rows; a row that was stored before keeps its first values.
 
-        A row is identified by run, rank, boot id and sequence. New rows raise the run's counts, and new rows or a
-        different memory reading raise the job's data version. What a process reports about itself is taken from its
-        newest batch.
+        A row is identified by run, rank, boot id and sequence. New rows increase the run's counts, and new rows or a
+        different memory reading increment the job's data version. Facts that a process reports about itself come from
+        its newest batch.
         """
         if self._postgres:
-            # The job's row before its run's, as a deletion locks them: see the order of locks in store/database.py.
+            # Lock the job's row before its run's, like a deletion; see the order of locks in store/database.py.
             self._connection.execute(_LOCK_JOB, {"job": job_id})
         source = self._source(run_key, batch)
         size = len(batch.sequence)
@@ -125,20 +127,20 @@ class Samples(Repository):
         return stored
 
     def recent(self, run_key: int, *, limit: int = SUMMARY_ROWS, rank: int | None = None) -> SampleColumns:
-        """Return the last `limit` measuring rows of a run by step, oldest first."""
+        """Return the last `limit` measured rows of a run by step, oldest first."""
         names = ("step", "step_time_s", *_FLOATS, "straggler_rank")
         return SampleColumns(**self._measured(run_key, names, SampleFilter(rank=rank), limit))
 
     def step_times(
         self, run_key: int, *, rank: int = 0, first_step: int | None = None, last_step: int | None = None
     ) -> tuple[IntArray, FloatArray]:
-        """Return the steps and step times of one rank's measuring rows, by step: at most the last 200,000 rows."""
+        """Return the steps and step times of one rank's measured rows, by step, for at most the last 200,000 rows."""
         rows = SampleFilter(rank=rank, first_step=first_step, last_step=last_step)
         columns = self._measured(run_key, ("step", "step_time_s"), rows, _MOST_STEP_TIMES)
         return columns["step"], columns["step_time_s"]
 
     def memory_by_rank(self, run_key: int, *, limit: int) -> dict[int, MemoryReading]:
-        """Return the reading with the highest peak of each rank, for the `limit` ranks whose peaks are highest."""
+        """Return each rank's reading with the highest peak, for the `limit` ranks with the highest peaks."""
         table, source = memory_readings.c, sample_sources.c
         statement = (
             sa.select(source.rank, *_MEMORY)
@@ -153,7 +155,7 @@ class Samples(Repository):
         return by_rank
 
     def host_facts(self, run_key: int) -> HostFacts | None:
-        """Return what the newest process of the run's first rank said about its script and host, or None."""
+        """Return the facts about script and host from the newest process of the run's first rank, or None."""
         table = sample_sources.c
         statement = sa.select(table.machine).where(
             table.run_key == run_key, table.rank == 0, table.machine.is_not(sa.null())
@@ -162,10 +164,10 @@ class Samples(Repository):
         return None if row is None else read(HostFacts, row["machine"])
 
     def summaries(self, job_id: str, summarise: Summarise) -> list[RunSummary]:
-        """Return one summary for each run of the job that has samples or ran out of memory, oldest run first.
+        """Return a summary for each run of the job that has samples or ran out of memory, oldest run first.
 
-        `summarise` recomputes a stale summary, and the new summary is stored if the transaction writes; every worker
-        computes the same result.
+        Stale summaries are recomputed by `summarise`, and stored if the transaction may write; every worker computes
+        the same result.
         """
         rows = self._rows(
             sa.select(runs, *(column.label(f"summary_{column.name}") for column in run_summaries.c))
@@ -181,7 +183,7 @@ class Samples(Repository):
         return [self._summary(row, memory.get(row["key"]), timelines.get(row["key"]), summarise) for row in rows]
 
     def refresh(self, run_key: int, summarise: Summarise) -> None:
-        """Compute and keep the summary of one run now, so that `RunRecord.step_time_s` is current."""
+        """Compute and store the summary of one run now, so that `RunRecord.step_time_s` is current."""
         row = self._row(sa.select(runs.c.key, runs.c.num_samples, runs.c.num_measured).where(runs.c.key == run_key))
         if row is not None and row["num_samples"]:
             self._compute(row, summarise)
@@ -196,9 +198,9 @@ class Samples(Repository):
     ) -> tuple[list[RowMap], SampleCursor | None]:
         """Return rows of a job ordered by process and sequence, and the cursor of the next page (None on the last).
 
-        Every page is read along the primary key, one process at a time, so it costs the same as the first page.
-        `warmup` and the steps are not in that key: a page ends after MOST_READ rows or MOST_PROCESSES processes with
-        the rows that matched, if any, and the next page continues there.
+        Pages are read along the primary key, one process at a time, so every page costs the same. `warmup` and the
+        steps are not in that key, so a page ends after MOST_READ rows or MOST_PROCESSES processes with the rows that
+        matched, if any, and the next page continues from there.
         """
         page: list[RowMap] = []
         unread = MOST_READ
@@ -240,9 +242,9 @@ class Samples(Repository):
         return self._purge(step_samples, job_id, limit)
 
     def _measured(self, run_key: int, names: Sequence[str], only: SampleFilter, limit: int) -> dict[str, Any]:
-        """Return columns of the last measuring rows that `only` selects.
+        """Return columns of the last measured rows that `only` selects.
 
-        The index does not contain the rank, so a rank's rows are searched for among the last rows of all ranks.
+        The index does not contain the rank, so the rows of a rank are selected from the last rows of all ranks.
         """
         table = step_samples.c
         statement = sa.select(*(table[name] for name in names), table.rank.label("sender")).where(
@@ -292,7 +294,7 @@ class Samples(Repository):
         return int(self._scalar(statement))
 
     def _store_memory(self, source_key: int, run_key: int, reading: MemoryReading) -> bool:
-        """Keep the newest reading with the highest peak of a process; return False if that is already stored."""
+        """Store the newest of a process's readings with the highest peak; return False if it is stored already."""
         table = memory_readings.c
         stored = self._row(_READING, source=source_key)
         if stored is not None and (reading.peak_bytes < stored["peak_bytes"] or reading == MemoryReading(**stored)):
@@ -302,7 +304,7 @@ class Samples(Repository):
         return True
 
     def _highest(self, run_keys: Sequence[int]) -> dict[int, MemoryReading]:
-        """Return each run's reading with the highest peak; of equal readings, the one from the newest process."""
+        """Return each run's reading with the highest peak; among equals, the one from the newest process."""
         table = memory_readings.c
         place = sa.func.row_number().over(
             partition_by=table.run_key, order_by=(table.peak_bytes.desc(), table.source_key.desc())
@@ -361,7 +363,7 @@ class Samples(Repository):
         return values
 
     def _reach(self, source: int, after: int, most: int) -> tuple[int, int]:
-        """Return the number of rows of a process after `after`, up to `most`, and the sequence number of the last."""
+        """Return the number of a process's rows after `after`, up to `most`, and the sequence number of the last."""
         table = step_samples.c
         some = (
             sa.select(table.sequence)
@@ -374,7 +376,9 @@ class Samples(Repository):
         return int(count), after if last is None else int(last)
 
     def _processes(self, job_id: str, only: SampleFilter, cursor: SampleCursor | None) -> list[SampleCursor]:
-        """Return the job's next processes, one more than a page reads, each with the sequence number to read after."""
+        """Return the job's next processes, one more than a page reads, each with the sequence number after which to
+        read.
+        """
         key = sample_sources.c.key
         statement = (
             sa.select(key)

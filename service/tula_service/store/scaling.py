@@ -12,14 +12,14 @@ from tula_service.store.tables import scaling_numbers
 
 
 class Scaling(Repository):
-    """One row for each policy of a job whose numbers were ever set."""
+    """The scaling table, with one row for each policy of a job whose numbers were ever set."""
 
     def read(self, job_id: str, policy: str) -> dict[str, Any] | None:
-        """Return `version` and the numbers, or None if none was ever set."""
+        """Return `version` and the numbers, or None if they were never set."""
         kept = [column for column in scaling_numbers.c if column.name not in ("job_id", "policy")]
         row = self._row(sa.select(*kept).where(scaling_numbers.c.job_id == job_id, scaling_numbers.c.policy == policy))
         return None if row is None else dict(row)
 
     def write(self, job_id: str, policy: str, numbers: Mapping[str, Any]) -> None:
-        """Replace the numbers of a policy, `version` included; the caller holds the job's lock."""
+        """Replace the numbers of a policy, including `version`; the caller holds the job's lock."""
         self._put(scaling_numbers, {"job_id": job_id, "policy": policy}, numbers)

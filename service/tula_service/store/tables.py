@@ -10,13 +10,15 @@ from sqlalchemy.dialects import postgresql
 
 
 class UtcTime(sa.types.TypeDecorator[datetime]):
-    """Time-zone-aware times only: `timestamptz` on Postgres, naive UTC text on SQLite, which has no time type."""
+    """Accepts only time-zone-aware times: `timestamptz` on Postgres, naive UTC text on SQLite, which has no time
+    type.
+    """
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:
-        """Refuse a naive time, because it does not say which moment it means."""
+        """Refuse a naive time, because it is ambiguous."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -25,7 +27,7 @@ class UtcTime(sa.types.TypeDecorator[datetime]):
         return utc.replace(tzinfo=None) if dialect.name == "sqlite" else utc
 
     def process_result_value(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:  # noqa: ARG002 - the signature is SQLAlchemy's
-        """Return every time in UTC."""
+        """Return the time in UTC."""
         if value is None:
             return None
         return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)

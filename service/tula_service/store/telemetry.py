@@ -1,4 +1,4 @@
-"""Telemetry chunks: raw per-step series of a run, compressed, stored as sent and read back by column."""
+"""Stores telemetry chunks, the raw per-step series of a run, compressed and as sent; reads them by column."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSERT = {
     f"(SELECT 1 FROM runs WHERE key = ? AND id = ?) {_CONFLICT}",
     "postgresql": f"INSERT INTO telemetry_chunks ({_COLUMNS}) VALUES ({', '.join(['%s'] * 9)}) {_CONFLICT}",
 }
-"""SQLite also checks the run's key and id: it reuses the key of a deleted run, maybe for another tenant."""
+"""SQLite also checks the run's key and id, because it reuses the key of a deleted run, possibly for another tenant."""
 _FIELDS: Final = ("num_steps", "newest_step", "newest_value")
 _IS_NEWER: Final = "excluded.newest_step >= coalesce(telemetry_columns.newest_step, -1)"
 _OF_OTHER_RANKS: Final = "ON CONFLICT (run_key, name) DO NOTHING"
@@ -42,17 +42,17 @@ _NOTE: Final = {
 GONE: Final = "The run of this chunk, or the telemetry of its month, was deleted: stop sending for it."
 _LAST_STEP: Final = 2**63 - 1
 MOST_POINTS: Final = 400_000
-"""Most points of a column that `read` returns; a longer history is thinned while it is read."""
+"""Most points of a column that `read` returns; a longer history is thinned during reading."""
 MAX_NAMES: Final = 1_000
 """Most columns of a run; the store refuses any further column."""
 MOST_CHUNKS: Final = 4_000
-"""Most chunks that a bounded read takes."""
+"""Most chunks in a bounded read."""
 _PER_FETCH: Final = {"yield_per": 64}
-"""Chunks that are in memory at once."""
+"""Number of chunks in memory at once."""
 _EXPLICIT_STEPS: Final = 1
 _SINGLE_PRECISION: Final = 2
 _LEVEL: Final = -1
-"""Noisy columns become 3 % larger than at level 1, but take a quarter of the time."""
+"""Compression level; compared with level 1, noisy columns are 3 % larger but take a quarter of the time."""
 
 _ADMITTED: Final = sa.select(telemetry_columns.c.name).where(
     telemetry_columns.c.run_key == sa.bindparam("run"),
@@ -74,7 +74,7 @@ class Series(NamedTuple):
 
 
 class _PerThread(threading.local):
-    """zstandard's objects may not be shared between threads."""
+    """One compressor and decompressor per thread, since zstandard's objects must not be shared."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=_LEVEL)
@@ -103,9 +103,9 @@ def chunk_row(run_key: int, chunk: NewChunk) -> tuple[object, ...]:
 def pack(steps: IntArray, values: FloatArray) -> bytes:
     """Compress `steps` of shape (n,) and `values` of shape (columns, n); NaN stays NaN.
 
-    Layout, little-endian: `steps` as one flag byte, then either first step and stride (int64 each, flag 0) or all steps
-    (flag 1), then the columns in order, their bytes shuffled by significance; float64, or float32 if that is lossless
-    (the flag's second bit).
+    The layout is little-endian: a flag byte, then for `steps` either the first step and the stride (int64 each, flag 0)
+    or all steps (flag 1), then the columns in order, with their bytes shuffled by significance, as float64 or, if that
+    is lossless, float32 (the flag's second bit).
     """
     stride = int(steps[1]) - int(steps[0]) if steps.size > 1 else 0
     if bool((steps[1:] - steps[:-1] == stride).all()):
@@ -122,7 +122,7 @@ def pack(steps: IntArray, values: FloatArray) -> bytes:
 
 
 def unpack(payload: bytes, num_steps: int, num_columns: int) -> tuple[IntArray, FloatArray]:
-    """Return steps of shape (num_steps,) and values of shape (num_columns, num_steps): the inverse of `pack`."""
+    """Return steps of shape (num_steps,) and values of shape (num_columns, num_steps); the inverse of `pack`."""
     flags = payload[0]
     raw = _zstd.decompressor.decompress(payload[1:])
     if flags & _EXPLICIT_STEPS:
@@ -139,7 +139,7 @@ def unpack(payload: bytes, num_steps: int, num_columns: int) -> tuple[IntArray, 
 
 
 def _shuffle(values: np.ndarray[tuple[int, ...], np.dtype[np.floating]]) -> bytes:
-    """Return all first bytes, then all second bytes, and so on: exponents become neighbours and compress well."""
+    """Return all first bytes, then all second bytes, and so on, so that exponents are adjacent and compress well."""
     planes: bytes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.dtype.itemsize).T.tobytes()
     return planes
 
@@ -159,7 +159,8 @@ class Telemetry(Repository):
     def add(self, run_id: str, chunk: NewChunk, row: tuple[object, ...]) -> bool:
         """Store the chunk `row` (see `chunk_row`) of the run `run_id`; return False if it was stored before.
 
-        Raises NotFound if the run was deleted; on Postgres sqlalchemy.exc.IntegrityError, see `partitions.refusal`.
+        Raises NotFound if the run was deleted; on Postgres, sqlalchemy.exc.IntegrityError instead (see
+        `partitions.refusal`).
         """
         if self._postgres:
             stored = self._connection.exec_driver_sql(INSERT["postgresql"], row).rowcount == 1
@@ -172,7 +173,7 @@ class Telemetry(Repository):
         return stored
 
     def admitted(self, run_key: int, names: Sequence[str]) -> list[str]:
-        """Return the names that the run already has as columns or has room for, MAX_NAMES in total."""
+        """Return the names that are columns of the run already or can be added, up to MAX_NAMES in total."""
         column = telemetry_columns.c
         has = set(self._connection.execute(_ADMITTED, {"run": run_key, "names": list(names)}).scalars())
         new = [name for name in names if name not in has]
@@ -198,8 +199,8 @@ class Telemetry(Repository):
     ) -> Series:
         """Return one column of one rank, by step; a step that was sent twice has the value of the later boot.
 
-        More than MOST_POINTS points are thinned evenly, keeping all peaks and dips. With `most_chunks`, only that many
-        of the first chunks are read.
+        Above MOST_POINTS, points are thinned evenly, keeping all peaks and dips. With `most_chunks`, only that many of
+        the first chunks are read.
         """
         chunk = telemetry_chunks.c
         first, last = first_step or 0, _LAST_STEP if last_step is None else last_step
@@ -207,11 +208,13 @@ class Telemetry(Repository):
         statement = _chunks(column, rank).where(*within).order_by(*_ORDER).limit(most_chunks)
         steps, values, total = _joined(self._connection.execute(statement, execution_options=_PER_FETCH), column)
         keep = (steps >= first) & (steps <= last)
-        # The chunks at the ends of the range also hold steps outside it.
+        # The chunks at the ends of the range also contain steps outside it.
         return Series(steps[keep], values[keep], total if keep.all() else int(np.count_nonzero(keep)))
 
     def newest(self, run_key: int, names: Collection[str]) -> dict[str, float | None]:
-        """Return the newest value of each column that the run's first rank sent, or None for a column without one."""
+        """Return the newest value of each column that the run's first rank sent, or None for a column without
+        values.
+        """
         column = telemetry_columns.c
         values = sa.select(column.name, column.newest_value).where(column.run_key == run_key, column.name.in_(names))
         return dict.fromkeys(names) | {row.name: row.newest_value for row in self._connection.execute(values)}
@@ -249,7 +252,7 @@ class Telemetry(Repository):
         return self._purge(telemetry_chunks, job_id, limit)
 
     def _note_columns(self, run_key: object, chunk: NewChunk) -> None:
-        """Record a stored chunk's columns; if the first rank sent it, count its steps and keep its newest values."""
+        """Record a stored chunk's columns; if the first rank sent it, count its steps and store its newest values."""
         rows = sorted(_noted(chunk))  # by name, so that two chunks of a run lock rows in one order
         on_conflict = _OF_OTHER_RANKS if chunk.rank else _ADDED
         if self._postgres:
@@ -265,7 +268,7 @@ _ORDER = (telemetry_chunks.c.first_step, telemetry_chunks.c.boot_id, telemetry_c
 def _noted(chunk: NewChunk) -> Iterator[tuple[str, int, int | None, float | None]]:
     """Yield each column of a chunk: its name, its number of steps, the newest step with a number, and that number.
 
-    Ranks other than the first count no steps and keep no value.
+    For ranks other than the first, no steps are counted and no values are kept.
     """
     for name, values in zip(chunk.names, chunk.values, strict=True):
         numbers = np.flatnonzero(~np.isnan(values))
@@ -279,7 +282,7 @@ def _noted(chunk: NewChunk) -> Iterator[tuple[str, int, int | None, float | None
 def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
     """Return the query for the chunks of a rank that have the column.
 
-    Some columns are sent rarely, so most chunks need neither be read nor decompressed.
+    Some columns are sent rarely, so most chunks need not be read or decompressed for them.
     """
     chunk = telemetry_chunks.c
     has_column = ("," + chunk.columns + ",").contains(f",{column},", autoescape=True)
@@ -287,9 +290,9 @@ def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
 
 
 class _History:
-    """A column while it is read: it takes any length in bounded memory, and thins evenly beyond MOST_POINTS.
+    """Collects a column of any length in bounded memory, by thinning it evenly above MOST_POINTS.
 
-    The minimum and maximum of every interval stay, so that no peak is lost; medians of the rest hardly move.
+    The minimum and maximum of every interval are kept, so that no peak is lost; medians of the rest hardly change.
     """
 
     def __init__(self) -> None:
@@ -300,7 +303,7 @@ class _History:
         self._left_out = 0
 
     def add(self, steps: IntArray, values: FloatArray) -> None:
-        """Take the points of the next chunk."""
+        """Add the points of the next chunk."""
         self._new.append((steps, values))
         self._num_new += steps.size
         if self._num_new >= MOST_POINTS // 4:
@@ -353,12 +356,12 @@ def _joined(chunks: Iterable[Sequence[Any]], column: str) -> Series:
 
 
 def _in_order(pieces: Sequence[_Piece]) -> _Piece:
-    """Return all steps of the pieces, in ascending order, each once, with their values."""
+    """Return all distinct steps of the pieces in ascending order, with their values."""
     steps = np.concatenate([piece[0] for piece in pieces])
     values = np.concatenate([piece[1] for piece in pieces])
     if bool((np.diff(steps) > 0).all()):
         return steps, values
-    # A missing value never hides a number: a chunk that arrives late may lack this column's value for some steps.
+    # A missing value never hides a number, since a late chunk may lack this column's value for some steps.
     order = np.lexsort((~np.isnan(values), steps))
     steps, values = steps[order], values[order]
     last = np.append(steps[1:] != steps[:-1], True)

@@ -1,4 +1,4 @@
-"""Who is calling, and what they may touch: tokens, projects and the one rule for access to a job."""
+"""Identifies callers and their rights: tokens, projects, and the rule for access to a job."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Principal:
     """The sender of a request: `scope` is agent, read, user or admin.
 
     An agent is bound to one job; readers and users are bound to one project, and see only that project in lists.
-    `api/auth.py` refuses what a reader may not do.
+    `api/auth.py` refuses requests that a reader may not make.
     """
 
     name: str
@@ -44,25 +44,27 @@ class Principal:
     project_id: str | None = None
     job_id: str | None = None
     sha256: str | None = field(default=None, repr=False, compare=False)
-    """Digest of the secret that was sent, a token's or a session's: a stream ends when the secret does."""
+    """Digest of the secret (of a token or a session) that was sent; a stream ends when the secret expires."""
 
     @property
     def is_admin(self) -> bool:
-        """True when no project binds the caller."""
+        """Return True if the caller is not bound to a project."""
         return self.scope == "admin"
 
     @property
     def sender(self) -> str:
-        """The key under which rate limits count requests: the token, or the one user without a token."""
+        """Return the key by which rate limits count requests: the token, or the single user without a token."""
         return self.token_id or self.name
 
     @property
     def home_project_id(self) -> str:
-        """The project into which this caller's new jobs go."""
+        """Return the id of the project for this caller's new jobs."""
         return self.project_id or DEFAULT_PROJECT_ID
 
     def may_touch(self, *, job_id: str, project_id: str) -> bool:
-        """Apply the one rule: administrators touch everything, users and readers their project, agents their job."""
+        """Return True if the caller may access the job: administrators any, users and readers their project's,
+        agents their own.
+        """
         if self.is_admin:
             return True
         if self.scope == "agent":
@@ -71,9 +73,9 @@ class Principal:
 
 
 ANONYMOUS: Final = Principal(name="loopback", scope="admin")
-"""The user of this machine, as long as no token exists and the service listens on loopback only."""
+"""The user of this machine, while no token exists and the service listens only on loopback."""
 PUBLIC: Final = Principal(name="public", scope="public")
-"""Anyone who asks a read-only service: `api/auth.py` shows them figures over all jobs, but no single job."""
+"""Any caller of a read-only service; `api/auth.py` lets them see figures over all jobs, but no single job."""
 
 
 def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord:
@@ -81,7 +83,7 @@ def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord
 
     Raises NotFound if there is no such job or the caller may not see it, so that ids do not leak.
     """
-    # Postgres refuses NUL in a text, and no id holds unprintable characters.
+    # Postgres refuses NUL in text, and no id contains unprintable characters.
     job = tx.jobs.get(job_id) if job_id.isprintable() else None
     if job is None or not principal.may_touch(job_id=job.id, project_id=job.project_id):
         raise NotFound.of("job", job_id)
@@ -89,7 +91,7 @@ def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord
 
 
 def visible_run(tx: Transaction, principal: Principal, run_id: str) -> RunRecord:
-    """Return the run. Raises NotFound if there is no such run, or the caller may not see it."""
+    """Return the run. Raises NotFound if there is no such run or the caller may not see it."""
     run = tx.runs.get(run_id) if run_id.isprintable() else None
     if run is None or not principal.may_touch(job_id=run.job_id, project_id=run.project_id):
         raise NotFound.of("run", run_id)
@@ -97,7 +99,7 @@ def visible_run(tx: Transaction, principal: Principal, run_id: str) -> RunRecord
 
 
 def digest(secret: str) -> str:
-    """Return the SHA-256 that the store keeps. Secrets hold 256 random bits, so a slow hash would add nothing."""
+    """Return the SHA-256 hash to store. Secrets have 256 random bits, so a slow hash would add nothing."""
     return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
 
 
@@ -145,13 +147,13 @@ def issue_token(
 
 
 def visible_tokens(store: Store, caller: Principal) -> Sequence[Token]:
-    """Return all tokens for an administrator, and the tokens of their project for a user."""
+    """Return all tokens for an administrator, or the project's tokens for a user."""
     with store.reading() as tx:
         return tx.tokens.list(project_id=caller.project_id)
 
 
 def revoke_token(store: Store, actor: Principal, token_id: str) -> Token:
-    """End a token. Users may revoke the tokens of their project. Raises NotFound."""
+    """Revoke a token. Users may revoke the tokens of their project. Raises NotFound."""
     with store.transaction() as tx:
         token = tx.tokens.get(token_id)
         if not actor.is_admin and (actor.scope != "user" or token.project != actor.project_id):
@@ -162,7 +164,7 @@ def revoke_token(store: Store, actor: Principal, token_id: str) -> Token:
 
 
 def open_session(store: Store, principal: Principal) -> str:
-    """Open a browser session and return its secret, which has the token's rights until it expires or `end_session`."""
+    """Open a browser session and return its secret, which has the token's rights until it expires or is ended."""
     secret = SECRET_PREFIX + "session_" + secrets.token_urlsafe(SECRET_BYTES)
     with store.transaction() as tx:
         tx.sessions.create(
@@ -201,7 +203,7 @@ def visible_projects(store: Store, caller: Principal) -> Sequence[Project]:
 def check_still_valid(tx: Transaction, principal: Principal) -> None:
     """Raise Unauthenticated if the token or session of an already authenticated caller has ended since.
 
-    For streams, which stay open longer than a request.
+    This is for streams, which stay open longer than a request.
     """
     if principal.sha256 is None:
         ended = tx.tokens.ever_made()  # the anonymous user exists until the first token
@@ -213,16 +215,17 @@ def check_still_valid(tx: Transaction, principal: Principal) -> None:
 
 
 def token_state(token: Token, now: datetime) -> str:
-    """Return how a token ended, or "valid" if it has not."""
+    """Return how a token ended, or "valid" if it is still valid."""
     if token.revoked_at is not None:
         return "revoked"
     return "expired" if token.expires_at is not None and token.expires_at <= now else "valid"
 
 
 class KnownRuns:
-    """Ingest's cache of facts about runs: key, job and project, which never change, and the last event about samples.
+    """A cache of facts about runs for ingest: key, job and project, which never change, and the last event about
+    samples.
 
-    Request threads share an instance: each use of its caches holds `_lock`."""
+    Request threads share an instance, so each use of its caches holds `_lock`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -231,7 +234,7 @@ class KnownRuns:
         self._announced: TTLCache[str, bool] = TTLCache(CACHED, ANNOUNCE_EVERY_S)
 
     def authorise(self, principal: Principal, run_id: str) -> tuple[int, str]:
-        """Return the run's key and job. Raises NotFound if there is no such run, or the caller may not touch it."""
+        """Return the run's key and job. Raises NotFound if there is no such run or the caller may not access it."""
         with self._lock:
             entry = self._runs.get(run_id)
         if entry is None:
@@ -250,7 +253,7 @@ class KnownRuns:
             self._runs.pop(run_id, None)
 
     def should_emit_event(self, run_id: str) -> bool:
-        """Return True at most once a second for each run: readers of events need no more."""
+        """Return True at most once per second for each run, which is enough for readers of events."""
         with self._lock:
             is_due = run_id not in self._announced
             if is_due:
@@ -259,7 +262,7 @@ class KnownRuns:
 
 
 class _Trusted(NamedTuple):
-    """The principal of a secret, when to check it again, and how long to trust it until then."""
+    """The principal of a secret, when to check it again, and how long to trust it."""
 
     check_at: float
     ends_at: float
@@ -267,11 +270,11 @@ class _Trusted(NamedTuple):
 
 
 class Access:
-    """Authenticates secrets; trusts what it has read for `cache_s`, so that ingest costs few queries.
+    """Authenticates secrets, and caches the results for `cache_s`, so that ingest costs few queries.
 
     A revocation takes effect at once in the worker that revokes (`forget`), and within `cache_s` in every other worker.
-    Request threads share an instance: each use of its caches holds `_lock`. A thread that read before `forget_all`
-    writes to the old cache, which nobody reads any more.
+    Request threads share an instance, so each use of its caches holds `_lock`. A thread that read before `forget_all`
+    writes to the old cache, which is no longer read.
     """
 
     def __init__(self, store: Store, *, cache_s: float, tokenless_allowed: bool) -> None:
@@ -283,7 +286,7 @@ class Access:
         self.forget_all()
 
     def cached(self, secret: str | None) -> Principal | None:
-        """Return the principal of a secret (None for no secret) if it was checked just now, else None. Never waits."""
+        """Return the principal of a secret (None for no secret) if it was checked recently, else None. Never waits."""
         now = time.monotonic()
         with self._lock:
             trusted = self._trusted.get(secret)
@@ -313,7 +316,9 @@ class Access:
         return principal
 
     def tokenless(self) -> Principal | None:
-        """Return the anonymous principal while it is allowed: on loopback, before the first token is ever created."""
+        """Return the anonymous principal while it is allowed, which is on loopback before the first token is
+        created; else None.
+        """
         if not self.tokenless_allowed:
             return None
         cache = self._trusted
@@ -324,7 +329,9 @@ class Access:
         return self._trust(cache, None, ANONYMOUS, math.inf)
 
     def _touch(self, token_id: str) -> None:
-        """Store the time of last use, at most once a minute; readers get in even if the database accepts no writes."""
+        """Store the time of last use, at most once a minute; a database that accepts no writes does not keep
+        readers out.
+        """
         with self._lock:
             if token_id in self._touched:
                 return
@@ -333,12 +340,14 @@ class Access:
             tx.tokens.touch(token_id)
 
     def forget(self, secret: str | None) -> None:
-        """Check this secret again at its next use; None is the user without a token, who ends with the first token."""
+        """Check this secret again at its next use; None stands for the user without a token, who is refused once
+        one exists.
+        """
         with self._lock:
             self._trusted.pop(secret, None)
 
     def forget_all(self) -> None:
-        """Start with an empty cache after this process has revoked a token."""
+        """Clear the cache after this process has revoked a token."""
         self._trusted: LRUCache[str | None, _Trusted] = LRUCache(CACHED)
 
     def _trust(

@@ -1,4 +1,4 @@
-"""Events of a job after the last one seen, and the state of the whole service for its metrics and health checks."""
+"""Reads events of a job, and the state of the whole service for its metrics and health checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def last_id(store: Store, principal: Principal, job_id: str) -> int:
 
 
 def read_on(store: Store, principal: Principal, job_id: str, after: int, *, limit: int = 200) -> list[wire.Event]:
-    """Return the events after this id, oldest first, to a caller whose access to the job was checked before.
+    """Return the events after this id, oldest first, for a caller whose access to the job was checked before.
 
     Raises Unauthenticated if that access has ended since, NotFound if the job was deleted.
     """
@@ -53,7 +53,8 @@ def recent(
 
 
 def overview(store: Store) -> tuple[Mapping[RunState, int], int, Mapping[float, float]]:
-    """Return the runs by state, agents, and quantiles of the absolute relative error of the newest thousand outcomes.
+    """Return the number of runs by state, the number of agents, and quantiles of the newest thousand absolute relative
+    errors.
 
     Every replica reads the same figures.
     """
@@ -64,9 +65,9 @@ def overview(store: Store) -> tuple[Mapping[RunState, int], int, Mapping[float, 
 
 
 def check_ready(store: Store) -> None:
-    """Raise SchemaMismatch if the schema is another one, and StoreUnavailable if the database cannot store.
+    """Raise SchemaMismatch if the schema does not match, and StoreUnavailable if the database cannot store.
 
-    The database cannot store while it does not answer, has no room, or has no partition for this month.
+    The database cannot store if it does not answer, is full, or has no partition for this month.
     """
     store.check_disk()
     try:

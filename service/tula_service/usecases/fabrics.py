@@ -1,4 +1,4 @@
-"""Fabrics: probes are stored by project and instance type, and served with the line fitted to their readings."""
+"""Stores probes of fabrics by project and instance type, and returns them with the line fitted to their readings."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PROBE_S = 1.0
 
 
 def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fabric:
-    """Store a probe; open jobs of the project compute their plan and recommendation again when asked."""
+    """Store a probe; open jobs of the project compute their plan and recommendation again at the next request."""
     with store.transaction() as tx:
         at = tx.fabrics.add(principal.home_project_id, probe.instance_type, probe.model_dump(mode="json"))
     return _view(probe, at)
 
 
 def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
-    """Store what the ranks of a run measured, as a probe of its cluster, if no stored probe has as many ranks.
+    """Store the measurements of a run's ranks as a probe of its cluster, unless a stored probe has as many ranks.
 
-    Each probe makes its job's plan stale, and an agent may send as many probes as it likes. A measurement is ignored if
-    it was taken by a different number of ranks than the run's.
+    This limits how often an agent can make its job's plan stale by sending probes. A measurement is ignored if its
+    number of ranks differs from the run's.
     """
     with store.transaction() as tx:
         run = tx.runs.get(run_id)
@@ -40,16 +40,16 @@ def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
 
 
 def to_launch(tx: Transaction, job: JobRecord, run: wire.Run) -> wire.Run:
-    """Return the run for its launcher; the ranks measure their links unless a probe of as many ranks is stored."""
+    """Return the run for its launcher; its ranks measure their links unless a probe with as many ranks is stored."""
     if run.instruction is None or run.configuration.world_size < 2 or is_probed(tx, job, run.configuration):
         return run
     return run.model_copy(update={"instruction": run.instruction.model_copy(update={"probe_s": _PROBE_S})})
 
 
 def is_probed(tx: Transaction, job: JobRecord, configuration: wire.Configuration) -> bool:
-    """Return True if the cluster has a probe of as many ranks or more, or the job has dropped the cluster.
+    """Return True if the cluster has a probe with at least as many ranks, or the job no longer has the cluster.
 
-    The probe with the most ranks counts (`fit_fabric`), so another probe with fewer ranks would change nothing.
+    Only the probe with the most ranks is used (`fit_fabric`), so another probe with fewer ranks would change nothing.
     """
     cluster = find_cluster(job, configuration)
     if cluster is None:

@@ -1,4 +1,4 @@
-"""From rows to values: loads `JobData`, all that an analysis of a job reads, and parts of a specification.
+"""Loads `JobData`, the input of a job's analysis, and parts of a specification from rows.
 
 Only `load_job_data` reads the input of an analysis, inside its caller's transaction.
 """
@@ -37,7 +37,7 @@ _RUNS_READ_FOR_SCALING = 2
 
 
 def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
-    """Return what an analysis of this version of the job reads, limited to the newest runs and earlier jobs."""
+    """Return the input of an analysis of this version of the job, limited to the newest runs and earlier jobs."""
     runs = sorted(tx.runs.list(job.id, limit=MAX_RUNS), key=lambda run: (run.position, run.key))
     trained = [run for run in runs if run.kind == "train" and run.state != "cancelled"]
     profiled = [run for run in runs if run.kind == "profile"]
@@ -66,8 +66,8 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
 def load_noise_curves(tx: Transaction, data: JobData) -> list[NoiseCurve]:
     """Return the noise curves of the newest training runs with samples, newest first, up to the first complete curve.
 
-    A training run is left out if its process saw a different batch than the service knows. Each launch of a schedule is
-    also a training run, but covers only a part, so earlier training runs must still be reached.
+    A training run is skipped if its process observed a different batch than the service knows. Each launch of a
+    schedule is also a training run, but covers only a part of training, so earlier training runs may be needed too.
     """
     trained = [run for run in data.runs if run.kind == "train" and run.configuration_mismatch is None]
     by_key = {run.key: run for run in trained}
@@ -85,9 +85,9 @@ def load_noise_curves(tx: Transaction, data: JobData) -> list[NoiseCurve]:
 
 
 def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
-    """Return the probes of the job's instance types that the project's users or the job's runs made, newest first.
+    """Return the probes of the job's instance types by the project's users or the job's runs, newest first.
 
-    A probe made by a run of another job counts only if the probe of a third job agrees with it, so that one job's token
+    A probe by a run of another job is included only if the probe of a third job agrees with it, so that one job's token
     cannot change the answers of other jobs.
     """
     types = {cluster.instance_type for cluster in read_spec(job).cluster}
@@ -102,7 +102,7 @@ def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
 
 
 def find_cluster(job: JobRecord, configuration: wire.Configuration) -> wire.ClusterSpec | None:
-    """Return the cluster of a configuration, or None if the specification has dropped it since."""
+    """Return the cluster of a configuration, or None if the specification no longer has it."""
     return next(
         (cluster for cluster in read_spec(job).cluster if cluster.instance_type == configuration.instance_type), None
     )
@@ -114,10 +114,10 @@ def read_spec(job: JobRecord) -> wire.JobSpec:
 
 
 def read_stored(model: type[M], stored: Mapping[str, Any]) -> M:
-    """Return a stored value, which was valid when it was stored, as its wire model.
+    """Return a stored value, which was valid when it was stored, as a wire model.
 
-    Unknown fields are ignored. A number beyond a bound that was introduced later is moved to that bound, so that the
-    job stays readable and can be corrected.
+    Unknown fields are ignored. A number beyond a bound that was introduced later is set to that bound, so that the job
+    can still be read and corrected.
     """
     try:
         return wire.read(model, dict(stored))
@@ -145,7 +145,7 @@ def _columns(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: in
 
 
 def _newest(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int) -> float | None:
-    """Return the last value of a telemetry column from the newest of these runs that reported it, or None."""
+    """Return the last value of a telemetry column from the newest of these runs that has one, or None."""
     values = (tx.telemetry.newest(key, [name])[name] for key in _with_samples(runs, num_runs))
     return next((value for value in values if value is not None), None)
 

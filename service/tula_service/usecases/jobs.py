@@ -1,4 +1,4 @@
-"""Jobs: registered once, however often the same specification is sent, then listed, changed, deleted and pruned."""
+"""Registers jobs (once per specification), and lists, changes, deletes and prunes them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _MIN_MEMORY_BYTES = 2**26
 _ROWS_PER_TRANSACTION: Final = 5_000
 _CHUNKS_PER_TRANSACTION: Final = 100
 EVENTS_KEPT_FOR: Final = timedelta(days=7)
-"""How long events are kept: readers that reconnect resume within minutes, and a week lets people look back."""
+"""How long events are kept. Readers that reconnect resume within minutes, and a week lets people look back."""
 
 
 def register(
     store: Store, principal: Principal, spec: wire.JobSpec, *, idempotency_key: str | None = None
 ) -> wire.JobCreated:
-    """Register a job, or find the one with the same specification, and say what to profile next.
+    """Register a job or find the one with the same specification; return it with the next runs to profile.
 
-    Registering the same specification again finds the job with all its measurements, and its failed runs may be planned
-    again. Raises Conflict if the idempotency key was sent before with another specification, and InvalidInput if the
-    specification contradicts itself.
+    If the same specification is registered again, the job keeps all its measurements, and its failed runs may be
+    planned again. Raises Conflict if the idempotency key was sent before with another specification, and InvalidInput
+    if the specification contradicts itself.
     """
     if principal.scope == "agent":
         raise Forbidden("An agent token is bound to one job: register with a user token.")
@@ -72,12 +72,12 @@ def register(
 
 
 def compute_fingerprint(body: Mapping[str, Any]) -> str:
-    """Return the hash that identifies a specification, which is given as JSON with all defaults filled in."""
+    """Return the hash that identifies a specification, given as JSON with all defaults filled in."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _allow_retries(tx: Transaction, job: JobRecord) -> None:
-    """Make failed runs no longer rule out their configuration: the user may have fixed the cause."""
+    """Let failed runs no longer rule out their configuration, since the user may have fixed the cause."""
     failures = tx.runs.list(job.id, states=("failed", "out_of_memory"), limit=1)
     if failures and failures[0].key > job.retried_up_to_key:
         tx.jobs.update(job.id, bump=True, retried_up_to_key=failures[0].key)
@@ -104,7 +104,7 @@ def list_jobs(
     cursor: str | None = None,
     limit: int = 50,
 ) -> wire.JobPage:
-    """List jobs of the caller's project; further pages exist only when the newest come first.
+    """List jobs of the caller's project; there are further pages only in the order newest first.
 
     Raises InvalidInput for a malformed cursor or search.
     """
@@ -129,11 +129,11 @@ def list_jobs(
 
 
 def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch) -> wire.Job:
-    """Change objective, prices, limits or shared launches, or archive; then plan and recommend again.
+    """Change a job's objective, prices, limits or shared launches, or archive it; then plan and recommend again.
 
     On request, configurations whose runs failed may be planned again.
 
-    Raises InvalidInput for a price of an instance type that the job does not have.
+    Raises InvalidInput for the price of an instance type that the job does not have.
     """
     with store.transaction() as tx:
         visible_job(tx, principal, job_id)
@@ -183,7 +183,10 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
 
 
 def _check_model(spec: wire.JobSpec) -> None:
-    """Refuse a model that contradicts itself or its devices; only at registration, so older jobs can still change."""
+    """Refuse a model that contradicts itself or its devices.
+
+    This runs only at registration, so that older jobs can be changed.
+    """
     if spec.model.activation_bytes_per_sample == 0:
         raise InvalidInput(
             "activation_bytes_per_sample is 0, but every network keeps some: give bytes, for example those of "
@@ -207,7 +210,7 @@ def _check_model(spec: wire.JobSpec) -> None:
 
 
 def _check(spec: wire.JobSpec) -> None:
-    """Refuse a specification whose fields are valid one by one but contradict each other."""
+    """Refuse a specification whose fields are valid individually but contradict each other."""
     priced = [job_data.is_priced(cluster.price) for cluster in spec.cluster]
     if any(priced) and not all(priced):
         row = priced.index(False)
@@ -241,7 +244,7 @@ def _check(spec: wire.JobSpec) -> None:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What a prune deleted, or would delete in a dry run."""
+    """The result of a prune: what was deleted, or would be deleted in a dry run."""
 
     job_ids: Sequence[str]
     num_events: int
@@ -273,8 +276,8 @@ def prune_store(
     """Delete jobs archived longer ago than `older_than`, finish interrupted deletions, and delete old events.
 
     On Postgres, months of telemetry that ended longer ago than `telemetry_older_than` are dropped last; if `archive` is
-    given, each month is written to it first. Raises InvalidInput for such a limit on SQLite or for an unusable archive,
-    Conflict while another process drops months, and StoreUnavailable if a month cannot be written, which then stays.
+    given, each month is first written to it. Raises InvalidInput for such a limit on SQLite or an unusable archive,
+    Conflict while another process drops months, and StoreUnavailable if a month cannot be written; that month is kept.
     """
     now = store.now()
     before = None if telemetry_older_than is None else now - telemetry_older_than
@@ -300,7 +303,7 @@ def prune_store(
 
 
 def _drop_months(store: Store, before: datetime, archive: Archive | None) -> list[str]:
-    """Drop the months that are due, while no other process drops any; stop at a month that a run has begun to use."""
+    """Drop the months that are due, while no other process does so; stop at a month that a run has begun to use."""
     dropped = []
     with partitions.dropping(store.engine):
         for month in partitions.due(store.engine, before=before):
@@ -327,7 +330,7 @@ def _finish_deleting(store: Store, job_id: str) -> None:
 
 
 def _view(tx: Transaction, record: JobRecord) -> wire.Job:
-    """Return a job with its specification, its profiling runs in the order of the plan, and the cost of these runs."""
+    """Return a job with its specification, its profiling runs in plan order, and the cost of these runs."""
     plan = tx.runs.list(record.id, kind="profile", plan_order=True)
     summary = {name: getattr(record, name) for name in wire.JobSummary.model_fields}
     spec, views = read_spec(record), [runs.view(run) for run in plan]

@@ -1,4 +1,4 @@
-"""The ledger: past recommendations, and what the training runs that followed them measured."""
+"""The ledger: past recommendations, and the results of the training runs that followed them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def entries(
 
 
 class Outcome(NamedTuple):
-    """A recommendation with what its training run measured, and its job; `device` is that of the instance type."""
+    """A recommendation with the result of its training run and its job; `device` belongs to the instance type."""
 
     job_name: str
     network: str
@@ -46,14 +46,16 @@ def outcomes(store: Store, principal: Principal, *, limit: int = 1000) -> list[O
 
 
 def _device(entry: LedgerRecord, spec: JsonObject) -> str:
-    """Return the accelerator that the specification names for the instance type, else the instance type."""
+    """Return the accelerator in the specification of the instance type, else the instance type."""
     used = "" if entry.configuration is None else entry.configuration.instance_type
     named = next((cluster.get("accelerator") for cluster in spec["cluster"] if cluster["instance_type"] == used), None)
     return named or (used if used != wire.DEFAULT_INSTANCE_TYPE else "not named")
 
 
 def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
-    """Return the id of the newest recommendation of this configuration, preferably for the job's own objective."""
+    """Return the id of the newest recommendation of this configuration, preferably for the job's own objective, or
+    None.
+    """
     for objective in sorted(get_args(Objective), key=lambda value: value != job.objective):
         entry = tx.ledger.latest(job.id, objective)
         if entry is not None and entry.configuration == configuration:
@@ -62,7 +64,7 @@ def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> s
 
 
 def record_outcome(tx: Transaction, run: RunRecord) -> None:
-    """Record a training run's measurement with the recommendation that it followed, and on the job."""
+    """Record a training run's result with the recommendation that it followed, and on the job."""
     measured = run.step_time_s
     if measured is None:
         return
@@ -72,7 +74,7 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
     if entry is None or entry.predicted_step_time_s is None:
         return
     value, low, high = dict(entry.predicted_step_time_s).values()
-    # A training run that is cancelled and resumed must count once, not once for each start.
+    # A training run that is cancelled and resumed must count only once.
     ended = run.state != "cancelled"
     if ended and entry.basis == "profiled" and entry.interval_scale is not None:
         pair = [*_uncalibrated(value, low, high, entry.interval_scale), measured]
@@ -84,8 +86,7 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
 def _uncalibrated(value: float, low: float, high: float, scale: float) -> tuple[float, float, float]:
     """Return the interval before calibration.
 
-    `scale` is the calibration at the time of the prediction, not the present calibration, which may rest on later
-    outcomes.
+    `scale` is the calibration at the time of the prediction, since the present one may be based on later outcomes.
     """
     return value, value * (low / value) ** (1.0 / scale), value * (high / value) ** (1.0 / scale)
 
@@ -118,7 +119,7 @@ def enter(tx: Transaction, job: JobRecord, findings: Findings, data_version: int
 
 
 def _says_the_same(old: LedgerRecord, new: LedgerRecord) -> bool:
-    """Return True if only the step time differs, and by less than 2 %: every sample moves the step time a little."""
+    """Return True if only the step time differs, by less than 2 %, since every sample changes it a little."""
     facts = [(e.configuration, e.basis, e.prices, e.model_version) for e in (old, new)]
     before, after = (list(dict(e.predicted_step_time_s or ()).values()) for e in (old, new))
     if facts[0] != facts[1] or len(before) != len(after):

@@ -21,18 +21,20 @@ from tula_service.usecases.job_data import read_spec
 from tula_wire.format import duration, money
 
 _CONFIRMING_STEPS, _LEVEL_STEPS = 20, 15
-"""Newest steps that confirm an alarm, and newest steps whose mean is the new level: the detector fires after 15."""
+"""Number of newest steps that confirm an alarm, and number of newest steps whose mean is the new level; the
+detector fires after 15.
+"""
 MOST_TRAININGS = 50
-"""Most training runs whose metrics are served: it bounds the series that a scrape adds, and its time."""
+"""Most training runs in the metrics, which limits the number of series and the time of a scrape."""
 _TOKENS = "tokens_per_example"
 
 
 def start(
     tx: Transaction, job: JobRecord, run: RunRecord, expected: Estimate | None, before: RunRecord | None = None
 ) -> None:
-    """Start to monitor a training run; time and cost of `before`, the run that it continues, count toward its limits.
+    """Start monitoring a training run; time and cost of `before`, the run that it continues, count toward its limits.
 
-    Raises InvalidInput for a training run that must stop at its limits and has no time or no money left.
+    Raises InvalidInput for a training run that must stop at its limits and has no time or budget left.
     """
     spent_s = spent_usd = 0.0
     if before is not None:
@@ -49,14 +51,14 @@ def start(
 
 
 def spent_until_now(tx: Transaction, run: RunRecord) -> str:
-    """Return a sentence that says what a training run has spent, including the runs that it continues."""
+    """Return a sentence on the time and cost of a training run so far, including the runs that it continues."""
     spent_s, spent_usd = _spent(read_spec(tx.jobs.get(run.job_id)), run, tx.now())
     paid = f" and {money(spent_usd)}" if spent_usd else ""
     return f"The training has spent {duration(spent_s)}{paid}, earlier starts included."
 
 
 def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[float, float]:
-    """Return the seconds and dollars spent by a run and the runs that it continues; without prices, no dollars."""
+    """Return the seconds and dollars spent by a run and the runs that it continues; 0 dollars without prices."""
     if run.monitor is None:
         return 0.0, 0.0
     monitor = Monitor.read(run.monitor)
@@ -70,8 +72,8 @@ def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[
 def observe_samples(tx: Transaction, run: RunRecord, new: wire.SampleBatch, num_new: int) -> None:
     """Update a training run's monitor with new samples of its first rank; announce speed changes and exceeded limits.
 
-    The last `num_new` rows are assumed to be new, since a process numbers its samples in ascending order. Runs inside
-    the transaction that stores the samples, so it makes no fit.
+    The last `num_new` rows are assumed to be new, since a process numbers its samples in ascending order. This runs
+    inside the transaction that stores the samples, so it does not fit a model.
     """
     if run.kind != "train" or new.rank != 0 or run.monitor is None:
         return
@@ -129,7 +131,7 @@ class Progress:
 
 
 def running_trainings(store: Store, principal: Principal) -> list[Progress]:
-    """Return the progress of the newest active training runs in `principal`'s projects, at most MOST_TRAININGS."""
+    """Return the progress of the newest active training runs, at most MOST_TRAININGS, in `principal`'s projects."""
     with store.reading() as tx:
         running = tx.runs.running_trainings(principal.project_id, limit=MOST_TRAININGS)
         return [progress(tx, run) for run in running]

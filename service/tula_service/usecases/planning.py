@@ -1,9 +1,9 @@
-"""Planning: after a change, a job's answer is computed once, and its plan and its recommendation are stored.
+"""Planning: after a change, computes a job's answer once, and stores its plan and its recommendation.
 
 A fit runs on a read-only snapshot, so that no writer waits for it. If anything but measurements changed meanwhile, the
-answer is computed again, and after four attempts under the job's lock. A plan that waits for a worker is marked on the
-job (`PlanState`), in the transaction of the change: if the worker dies, the next claim computes the plan. Answers are
-cached once per version of a job's data, and entered in the ledger.
+answer is computed again, and after four attempts under the job's lock. The transaction of a change marks the job's plan
+as stale (`PlanState`), so that the next claim computes the plan if the worker dies. Answers are cached once per version
+of a job's data, and entered in the ledger.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STATES_KEPT = ("archived", "training")
 def replan(store: Store, job_id: str) -> str:
     """Bring a job's plan and recommendation up to date, and return the recommendation as JSON.
 
-    Threads of one process queue up, and threads that waited for the same job return what the first thread stored.
+    Threads of one process queue up, and threads that waited for the same job return the result of the first.
     Raises NotFound if the job is gone, and Busy if too many computations are queued.
     """
     with store.reading() as tx:
@@ -49,10 +49,10 @@ def replan(store: Store, job_id: str) -> str:
 def answer(
     store: Store, compute: Compute, job_id: str, objective: Objective | None, *, plan: bool, keep: bool = True
 ) -> str:
-    """Analyse, store the result (and the plan if `plan`), and return the recommendation as JSON.
+    """Analyse a job, store the result (with the plan if `plan`), and return the recommendation as JSON.
 
-    The caller holds the turn that gave `compute`. `keep` is False for a caller who may change nothing: then nothing is
-    stored, not even in the ledger.
+    The caller holds the turn that yielded `compute`. `keep` is False for a caller without the right to change anything;
+    nothing is then stored, not even in the ledger.
     """
     for _ in range(ATTEMPTS):
         with store.reading() as tx:
@@ -76,13 +76,13 @@ def answer(
 
 
 def store_answer(tx: Transaction, job: JobRecord, findings: Findings) -> str:
-    """Store the plan, if one was decided, then name and cache the answer and enter it in the ledger; return it as JSON.
+    """Store the plan, if any, then name the answer, cache it and enter it in the ledger; return it as JSON.
 
-    If the data have moved on and a newer answer is cached, return the newer one. The caller holds the job's lock and
+    If the data have changed and a newer answer is cached, that answer is returned. The caller holds the job's lock and
     has compared the facts.
     """
-    # New pending runs change no fit, so the answer also holds for the version that they make. Measurements that arrived
-    # meanwhile change it: then the answer is stored under the version that it was computed from.
+    # New pending runs do not affect the fit, so the answer is also valid for the version that they create. If
+    # measurements arrived meanwhile, the answer is stored under the version from which it was computed.
     version, objective = findings.data_version, findings.objective
     is_newest = job.data_version == version
     if findings.decision is not None:
@@ -146,7 +146,7 @@ def _store_plan(tx: Transaction, job: JobRecord, decision: PlanDecision, run_ids
 
 
 def _facts(tx: Transaction, job: JobRecord, plan: bool) -> object:
-    """Return everything besides measurements that an answer rests on; with `plan`, also what its plan rests on."""
+    """Return all inputs of an answer except measurements; with `plan`, also the inputs of its plan."""
     runs = tx.runs.list(job.id, limit=MAX_RUNS) if plan else ()
     states = [(run.id, run.state, run.failed_local_batch_size, run.drift_sentence) for run in runs]
     return job.spec, job.retried_up_to_key if plan else None, states
@@ -155,6 +155,8 @@ def _facts(tx: Transaction, job: JobRecord, plan: bool) -> object:
 def cached(
     tx: Transaction, job_id: str, objective: Objective, data_version: int, *, or_newer: bool = False
 ) -> str | None:
-    """Return the cached recommendation for this version of the job's data or, with `or_newer`, for a later version."""
+    """Return the cached recommendation for this version of the job's data or, with `or_newer`, a later version;
+    else None.
+    """
     versions: dict[str, Any] = {"data_version": data_version, "model_version": MODEL_VERSION}
     return tx.answers.get(job_id, f"recommendation:{objective}", **versions, or_newer=or_newer)

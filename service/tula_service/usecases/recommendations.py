@@ -1,4 +1,6 @@
-"""Recommendations, what-if answers and batch schedules from a job's current data; only recommendations are cached."""
+"""Returns recommendations, what-if answers and batch schedules for a job's current data; only recommendations are
+cached.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ def get(
     *,
     on_miss: Callable[[], None] = lambda: None,
 ) -> str:
-    """Return the recommendation as JSON, from the cache if it still holds, else computed after a call of `on_miss()`.
+    """Return the recommendation as JSON, from the cache if it is still valid; else call `on_miss()` and compute it.
 
-    A cached recommendation holds until something that it rests on changes. The answer follows from the data at the time
-    of the request, even if more is measured during the computation. An answer to a reader is kept in memory only, since
-    a read-only token must not add to the ledger.
+    A cached recommendation is valid until its inputs change. The answer is based on the data at the time of the
+    request, even if measurements arrive during the computation. An answer to a reader is cached only in memory, since a
+    read-only token must not add to the ledger.
     """
     may_change = principal.scope != "read"
 
@@ -50,9 +52,9 @@ def get(
 
 
 def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -> str:
-    """Return predictions for every configuration asked about, as JSON.
+    """Return predictions for every configuration in the question, as JSON.
 
-    Raises InvalidInput if no configuration answers the question.
+    Raises InvalidInput if no configuration matches the question.
     """
     with store.fits.turn() as compute:
         with store.reading() as tx:
@@ -61,7 +63,7 @@ def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -
 
 
 def schedule(store: Store, principal: Principal, job_id: str, objective: Objective | None, beta2: float) -> str:
-    """Return the batch schedule as JSON; `beta2` is Adam's at the base batch."""
+    """Return the batch schedule as JSON; `beta2` is Adam's beta2 at the base batch."""
     with store.fits.turn() as compute:
         with store.reading() as tx:
             data = load_job_data(tx, visible_job(tx, principal, job_id))

@@ -1,4 +1,4 @@
-"""Runs: claimed under a lease and moved from state to state."""
+"""Claims runs under leases, and changes their states."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _OPEN: Final[Collection[RunState]] = ("pending", "claimed", "running")
 _RETRY_AFTER_S = 2.0
 _VERDICT_STEPS = 1000
-"""Newest steps that a verdict rests on: a run's bottleneck may change, and these steps show the present one."""
+"""Number of newest steps for a verdict; a run's bottleneck may change, and these steps show the present one."""
 _MEMORY_REPLAN = "A run has just run out of memory: the plan is being computed again."
 _MESSAGES = {
     "vanished": "No report or sample from this training run arrived before its lease expired.",
@@ -53,10 +53,10 @@ _ONLY_WARMUP = (
 
 
 def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest) -> wire.RunClaimed:
-    """Lease the next profiling run of the plan, or say why there is none."""
+    """Lease and return the next profiling run of the plan, or the reason why there is none."""
     answer = _claimed(store, principal, job_id, request)
     if answer is None:
-        # The worker that ended the last run is still planning, or has died: its silence is not the end of the plan.
+        # The worker that ended the last run is still planning, or has died, so the plan may not be complete.
         replan(store, job_id)
         answer = _claimed(store, principal, job_id, request, replanned=True)
     assert answer is not None
@@ -66,13 +66,13 @@ def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRe
 def _claimed(
     store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest, *, replanned: bool = False
 ) -> wire.RunClaimed | None:
-    """Return the answer, or None if only a stale plan keeps the caller from claiming a run."""
+    """Return the answer, or None if the caller cannot claim a run only because the plan is stale."""
     with store.transaction() as tx:
         job = visible_job(tx, principal, job_id)
         if job.state == "archived":
             raise Conflict("This job is archived: un-archive it before profiling.")
         if job.plan_state == "stale_out_of_memory":
-            # Pending runs may not fit into memory either: none is leased before the plan is computed again.
+            # Pending runs may not fit into memory either, so none is leased before the plan is computed again.
             return wire.RunClaimed(run=None, reason=_MEMORY_REPLAN, retry_after_s=_RETRY_AFTER_S) if replanned else None
         run = tx.leases.claim(job_id, holder=request.holder, lease_s=request.lease_s, max_nodes=request.max_nodes)
         if run is not None:
@@ -95,7 +95,7 @@ def _claimed(
 
 
 def fail_vanished(tx: Transaction, job_id: str) -> None:
-    """Fail training runs whose lease has expired; a later report of such a run reopens it."""
+    """Mark training runs whose lease has expired as failed; a later report reopens such a run."""
     now = tx.now()
     for run in tx.runs.list(job_id, kind="train", states=("claimed", "running")):
         if run.lease_expires_at is not None and run.lease_expires_at < now:
@@ -105,9 +105,10 @@ def fail_vanished(tx: Transaction, job_id: str) -> None:
 
 
 def with_vanished(store: Store, read: Callable[[Transaction], T], jobs_of: Callable[[T], Sequence[str]]) -> T:
-    """Return what `read` returns, after failing those training runs of its jobs (`jobs_of`) whose lease has expired.
+    """Return the result of `read`, after marking the training runs of its jobs (`jobs_of`) with expired leases as
+    failed.
 
-    So no reader is told that a training run whose launcher is gone still runs. A read-only database keeps its state.
+    So no reader sees a training run as running whose launcher is gone. A read-only database is not changed.
     """
     with store.reading() as tx:
         answer = read(tx)
@@ -130,7 +131,7 @@ def _end(tx: Transaction, run: RunRecord, to: RunState, cause: EndCause) -> None
 
 
 def create(store: Store, principal: Principal, job_id: str, request: wire.RunCreate) -> wire.Run:
-    """Register a run outside the plan: a training run, or a measurement that the user asked for. Raises Busy."""
+    """Register a run outside the plan: a training run, or a measurement that the user requested. Raises Busy."""
     while True:
         with store.fits.turn() as compute:
             with store.reading() as tx:
@@ -147,10 +148,10 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
 
 
 def _of_job(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Configuration:
-    """Return the configuration with one of the job's instance types and a value for each option. Raises InvalidInput.
+    """Return the configuration, completed with one of the job's instance types and a value for each option.
 
-    Without a type, it is the job's only type, or the only type with as many ranks per node: agents that create a run by
-    themselves know no names. An option without a value takes its first value.
+    A missing type becomes the job's only type, or the only one with as many ranks per node, since agents that create
+    runs do not know the names of types. A missing option gets its first value. Raises InvalidInput.
     """
     try:
         configuration = replace(configuration, options=options.complete(spec.options, configuration.options))
@@ -158,7 +159,7 @@ def _of_job(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Confi
         raise InvalidInput(str(error), field="configuration.options") from error
     types = [cluster.instance_type for cluster in spec.cluster]
     if len(types) == 1 and spec.cluster[0].ranks_per_node == 1 and configuration.num_nodes == 1:
-        # In a job of one machine a rank stands for a node, and an agent that creates a run sees all ranks.
+        # In a job on one machine, a rank stands for a node, and an agent that creates a run sees all ranks.
         ranks = configuration.ranks_per_node
         configuration = replace(configuration, num_nodes=ranks, ranks_per_node=1)
     if configuration.instance_type in types:
@@ -223,7 +224,7 @@ def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> Run
 
 
 def get(store: Store, principal: Principal, run_id: str) -> wire.Run:
-    """Return one run with what its first rank reported about its script and host."""
+    """Return a run with the facts that its first rank reported about its script and host."""
 
     def read(tx: Transaction) -> tuple[RunRecord, wire.HostFacts | None]:
         run = visible_run(tx, principal, run_id)
@@ -256,7 +257,7 @@ def list_runs(
 
 
 def parse_cursor(cursor: str | None) -> int | None:
-    """Return the cursor of the previous page. Raises InvalidInput for any other text."""
+    """Return the parsed cursor of the previous page. Raises InvalidInput for any other text."""
     if cursor is None:
         return None
     if not cursor.isascii() or not cursor.isdigit() or len(cursor) > 18:
@@ -267,7 +268,7 @@ def parse_cursor(cursor: str | None) -> int | None:
 def patch(
     store: Store, principal: Principal, run_id: str, request: wire.RunPatch, lease: int | None = None
 ) -> wire.Run:
-    """Change a run's state. The same final state may be reported twice, by launcher and agent.
+    """Change a run's state. The launcher and the agent may both report the same final state.
 
     lease: the number of the lease under which the sender works, if known. Raises Conflict for another holder's run, an
     invalid transition, or an expired lease.
@@ -277,19 +278,19 @@ def patch(
         tx.leases.check(run_id, lease)
         run = _patched(tx, run_id, request)
         if request.state == "running" and request.holder is not None and principal.scope != "agent":
-            # The token of a launch lives as long as its lease.
+            # The token of a launch is valid as long as its lease.
             tx.tokens.extend(job.id, request.holder, tx.now() + timedelta(seconds=LAUNCH_TOKEN_S))
         if request.output is not None:
             tx.runs.put_output(run.key, request.output)
         due = run.state in FINAL_STATES and tx.jobs.get(job.id).plan_state != "current"
     if due:
-        # Lists of jobs and readers of events get the new recommendation without asking for it.
+        # Lists of jobs and readers of events get the new recommendation without requesting it.
         replan(store, job.id)
     return view(run)
 
 
 def output(store: Store, principal: Principal, run_id: str) -> str | None:
-    """Return the tail of the run's output that was sent. Raises NotFound."""
+    """Return the tail of the run's output, or None if none was sent. Raises NotFound."""
     with store.reading() as tx:
         return tx.runs.output(visible_run(tx, principal, run_id).key)
 
@@ -323,7 +324,7 @@ def _known(values: FloatArray | None) -> list[float | None]:
 
 
 def view(record: RunRecord) -> wire.Run:
-    """Return a run as the wire's model."""
+    """Return a run as a wire model."""
     return wire.Run.model_validate(record, from_attributes=True, extra="ignore")
 
 
@@ -345,7 +346,7 @@ def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
 
 
 def _repeats(run: RunRecord, state: RunState) -> bool:
-    """Return True if this report has been received before: launcher and agent may both report the end of a run."""
+    """Return True if this report was received before, since launcher and agent may both report the end of a run."""
     mismatch = run.kind == "profile" and run.configuration_mismatch is not None
     refused = mismatch or run.end_cause == "no_samples"
     reported = "succeeded" if refused and run.state == "failed" else run.state
@@ -383,7 +384,7 @@ def _move(tx: Transaction, run: RunRecord, state: RunState, request: wire.RunPat
         state, cause = "failed", "no_samples"
         message = _ONLY_WARMUP if run.num_samples else _MESSAGES[cause]
     if state == "succeeded" and run.kind == "profile" and run.configuration_mismatch is not None:
-        # Its samples count for the configuration that ran.
+        # Its samples count for the configuration that was actually used.
         state, message = "failed", run.configuration_mismatch
     if state == "succeeded" and run.kind == "profile" and message is None:
         message = _too_few(tx, run)
@@ -429,7 +430,8 @@ def _after_move(tx: Transaction, run: RunRecord) -> None:
     if run.state in FINAL_STATES and (run.kind == "profile" or run.state == "out_of_memory"):
         tx.jobs.mark_plan_stale(run.job_id, out_of_memory=run.state == "out_of_memory")
     if run.state == "pending":
-        # A launch ends when it runs out of memory: the larger batches that it gives back may not fit either.
+        # A launch ends when it runs out of memory, and the larger batches that it returns to the plan may not fit
+        # either.
         failed = tx.runs.list(run.job_id, kind="profile", states=["out_of_memory"], limit=1)
         if failed:
             tx.jobs.mark_plan_stale(run.job_id, out_of_memory=True)

@@ -1,4 +1,6 @@
-"""Step samples of runs: each is stored once (the first value stays), committed before the answer, listed row by row."""
+"""Stores step samples of runs, each once (the first value is kept) and committed before the answer; lists them by
+row.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class SampleIngest:
         """Store a batch of samples; the answer says whether the run may stop. A resent row counts as a duplicate.
 
         Raises NotFound, Conflict for a lease other than the run's, and InvalidInput for a rank beyond both the run's
-        world size and the world size that its process saw.
+        world size and the world size that its process observed.
         """
         run_key, job_id = self._runs.authorise(principal, run_id)
         with self._store.transaction() as tx:
@@ -57,7 +59,7 @@ class SampleIngest:
             if stored and self._runs.should_emit_event(run_id):
                 tx.events.append(job_id, "samples", run_id=run_id, data={"num_samples": run.num_samples})
         if batch.all_reduces is not None and stored:
-            # In a transaction by itself: it changes other jobs, which samples never lock.
+            # This runs in a separate transaction, since it changes other jobs, which samples never lock.
             with suppress(NotFound):  # deleted meanwhile
                 fabrics.add_of_run(self._store, run_id, batch.all_reduces)
         duplicates = len(batch.sequence) - stored
@@ -65,7 +67,7 @@ class SampleIngest:
 
 
 class SampleQuery(SampleFilter):
-    """A page of the samples that a filter selects."""
+    """A request for a page of the samples that a filter selects."""
 
     cursor: str | None = Field(
         None,
@@ -93,9 +95,10 @@ def _parsed(cursor: str) -> SampleCursor:
 
 
 def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
-    """Return whether a sender that is not the agent should end the run, and why; refresh a profiling run's summary.
+    """Return whether a sender other than the agent should end the run, and why; refresh a profiling run's summary.
 
-    The agent decides by itself (`Profiling.ends`), and reads from the answer only whether the run has ended.
+    The agent decides by itself (`Profiling.ends`), and uses only the part of the answer that says whether the run has
+    ended.
     """
     if run.state == "cancelled":
         return True, "The run was cancelled."

@@ -1,4 +1,4 @@
-"""Parameters of gradient scaling: set by users for a job and a policy, and served with a version."""
+"""Parameters of gradient scaling, which users set for a job and a policy, and agents read with a version."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def current(store: Store, principal: Principal, job_id: str, policy: wire.Scalin
 def change(
     store: Store, principal: Principal, job_id: str, patch: wire.ScalingPatch, policy: wire.ScalingPolicy
 ) -> wire.ScalingThresholds:
-    """Set numbers of one policy, and return what agents get from now on.
+    """Set numbers of one policy, and return the numbers that agents get from now on.
 
-    Numbers that the training script passes stay in force in that script, and an agent ignores a bound that crosses one
-    of its script's bounds. Raises InvalidInput if the bounds would cross, if the policy has no `delta`, and for a fixed
-    factor that no batch of the job calls for.
+    Numbers that the training script passes stay in force in that script, and an agent ignores a bound that contradicts
+    one of its script's bounds. Raises InvalidInput if the lower bound would exceed the upper one, if the policy has no
+    `delta`, and for a fixed factor that is too large for every batch of the job.
     """
     if patch.delta is not None and policy not in GATED_POLICIES:
         raise InvalidInput(
@@ -59,7 +59,9 @@ def _read(tx: Transaction, job_id: str, policy: wire.ScalingPolicy) -> wire.Scal
 
 
 def _refuse_crossed(numbers: wire.ScalingThresholds) -> None:
-    """Raise InvalidInput if the bounds cross; a script's own bounds are unknown here, so they are not compared."""
+    """Raise InvalidInput if the lower bound exceeds the upper; a script's own bounds are unknown here and not
+    compared.
+    """
     s_min = _DEFAULT_S_MIN if numbers.s_min is None else numbers.s_min
     s_max = math.inf if numbers.s_max is None else numbers.s_max
     if s_max < s_min:
@@ -68,9 +70,10 @@ def _refuse_crossed(numbers: wire.ScalingThresholds) -> None:
 
 
 def _refuse_beyond_batches(spec: wire.JobSpec, numbers: wire.ScalingThresholds) -> None:
-    """Raise InvalidInput for a fixed factor above the largest batch over the smallest, since it ruins a training run.
+    """Raise InvalidInput for a fixed factor above the ratio of the largest batch to the smallest, which would ruin
+    training.
 
-    Each agent clamps the number that it gets by its own batch.
+    Each agent limits the number further by its own batch.
     """
     batch = spec.batch
     smallest = numbers.small_batch_size or batch.min_local_batch_size

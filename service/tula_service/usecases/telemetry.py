@@ -1,4 +1,4 @@
-"""Telemetry of runs: stores chunks (a resent chunk changes nothing), and reads one column back, downsampled."""
+"""Stores telemetry of runs in chunks (a resent chunk changes nothing), and reads single columns, downsampled."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TelemetryIngest:
     def store(
         self, principal: Principal, run_id: str, chunk: TelemetryChunk, lease: int | None = None
     ) -> TelemetryAccepted:
-        """Store a chunk of telemetry once, without columns that have impossible names or exceed the run's limit.
+        """Store a chunk of telemetry once, without columns that have invalid names or exceed the run's limit.
 
         Raises NotFound, StoreUnavailable, and Conflict for a lease other than the run's.
         """
@@ -81,7 +81,7 @@ class TelemetryIngest:
 def _accepted(
     chunk: TelemetryChunk, columns: Collection[str], *, stored: int, duplicate: bool = False
 ) -> TelemetryAccepted:
-    """Return the answer to a chunk from which the service took only these columns."""
+    """Return the answer to a chunk of which only these columns were stored."""
     refused = [name[:64] for name in chunk.columns if name not in columns][:_MOST_NAMED]
     return TelemetryAccepted(stored=stored, duplicate=duplicate, refused=refused)
 
@@ -116,9 +116,9 @@ def newest_values(store: Store, principal: Principal, run_id: str, columns: Iter
 def read_with_trend(
     store: Store, principal: Principal, query: SeriesQuery
 ) -> tuple[TelemetrySeries, TelemetrySeries | None]:
-    """Return a column of a run, and its `trend`, which shows a noisy series at a glance; None if points are few.
+    """Return a column of a run and its trend, which makes a noisy series readable (None if there are few points).
 
-    Step times fall back on the run's samples. Raises NotFound for an unknown run or column.
+    For step times without telemetry, the run's samples are used. Raises NotFound for an unknown run or column.
     """
     where: dict[str, Any] = {"rank": query.rank, "first_step": query.first_step, "last_step": query.last_step}
     with store.reading() as tx:
@@ -142,9 +142,9 @@ def compare(
 ) -> tuple[str, list[str], dict[str, TelemetrySeries]]:
     """Return a column's name, the names of all columns that rank 0 of these runs reported, and the series by run id.
 
-    Without `column`, it is the first of these that any run reported: accuracy on held-out data, accuracy, loss, any
-    other column. A long series is replaced by its trend. If the histories have more than 5 million steps in total, only
-    the first runs in the given order are read. Raises NotFound.
+    By default, the column is the first of these that any run reported: accuracy on held-out data, accuracy, loss, any
+    other. A long series is replaced by its trend. If the histories have more than 5 million steps in total, only the
+    first runs in the given order are read. Raises NotFound.
     """
     series: dict[str, TelemetrySeries] = {}
     chosen: list[str] = []
@@ -173,7 +173,10 @@ def compare(
 
 
 def read_memory(store: Store, principal: Principal, run_id: str, *, limit: int = 16) -> dict[int, MemoryReading]:
-    """Return the peak memory by component, by rank, of the ranks that use most. Raises NotFound for an unknown run."""
+    """Return the peak memory by component, keyed by rank, of the ranks that use most.
+
+    Raises NotFound for an unknown run.
+    """
     with store.reading() as tx:
         return tx.samples.memory_by_rank(visible_run(tx, principal, run_id).key, limit=limit)
 
@@ -181,7 +184,9 @@ def read_memory(store: Store, principal: Principal, run_id: str, *, limit: int =
 def _series(
     query: SeriesQuery, available: list[str], total: int, steps: IntArray, values: FloatArray
 ) -> TelemetrySeries:
-    """Return some of the `total` points that a query asks for, on the wire; `available` lists the run's columns."""
+    """Return these points, a selection of the `total` points in the query, as a wire model; `available` lists the
+    run's columns.
+    """
     return TelemetrySeries(
         run_id=query.run_id,
         column=query.column,
