@@ -311,8 +311,8 @@ class _Ranks:
         return cast("T", value)
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on the first rank only; return its result, which is pickled and should be small, on every
-        rank.
+        """Call `function` on the first rank only; return its result on every rank. The result is pickled; keep it
+        small.
         """
         return cast("T", self._gathered(self.on_each(lambda: function() if self.rank == 0 else None))[0])
 

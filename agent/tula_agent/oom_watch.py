@@ -193,7 +193,10 @@ class OomWatch:
         return batches >= _SETTLED_AFTER and now - self._moved_at >= waits_s
 
     def _others_agree(self, channel: Any, stands_still: bool) -> bool:
-        """Return True if this rank counted an error and another rank is stuck too; answer other ranks' requests."""
+        """Return True if this rank counted an error and another rank is stuck too.
+
+        Also confirm to other ranks that this one is stuck.
+        """
         if not stands_still:
             return False
         if channel.has(_SUSPECTED):  # answered even if this rank counted an error: both ranks wait

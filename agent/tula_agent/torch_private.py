@@ -416,9 +416,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _fuse(self, last: torch.Tensor, made: torch.Tensor) -> None:
-        """Treat two operations as one kernel: the operation that created `last`, and the one that read it and
-        created `made`.
-        """
+        """Treat two operations as one kernel: one that created `last`, and one that read it and created `made`."""
         key = self._keys[storage_key(last)]
         if made.dtype == torch.float32:  # log_softmax, which reads half precision
             self._fused.add(key)
@@ -465,9 +463,7 @@ _READS_HALVES = (torch.ops.aten._log_softmax.default, torch.ops.aten._to_copy.de
 
 
 def _may_be_fused(func: Any, args: Any, made: torch.Tensor) -> bool:
-    """Return True for a float32 tensor that CUDA keeps in registers if an operation in `_READS_HALVES` reads it
-    next.
-    """
+    """Return True for a float32 tensor that CUDA keeps in registers if one of `_READS_HALVES` reads it next."""
     if made.dtype != torch.float32:
         return False
     if func is torch.ops.aten._to_copy.default:
@@ -476,7 +472,5 @@ def _may_be_fused(func: Any, args: Any, made: torch.Tensor) -> bool:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that is equal for tensors that share memory, also if they have no data (`data_ptr()` would
-    raise).
-    """
+    """Return a number that is equal for tensors that share memory, even without data (`data_ptr()` would raise)."""
     return int(tensor.untyped_storage()._cdata)

@@ -35,8 +35,8 @@ _AHEAD = "accelerate"
 _SAY_AFTER = 3
 """Steps after which the loop logs what it cannot observe."""
 _MOST_STEPS_A_BATCH = 8
-"""Most optimizer steps on one batch (a GAN's critic takes several); a script with more steps is assumed to request
-no batches.
+"""Most optimizer steps on one batch (a GAN's critic takes several); a script with more is assumed to request no
+batches.
 """
 _LOADERS_KEPT = 8
 _LISTS_HELD = 2
@@ -107,9 +107,7 @@ class UneditedLoop:
         _see_batches(self, run.guard)
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count `optimizer`'s steps as steps of training, and backward passes that reach its parameters as
-        micro-steps.
-        """
+        """Count `optimizer`'s steps as training steps, and backward passes that reach its parameters as micro-steps."""
         self._optimizer = weakref.ref(optimizer)
         self._steps_of_others.clear()
         self._run.watch(None, optimizer)

@@ -72,9 +72,7 @@ class EventReader:
         return event
 
     def disconnected(self) -> float:
-        """Record that the stream ended; return the seconds to wait before reconnecting, doubled each time up to 30
-        s.
-        """
+        """Record that the stream ended; return the wait before reconnecting in seconds, doubled each time up to 30."""
         self._data.clear()
         self.failures += 1
         return min(30.0, self.retry_s * 2.0 ** min(self.failures - 1, 5))
@@ -276,9 +274,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.RUN_VERDICT)
     def verdict(self, run_id: str) -> Call[wire.Verdict]:
-        """Return what limits the speed of a run: a diagnosis, its evidence, and the next step with its expected
-        saving.
-        """
+        """Return what limits the speed of a run: a diagnosis, its evidence, and the next step with its saving."""
 
     @_endpoint("PATCH", routes.RUN)
     def patch_run(self, run_id: str, patch: wire.RunPatch) -> Call[wire.Run]:
@@ -305,9 +301,7 @@ class Calls(Unsent):
         cursor: str | None = None,
         limit: int | None = None,
     ) -> Call[wire.SamplePage]:
-        """Return one page of a job's stored steps; `warmup` selects steps that the fit discards (True) or uses
-        (False).
-        """
+        """Return one page of a job's steps; `warmup` selects steps that the fit discards (True) or uses (False)."""
 
     @_endpoint("GET", routes.RUN_TELEMETRY)
     def series(
@@ -320,9 +314,7 @@ class Calls(Unsent):
         first_step: int | None = None,
         last_step: int | None = None,
     ) -> Call[wire.TelemetrySeries]:
-        """Return one column of a run in at most `max_points` points; without `column`, only the names of all
-        columns.
-        """
+        """Return one column of a run, downsampled to `max_points`; without `column`, only the names of all columns."""
 
     @_endpoint("GET", routes.JOB_EVENTS + "?after=0&follow=false")
     def past_events(self, job_id: str) -> Call[list[wire.Event]]:
@@ -362,9 +354,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.JOB_SCALING)
     def scaling(self, job_id: str, *, policy: wire.ScalingPolicy = "gain", etag: str | None = None) -> Call[Scaling]:
-        """Return the gradient-scaling numbers of a policy; if `etag` is the last one, unchanged numbers are not
-        sent again.
-        """
+        """Return a policy's gradient-scaling numbers; with the last `etag`, unchanged numbers are not sent again."""
 
     @_endpoint("PATCH", routes.JOB_SCALING)
     def patch_scaling(
@@ -385,9 +375,7 @@ class Calls(Unsent):
         quantity: Literal["time", "cost"] = "time",
         objective: wire.Objective | None = None,
     ) -> Call[dict[str, Any]]:
-        """Return a Vega-Lite specification of a job's chart, with its data; `quantity` selects what `tradeoff`
-        shows.
-        """
+        """Return a Vega-Lite specification of a job's chart, with its data; `quantity` is for `tradeoff`."""
 
     @_endpoint("GET", routes.RUN_CHART)
     def run_chart(self, run_id: str, name: str) -> Call[dict[str, Any]]:

@@ -50,9 +50,7 @@ class UsageError(TulaError):
 
 
 class LaunchError(TulaError):
-    """An error that stops `tula tune` or `tula run`, with a remedy; `brief`: the terminal has shown the failure
-    already.
-    """
+    """An error that stops `tula tune` or `tula run`, with a remedy; `brief` if the failure was printed already."""
 
     def __init__(self, message: str, brief: str = "") -> None:
         super().__init__(message)
@@ -151,9 +149,7 @@ class InternalServiceError(ProblemError, type=ProblemType.INTERNAL):
 
 
 def from_problem(problem: Problem) -> ProblemError:
-    """Return the exception for the type of a problem; an unknown type, from a newer service, becomes a
-    `ProblemError`.
-    """
+    """Return the exception for a problem's type; an unknown type from a newer service becomes a `ProblemError`."""
     return _BY_TYPE.get(problem.type, ProblemError)(problem)
 
 

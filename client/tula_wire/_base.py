@@ -26,19 +26,19 @@ Positive = Annotated[float, Field(gt=0, le=1e24)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S)]
 UsdPerHour = Annotated[float, Strict(), Field(ge=0, le=MAX_USD_PER_HOUR)]
-"""A number, not a text that holds a number: a price in quotes is a mistake."""
+"""A number; a string that contains a number is refused, since a price in quotes is a mistake."""
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^{UNPRINTABLE}]+$")]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/@+-]{1,200}$")]
-"""A name that may fill a command's placeholder: to a shell it is a single plain word."""
+"""A name that may fill a command's placeholder, since it is a single plain word for a shell."""
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}$")]
-"""An id that the service assigns: usable as it stands as a file name and as a shell word, and never `..`."""
+"""An id that the service assigns; it can be used unchanged as a file name or a shell word, and is never `..`."""
 Message = Annotated[str, AfterValidator(printable), Field(max_length=2000)]
-"""A sentence, often from an exception: its control characters are replaced, as refusing them would lose the report."""
+"""A sentence, often from an exception; control characters are replaced, since refusing them would lose the report."""
 Timestamp = AwareDatetime
 
 
 def _open(part: Any) -> Any:
-    """Return the schema with every closed set of words opened for readers, since such sets may grow."""
+    """Return the schema for readers, which accepts unknown words in every closed set, since such sets may grow."""
     if isinstance(part, list):
         return [_open(inner) for inner in part]
     if not isinstance(part, dict):
@@ -54,7 +54,7 @@ def _known_word(value: Any, parse: ValidatorFunctionWrapHandler, info: Validatio
 
 
 class WireModel(BaseModel):
-    """Base class of all models. It rejects unknown fields, NaN and infinity; readers use `read`."""
+    """Base class of all models. Unknown fields, NaN and infinity are rejected; readers use `read`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, ser_json_inf_nan="null")
 
@@ -69,12 +69,12 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def optional(description: str) -> Any:
-    """Return a field that is null unless given."""
+    """Return a field whose default is null."""
     return Field(None, description=description)
 
 
 def read(model: type[M], payload: bytes | str | dict[str, Any]) -> M:
-    """Parse `payload` as a reader: accept fields and words that a newer writer may send, and validate all others.
+    """Parse `payload` as a reader, which accepts unknown fields and words from a newer writer and validates all others.
 
     Raises `pydantic.ValidationError` if a known field is wrong or missing.
     """

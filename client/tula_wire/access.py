@@ -18,7 +18,7 @@ class ProjectCreate(WireModel):
 
 
 class Project(WireModel):
-    """A project; each job and each user token belongs to exactly one."""
+    """A project. Each job and each user token belongs to exactly one project."""
 
     id: str = Field(description="Identifier that the service assigned.")
     name: str = Field(description="Name of the project.")
@@ -61,7 +61,7 @@ class Token(WireModel):
 
 
 class TokenCreated(WireModel):
-    """A created token; only this answer holds its secret."""
+    """A created token; only this answer contains its secret."""
 
     token: Token = Field(description="The token without its secret.")
     secret: str = Field(description="The service stores only its SHA-256 hash.")

@@ -1,4 +1,4 @@
-"""A configuration: how many nodes, which batch and which options. It is the one thing that Tula chooses."""
+"""The configuration of a run, which Tula chooses: the number of nodes, the batch and the options."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DEFAULT_INSTANCE_TYPE: Final = "default"
 
 
 class Variant(NamedTuple):
-    """An instance type and the value of each option, to which a posterior, a memory model and waits for data belong."""
+    """An instance type and the value of each option; a variant has a posterior, a memory model and waits for data."""
 
     instance_type: str = DEFAULT_INSTANCE_TYPE
     options: Options = ()
 
     def options_include(self, values: Options) -> bool:
-        """Return True if these options have these values, whatever values other options have."""
+        """Return True if these options have these values, regardless of other options."""
         return set(values) <= set(self.options)
 
 
@@ -29,8 +29,8 @@ class Variant(NamedTuple):
 class Configuration:
     """One way to run a job; global batch = local batch x accumulation x world size.
 
-    Creating a configuration checks nothing, because the service creates and hashes thousands. Pydantic checks it as a
-    field of a model, for example of `RunCreate`.
+    The constructor checks nothing, because the service creates and hashes thousands of configurations. Pydantic
+    validates them as fields of models such as `RunCreate`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", revalidate_instances="always")
@@ -48,25 +48,25 @@ class Configuration:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self.num_nodes * self.ranks_per_node
 
     @property
     def global_batch_size(self) -> int:
-        """Examples per optimizer step."""
+        """Return the number of examples per optimizer step."""
         return self.local_batch_size * self.grad_accum_steps * self.world_size
 
     @property
     def variant(self) -> Variant:
-        """The variant of this configuration: its instance type and options, without nodes and batch."""
+        """Return the variant of this configuration: its instance type and options, without nodes and batch."""
         return Variant(self.instance_type, self.options)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as in JSON, with the options as an object."""
+        """Return the fields as JSON, with the options as an object."""
         return asdict(self) | {"options": dict(self.options)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Configuration:
-        """Return the configuration whose fields `as_json` wrote; other keys of `values` are ignored."""
+        """Return the configuration with the fields that `as_json` wrote; ignore other keys of `values`."""
         given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         return cls(**given | {"options": tuple(sorted(given.get("options", {}).items()))})

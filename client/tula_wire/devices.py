@@ -1,7 +1,7 @@
 """Figures of common accelerators by name: peak arithmetic by precision, memory bandwidth and capacity.
 
-All peaks are dense; those of half precision on tensor cores accumulate in single precision. The figures are quoted from
-memory; each entry names its document: open that before you rely on a figure.
+All peaks are for dense matrices; half precision on tensor cores accumulates in single precision. The figures are quoted
+from memory, and each entry names its document; check the document before you rely on a figure.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ PROCESSOR: Final = "CPU"
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator: its speeds, its memory and the document with these figures.
+    """An accelerator: its speeds, its memory and the document with these figures.
 
-    `peak` (for a job that gives no precision), fp32, tf32 and fp16 are in teraflop per second, memory in gigabytes per
-    second; the capacities, in GiB, are those with which it is made.
+    `peak` (for a job without a precision), fp32, tf32 and fp16 are in teraflop per second, and the memory bandwidth is
+    in gigabytes per second; the capacities, in GiB, are the sizes in which it is made.
 
     None means that the device lacks the precision. bf16 is as fast as fp16 on devices with tf32, and absent on others.
     """
@@ -33,7 +33,7 @@ class Device:
 
     @property
     def tflops(self) -> dict[str, float | None]:
-        """The peak at each precision, or None if the device lacks it."""
+        """Return the peak at each precision, or None if the device lacks the precision."""
         half = self.fp16 if self.tf32 is not None else None
         return {"fp32": self.fp32, "tf32": self.tf32, "bf16": half, "fp16": self.fp16}
 
@@ -73,18 +73,19 @@ DEVICES: Final = {
 
 
 def known_device(accelerator: str | None) -> str | None:
-    """Return the device in `DEVICES` that a name means; of several matches, the longest.
+    """Return the device in `DEVICES` to which a name refers; among several matches, the longest.
 
-    V100 is in v100-16GB, A40 is not in A4000.
+    For example, V100 matches v100-16GB, but A40 does not match A4000.
 
-    Punctuation between letters and digits is ignored, as is a form factor between A100 and 80GB: A100-SXM4-80GB.
+    Punctuation between letters and digits is ignored, and so is a form factor, as between A100 and 80GB in
+    A100-SXM4-80GB.
     """
     names = sorted(DEVICES, key=len, reverse=True) if accelerator is not None else []
     return next((name for name in names if re.search(_pattern(name), accelerator or "", re.IGNORECASE)), None)
 
 
 def capacities_gib(accelerator: str, device: Device) -> tuple[int, ...]:
-    """Return the capacities of `device` that a name such as `A100-80GB` means: the capacity in the name, else all."""
+    """Return the capacities of `device` that match a name such as `A100-80GB`: the capacity in the name, else all."""
     sizes = tuple(gib for gib in device.capacities_gib if re.search(rf"(?<!\d){gib} ?G", accelerator))
     return sizes or device.capacities_gib
 

@@ -1,4 +1,4 @@
-"""The closed sets of words of the contract, which service, agent and client share."""
+"""The closed sets of words that service, agent and client share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ Objective: TypeAlias = Literal["balanced", "time", "cost", "knee", "time_to_qual
 """The objectives that a recommendation may optimize."""
 
 Search: TypeAlias = Literal["full", "partial", "adaptive", "paper"]
-"""The ways in which a job's candidates may be profiled."""
+"""The ways to profile a job's candidates."""
 
 StepTimeForm: TypeAlias = Literal["overlap", "ring", "parameter_server"]
-"""The equation that predicts step time: our own, in which communication overlaps, or one of the paper's two."""
+"""The equation that predicts step time: our own, with overlapping communication, or one of the paper's two."""
 
 Basis: TypeAlias = Literal["prior", "transfer", "probed", "profiled"]
 """The possible bases of a prediction."""
@@ -28,9 +28,9 @@ RunState: TypeAlias = Literal["pending", "claimed", "running", "succeeded", "out
 FINAL_STATES: Final[frozenset[RunState]] = frozenset({"succeeded", "out_of_memory", "failed", "cancelled"})
 
 EndCause: TypeAlias = Literal["vanished", "superseded", "no_samples", "time_limit"]
-"""Why a run ended, if its state does not say so.
+"""Why a run ended, if its state does not show it.
 
-vanished: the lease of a training run expired. superseded: another one continued it before it reported its end.
+vanished: the lease of a training run expired. superseded: another run continued it before it reported its end.
 no_samples: a profiling run reported success without a single sample. time_limit: `tula run` ended a training run that
 had used up its deadline or budget.
 """

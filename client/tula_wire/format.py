@@ -1,4 +1,4 @@
-"""Numbers and configurations as people read them, in the terminal, on pages and in sentences. Pure."""
+"""Formats numbers and configurations for people, in the terminal, on pages and in sentences. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final
 from tula_wire.configurations import DEFAULT_INSTANCE_TYPE, Configuration
 
 NOTHING: Final = "-"
-"""Stands for an unknown value."""
+"""The text for an unknown value."""
 
 _STEPS: Final = (
     (60, "min", 1, "s", 3_600),
     (3_600, "h", 60, "min", 86_400),
     (86_400, "d", 3_600, "h", math.inf),
 )
-"""Two units with their seconds, and the seconds from which larger units are used."""
+"""Two units with their lengths in seconds, and the duration from which larger units are used."""
 
 
 def duration(seconds: float | None) -> str:
-    """Format seconds with three significant figures, or in two units from a minute on.
+    """Format seconds with three significant figures, or with two units from a minute on.
 
     For example: `512 us`, `41.3 ms`, `2.05 s`, `3 min 20 s`, `5 h 12 min`.
     """
@@ -72,7 +72,7 @@ def multiple(ratio: float) -> str:
 
 
 def money(usd: float | None) -> str:
-    """Format dollars with cents below a thousand, and with three significant figures below one."""
+    """Format dollars: with cents below a thousand, and with three significant figures below one."""
     if usd is None or not math.isfinite(usd):
         return NOTHING
     if usd < 0:
@@ -113,7 +113,7 @@ def _figures(number: float, figures: int = 3) -> Decimal:
 
 
 def cluster_name(value: Configuration) -> str:
-    """Return the nodes: `4 nodes`, or `4 nodes of p3` if the instance types have names."""
+    """Return the nodes as `4 nodes`, or as `4 nodes of p3` if the instance types have names."""
     nodes = f"{value.num_nodes} node{'s' if value.num_nodes != 1 else ''}"
     return nodes if value.instance_type == DEFAULT_INSTANCE_TYPE else f"{nodes} of {value.instance_type}"
 
@@ -128,7 +128,7 @@ _OPTIONS: Final = {
 
 
 def option(name: str, word: str) -> str:
-    """Describe a value of an option, `bf16` or `8 workers`, with the option's name if the value says too little."""
+    """Describe a value of an option, such as `bf16` or `8 workers`, with the option's name if it is needed."""
     if name == "precision":
         return word
     if name == "num_workers":

@@ -1,4 +1,4 @@
-"""What a rank reports about its script and its host."""
+"""The facts that a rank reports about its script and its host."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tula_wire._base import Name, Seconds, WireModel, optional
 
 
 class HostFacts(WireModel):
-    """Facts that a rank knows about its script and its host, which step times do not reveal.
+    """Facts about a rank's script and host that step times do not reveal.
 
-    `precision`, `compiled`, `checkpointing` and `sharded` are what one step of a profiling run with options was seen to
-    do, whatever the options say.
+    `precision`, `compiled`, `checkpointing` and `sharded` were observed in one step of a profiling run with options,
+    whatever the options say.
     """
 
     loader_workers: Annotated[int, Field(ge=0, le=2**16)] | None = optional("`num_workers` of the training's loader.")

@@ -1,4 +1,4 @@
-"""A job: the specification that a user registers, its runs, predictions and recommendations, and its events."""
+"""Models of a job: the specification that a user registers, its runs, predictions, recommendations and events."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MeasuringSteps = Annotated[int, Field(ge=2, le=100_000)]
 
 
 class Instruction(WireModel):
-    """How many steps a profiling run's agent discards and measures, with what precision, and whether it probes."""
+    """An instruction for a profiling run's agent: steps to discard and to measure, the precision, and the probe."""
 
     profiling_warmup_steps: WarmupSteps = Field(
         description="Steps to discard first; at most 3 of a launch's second and later batches."
@@ -98,7 +98,7 @@ class RunList(WireModel):
 
 
 class Progress(WireModel):
-    """The progress of a training run. Its earlier starts count as read and spent."""
+    """The progress of a training run, including the examples and the cost of its earlier starts."""
 
     done: float | None = optional("Share of the examples that were read, 0 to 1; null before the first step.")
     left_s: float | None = optional("Seconds that the rest takes at the speed of the newest steps.")
@@ -107,7 +107,7 @@ class Progress(WireModel):
 
 
 class ClaimRequest(WireModel):
-    """A request to lease the next run of the plan for `lease_s`."""
+    """A request to lease the next run of the plan for `lease_s` seconds."""
 
     holder: Name = Field(description="Who leases the run, for example host and process id.")
     lease_s: LeaseSeconds = Field(120.0, description="Seconds until the lease expires, unless it is renewed.")
@@ -116,7 +116,7 @@ class ClaimRequest(WireModel):
 
 
 class RunClaimed(WireModel):
-    """The leased run, or None with the reason: all runs are done or leased by others."""
+    """The leased run, or None with the reason, for example that all runs are done or leased by others."""
 
     run: Run | None = Field(
         description="The leased run, in a launch the run with the largest batch; null: see `reason`."
@@ -164,7 +164,7 @@ class Estimate(WireModel):
 
 
 class Terms(WireModel):
-    """Parts of the predicted step time, in seconds; they add up to it."""
+    """Parts of the predicted step time in seconds, which add up to it."""
 
     compute_time_s: float = Field(description="Seconds of forward, backward and optimizer.")
     exposed_comm_time_s: float = Field(description="Seconds of communication not hidden behind compute.")
@@ -173,7 +173,7 @@ class Terms(WireModel):
 
 
 class Candidate(WireModel):
-    """One configuration with its predictions."""
+    """A configuration with its predictions."""
 
     configuration: Configuration = Field(description="The configuration.")
     global_batch_size: int = Field(description="Examples per optimizer step.")
@@ -215,7 +215,7 @@ ScalingRule = Literal["gain"]
 
 
 class Knee(WireModel):
-    """The knee of the frontier of cost over time (by Kneedle), or why there is none."""
+    """The knee of the frontier of cost over time (by Kneedle), or the reason why there is none."""
 
     found: bool = Field(description="True: the frontier has a knee.")
     configuration: Configuration | None = optional("The candidate at the knee.")
@@ -241,7 +241,7 @@ class MenuPoint(WireModel):
 
 
 class Quality(WireModel):
-    """Whether the chosen batch is expected to keep the accuracy of the base batch, for which the rate was tuned."""
+    """Whether the chosen batch should keep the accuracy of the base batch, for which the learning rate was tuned."""
 
     kept: bool = Field(
         description="True: most such training runs lost at most one point; false: the accuracy is at risk."
@@ -254,11 +254,11 @@ class Quality(WireModel):
 
 
 class OptionEffect(WireModel):
-    """The worth of an option's value: the best candidate with it against the best with the option's first value.
+    """The worth of an option's value: the best candidate with it, compared with the best with the option's first value.
 
-    Each has its own nodes and batch; a factor of 0.5 halves the time. The other options come from two launches that
-    differ only in this option and are nearest to the recommended options; without such launches, they are as
-    recommended.
+    The two candidates may differ in nodes and batch; a factor of 0.5 halves the time. The other options are taken from
+    two launches that differ only in this option and are nearest to the recommended options; without such launches, they
+    are as recommended.
     """
 
     option: str = Field(description="Name of the option.")
@@ -338,7 +338,7 @@ class Recommendation(WireModel):
 
 
 class Predictions(WireModel):
-    """Predictions for a what-if."""
+    """Predictions in answer to a what-if question."""
 
     job_id: str = Field(description="The job.")
     basis: Basis = Field(description="What the predictions rest on.")
@@ -412,7 +412,7 @@ class Ledger(WireModel):
 
 
 JOBS_COUNTED: Final = 1000
-"""The total of a list of jobs is counted up to this number, which bounds the time that a list takes."""
+"""The total in a list of jobs is counted only up to this number, to limit the time for a list."""
 
 Optimizer = Literal["sgd", "momentum", "adam", "other"]
 JobState = Literal["planning", "ready", "training", "finished", "archived"]
@@ -423,7 +423,7 @@ EventKind = Literal["job", "run", "samples", "recommendation", "scaling", "drift
 
 
 class ModelSpec(WireModel):
-    """The network; every field but the name improves the first prediction."""
+    """The network; every field except the name improves the first prediction."""
 
     name: Name = Field(description="Name of the network; jobs with the same name and device share what was learnt.")
     parameters: Annotated[int, Field(ge=1, le=2**50)] | None = optional("Number of trainable parameters.")
@@ -483,7 +483,7 @@ class DatasetSpec(WireModel):
 
 
 class SpotPrice(WireModel):
-    """Price and interruptions of pre-emptible capacity."""
+    """The price and interruptions of pre-emptible capacity."""
 
     usd_per_node_hour: Annotated[UsdPerHour, Field(gt=0)] = Field(description="US dollars per hour of one node.")
     interruptions_per_node_hour: Annotated[float, Field(ge=0, le=60)] = Field(
@@ -496,7 +496,7 @@ class SpotPrice(WireModel):
 
 
 class Price(WireModel):
-    """Price of an instance type: per node-hour, per GB-hour of accelerator memory used, or both."""
+    """The price of an instance type: per node-hour, per GB-hour of accelerator memory used, or both."""
 
     usd_per_node_hour: UsdPerHour | None = optional("US dollars per hour of one node.")
     usd_per_gb_hour: UsdPerHour | None = optional("US dollars per hour of 1e9 bytes of accelerator memory.")
@@ -517,7 +517,7 @@ class ClusterSpec(WireModel):
 
     @property
     def device(self) -> str | None:
-        """The name of its accelerator in `DEVICES`, or None if the table lacks it."""
+        """Return the name of the accelerator in `DEVICES`, or None if the table does not have it."""
         return known_device(self.accelerator)
 
     @model_validator(mode="after")
@@ -528,7 +528,7 @@ class ClusterSpec(WireModel):
 
 
 class BatchSpec(WireModel):
-    """Batches to consider; `global_batch_size` fixes the global batch."""
+    """The batches to consider; `global_batch_size` fixes the global batch."""
 
     min_local_batch_size: Count = Field(32, description="Fewest examples per rank and micro-step.")
     max_local_batch_size: Count | None = optional("Most examples per rank and micro-step. Default: bounded by memory.")
@@ -633,23 +633,23 @@ class JobSpec(WireModel):
 
     @property
     def varied_options(self) -> dict[str, list[str]]:
-        """The values of each option that are tried: only the first if `profiling.only` does not name the option."""
+        """Return the values of each option to try: only the first if `profiling.only` does not name the option."""
         only = self.profiling.only
         return {name: values if only is None or name in only else values[:1] for name, values in self.options.items()}
 
     @property
     def base_options(self) -> Options:
-        """The options with which the script runs today: the first value of each."""
+        """Return the options with which the script runs today: the first value of each."""
         return complete(self.options, ())
 
     @property
     def option_combinations(self) -> list[Options]:
-        """Every combination of option values, the base first."""
+        """Return every combination of option values, the base first."""
         return combinations(self.options)
 
     @property
     def varied_combinations(self) -> list[Options]:
-        """The combinations of option values that are tried, the base first."""
+        """Return the combinations of option values to try, the base first."""
         return combinations(self.varied_options)
 
     @model_validator(mode="after")
@@ -721,11 +721,11 @@ class JobPage(WireModel):
 
 
 class ProfilingCost(WireModel):
-    """The cost of profiling so far, and of the rest of the present plan, launch after launch, start-up included.
+    """The cost of profiling so far and of the rest of the present plan, including the start-up of launches.
 
     The rest is estimated from predicted step times and the start-up of earlier launches, or 30 s before the first. An
-    interrupted launch counts as taken until its lease expired, and no longer once its runs are leased again. `at_most`
-    also counts the launches that an adaptive search may add, up to its cap, each as long as the longest and as
+    interrupted launch counts until its lease expired, and no longer counts once its runs are leased again. `at_most`
+    also includes the launches that an adaptive search may add, up to its cap, each as long as the longest and as
     expensive as the most expensive launch of the plan.
     """
 
@@ -751,7 +751,7 @@ class Job(JobSummary):
 
 
 class JobCreated(WireModel):
-    """Answer to a registration."""
+    """The answer to a registration."""
 
     job: Job = Field(description="The job, registered or found.")
     recommendation: Recommendation = Field(description="The recommendation as of now.")
@@ -759,7 +759,7 @@ class JobCreated(WireModel):
 
 
 class Event(WireModel):
-    """A change of a job. Ids increase, so that a reader resumes after the last event it received."""
+    """A change of a job. Ids increase, so that a reader can resume after the last event that it received."""
 
     id: int = Field(description="Position in the job's stream; increases.")
     kind: EventKind = Field(description="What changed.")

@@ -1,4 +1,4 @@
-"""The memory of one rank as a run reports it. The formula is in `memory.py`, which needs no Pydantic."""
+"""The model of a rank's memory as a run reports it. The formula is in `memory.py`, which does not need Pydantic."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MemoryMethod = Literal["cuda_allocator", "peak_rss", "estimate", "reported"]
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """Memory of one rank by component (equation 3 of the paper); `method` says how it was read.
+    """The memory of one rank by component (equation 3 of the paper); `method` is the way in which it was read.
 
-    A component is None if it was not read. As with `Configuration`, creating a breakdown checks nothing.
+    A component is None if it was not read. As with `Configuration`, the constructor checks nothing.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", revalidate_instances="always")

@@ -1,8 +1,8 @@
-"""Options of a job: words of its launch command that have several values, such as the precision or the loader workers.
+"""Options of a job: words of its launch command with several values, such as the precision or the loader workers.
 
-The first value of an option is its base, with which the script runs today. A configuration holds one value of each
-option of its job, as pairs sorted by name: the canonical form, which `complete` makes. On the wire these pairs are an
-object, such as `{"compile": "off", "precision": "bf16"}`, and an option that a request leaves out has its base value.
+The first value of an option is its base, with which the script runs today. A configuration has one value of each option
+of its job, as pairs sorted by name: the canonical form, which `complete` makes. On the wire, these pairs are an object
+such as `{"compile": "off", "precision": "bf16"}`, and an option that a request omits has its base value.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, GetPydanticSchema, 
 from tula_wire._base import Word
 
 MAX_COMBINATIONS: Final = 64
-"""Most combinations of a job's options: the planner and the model look at every combination."""
+"""Most combinations of a job's options, since the planner and the model consider every combination."""
 MAX_OPTIONS: Final = 6
-"""Two values of each option make `MAX_COMBINATIONS`."""
+"""Most options of a job; with two values each, they have `MAX_COMBINATIONS` combinations."""
 PLACEHOLDERS: Final = {
     "num_nodes": "nodes of this run",
     "ranks_per_node": "processes per node",
@@ -38,9 +38,9 @@ PLACEHOLDERS: Final = {
     "launch_id": "unique id of this start, for example as the name of a cluster job",
     "env_file": 'a JSON file {"env_vars": {...}} with the TULA_* variables, for launchers that pass no environment',
 }
-"""The words that Tula fills into a launch command, with their meanings; no option takes such a name.
+"""The words that Tula fills into a launch command, with their meanings; no option can have such a name.
 
-Words that `Template.fill` in `tula_client/launch/template.py` is not given are fields of the configuration.
+Words that are not arguments of `Template.fill` in `tula_client/launch/template.py` are fields of the configuration.
 """
 
 _NAME: Final = r"[a-z][a-z0-9_]{0,63}"
@@ -69,11 +69,11 @@ _OnTheWire = Annotated[
 ChosenOptions: TypeAlias = Annotated[
     Options, GetPydanticSchema(lambda _, handler: handler(_OnTheWire)), Field(json_schema_extra={"default": {}})
 ]
-"""`Options` inside, an object on the wire."""
+"""`Options` in Python, an object on the wire."""
 
 
 def _texts_only(value: Any) -> Any:
-    """Refuse numbers and booleans, which TOML has besides strings."""
+    """Refuse numbers and booleans, which TOML also has."""
     for name, values in value.items() if isinstance(value, Mapping) else ():
         if isinstance(values, str):
             raise ValueError(f'{name} holds one value: give a list of them, as in ["{values}", "..."]')
@@ -119,9 +119,9 @@ OptionValues: TypeAlias = Annotated[dict[str, list[str]], BeforeValidator(_texts
 
 
 def complete(options: Mapping[str, Sequence[str]], chosen: Options) -> Options:
-    """Return the canonical form of `chosen`: a value for each of a job's `options`, the base if none was chosen.
+    """Return the canonical form of `chosen`: a value for each of a job's `options`, by default the base.
 
-    Raises ValueError with the name and the remedy if the job has no such option, or the option no such value.
+    Raises ValueError with the name and the remedy if the job has no such option, or the option has no such value.
     """
     given = dict(chosen)
     for name, word in given.items():

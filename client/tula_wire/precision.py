@@ -1,4 +1,4 @@
-"""How precisely a profiling run knows its step time: the rules of agent and service by which a run ends."""
+"""The precision of a profiling run's step time, and the rules by which agent and service end a run."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from statistics import fmean, stdev
 from typing import Final
 
 FEWEST_STEPS: Final = 8
-"""Fewest steps that a mean needs: a loader with eight processes may stall once every eight steps."""
+"""Fewest steps for a mean, since a loader with eight processes may stall once every eight steps."""
 _LEAST_S: Final = 1.0
 _OF_START_UP: Final = 0.1
 _NORMAL: Final = 1.96
 NORMAL_90: Final = 1.645
 """Half-width of a 90 % interval of a normal variable, in standard deviations."""
 _TOLERABLE: Final = 0.07
-"""Half-width of the interval of the mean that needs no further steps: training for 400 steps as random as these leaves
-5 % to chance, and both together stay within a tenth."""
+"""Half-width of the mean's interval at which no further steps are needed: 400 training steps with the same
+randomness are uncertain by 5 %, and both together stay within a tenth.
+"""
 MOST_TIMES: Final = 8
-"""A run measures at most this many times the steps that were asked for."""
+"""A run measures at most this many times the requested steps."""
 
 
 def relative_error(step_times_s: Sequence[float], start_up_s: float = 0.0) -> float:
-    """Return the half-width of a 95 % interval of the mean step time, over that mean.
+    """Return the half-width of a 95 % interval of the mean step time, relative to the mean.
 
-    It is infinite below eight steps, and until the steps have taken a tenth of `start_up_s` (the seconds before the
-    first step) or one second, whichever is longer: measuring costs little compared with a start, and slow steps may be
-    rare.
+    The result is infinite below eight steps, and until the steps have taken a tenth of `start_up_s` (the seconds before
+    the first step) or one second, whichever is longer, since measuring costs little compared with a start, and slow
+    steps may be rare.
     """
     count, total_s = len(step_times_s), math.fsum(step_times_s)
     if count < FEWEST_STEPS or total_s < max(_LEAST_S, _OF_START_UP * start_up_s):
@@ -39,8 +40,8 @@ def is_known(
 ) -> bool:
     """Return True if the step time is known to `precision`, so that a run may end early; never if `precision` is 0.
 
-    `usual_spread` is what `spread` returned for an earlier batch of the same launch. Slow steps that came at random
-    there may be missing here by chance, so that spread too must leave the mean open by 7 % at most.
+    `usual_spread` is the result of `spread` for an earlier batch of the same launch. Random slow steps of that batch
+    may be missing here by chance, so with that spread, too, the mean must be uncertain by at most 7 %.
     """
     if precision <= 0.0 or relative_error(step_times_s, start_up_s) > precision:
         return False
@@ -50,12 +51,12 @@ def is_known(
 def is_long_enough(
     step_times_s: Sequence[float], measured: int, measuring_steps: int, precision: float, usual_spread: float = 0.0
 ) -> bool:
-    """Return True if a run that measured `measured` steps has done what it was asked to do.
+    """Return True if a run has measured enough after `measured` steps.
 
-    A run measures `measuring_steps` steps. If slow steps come at random, the mean of so few steps is uncertain: a 95 %
-    interval of more than 7 % either way doubles the steps, up to three times. The interval follows from the `spread` of
-    these steps, or from `usual_spread` as in `is_known` if that is larger. With a `precision` of 0, or below eight
-    steps, no step is added.
+    A run measures `measuring_steps` steps. If slow steps come at random, the mean of so few steps is uncertain: if its
+    95 % interval is wider than 7 % either way, the steps are doubled, up to three times. The interval is computed from
+    the `spread` of these steps, or from `usual_spread` as in `is_known` if that is larger. With a `precision` of 0, or
+    below eight steps, no steps are added.
     """
     if measured < measuring_steps or precision <= 0.0 or measured >= MOST_TIMES * measuring_steps:
         return measured >= measuring_steps
@@ -69,10 +70,10 @@ def is_long_enough(
 
 
 def spread(step_times_s: Sequence[float]) -> float:
-    """Return the standard deviation of independent steps whose mean would be equally uncertain, over that mean.
+    """Return the standard deviation of independent steps with an equally uncertain mean, relative to the mean.
 
-    Successive steps may be alike, and slow steps may come at regular distances, so it follows from the means of
-    successive steps (batch means). It is 0 below eight steps.
+    Successive steps may be correlated, and slow steps may come at regular intervals, so it is computed from the means
+    of successive steps (batch means). It is 0 below eight steps.
     """
     if len(step_times_s) < FEWEST_STEPS:
         return 0.0
@@ -81,9 +82,9 @@ def spread(step_times_s: Sequence[float]) -> float:
 
 
 def _means(times: Sequence[float]) -> list[float]:
-    """Return the means of successive times, without the first few times.
+    """Return the means of groups of successive times, without the first few times.
 
-    If the largest time lies apart, it counts as the second largest, as in the mean that the service reports.
+    If the largest time is an outlier, it is replaced by the second largest, as in the mean that the service reports.
     """
     smallest, *_, second, largest = sorted(times)
     most = second if largest - second > second - smallest else largest
@@ -93,23 +94,23 @@ def _means(times: Sequence[float]) -> list[float]:
 
 
 def _in_each(count: int) -> int:
-    """Return how many of `count` times a batch mean takes: the cube root grows like the size with the least error."""
+    """Return how many of `count` times go into a batch mean; the optimal size grows with the cube root of the count."""
     return round(math.cbrt(count))
 
 
 def half_width(deviation: float, count: int, z: float = _NORMAL) -> float:
     """Return the half-width of a 95 % interval of the mean of `count` values of this standard deviation.
 
-    Another `z` gives the interval whose half-width is `z` standard deviations of a normal variable.
+    With another `z`, the interval has a half-width of `z` standard deviations of a normal variable.
     """
     return _student(count - 1, z) * deviation / math.sqrt(count) if count > 1 else math.inf
 
 
 def _student(freedom: int, z: float) -> float:
-    """Return the quantile of Student's t at which a normal variable has `z`.
+    """Return the quantile of Student's t at the probability at which a normal variable has the quantile `z`.
 
-    By the first terms of a series in 1 / freedom (Abramowitz 26.7.5): at 97.5 % it is 3 % too low with two degrees of
-    freedom, and less than 1 % with more.
+    This uses the first terms of a series in 1 / freedom (Abramowitz 26.7.5): at 97.5 %, it is 3 % too low with two
+    degrees of freedom, and less than 1 % with more.
     """
     first = (z**3 + z) / 4.0
     second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0

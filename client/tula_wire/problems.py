@@ -1,4 +1,4 @@
-"""Errors as RFC 9457 problem documents, each type with one stable name, and the remedies of invalid input."""
+"""Errors as RFC 9457 problem documents, whose types have stable names, and the remedies of invalid input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEDIA_TYPE: Final = "application/problem+json"
 
 
 class ProblemType:
-    """Values of `type`, which are stable: clients branch on them, not on messages."""
+    """Values of `type`, which are stable, so that clients can branch on them instead of messages."""
 
     INVALID: Final = "urn:tula:problem:invalid-input"
     NOT_FOUND: Final = "urn:tula:problem:not-found"
@@ -76,7 +76,7 @@ _REMEDIES: Final = {
 
 
 def remedy(error: Mapping[str, Any]) -> str:
-    """Return one sentence on an entry of `ValidationError.errors()`, to go after the field's name and a colon."""
+    """Return a sentence about an entry of `ValidationError.errors()`, to print after the field's name and a colon."""
     kind = str(error.get("type", ""))
     if kind in _REMEDIES:
         return _REMEDIES[kind].format_map(error.get("ctx") or {})

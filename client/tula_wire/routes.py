@@ -1,4 +1,4 @@
-"""Every path of the API, shared by service, agent and client."""
+"""All paths of the API, shared by service, agent and client."""
 
 from __future__ import annotations
 

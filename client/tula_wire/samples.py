@@ -1,4 +1,4 @@
-"""Measurements by runs and probes: all-reduces, samples of steps as columns, and series by step (telemetry)."""
+"""Models of measurements by runs and probes: all-reduces, columns of step samples, and series by step (telemetry)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Backend = Literal["gloo", "nccl"]
 
 
 class AllReduceReading(WireModel):
-    """All-reduces of one size, repeated."""
+    """Repeated all-reduces of one size."""
 
     size_bytes: Annotated[int, Field(ge=1, le=2**40)] = Field(description="Bytes that each rank holds.")
     time_s: Seconds = Field(description="Seconds of one all-reduce, the median.")
@@ -59,10 +59,11 @@ class AllReduces(WireModel):
 
 
 class FabricProbe(AllReduces):
-    """What one probe measured on nodes of an instance type; the newest for each number of nodes and ranks counts.
+    """The measurements of one probe on nodes of an instance type; the newest for each number of nodes and ranks is
+    used.
 
-    A job uses it if `instance_type`, `accelerator` and `network_gbps` are those of its cluster; without an accelerator,
-    `default` nodes are the same only with as many ranks.
+    A job uses the probe if `instance_type`, `accelerator` and `network_gbps` are equal to those of its cluster; without
+    an accelerator, `default` nodes are considered equal only if they have as many ranks.
     """
 
     instance_type: Word = Field(DEFAULT_INSTANCE_TYPE, description="As in the job's cluster.")
@@ -96,9 +97,9 @@ class FabricList(WireModel):
 
 
 LEASE_HEADER = "Tula-Lease"
-"""Header in which agents send the number of the lease under which they measure."""
+"""Header in which agents send the number of their lease."""
 MAX_BODY_BYTES = 2**20
-"""Most bytes of a body of samples or telemetry: agents send no larger body, and the service refuses one."""
+"""Largest body of samples or telemetry in bytes; agents do not send a larger one, and the service refuses it."""
 MAX_STEPS = 10_000
 MAX_BUCKETS = 4096
 
@@ -111,8 +112,10 @@ Rank = Annotated[int, Field(ge=0, le=2**20)]
 
 T = TypeVar("T")
 Column = Annotated[list[T], Field(max_length=MAX_STEPS, fail_fast=True)]
-"""One entry per step. Validation stops at the first error: reporting all would take hundreds of times the memory of the
-body."""
+"""A column with one entry per step.
+
+Validation stops at the first error, since reporting all of them would take hundreds of times the memory of the body.
+"""
 Times = Column[Elapsed | None] | None
 _BUCKETS = Field(min_length=1, max_length=MAX_BUCKETS, fail_fast=True)
 
@@ -124,7 +127,7 @@ def _check_lengths(of: str, length: int, columns: Iterable[tuple[str, object]]) 
 
 
 class BucketTimeline(WireModel):
-    """When the gradients of each bucket that DistributedDataParallel reduces were complete, on one rank."""
+    """The times on one rank at which the gradients in each bucket of DistributedDataParallel were complete."""
 
     bucket_bytes: Annotated[list[Bytes], _BUCKETS] = Field(
         description="Bytes of each bucket, in the order of reduction."
@@ -140,7 +143,7 @@ class BucketTimeline(WireModel):
 
 
 class SampleBatch(WireModel):
-    """Samples of one rank; row i is the i-th entry of every column. Identity: (run, rank, boot id, sequence)."""
+    """Samples of one rank; row i is the i-th entry of every column, identified by (run, rank, boot id, sequence)."""
 
     rank: Rank = Field(description="Global rank of the process.")
     boot_id: Name = Field(description="Random per process start, so that a restart never collides.")
@@ -183,7 +186,7 @@ class SampleBatch(WireModel):
 
 
 class SamplesAccepted(WireModel):
-    """The numbers of stored rows and of duplicates from resends."""
+    """The numbers of stored rows and of duplicates from repeated requests."""
 
     stored: int = Field(description="Number of samples stored.")
     duplicates: int = Field(description="Number of samples that were stored before.")
@@ -196,7 +199,7 @@ class SamplesAccepted(WireModel):
 
 
 class StepSample(WireModel):
-    """One step of one rank as it is stored; None if nothing was measured."""
+    """A stored step of one rank; fields without a measurement are None."""
 
     run_id: str = Field(description="The run.")
     rank: int = Field(description="Global rank of the process.")
@@ -233,7 +236,7 @@ COLUMNS = (
 
 
 class ChunkIdentity(WireModel):
-    """The identity of a chunk of a process: a chunk whose identity is stored already counts as a resend."""
+    """The identity of a process's chunk; a chunk whose identity is stored already counts as a resend."""
 
     rank: Rank = Field(0, description="Global rank of the process.")
     boot_id: Name = Field(description="Random per process start, so that a restart never collides.")
@@ -255,7 +258,7 @@ class TelemetryChunk(ChunkIdentity):
 
 
 class TelemetryAccepted(WireModel):
-    """Step values stored (one number of one column of one step), or 0 for a resend."""
+    """The number of stored step values (a number of one column at one step), or 0 for a resend."""
 
     stored: int = Field(description="Number of step values stored.")
     duplicate: bool = Field(False, description="True: the chunk was stored before.")
@@ -265,7 +268,7 @@ class TelemetryAccepted(WireModel):
 
 
 class TelemetrySeries(WireModel):
-    """One column, down-sampled if it is longer than requested."""
+    """A column, downsampled if it has more points than requested."""
 
     run_id: str = Field(description="The run.")
     column: str = Field(description="Name of the metric.")

@@ -14,9 +14,9 @@ Factor = Annotated[float, Field(ge=MIN_FACTOR, le=MAX_FACTOR)]
 
 
 class ScalingPatch(WireModel):
-    """A user's change of one policy's numbers; omitted fields stay, null returns a field to the script.
+    """A user's change of one policy's numbers; omitted fields do not change, and null returns a field to the script.
 
-    Agents take what their scripts did not pass explicitly.
+    Agents use only the numbers that their scripts did not pass explicitly.
     """
 
     delta: Delta | None = optional("A step with gradient variability at or above it is sensitive.")
@@ -27,7 +27,7 @@ class ScalingPatch(WireModel):
 
 
 class ScalingThresholds(ScalingPatch):
-    """The numbers of one policy; the training script decides null numbers, and any that it passed explicitly."""
+    """The numbers of one policy; the training script decides numbers that are null or that it passes explicitly."""
 
     version: int = Field(1, ge=0, le=MAX_NUMBER, description="Grows with every change; also the ETag.")
     policy: ScalingPolicy = Field("gain", description="The policy to which the numbers belong.")

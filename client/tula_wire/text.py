@@ -1,4 +1,4 @@
-"""Text from outside, without characters that control a terminal, forge a log line, or reorder the text."""
+"""Cleans text from outside of characters that control a terminal, forge a log line, or reorder the text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from typing import Final
 
 UNPRINTABLE: Final = r"\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
-"""Control characters (C0, C1), line separators and bidirectional controls, for a class of a regular expression."""
+"""Control characters (C0, C1), line separators and bidirectional controls, for a class in a regular expression.
+"""
 
 _SPACES = re.compile(r"[\t\n\r]+")
 _COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -21,7 +22,7 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return the lines of `text`, each made printable, without terminal colours.
 
-    If a line was overwritten, as by a progress bar, only its last text is returned.
+    If a line was overwritten, as by a progress bar, only its final text is returned.
     """
     lines = _COLOURS.sub("", text).split("\n")
     return "\n".join(printable(line.rstrip("\r").rpartition("\r")[2]) for line in lines)

@@ -1,6 +1,7 @@
-"""The verdict on a run: one diagnosis, its evidence, and one next step with its worth; one rule for agent and service.
+"""The verdict on a run, with the same rule for agent and service: a diagnosis, its evidence, and a next step with its
+worth.
 
-Pure arithmetic on measured steps; no numpy, so that the agent can call it wherever it runs.
+This is pure arithmetic on measured steps without numpy, so that the agent can use it everywhere.
 """
 
 from __future__ import annotations
@@ -26,34 +27,41 @@ Diagnosis = Literal[
     "input_bound", "communication_bound", "launch_bound", "memory_bound", "straggler", "compute_bound", "healthy",
     "unknown",
 ]  # fmt: skip
-"""What bounds the speed of a run; `unknown` if too little is measured to say."""
+"""What limits the speed of a run; `unknown` if there are too few measurements."""
 
 WAIT_SHARE: Final = 0.1
-"""Share of a step from which on a wait is a diagnosis, by the lower end of its interval: nodes differ by as much."""
+"""Least share of a step at which a wait is a diagnosis, by the lower end of its interval; nodes differ by as much."""
 COMPUTE_SHARE: Final = 0.85
-"""Share of a step from which on forward, backward and optimizer alone bound the speed: all waits together are small."""
+"""Least share of a step at which forward, backward and optimizer limit the speed, since all waits are small.
+"""
 LAUNCH_SHARE: Final = 0.5
-"""Share of the compute time from which on starting operations bounds it. Both are measured on the host, where they add
-up; on an accelerator starting overlaps with running, and the operations of the optimizer, which are not counted, fill
-the rest."""
+"""Least share of the compute time at which it is limited by starting operations.
+
+Both times are measured on the host, where they add up; on an accelerator, starting overlaps with running, and the
+operations of the optimizer, which are not counted, fill the rest.
+"""
 FEWEST_SPLIT: Final = 3
-"""Steps with measured communication that its share needs; during training, DDP times only few, at its own interval."""
+"""Fewest steps with measured communication for its share; during training, DDP times only a few steps.
+"""
 FEWEST_RETRIES: Final = 3
-"""Requests that found the device full from which on memory is the diagnosis: one or two are the allocator's search for
-its blocks in the first steps."""
+"""Fewest requests that found the device full for a diagnosis of memory; one or two are the allocator's search for
+its blocks in the first steps.
+"""
 STRAGGLER_STEPS: Final = 0.5
-"""Share of the steps with a slowest rank in which it must be the same rank to be named."""
+"""Share of the steps with a slowest rank in which a rank must be the slowest to be named."""
 WAITING_ROUNDS: Final = 0.5
-"""Share of the rounds of the loader's workers that must wait before more workers are sure to help: less is a stall of
-the storage or of one batch, which they may not remove."""
+"""Share of the rounds of the loader's workers that must wait before more workers are sure to help; a smaller share
+is a stall of the storage or of one batch, which more workers may not remove.
+"""
 MOST_MORE_WORKERS: Final = 16
-"""Most workers that are recommended beyond those the loader has, if the number of cores is not known."""
+"""Most workers to recommend in addition to the loader's own, if the number of cores is unknown."""
 BLOCKS: Final = 10
-"""Consecutive steps are averaged in this many blocks before their spread is taken, since neighbours are alike."""
+"""Number of blocks in which consecutive steps are averaged before their spread is computed; neighbours are correlated.
+"""
 
 
 class Verdict(WireModel):
-    """One diagnosis of a run, its evidence, and one next step with its worth."""
+    """A diagnosis of a run, its evidence, and the next step with its worth."""
 
     diagnosis: Diagnosis = Field(
         description="What bounds its speed; `healthy`: no single cause that is worth a change; `unknown`: too little "
@@ -72,11 +80,11 @@ class Verdict(WireModel):
 
 @dataclass(frozen=True)
 class Steps:
-    """Measured steps of the first rank, oldest first, warm-up left out; all columns have one length, times in seconds.
+    """Measured steps of the first rank after warm-up, oldest first; all columns have the same length, times are in
+    seconds.
 
-    None means that nothing was measured for a step. `exposed_comm_time_s` is the communication itself, `skew_s` the
-    additional time that the fastest rank waited for the slowest, and `straggler_rank` the slowest rank if one stands
-    out.
+    A step without a measurement has None. `exposed_comm_time_s` is the communication itself, `skew_s` the additional
+    time that the fastest rank waited for the slowest, and `straggler_rank` the slowest rank if one stands out.
     """
 
     step_time_s: Sequence[float]
@@ -87,12 +95,13 @@ class Steps:
 
 
 def diagnose(steps: Steps, host: HostFacts | None = None, memory: MemoryBreakdown | None = None) -> Verdict:
-    """Return the verdict on these steps: the cause that takes the largest share of a step, if any takes enough.
+    """Return the verdict on these steps: the cause that takes the largest share of a step, if that share is large
+    enough.
 
-    A share is the total time that the cause took over the total of the step times, since time and money are sums; its
+    A share is the total time of the cause divided by the total of the step times, since time and money are sums; its
     interval comes from its variation over the steps. The next step saves at most that share, and the saving is stated
-    as an expectation only if arithmetic yields it: loader workers divide the time of loading, and accumulation halves
-    the communication per example. Memory has no share of its own; it is the diagnosis if no wait is.
+    as an expectation only if it can be computed: loader workers divide the time of loading, and accumulation halves the
+    communication per example. Memory has no share; it is the diagnosis only if there is no wait.
     """
     host, measured = host or HostFacts(), len(steps.step_time_s)
     if measured < FEWEST_STEPS:
@@ -123,13 +132,13 @@ def diagnose(steps: Steps, host: HostFacts | None = None, memory: MemoryBreakdow
 
 
 def sentence(verdict: Verdict) -> str:
-    """Return the verdict as a person reads it, the same in the terminal, on the page and in the agent's log."""
+    """Return the verdict as text, which is the same in the terminal, on the page and in the agent's log."""
     title = verdict.diagnosis.replace("_", "-")
     return f"{title[:1].upper()}{title[1:]}: {verdict.evidence} Next: {verdict.next_step}{worth(verdict)}"
 
 
 def worth(verdict: Verdict) -> str:
-    """Return what the next step saves, as the end of the sentence: ` It saves 31 % [25, 36] of a step.`"""
+    """Return the saving of the next step as the end of the text, such as ` It saves 31 % [25, 36] of a step.`"""
     saves = verdict.saves
     if saves is None:
         return ""
@@ -166,9 +175,10 @@ def _input_bound(share: Estimate, steps: Steps, host: HostFacts) -> Verdict:
 
 
 def _waits_in_most_rounds(steps: Steps, workers: int) -> bool:
-    """Return whether training waits for data in most rounds; a round has as many steps as the loader has workers.
+    """Return True if training waits for data in most rounds; a round has as many steps as the loader has workers.
 
-    If all workers are too slow, they deliver their batches together: one step of a round waits, and the others do not.
+    If all workers are too slow, they deliver their batches together, so one step of a round waits and the others do
+    not.
     """
     pairs = zip(steps.input_time_s, steps.step_time_s, strict=True)
     rows = [(data, whole) for data, whole in pairs if data is not None]
@@ -179,10 +189,10 @@ def _waits_in_most_rounds(steps: Steps, workers: int) -> bool:
 
 
 def _enough_workers(waits: float, workers: int) -> int:
-    """Return how many workers it takes to load a batch in the time of the rest of a step.
+    """Return the number of workers that can load a batch per step, in the time of the rest of a step.
 
-    Without workers, the wait is the whole time of loading. With n workers, all busy since the training waits, a batch
-    takes n steps to load.
+    Without workers, the wait is the whole time of loading. With n workers, all busy because training waits, loading a
+    batch takes n steps.
     """
     rest = max(1.0 - waits, 1e-3)
     return max(workers + 1, math.ceil((workers or waits) / rest))
@@ -291,10 +301,9 @@ def _verdict(
 
 
 def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Estimate | None:
-    """Return the share of the step times that a part took, over the steps with a measurement; None with too few.
+    """Return a part's share of the step times, over the steps with a measurement; None if there are too few.
 
-    The interval is the interval of a ratio: the spread, over blocks of steps, of the time that the part took beyond its
-    share.
+    The interval is that of a ratio: it comes from the spread, over blocks of steps, of the part's time minus its share.
     """
     measured = [(part, whole) for part, whole in zip(part_s, step_time_s, strict=True) if part is not None]
     if len(measured) < FEWEST_SPLIT:
@@ -310,7 +319,7 @@ def _share(part_s: Sequence[float | None], step_time_s: Sequence[float]) -> Esti
 
 
 def _fast_compute_s(steps: Steps) -> float:
-    """Return the compute time of a fast step, since the time of a launch is also the fastest of several."""
+    """Return the compute time of a fast step, because the time of a launch is also the fastest of several."""
     rows = zip(steps.step_time_s, steps.input_time_s, steps.exposed_comm_time_s, steps.skew_s, strict=True)
     compute = [t - (data or 0.0) - comm - (skew or 0.0) for t, data, comm, skew in rows if comm is not None]
     return max(1e-9, quantiles(compute, n=4)[0])

@@ -66,9 +66,7 @@ class Fits:
         self._ended: TTLCache[bytes, str] = TTLCache(64, _REFUSED_S)  # by key; used in one's turn only
 
     def start(self) -> Future[None] | None:
-        """Start the process; return a future that is done once it is ready to compute, or None if it cannot be
-        started.
-        """
+        """Start the process; return a future that is done once it is ready, or None if it cannot be started."""
         try:
             self._ready = self._started().submit(_import_analysis)
         except _NOT_STARTED as error:

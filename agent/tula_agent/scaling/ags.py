@@ -197,7 +197,7 @@ class AgsRule:
         }
 
     def state(self) -> list[float]:
-        """Return the gate's last norm, and whether factors are due, for a checkpoint."""
+        """Return the gate's last norm and whether factors are due, to store in a checkpoint."""
         self._receive()
         return [
             float(self._gate.previous),
@@ -226,7 +226,7 @@ class AgsRule:
         return [torch.ones_like(squares(p, "element")) if f is None else f for f, p in pairs]
 
     def load_factors(self, factors: Gradients, numbers: Numbers) -> None:
-        """Restore the factors that `saved_factors` returned; `numbers` are in force."""
+        """Restore the factors that `saved_factors` returned; `numbers` are the numbers in force."""
         if not any(f is not None and bool((f != 1.0).any()) for f in factors):
             return
         self._found_for, self._found_with = self._statistics.parameters(), numbers

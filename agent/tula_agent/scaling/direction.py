@@ -37,8 +37,8 @@ from tula_agent.scaling.ranks import Ranks, owners
 from tula_agent.torch_private import exact_products, foreach_subtract_, norms, to_device
 
 DAMPING = 0.25
-"""The constant c, chosen among 0, 1/4, 1 and 4 on development cases; with batch normalization, 1/4 and 1 do equally
-well.
+"""The constant c, chosen among 0, 1/4, 1 and 4 on development cases; 1/4 and 1 do equally well with batch
+normalization.
 """
 ROWS = 256
 """Most rows of a block.
@@ -129,9 +129,7 @@ class _Stack:
 
 
 def _in_blocks(unit: torch.Tensor, rows: int) -> tuple[torch.Tensor, int]:
-    """Return matrices (k, m, n) in equal blocks of rows (k blocks, height, n), padded with zeros, and the number of
-    blocks.
-    """
+    """Return matrices (k, m, n) in equal, zero-padded blocks of rows (k blocks, height, n), and their number."""
     blocks, height = _block(rows, host=unit.is_cpu)
     filled = functional.pad(unit, (0, 0, 0, blocks * height - rows)) if blocks * height > rows else unit
     return filled.reshape(-1, height, unit.shape[-1]), blocks

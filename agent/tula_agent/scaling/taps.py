@@ -209,9 +209,7 @@ class GradientTap:
             self.sum_held()
 
     def _choose_calibrators(self) -> None:
-        """Choose small and large tensors, since the smallest are often biases before a normalization, with zero
-        gradient.
-        """
+        """Choose small and large tensors; the smallest are often biases before a normalization, with zero gradient."""
         usable = [
             i for i, p in enumerate(self._parameters) if p.requires_grad and p.is_floating_point() and p.numel() > 0
         ]

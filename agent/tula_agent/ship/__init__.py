@@ -1,3 +1,1 @@
-"""Sends measurements from the training process to the service, in columns, on one background thread, with a spool
-on disk.
-"""
+"""Sends measurements to the service in columns, on one background thread, with a spool on disk."""

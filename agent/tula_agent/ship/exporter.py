@@ -98,9 +98,7 @@ class Exporter:
         self._wake.set()
 
     def flush(self, within_s: float) -> None:
-        """Wait up to `within_s` seconds until all measurements so far are sent or on disk, since the process may
-        end next.
-        """
+        """Wait up to `within_s` seconds until all measurements so far are sent or on disk; the process may end next."""
         done = threading.Event()
         self._flushes.append(done)
         self.wake()
@@ -108,9 +106,7 @@ class Exporter:
             done.wait(within_s)
 
     def close(self, deadline_s: float, final: Callable[[], list[SpooledRequest]]) -> None:
-        """Deliver the queue and the requests of `final`, write the rest to disk, and return, all within
-        `deadline_s`.
-        """
+        """Deliver the queue and the requests of `final`, and write the rest to disk, all within `deadline_s`."""
         ends = time.monotonic() + deadline_s
         self.start()
         self._finals.append(final)

@@ -199,7 +199,7 @@ class Joining:
         return {"continues": before} if latest else {}
 
     def _nodes(self) -> tuple[int, int]:
-        """Return the number of nodes and of ranks (replicas of the model) per node, by host names or the launcher's
+        """Return the numbers of nodes and of ranks (model replicas) per node, by host names or the launcher's
         variables.
         """
         per_replica = self._process.model_parallel_size

@@ -14,9 +14,7 @@ _METRICS: Final = (
 
 
 class OtelMetrics:
-    """Records three histograms in the process's own meter provider; without a provider, imports nothing and does
-    nothing.
-    """
+    """Records three histograms in the process's own meter provider; imports and does nothing without a provider."""
 
     def __init__(self) -> None:
         self._histograms: list[Any] | None = None

@@ -196,9 +196,7 @@ class RequestBuilder:
     def _collect_other(
         self, taken: list[tuple[StepTiming, bool, bool]], channel: Channel | None
     ) -> list[SpooledRequest]:
-        """Post times to the first rank; return the request with this rank's memory and median step time to the
-        service.
-        """
+        """Post times to the first rank; return the request with this rank's memory and median step time."""
         timings = take(self._readings.comm) if channel is not None else []
         if channel is not None and timings:
             with self._guard("sending times to the first rank"):

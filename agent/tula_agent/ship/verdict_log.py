@@ -29,9 +29,7 @@ class StepRow(NamedTuple):
 
 
 class VerdictLog:
-    """Collects the first rank's measured steps of a training run, and logs the verdict on them, on the shipping
-    thread.
-    """
+    """Collects the first rank's measured steps of a training run, and logs the verdict on them."""
 
     def __init__(self) -> None:
         self._rows: deque[StepRow] = deque(maxlen=_KEPT)

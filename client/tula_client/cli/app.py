@@ -1,6 +1,4 @@
-"""The `tula` command, with our sub-commands and those of other packages; a failure prints one sentence and sets the
-exit code.
-"""
+"""The `tula` command, with sub-commands of this and other packages; a failure is a sentence and an exit code."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ _UNPRINTABLE_IN_JSON = re.compile(f"(?!\n)[{UNPRINTABLE}]")
 
 
 class _Terminal(Console):
-    """A console that writes no control characters except its style codes, since names and sentences come from
-    elsewhere.
-    """
+    """A console that writes no control characters except its style codes, since texts may come from elsewhere."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
@@ -65,9 +63,7 @@ def console(file: TextIO | None = None) -> Console:
 
 
 class _LossyStream:
-    """Standard output whose writes never fail; text that a closed terminal, full disk or closed pipe refuses is
-    lost.
-    """
+    """Standard output whose writes never fail; text is lost if a terminal or pipe is closed or a disk is full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

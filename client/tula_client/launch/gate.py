@@ -66,9 +66,7 @@ class Side:
 def alternate(
     base: Side, change: Side, configuration: Configuration, template: Template, pairs: int
 ) -> tuple[list[float], list[float]]:
-    """Launch both sides `pairs` times in turn; return their seconds per step, with pairs at the same index in both
-    lists.
-    """
+    """Launch both sides `pairs` times in turn; return the seconds per step of each, paired by index."""
     times_s: dict[str, list[float]] = {"base": [], "change": []}
     for pair in range(pairs):
         order = (("base", base), ("change", change))

@@ -229,9 +229,7 @@ def command_environment(
 
 
 def _starts_here(words: Sequence[str]) -> bool:
-    """Return True if a command with torchrun starts it on this machine, since another machine may lack the log
-    folder.
-    """
+    """Return True if a command with torchrun starts it on this machine; another may lack the log folder."""
     names = [word.rpartition("/")[2] for word in words]
     here = names[0] in ("torchrun", "bash", "sh", "env", "uv") or names[0].startswith("python")
     return here and _ELSEWHERE.isdisjoint(names)

@@ -423,7 +423,7 @@ class Runner:
                 self.reporter.note(f"Run {first.id}: still starting after {now - active.started_at:.0f} s. {steps}")
 
     def _send_output(self, active: ActiveRun, run: Run, state: RunState) -> None:
-        """Send the tail of rank 0's output if it is new and the user has agreed; if that fails, it is still in the
+        """Send the tail of rank 0's output if it is new and the user has agreed; after a failure it is still in the
         log.
         """
         if self.inherited.get("TULA_SEND_OUTPUT") == "0":

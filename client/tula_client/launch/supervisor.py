@@ -6,8 +6,8 @@ is a pipe from `tula`: `s` stops the command, `d` stops it after every rank has 
 pipe (`tula` died, even by kill -9) also stops it. Its exit status is the command's, or 128 + n for signal n.
 
 Stopping begins at the top of the process tree: first only the command gets SIGTERM, as from a kubelet, since torchrun
-and srun pass it on to ranks, and a rank that saves needs its data-loading processes. A process whose parent has gone is
-a new top. After half of the grace period, all remaining processes get SIGTERM, and at its end SIGKILL.
+and srun pass it on to ranks, and a rank that saves needs its data-loading processes. A process whose parent has ended
+is also treated as a top. After half of the grace period, all remaining processes get SIGTERM, and at its end SIGKILL.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def main() -> int:
 
 
 def _asked_to_stop(wake: int) -> bool:
-    """Wait up to a second for a signal or an order from `tula`; return True if either requests that the command
-    stop.
-    """
+    """Wait up to a second for a signal or an order from `tula`; return True if the command should stop."""
     ready, _, _ = select.select([0, wake], [], [], 1.0)
     if wake in ready:
         os.read(wake, 4096)
@@ -133,9 +131,7 @@ def _kill(pid: int, number: int) -> None:
 
 
 def _end_all(child: subprocess.Popen[bytes], grace_s: float) -> int | None:
-    """Send SIGTERM to the command, then to all remaining processes, and SIGKILL after `grace_s`; return the exit
-    status.
-    """
+    """Send SIGTERM to the command, then to all remaining processes, then SIGKILL; return the exit status."""
     began, told = time.monotonic(), set[int]()
     while (left := _left(child)) and (took_s := time.monotonic() - began) < grace_s + _KILL_WITHIN_S:
         if took_s >= grace_s:

@@ -197,9 +197,7 @@ class _PlanLoop:
     finished: list[tuple[Run, Outcome]] = field(default_factory=list)
 
     def step(self) -> float | None:
-        """Finish runs that have ended and start the next ones; return the seconds until the next step, or None at
-        the end.
-        """
+        """Finish ended runs and start the next ones; return the seconds until the next step, or None at the end."""
         runner = self.runner
         for active in list(runner.active):
             status = runner.poll(active)
@@ -219,9 +217,7 @@ class _PlanLoop:
         return _WAIT_BESIDE_RUNS_S if runner.active else self._wait_s(claimed)
 
     def _next_again(self, free: int) -> Run | None:
-        """Create and return a run of the next configuration to measure again on at most `free` nodes, or return
-        None.
-        """
+        """Create a run of the next configuration to measure again on at most `free` nodes; return it or None."""
         fitting = [c for c in self.again if c.num_nodes <= free]
         if self.again and not fitting and not self.runner.active:
             raise LaunchError(f"--again needs {self.again[0].num_nodes} nodes, but --nodes is {self.budget}: raise it")

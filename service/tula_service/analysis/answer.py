@@ -67,9 +67,7 @@ class Answer:
         return job_data.base_batch_size(self.data, self.evidence.candidates)
 
     def estimate(self, configurations: Sequence[Configuration]) -> tuple[Estimate, ...]:
-        """Return predictions and prices of any configurations for their own number of steps, first on demand, then
-        on spot.
-        """
+        """Return predictions and prices of any configurations for their own steps, first on demand, then on spot."""
         goal = replace(self.choice.goal, steps_factor={})
         return price_candidates(configurations, self.model, goal, memory=self.evidence.memory.models)
 

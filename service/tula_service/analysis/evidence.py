@@ -354,9 +354,7 @@ class MemoryEvidence:
         return f"its local batch {c.local_batch_size} is above {bound}, the largest that safely fits."
 
     def why_nothing_fits(self, spec: wire.JobSpec) -> str:
-        """Return a sentence that no candidate fits into memory, with the reason for each instance type and the
-        remedy.
-        """
+        """Explain that no candidate fits into memory, with the reason for each instance type and the remedy."""
         smallest, base = spec.batch.min_local_batch_size, spec.base_options
         remedy = f"use a larger instance type, or {'raise cluster.min_nodes' if _shares(spec) else _SHARD_ALL}"
         reasons = []
@@ -518,9 +516,7 @@ def _counts_static(memory: MemoryReading) -> bool:
 def _unsure(
     name: str, usable: Sequence[tuple[Configuration, MemoryReading]], capacity: float | None, bound: int | None
 ) -> list[str]:
-    """Return a warning if all readings are too far below the largest batch to show how memory grows; else an empty
-    list.
-    """
+    """Return a warning if all readings are too far below the largest batch to show how memory grows, else []."""
     if capacity is None or bound is None or not usable:
         return []
     c, reading = max(usable, key=lambda row: row[0].local_batch_size)
@@ -571,9 +567,7 @@ def _room(model: MemoryModel, capacity: float, world_size: int) -> float:
 
 
 def _shared_bytes(model: wire.ModelSpec, readings: Sequence[tuple[Configuration, MemoryReading]]) -> float:
-    """Return the total size of all shards in bytes, from readings or, before the first reading, from the
-    specification.
-    """
+    """Return the total size of all shards in bytes, from readings or, before the first, from the specification."""
     parts = _PARTS[: _NUM_SHARED[model.sharding]]
     read = [c.world_size * sum(getattr(m, part) or 0 for part in parts) for c, m in readings]
     return float(max(read, default=0)) or _counted_bytes(model, 1) - _counted_bytes(model, math.inf)

@@ -1,6 +1,4 @@
-"""Renders an answer as wire models and in words: why a candidate wins, what limits exclude, and what the data do
-not show.
-"""
+"""Renders an answer as wire models and in words: why a candidate wins, what limits exclude, what is uncertain."""
 
 from __future__ import annotations
 
@@ -158,9 +156,7 @@ def model_report(answer: Answer, cross_validated_error: float | None = None) -> 
 
 
 def assess_quality(answer: Answer) -> wire.Quality | None:
-    """Return an assessment of whether the chosen batch keeps the base batch's accuracy, or None if nothing is
-    chosen.
-    """
+    """Assess whether the chosen batch keeps the base batch's accuracy; return None if nothing is chosen."""
     choice = answer.choice
     guard = choice.goal.guard
     if choice.chosen is None or guard is None:
@@ -185,9 +181,7 @@ def assess_quality(answer: Answer) -> wire.Quality | None:
 
 
 def why(answer: Answer) -> str:
-    """Return why the candidate wins, how the runner-up differs, what the limits exclude, and the basis of the
-    answer.
-    """
+    """Explain why the candidate wins, how the runner-up differs, what the limits exclude, and the answer's basis."""
     choice, objective = answer.choice, OBJECTIVES[answer.objective]
     parts = []
     chosen = choice.chosen
@@ -227,9 +221,7 @@ def why(answer: Answer) -> str:
 
 
 def explain_choice(choice: Choice) -> str:
-    """Return, as the end of a sentence, why the chosen candidate wins or, if none does, which limits would admit
-    one.
-    """
+    """Return the end of a sentence: why the chosen candidate wins or, if none does, which limits would admit one."""
     chosen, least = choice.chosen, _least(choice)
     if chosen is None:
         limits = ", ".join(sorted({exclusion.limit for exclusion in choice.excluded}))
@@ -268,7 +260,7 @@ def _least(choice: Choice) -> str:
 
 
 def breach(exclusion: Exclusion, limits: Limits) -> str:
-    """Return a text on how a candidate breaks a limit."""
+    """Describe how a candidate breaks a limit."""
     if exclusion.limit == "interruptions":
         return "spot interruptions would practically never let it finish."
     if exclusion.limit == "max_global_batch_size":
@@ -545,9 +537,7 @@ def _smaller_batch(choice: Choice, chosen: Estimate) -> str:
 
 
 def _max_sensible_batch_size(answer: Answer) -> int | None:
-    """Return the largest batch that the gradient noise supports, or None while the noise is known only for the
-    start of runs.
-    """
+    """Return the largest batch that the gradient noise supports, or None if only the start of runs has shown it."""
     if answer.efficiency is None or answer.data.settled_noise_scale is None:
         return None
     return answer.efficiency.max_sensible_batch_size

@@ -312,9 +312,7 @@ def _steps(instruction: Mapping[str, float] | None, further: bool = False) -> in
 
 
 def _totals(spec: wire.JobSpec, used: Iterable[tuple[Configuration, float]]) -> tuple[float, float | None]:
-    """Return the GPU-seconds and the cost in US dollars (None without prices) of using configurations for these
-    times.
-    """
+    """Return the GPU-seconds and the cost in dollars (None without prices) of using configurations for these times."""
     prices = {cluster.instance_type: cluster.price.usd_per_node_hour for cluster in spec.cluster}
     unpriced = all(price is None for price in prices.values())
     gpu_seconds, usd = 0.0, 0.0

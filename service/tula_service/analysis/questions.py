@@ -1,6 +1,4 @@
-"""The three questions that need a fit, as functions from plain data to plain data, so that another process can
-answer them.
-"""
+"""The three questions that need a fit, as functions on plain data, so that another process can answer them."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ def _stages(answer: Answer, ramp: Ramp, beta2: float) -> list[wire.BatchStage]:
 
 
 def _not_measured(curves: Sequence[NoiseCurve]) -> str:
-    """Return a text that no training run measured its noise scale throughout, what is missing, and how to get it."""
+    """Explain that no training run measured its noise scale throughout, what is missing, and how to get it."""
     seen = max((curve.covered for curve in curves), default=0.0)
     has = "No training has measured its gradient noise scale, which says when a batch may grow"
     if seen >= LEAST_COVERED:
@@ -329,7 +329,7 @@ def _not_measured(curves: Sequence[NoiseCurve]) -> str:
 
 
 def _keep(ramps: Ramps, ramp: Ramp | None, constant: Ramp) -> str:
-    """Return a text on why the constant batch is the better schedule."""
+    """Explain why the constant batch is the better schedule."""
     least, most = ramps.least[0], ramps.least[-1]
     if ramp is None:
         return (
@@ -352,7 +352,7 @@ def _keep(ramps: Ramps, ramp: Ramp | None, constant: Ramp) -> str:
 
 
 def _worth(ramp: Ramp, constant: Ramp, saved: tuple[Interval, Interval], goal: Goal) -> str:
-    """Return a text on the duration, cost and saving of a schedule."""
+    """Describe the duration, cost and saving of a schedule."""
     time_s, usd = saved
     said = _saves(time_s, duration, "takes {} longer") + (
         f" and {_saves(usd, money, 'costs {} more')}" if goal.priced else ""
@@ -361,9 +361,7 @@ def _worth(ramp: Ramp, constant: Ramp, saved: tuple[Interval, Interval], goal: G
 
 
 def _compared(ramp: Ramp, constant: Ramp, goal: Goal) -> str:
-    """Return the time and cost of a ramp and of the constant batch, such as `5 h and $10.00 instead of 7 h and
-    $14.00`.
-    """
+    """Return the time and cost of a ramp and of the constant batch: `5 h and $10.00 instead of 7 h and $14.00`."""
     both = [
         duration(total.time_s.mean) + (f" and {money(total.cost_usd.mean)}" if goal.priced else "")
         for total in (ramp.total, constant.total)
@@ -372,7 +370,7 @@ def _compared(ramp: Ramp, constant: Ramp, goal: Goal) -> str:
 
 
 def _saves(value: Interval, show: Callable[[float], str], loss: str) -> str:
-    """Return a text on how much a schedule saves or, with the template `loss`, loses, with the interval."""
+    """Describe how much a schedule saves or, with the template `loss`, loses, with the interval."""
     if value.mean < 0.0:
         return f"{loss.format(show(-value.mean))} ({show(-value.high)} to {show(-value.low)})"
     return f"saves {show(value.mean)} ({show(value.low)} to {show(value.high)})"

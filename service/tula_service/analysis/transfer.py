@@ -1,6 +1,4 @@
-"""Transfers knowledge between jobs: makes priors of step time from earlier jobs, and exports posteriors for later
-jobs.
-"""
+"""Transfers knowledge between jobs: makes priors of step time from earlier jobs, and posteriors for later jobs."""
 
 from __future__ import annotations
 

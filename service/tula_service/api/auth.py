@@ -156,9 +156,7 @@ def is_plausible(secret: str) -> bool:
 
 
 def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
-    """Return True for a read, and for a write from a page of this service (CSRF); `unknown` if no header shows the
-    origin.
-    """
+    """Return True for a read or a write from a page of this service (CSRF); `unknown` if no header shows the origin."""
     if request.method in _SAFE:
         return True
     site = request.headers.get("sec-fetch-site")
@@ -186,9 +184,7 @@ def _require_local_origin(request: Request) -> None:
 
 
 class User(NamedTuple):
-    """The caller that `admit` has recognised; the first arguments of every use case, as in `jobs.get(*user,
-    job_id)`.
-    """
+    """The caller that `admit` has recognised, passed first to every use case: `jobs.get(*user, job_id)`."""
 
     store: Store
     principal: Principal

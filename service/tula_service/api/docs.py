@@ -116,9 +116,7 @@ def get_docs() -> HTMLResponse:
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, including the schemas of problems and events, which no route declares as its
-    answer.
-    """
+    """Return the OpenAPI document, including the schemas of problems and events, which no route declares."""
     if app.openapi_schema is None:
         tags = [{"name": name, "description": text} for name, text in TAGS.items()]
         made = get_openapi(

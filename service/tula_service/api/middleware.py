@@ -45,8 +45,7 @@ _WITH_BODY: Final = frozenset({"POST", "PATCH", "PUT"})
 BODY_TIMEOUT_S: Final = 20.0
 """Longest time that a client may take to send a body."""
 ARRIVING_BYTES: Final = 64 * 2**20
-"""Most bytes of one sender's incomplete bodies: 64 bodies of the largest size, or a small body from each of 256
-agents.
+"""Most bytes of one sender's incomplete bodies: 64 of the largest size, or a small one from each of 256 agents.
 """
 LIMITED_S: Final = 1.0
 """Delay of the answer 429, since a sender that retries at once would fill the event loop with refusals."""
@@ -164,9 +163,7 @@ class RequestMiddleware:
         return whole
 
     async def _read(self, receive: Receive, sender: str, limit: int) -> bytes:
-        """Read the body; it counts as at least a minimum share of `ARRIVING_BYTES`, which limits how many arrive at
-        once.
-        """
+        """Read the body. It counts at least as a minimum share of `ARRIVING_BYTES`, to limit concurrent bodies."""
         body = bytearray()
         counted, least = 0, ARRIVING_BYTES // self._services.settings.max_in_flight
         try:

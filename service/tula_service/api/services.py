@@ -25,8 +25,7 @@ from tula_service.usecases.telemetry import TelemetryIngest
 from tula_wire import Problem
 
 MULTIPROCESS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""Variable that `tula serve --workers N` sets before the workers start: a folder through which one worker reports
-for all.
+"""Variable that `tula serve --workers N` sets: a folder through which one worker reports for all.
 """
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
@@ -35,9 +34,7 @@ ErrorPage: TypeAlias = Callable[[Scope, Problem, Mapping[str, str]], Response | 
 
 
 class Metrics:
-    """Prometheus instruments, one set per application, so that two applications in one process (tests) share no
-    counts.
-    """
+    """Prometheus instruments, one set per application: two applications in one process (tests) share no counts."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -309,9 +309,7 @@ def admin_page(user: CurrentUser) -> HTMLResponse:
 
 
 class Comparison(NamedTuple):
-    """Training runs to compare by one column; `columns` lists all reported columns, `next_cursor` leads to older
-    runs.
-    """
+    """Training runs to compare by one column; `columns` lists all columns, `next_cursor` leads to older runs."""
 
     column: str
     columns: list[str]
@@ -336,9 +334,7 @@ def compare_runs(
 
 
 def _lost_regularisation(user: User, job_id: str, comparison: Comparison) -> str | None:
-    """Return a sentence if the logs of finished training runs show that a larger batch lost regularisation, else
-    None.
-    """
+    """Return a sentence if finished training runs show that a larger batch lost regularisation, else None."""
     names = ("loss", "validation_accuracy")
     if not {*names} <= {*comparison.columns}:
         return None

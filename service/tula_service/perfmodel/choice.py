@@ -71,9 +71,7 @@ class Choice:
 
     @property
     def barred(self) -> set[tuple[Configuration, bool]]:
-        """Return the keys of estimates that no deadline or budget could admit: the batch is too large, or training
-        never ends.
-        """
+        """Return the keys of estimates that no limit could admit: the batch is too large, or training never ends."""
         refused = {e.key for e in self.estimates if not self.goal.may_choose(e.configuration)}
         return _hard(self.excluded) | (refused - ({self.chosen.key} if self.chosen else set()))
 
@@ -202,9 +200,7 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
 
 
 def _least_changed(goal: Goal, allowed: Sequence[Estimate], best: Estimate) -> Estimate:
-    """Return the best estimate with the options nearest to today's, among options that may be as good as those of
-    `best`.
-    """
+    """Return the best estimate with the options nearest to today's, among options that may be as good as `best`'s."""
     alike = defaultdict[Options, list[Estimate]](list)
     for estimate in allowed if goal.options else ():
         alike[estimate.configuration.options].append(estimate)

@@ -52,9 +52,7 @@ CAREFUL: Final = GuardConstants(500, 1.0, 150.0, _LOST_BY_GAIN)
 
 @dataclass(frozen=True)
 class AccuracyGuard:
-    """The guard of a training run: `examples` = E D, the base batch, and the noise scale in examples (None:
-    unknown).
-    """
+    """The guard of a training run: `examples` = E D, base batch, and noise scale in examples (None: unknown)."""
 
     examples: float
     base_batch_size: int

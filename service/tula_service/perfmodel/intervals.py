@@ -61,8 +61,6 @@ class Interval:
 
 
 def log_interval(mean: FloatArray, log_sd: FloatArray, dof: float) -> tuple[FloatArray, FloatArray]:
-    """Return the low and high ends mean * exp(-+ q * log_sd), shape (n,), with Student's q at `dof` degrees of
-    freedom.
-    """
+    """Return the ends mean * exp(-+ q * log_sd), shape (n,), with Student's q at `dof` degrees of freedom."""
     width = np.exp(np.minimum(float(special.stdtrit(dof, 0.5 + LEVEL / 2.0)) * log_sd, WIDEST_LOG))
     return mean / width, mean * width

@@ -54,9 +54,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Member:
-    """The mean and covariance of theta under one hypothesis, and the state of the residual process for n measured
-    points.
-    """
+    """Mean and covariance of theta under one hypothesis, and the residual process's state for n measured points."""
 
     theta: FloatArray
     covariance: FloatArray
@@ -111,9 +109,7 @@ class Posterior:
         return mean, np.asarray(self.member_weights @ (variances + (means - mean) ** 2), dtype=np.float64)
 
     def predict_step(self, points: Points) -> LogStepTimes:
-        """Predict the measurements of one run at n points; the terms come from the leading member, shifted to the
-        mean.
-        """
+        """Predict the measurements of one run at n points; terms come from the leading member, shifted to the mean."""
         mean, variance = self.predict(points)
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
         noise_variance = self.prior.scales.noise**2 * min(factor, 4.0)  # of a run around its configuration's own
@@ -129,9 +125,7 @@ class Posterior:
         )
 
     def as_prior(self) -> StepTimePrior:
-        """Return the mean and standard deviation of theta over all members, as a prior for other types of the same
-        job.
-        """
+        """Return mean and standard deviation of theta over all members, as a prior for the job's other types."""
         return self._moments([member.covariance * member.variance_factor for member in self.members])
 
     def without_prior(self) -> StepTimePrior:

@@ -33,8 +33,7 @@ from tula_wire.format import multiple
 from tula_wire.options import Options
 
 _NEARLY_BEST = 1.1
-"""`balanced` accepts values up to a tenth above the best for a smaller batch, which generalises better, and fewer
-nodes.
+"""`balanced` accepts a tenth more than the best for a smaller batch, which generalises better, and fewer nodes.
 """
 _KNEE_WITHIN = 3.0
 """The search for a knee ends at this multiple of the least time, since nobody would choose slower candidates, and
@@ -82,9 +81,7 @@ class Goal:
         return OBJECTIVES[self.objective].value(self, estimate)
 
     def changes(self, chosen: Options) -> tuple[int, list[int]]:
-        """Return how many options differ from today's values, and the index of each value (lower is nearer to
-        today's).
-        """
+        """Return how many options differ from today's values, and the index of each value (0 is today's)."""
         places = [list(self.options[name]).index(word) for name, word in chosen]
         return sum(place > 0 for place in places), places
 

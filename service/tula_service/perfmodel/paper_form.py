@@ -34,9 +34,7 @@ class PaperFit:
     dof: float
 
     def predict_step(self, points: Points) -> LogStepTimes:
-        """Predict the measurements of one run at n points; intervals widen with the distance from the data
-        (leverage).
-        """
+        """Predict the measurements of one run at n points; intervals widen away from the data (leverage)."""
         columns = _columns(points, self.form)
         parts = columns * self.coefficients
         mean = np.maximum(parts.sum(axis=1), _LEAST)

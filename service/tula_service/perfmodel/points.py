@@ -110,9 +110,7 @@ class Points:
 
     @cached_property
     def _rows_by_variant(self) -> dict[Variant, npt.NDArray[np.intp]]:
-        """Return row numbers by variant; a job has up to 64 variants per instance type, so a scan for each would be
-        slow.
-        """
+        """Return row numbers by variant; with up to 64 variants per instance type, a scan for each would be slow."""
         rows = defaultdict[Variant, list[int]](list)
         for row, variant in enumerate(self.variant):
             rows[variant].append(row)

@@ -20,9 +20,7 @@ _MENU = 5  # points: more would be no menu
 
 @dataclass(frozen=True)
 class Spot:
-    """Interruptible capacity: each node has Poisson interruptions, and each loses the work since the last
-    checkpoint.
-    """
+    """Interruptible capacity with Poisson interruptions per node; each loses the work since the last checkpoint."""
 
     interruptions_per_node_hour: float
     checkpoint_interval_s: float = 600.0
@@ -39,9 +37,7 @@ class Offer:
     spot: Spot | None = None
 
     def usd_per_s(self, configuration: Configuration, *, gb_per_rank: float = 0.0) -> float:
-        """Return the cost of a configuration per second, in US dollars, if each rank uses `gb_per_rank` gigabytes
-        of memory.
-        """
+        """Return the cost of a configuration in dollars per second, with `gb_per_rank` gigabytes of memory per rank."""
         per_rank = self.usd_per_rank_hour + gb_per_rank * self.usd_per_gb_hour
         hourly = configuration.num_nodes * self.usd_per_node_hour + configuration.world_size * per_rank
         return hourly / SECONDS_PER_HOUR
@@ -108,9 +104,7 @@ class Limits:
         return [(name, value, limit) for name, value, limit in both if limit is not None]
 
     def margin(self, estimate: Estimate) -> float:
-        """Return the distance from the mean to the tighter limit, in standard deviations of the log; negative if
-        exceeded.
-        """
+        """Return the distance from mean to tighter limit, in standard deviations of the log; negative if exceeded."""
         both = [(value, limit) for _, value, limit in self.of_totals(estimate) if value.mean > 0]
         return min((math.log(limit / value.mean) / max(value.log_sd, 1e-9) for value, limit in both), default=math.inf)
 
@@ -199,9 +193,7 @@ def build_menu(frontier: Sequence[Estimate], chosen: Estimate) -> tuple[Estimate
 
 
 def usd_per_hour_saved(faster: Estimate, slower: Estimate) -> float | None:
-    """Return the price of each hour that `faster` saves compared with `slower`, or None if it saves no time or
-    costs no more.
-    """
+    """Return the price of each hour that `faster` saves over `slower`; None if it saves no time or costs no more."""
     saved_s, more = slower.time_s.mean - faster.time_s.mean, faster.cost_usd.mean - slower.cost_usd.mean
     return more / saved_s * SECONDS_PER_HOUR if saved_s > 0.0 and more > 0.0 else None
 

@@ -63,8 +63,7 @@ timed it.
 On an H100, steps of 8 examples took 23 to 50 us per counted operation.
 """
 _LOG_BEND_OF_A_QUEUE: Final = math.log(3.0)
-"""The bend h = 4: the host queues operations while the device computes, so mostly the longer of the two times
-counts.
+"""The bend h = 4: the host queues operations while the device computes, so the longer time dominates.
 """
 
 
@@ -148,7 +147,7 @@ class Hardware:
 
     Network bandwidths are in gigabits per second. The peak in teraflop per second and the memory bandwidth in gigabytes
     per second describe one rank's device. `figures_sd` is the uncertainty of the logarithms of these two, 0 for a data
-    sheet. Equal devices have an equal `device`. `launch_s` is how many seconds the host takes to start an operation, if
+    sheet. `device` is equal for equal devices. `launch_s` is how many seconds the host takes to start an operation, if
     a probe timed it.
     """
 

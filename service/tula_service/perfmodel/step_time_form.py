@@ -70,9 +70,7 @@ _LOG_2 = math.log(2.0)
 
 
 def to_seconds(entries: Sequence[int]) -> FloatArray:
-    """Return the (11, 11) matrix that converts these entries of theta, which are relative to c, into logs of
-    seconds.
-    """
+    """Return the (11, 11) matrix that converts these entries of theta from logs relative to c into logs of seconds."""
     matrix = np.eye(NUM_PARAMETERS)
     matrix[list(entries), AT.compute] = 1.0
     return matrix
@@ -174,8 +172,7 @@ class ResidualScales:
 
 
 RUN_NOISE: Final = ResidualScales().noise
-"""Standard deviation of the logarithm of one run's step time; measured points are this precise, however far others
-stray.
+"""Standard deviation of the log of one run's step time; measured points are this precise, however far others stray.
 """
 _STRAYING, _STRAYING_SHARE = 3.5, 0.25
 """A quarter of the jobs stray 3.5 times as far.

@@ -181,9 +181,7 @@ class StepTimeModel:
         return posterior
 
     def _input_wait(self, variant: Variant) -> InputWait:
-        """Return the measured waits of a variant, else the waits of the nearest measured variant, adapted to its
-        own loader.
-        """
+        """Return the measured waits of a variant, else those of the nearest measured one, adapted to its own loader."""
         start = nearest_for_waits(variant, self.input_waits)
         if start is None:
             return NO_WAIT

@@ -37,9 +37,7 @@ _WORKERS: Final = frozenset({"num_workers", "workers", "loader_workers", "datalo
 
 
 class Launch(NamedTuple):
-    """The properties that are fixed in a launch, which can measure configurations that differ only in the local
-    batch.
-    """
+    """The fixed properties of a launch, which measures configurations that differ only in the local batch."""
 
     instance_type: str
     num_nodes: int
@@ -116,9 +114,7 @@ def _directed(effect: Effect, forwards: bool, backwards: bool) -> Effect:
 
 
 def further_switches(start: Options, base: Options, options: Options) -> int:
-    """Return how many switches from `start` to `options` are made while another one is on already, relative to the
-    base.
-    """
+    """Return how many switches from `start` to `options` are made while another is on, relative to the base."""
     made = len(switches(start, options))
     return made if switches(base, start) else max(made - 1, 0)
 

@@ -102,9 +102,7 @@ class Tokens(Repository):
         return self.get(token_id)
 
     def extend(self, job_id: str, name: str, until: datetime) -> None:
-        """Extend the valid agent tokens with this job and name so that they expire at `until` or later, within an
-        hour.
-        """
+        """Extend valid agent tokens with this job and name to expire at `until` or later, within an hour."""
         column = tokens.c
         own = (column.job_id == job_id, column.name == name, column.scope == "agent", column.revoked_at.is_(None))
         due = (column.expires_at > self._now(), column.expires_at < until - timedelta(hours=1))

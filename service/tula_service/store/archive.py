@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 VALUES_AT_ONCE: Final = 2**20
 VALUES_PER_FILE: Final = 2**27
-"""Values in a file of about 1 GB; S3 cannot copy files above 5 GB, nor accept more than 98 GB in the parts that
-pyarrow sends.
+"""Values in a file of about 1 GB; S3 does not copy files above 5 GB, or accept over 98 GB in pyarrow's parts.
 """
 
 _CHUNKS_AT_ONCE: Final = 100
@@ -83,9 +82,7 @@ class Archive:
             ) from error
 
     def _write_file(self, path: str, part: pa.Table, more: Iterator[pa.Table]) -> int:
-        """Write parts until the file is full, under a temporary name until it is complete; return the number of
-        rows.
-        """
+        """Write parts until the file is full, under a temporary name until then; return the number of rows."""
         from pyarrow import parquet
 
         unfinished = f"{path}.{secrets.token_hex(4)}.tmp"

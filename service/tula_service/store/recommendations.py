@@ -14,9 +14,7 @@ class AnswerCache(Repository):
     def get(
         self, job_id: str, name: str, *, data_version: int, model_version: str, or_newer: bool = False
     ) -> str | None:
-        """Return the cached answer `name` if it was computed from these versions or, if allowed, from newer data;
-        else None.
-        """
+        """Return the cached answer `name` if it is from these versions or, if allowed, from newer data; else None."""
         version = answers.c.data_version
         conditions = (
             answers.c.job_id == job_id,

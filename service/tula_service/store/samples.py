@@ -1,6 +1,4 @@
-"""Stores step samples as rows, each once, and a summary per run, so that the cost of a fit does not grow with the
-rows.
-"""
+"""Stores step samples as rows, each once, and a summary per run, so that a fit does not slow down with more rows."""
 
 from __future__ import annotations
 
@@ -376,9 +374,7 @@ class Samples(Repository):
         return int(count), after if last is None else int(last)
 
     def _processes(self, job_id: str, only: SampleFilter, cursor: SampleCursor | None) -> list[SampleCursor]:
-        """Return the job's next processes, one more than a page reads, each with the sequence number after which to
-        read.
-        """
+        """Return the job's next processes, one more than a page reads, with the sequence number to read after."""
         key = sample_sources.c.key
         statement = (
             sa.select(key)

@@ -10,9 +10,7 @@ from sqlalchemy.dialects import postgresql
 
 
 class UtcTime(sa.types.TypeDecorator[datetime]):
-    """Accepts only time-zone-aware times: `timestamptz` on Postgres, naive UTC text on SQLite, which has no time
-    type.
-    """
+    """Stores only time-zone-aware times: `timestamptz` on Postgres, naive UTC text on SQLite."""
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True

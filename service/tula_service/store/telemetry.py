@@ -212,9 +212,7 @@ class Telemetry(Repository):
         return Series(steps[keep], values[keep], total if keep.all() else int(np.count_nonzero(keep)))
 
     def newest(self, run_key: int, names: Collection[str]) -> dict[str, float | None]:
-        """Return the newest value of each column that the run's first rank sent, or None for a column without
-        values.
-        """
+        """Return the newest value of each column that the run's first rank sent; None for a column without values."""
         column = telemetry_columns.c
         values = sa.select(column.name, column.newest_value).where(column.run_key == run_key, column.name.in_(names))
         return dict.fromkeys(names) | {row.name: row.newest_value for row in self._connection.execute(values)}

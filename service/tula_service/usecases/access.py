@@ -329,9 +329,7 @@ class Access:
         return self._trust(cache, None, ANONYMOUS, math.inf)
 
     def _touch(self, token_id: str) -> None:
-        """Store the time of last use, at most once a minute; a database that accepts no writes does not keep
-        readers out.
-        """
+        """Store the time of last use, at most once a minute; readers are accepted even if the write fails."""
         with self._lock:
             if token_id in self._touched:
                 return
@@ -340,9 +338,7 @@ class Access:
             tx.tokens.touch(token_id)
 
     def forget(self, secret: str | None) -> None:
-        """Check this secret again at its next use; None stands for the user without a token, who is refused once
-        one exists.
-        """
+        """Check this secret again at its next use; None is the user without a token, who is refused once one exists."""
         with self._lock:
             self._trusted.pop(secret, None)
 

@@ -53,9 +53,7 @@ def _device(entry: LedgerRecord, spec: JsonObject) -> str:
 
 
 def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
-    """Return the id of the newest recommendation of this configuration, preferably for the job's own objective, or
-    None.
-    """
+    """Return the id of the newest recommendation of this configuration, preferably for the job's objective, or None."""
     for objective in sorted(get_args(Objective), key=lambda value: value != job.objective):
         entry = tx.ledger.latest(job.id, objective)
         if entry is not None and entry.configuration == configuration:

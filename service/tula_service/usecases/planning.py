@@ -155,8 +155,6 @@ def _facts(tx: Transaction, job: JobRecord, plan: bool) -> object:
 def cached(
     tx: Transaction, job_id: str, objective: Objective, data_version: int, *, or_newer: bool = False
 ) -> str | None:
-    """Return the cached recommendation for this version of the job's data or, with `or_newer`, a later version;
-    else None.
-    """
+    """Return the cached recommendation for this version of the data or, with `or_newer`, a later one; else None."""
     versions: dict[str, Any] = {"data_version": data_version, "model_version": MODEL_VERSION}
     return tx.answers.get(job_id, f"recommendation:{objective}", **versions, or_newer=or_newer)

@@ -1,6 +1,4 @@
-"""Returns recommendations, what-if answers and batch schedules for a job's current data; only recommendations are
-cached.
-"""
+"""Computes recommendations (cached), what-if answers and batch schedules from a job's current data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Stores step samples of runs, each once (the first value is kept) and committed before the answer; lists them by
-row.
-"""
+"""Stores step samples of runs, each once (the first value is kept), committed before the answer; lists them by row."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _DEFAULT_S_MIN = 1e-3  # of the agent
 
 
 def current(store: Store, principal: Principal, job_id: str, policy: wire.ScalingPolicy) -> wire.ScalingThresholds:
-    """Return the numbers that users have set for a script's policy; version 1 has none."""
+    """Return the numbers that users have set for a script's policy; in version 1, there are none."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         return _read(tx, job_id, policy)
@@ -59,9 +59,7 @@ def _read(tx: Transaction, job_id: str, policy: wire.ScalingPolicy) -> wire.Scal
 
 
 def _refuse_crossed(numbers: wire.ScalingThresholds) -> None:
-    """Raise InvalidInput if the lower bound exceeds the upper; a script's own bounds are unknown here and not
-    compared.
-    """
+    """Raise InvalidInput if the lower bound exceeds the upper; a script's own bounds are unknown here."""
     s_min = _DEFAULT_S_MIN if numbers.s_min is None else numbers.s_min
     s_max = math.inf if numbers.s_max is None else numbers.s_max
     if s_max < s_min:

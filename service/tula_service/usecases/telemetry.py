@@ -184,9 +184,7 @@ def read_memory(store: Store, principal: Principal, run_id: str, *, limit: int =
 def _series(
     query: SeriesQuery, available: list[str], total: int, steps: IntArray, values: FloatArray
 ) -> TelemetrySeries:
-    """Return these points, a selection of the `total` points in the query, as a wire model; `available` lists the
-    run's columns.
-    """
+    """Return these points out of `total` as a wire model; `available` lists the run's columns."""
     return TelemetrySeries(
         run_id=query.run_id,
         column=query.column,

@@ -1,6 +1,4 @@
-"""Charts of predicted against measured step times, for one job or all jobs, and of the coverage of prediction
-intervals.
-"""
+"""Charts of predicted against measured step times, for one job or all, and of the coverage of prediction intervals."""
 
 from __future__ import annotations
 

@@ -41,9 +41,7 @@ _BAR: Final = 46
 
 
 def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
-    """Return the named candidates, from the recommended one to the knee; a candidate with several names appears
-    once.
-    """
+    """Return the named candidates, from the recommended one to the knee; each appears once."""
     at_knee = recommendation.knee.configuration
     named = (
         ("recommended", recommendation.chosen),
@@ -226,9 +224,7 @@ def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
 
 
 def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
-    """Return the knee, and the batch beyond which more examples hardly improve a step, according to the gradient
-    noise.
-    """
+    """Return the knee, and the batch above which the gradient noise leaves little worth in more examples."""
     at: dict[float, list[str]] = {}
     if recommendation.knee.found and recommendation.knee.global_batch_size:
         at.setdefault(recommendation.knee.global_batch_size, []).append("knee")
@@ -315,9 +311,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
 
 
 def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
-    """Draw stacked parts of the predicted step time: landmarks, then the rest of the frontier, then the quickest
-    candidates.
-    """
+    """Draw stacked parts of the predicted step time: landmarks, the rest of the frontier, then the quickest others."""
     title = f"{job.name}: where a step's time goes"
     drawn = [candidate for candidate in _interesting(recommendation) if candidate.terms is not None]
     if not drawn:

@@ -19,8 +19,7 @@ WIDTH: Final = 640
 HEIGHT: Final = 340
 FAINT: Final = "#7f8894"
 PALETTE: Final = ("#0f83ad", "#d1670c", "#25935a", "#c4559c", "#8a7a10", "#7a72d8", "#cf4f4f", "#5b8a8f")
-"""Luminance is between 0.13 and 0.30, so that each has a contrast of 3:1 on the light and the dark page (WCAG 2.1,
-1.4.11).
+"""Colours with a luminance of 0.13 to 0.30, for a contrast of 3:1 on the light and the dark page (WCAG 2.1, 1.4.11).
 """
 
 ALARM: Final = PALETTE[6]
@@ -156,9 +155,7 @@ def filled_where(test: str, colour: Spec) -> Spec:
 
 
 def outlined(data: str | Sequence[Row], encoding: Mapping[str, Any], *, where: str = "", **look: Any) -> list[Spec]:
-    """Return text that stays readable across lines, drawn over the same text with a thick outline in the background
-    colour.
-    """
+    """Return text that stays readable across lines, over a thick outline of it in the background colour."""
     return [layer(data, "text", encoding, where=where, **halo, **look) for halo in ({"style": "halo"}, {})]
 
 
