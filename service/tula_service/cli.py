@@ -52,7 +52,7 @@ def serve(
     ] = False,
     migrate: Annotated[bool, typer.Option("--migrate", help="Upgrade an existing database first.")] = False,
 ) -> None:
-    """Start the service; a new SQLite file is created, an older schema is upgraded only with --migrate."""
+    """Start the service. A new SQLite file is created if needed; an older schema is upgraded only with --migrate."""
     given = {"host": host, "port": port, "workers": workers, "log_format": log_format, "read_only": read_only or None}
     with _opened(database, migrate=migrate, create=True, **given) as (settings, store):
         _refuse_strangers_without_a_token(settings, store)
@@ -92,7 +92,7 @@ class _Protocol(HttpToolsProtocol):
 
 
 def migrate(database: _Database = None) -> None:
-    """Create or upgrade the database's schema and end: what a deployment runs before the service."""
+    """Create or upgrade the database's schema and exit; a deployment runs this before the service."""
     with _opened(database, migrate=True):
         typer.echo("The database has the schema of this version.")
 
@@ -135,7 +135,7 @@ def token_create(
     database: _Database = None,
     as_json: _Json = False,
 ) -> None:
-    """Make a token and print its secret, which is never shown again."""
+    """Create a token and print its secret, which is never shown again."""
     with _opened(database, create=True) as (_, store):
         if scope not in get_args(Scope):
             raise SettingsError(f"--scope is {scope!r}: use agent, read, user or admin.")
@@ -157,7 +157,7 @@ def token_create(
 
 @token.command("list")
 def token_list(database: _Database = None, as_json: _Json = False) -> None:
-    """List tokens, newest first; never a secret."""
+    """List tokens, newest first, without their secrets."""
     with _opened(database) as (_, store):
         rows = [
             {
@@ -180,7 +180,7 @@ def token_list(database: _Database = None, as_json: _Json = False) -> None:
 
 @token.command("revoke")
 def token_revoke(token_id: str, database: _Database = None, as_json: _Json = False) -> None:
-    """End a token for good."""
+    """Revoke a token permanently."""
     with _opened(database) as (_, store):
         revoke_token(store, _OPERATOR, token_id)
     typer.echo(json.dumps({"id": token_id, "state": "revoked"}) if as_json else f"Revoked {token_id}.")

@@ -1,4 +1,4 @@
-"""`tula doctor`: checks everything that a job needs, and says how to fix each problem."""
+"""`tula doctor`: checks everything that a job needs, and explains how to fix each problem."""
 
 from __future__ import annotations
 

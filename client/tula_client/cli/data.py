@@ -46,7 +46,7 @@ def plot(
     quantity: Annotated[Literal["time", "cost"], typer.Option(help="Quantity that the chart tradeoff draws.")] = "time",
     as_json: Json = False,
 ) -> None:
-    """Draw a chart of a job into a file."""
+    """Draw a chart of a job and write it to a file."""
     with Client() as client:
         client.handle(job).plot(chart, output, quantity=quantity)
     emit({"written": str(output)}, f"Wrote {output}.", as_json)
@@ -61,7 +61,7 @@ def export(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a table of a job; without --output, as CSV on standard output. Or its runs `--to mlflow`."""
+    """Write a table of a job (by default as CSV to standard output), or its runs with `--to mlflow`."""
     if to is not None:
         _export_runs(job, what, output, as_json)
         return

@@ -72,7 +72,7 @@ def gate(
     time_limit: TimeLimit = 1800.0,
     as_json: Json = False,
 ) -> int:
-    """Measure the same launch on another revision and here in turn, and print what the change costs the training."""
+    """Measure the same launch on another revision and here, in turn, and print what the change costs in training."""
     job_spec = load_spec(spec)
     if launcher == "ray":
         raise UsageError("--launcher ray: Ray runs one folder on its cluster, so it cannot compare two revisions")

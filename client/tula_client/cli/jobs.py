@@ -140,7 +140,7 @@ def edit(
     ] = [],  # noqa: B006 - typer copies
     as_json: Json = False,
 ) -> None:
-    """Change objective, limits and prices of a job, and print its recommendation; measurements are kept."""
+    """Change a job's objective, limits and prices, and print its recommendation; measurements are kept."""
     with Client() as client:
         handle = client.handle(job)
         registered = handle.status()
@@ -200,7 +200,7 @@ def delete(
 
 
 def watch(job: JobName, as_json: Json = False) -> None:
-    """Print each event of a job on one line, from the first on; ends with Ctrl-C. --json prints whole events."""
+    """Print each event of a job on one line, beginning with the first, until Ctrl-C. --json prints complete events."""
     with Client() as client:
         for event in client.events(client.handle(job).id, last_id=0):
             print(escaped(event.model_dump_json()) if as_json else printable(event_line(event)), flush=True)
@@ -374,7 +374,7 @@ def predict(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict all combinations of the values given; a value that is left out stands for all that the job allows."""
+    """Predict all combinations of the given values; if none is given, all values that the job allows."""
     with Client() as client:
         answer = client.handle(job).predict(
             nodes,
@@ -595,7 +595,7 @@ def _state(candidate: Candidate) -> dict[str, bool]:
 
 
 def show_scaling(job: JobName, policy: Policy = "gain", as_json: Json = False) -> None:
-    """Show the numbers set for a policy; the script decides the others."""
+    """Show the numbers that are set for a policy; the script decides all others."""
     with Client() as client:
         thresholds = client.scaling(client.handle(job).id, policy=policy).thresholds
     assert thresholds is not None  # None answers only a request with an ETag
@@ -608,7 +608,7 @@ def set_scaling(
     policy: Policy = "gain",
     as_json: Json = False,
 ) -> None:
-    """Set numbers of a policy; NAME=null returns one to the script."""
+    """Set numbers of a policy; NAME=null lets the script decide again."""
     patch = ScalingPatch.model_validate(dict(map(_pair, values)))
     with Client() as client:
         stored = client.patch_scaling(client.handle(job).id, patch, policy=policy)

@@ -106,7 +106,9 @@ def tune(
     time_limit: TimeLimit = 1800.0,
     as_json: Json = False,
 ) -> int:
-    """Profile the runs that the service plans and print its recommendation; repeat it to continue after a stop."""
+    """Profile the runs that the service plans, and print its recommendation; repeat the command to continue after a
+    stop.
+    """
     job_spec = load_spec(spec)
     if only is not None:
         job_spec = _narrowed(job_spec, only.split(","))
@@ -413,7 +415,7 @@ def logs(
     run_id: Annotated[str, typer.Argument(metavar="RUN", help="A run's id; tula jobs show lists them.")],
     work_dir: Folder = Path(".tula"),
 ) -> None:
-    """Print what the newest command of a run wrote, on the machine that launched it."""
+    """Print the output of a run's newest command, on the machine that launched it."""
     paths = sorted(work_dir.glob(f"*/logs/{glob.escape(run_id)}-*.log"), key=lambda path: path.stat().st_mtime)
     if not paths:
         raise UsageError(

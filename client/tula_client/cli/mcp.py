@@ -65,7 +65,9 @@ def mcp(
         typer.Option(metavar="PORT", min=1, max=65535, help="Serve HTTP on this port of 127.0.0.1, not stdin."),
     ] = None,
 ) -> None:
-    """Serve agents and editors by the Model Context Protocol; only --allow-runs lets them change jobs and launch."""
+    """Serve agents and editors by the Model Context Protocol; they can change jobs and launch only with
+    --allow-runs.
+    """
     if (allow_runs is None) != (not command):
         raise UsageError("--allow-runs SPEC.toml and a launch command after -- belong together: give both, or neither")
     if allow_runs is not None and http is not None:
@@ -199,7 +201,7 @@ class Tools:
         return _plain(self._client.jobs(search=search, limit=MOST))
 
     def job(self, job: JobText) -> Facts:
-        """Describe a job: specification, state, progress of profiling, and what is recommended."""
+        """Describe a job: specification, state, progress of profiling, and recommended configuration."""
         return _plain(self._client.handle(job).status(), "plan")
 
     def recommend(self, job: JobText, objective: Objective | None = None) -> Facts:
@@ -210,7 +212,9 @@ class Tools:
         }
 
     def why(self, job: JobText, objective: Objective | None = None) -> Facts:
-        """Say why a configuration is recommended: runner-up, knee, limits that exclude others, error of the model."""
+        """Explain why a configuration is recommended: runner-up, knee, limits that exclude others, and error of the
+        model.
+        """
         answer = self._client.handle(job).recommendation(objective)
         excluded = sorted(
             {candidate.excluded_by for candidate in answer.candidates if candidate.excluded_by is not None}
@@ -227,7 +231,9 @@ class Tools:
         usd_per_node_hour: Annotated[float | None, Field(description="Another price.")] = None,
         deadline_s: Annotated[float | None, Field(description="Another limit of the duration.")] = None,
     ) -> Facts:
-        """Predict all combinations of the values (what if), each with `ratios` to the recommended one (2: double)."""
+        """Predict all combinations of the values (what-if), each with `ratios` to the recommended one (2 means
+        double).
+        """
         handle = self._client.handle(job)
         answer = handle.predict(
             num_nodes, global_batch_size, usd_per_node_hour=usd_per_node_hour, deadline_s=deadline_s
@@ -241,7 +247,7 @@ class Tools:
         return facts
 
     def plan_cost(self, job: JobText) -> Facts:
-        """Say what profiling has cost, what the rest of the plan would take and cost, and which runs wait."""
+        """Report the cost of profiling so far, the time and cost of the rest of the plan, and the waiting runs."""
         status = self._client.handle(job).status()
         waiting = [
             {"configuration": _plain(run)["configuration"], "purpose": run.purpose}
@@ -251,16 +257,18 @@ class Tools:
         return {**_plain(status.profiling_cost), "reason": status.plan_reason, "waiting": waiting[:MOST]}
 
     def runs(self, job: JobText) -> Facts:
-        """List the newest runs of a job: state, configuration, measured and predicted step time, why it failed."""
+        """List the newest runs of a job: state, configuration, measured and predicted step time, and reason of a
+        failure.
+        """
         page = self._client.runs(self._client.handle(job).id, limit=MOST)
         return {"runs": [_plain(run, "instruction", "lease", "lease_expires_at") for run in page.runs]}
 
     def verdict(self, run: Annotated[str, Field(description="A run's id, see runs.")]) -> Facts:
-        """Say what bounds the speed of a run: one diagnosis, its evidence, and one next step with what it saves."""
+        """Report what limits the speed of a run: a diagnosis, its evidence, and the next step with its saving."""
         return _plain(self._client.verdict(run))
 
     def fabrics(self) -> Facts:
-        """List the networks that were probed: latency and bandwidth of an all-reduce."""
+        """List the probed networks, with the latency and bandwidth of an all-reduce."""
         return _plain(self._client.fabrics())
 
     def estimate(
@@ -271,7 +279,9 @@ class Tools:
         batch: Annotated[int, Field(ge=1, description="Examples of a rank and micro-step.")],
         device: Annotated[str | None, Field(description="Accelerator, such as A100-80GB.")] = None,
     ) -> Facts:
-        """Import and run FACTORY to count its model's parameters, FLOPs and memory, and what fits on a device."""
+        """Import and run FACTORY to count its model's parameters, FLOPs and memory, and to find the largest batch
+        on a device.
+        """
         words = ["--batch", str(batch), *(["--device", device] if device else []), "--json", "--", factory]
         try:  # in a process of its own: the model's code is read afresh each time, and may end or block its process
             done = subprocess.run(
@@ -291,7 +301,7 @@ class Tools:
         return answer
 
     def add_job(self, specification: Annotated[Facts, Field(description="The fields of a job.toml.")]) -> Facts:
-        """Register a job without running it, or find the one with the same specification; return its recommendation."""
+        """Register a job without running it, or find one with the same specification; return its recommendation."""
         self._allowed("registering a job")
         return self.recommend(self._client.handle(specification).id)
 

@@ -16,7 +16,7 @@ router = APIRouter(route_class=JsonRoute, tags=["access"], dependencies=[Depends
 
 @router.post(routes.TOKENS, status_code=201)
 def create_token(request: TokenCreate, caller: Caller, services: AppServices) -> TokenCreated:
-    """Create a token; its secret is in this answer and nowhere else."""
+    """Create a token; only this answer contains its secret."""
     issued = access.issue_token(services.store, caller, **dict(request))
     services.access.forget(None)
     return issued
@@ -30,7 +30,7 @@ def list_tokens(user: CurrentUser) -> TokenList:
 
 @router.delete(routes.TOKEN)
 def delete_token(token_id: str, caller: Caller, services: AppServices) -> Token:
-    """Revoke a token: at once in this worker, within a second in others."""
+    """Revoke a token, at once in this worker and within a second in others."""
     revoked = access.revoke_token(services.store, caller, token_id)
     services.access.forget_all()
     return revoked
@@ -38,7 +38,7 @@ def delete_token(token_id: str, caller: Caller, services: AppServices) -> Token:
 
 @router.post(routes.PROJECTS, status_code=201)
 def create_project(request: ProjectCreate, user: CurrentUser) -> Project:
-    """Make a project; administrators only."""
+    """Create a project; administrators only."""
     return access.create_project(*user, request.name)
 
 

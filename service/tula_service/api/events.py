@@ -63,9 +63,10 @@ async def stream_events(
     start: Annotated[int, Depends(_opened)],
     follow: Annotated[bool, Query(description="False: end after the events until now.")] = True,
 ) -> AsyncIterator[ServerSentEvent]:
-    """Stream state changes, samples, recommendations, thresholds, drift and advice as they happen, from now on.
+    """Stream state changes, samples, recommendations, thresholds, drift and advice from now on, as they happen.
 
-    With `Last-Event-ID` (or `after`) also the events since that one; 0 is from the beginning. `data` is an `Event`.
+    With `Last-Event-ID` (or `after`), the stream starts after that event, or at the beginning for 0. `data` is an
+    `Event`.
     """
     # Ends with the caller's token, the job, the service, and after an hour.
     yield ServerSentEvent(retry=_RETRY_MS)

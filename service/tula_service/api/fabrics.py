@@ -15,11 +15,11 @@ router = APIRouter(route_class=JsonRoute, tags=["fabrics"], dependencies=[Depend
 
 @router.post(routes.FABRICS, status_code=201)
 def create_fabric(probe: FabricProbe, user: CurrentUser) -> Fabric:
-    """Store a probe for the jobs of the project on nodes like these."""
+    """Store a probe for the project's jobs on nodes like these."""
     return fabrics.add(*user, probe)
 
 
 @router.get(routes.FABRICS)
 def list_fabrics(user: CurrentUser) -> FabricList:
-    """List the newest 200 probes: of all projects for an administrator, of the project for others."""
+    """List the newest 200 probes of the caller's project, or of all projects for an administrator."""
     return fabrics.list_fabrics(*user)

@@ -21,7 +21,7 @@ def create_job(
     user: CurrentUser,
     idempotency_key: Annotated[str | None, Header(description="Sent again with the same body, finds the job.")] = None,
 ) -> JobCreated:
-    """Register a job, or find the one with the same specification: what to run now, and what to profile next."""
+    """Register a job, or find the one with the same specification; return what to run now and what to profile next."""
     return jobs.register(*user, spec, idempotency_key=idempotency_key)
 
 
@@ -49,12 +49,12 @@ def get_job(job_id: str, user: CurrentUser) -> Job:
 
 @router.patch(routes.JOB)
 def update_job(job_id: str, patch: JobPatch, user: CurrentUser) -> Job:
-    """Change objective, limits or prices, or archive; plan and recommendation follow."""
+    """Change a job's objective, limits or prices, or archive it; its plan and recommendation are updated."""
     return jobs.change(*user, job_id, patch)
 
 
 @router.delete(routes.JOB, status_code=204)
 def delete_job(job_id: str, user: CurrentUser) -> Response:
-    """Delete a job with all its data; there is no way back."""
+    """Delete a job with all its data; this cannot be undone."""
     jobs.delete_job(*user, job_id)
     return Response(status_code=204)

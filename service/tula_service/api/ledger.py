@@ -1,4 +1,4 @@
-"""`GET /v1/jobs/{job_id}/ledger`: past recommendations and what was measured after them."""
+"""`GET /v1/jobs/{job_id}/ledger`: past recommendations and the measurements that followed them."""
 
 from __future__ import annotations
 

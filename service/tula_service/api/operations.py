@@ -40,7 +40,7 @@ class Status(BaseModel):
 
 @open_router.get(routes.HEALTH)
 async def get_health() -> Status:
-    """Answer as long as the process is alive, so that a database outage does not restart it."""
+    """Answer while the process is alive, so that a database outage does not restart it."""
     return Status(status="ok")
 
 
@@ -62,7 +62,7 @@ async def get_ready(services: AppServices) -> Status:
 
 @router.get(routes.METRICS, response_class=Response)
 def get_metrics(user: CurrentUser, services: AppServices) -> Response:
-    """Return counters of this replica's workers and, over all replicas, queue, agents, errors and training runs.
+    """Return counters of this replica's workers and, over all replicas, the queue, agents, errors and training runs.
 
     The training runs belong to the token's projects; the errors are prediction errors.
     """

@@ -24,7 +24,7 @@ def get_recommendation(
     services: AppServices,
     objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
 ) -> Response:
-    """Return the recommendation as of now, for the job's own objective unless the query names another."""
+    """Return the current recommendation, for the job's own objective unless the query names another."""
     missed: list[float] = []
     # The store caches the rendered JSON, which is sent unchanged.
     body = recommendations.get(
@@ -38,7 +38,9 @@ def get_recommendation(
 
 @router.get(routes.JOB_PREDICTIONS, response_model=Predictions)
 def get_predictions(job_id: str, user: CurrentUser, question: Annotated[WhatIf, Query()]) -> Response:
-    """Predict every combination of the given values; a parameter may be repeated, and without it all values count."""
+    """Predict every combination of the given values; a parameter may be repeated, and stands for all values if
+    omitted.
+    """
     return Response(recommendations.predict(*user, job_id, question), media_type="application/json")
 
 
@@ -49,5 +51,5 @@ def get_schedule(
     objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
     beta2: Annotated[float, Query(gt=0, lt=1, description="Adam's beta2 at the base batch.")] = 0.999,
 ) -> Response:
-    """Return a batch that grows with the gradient noise that a training run measured, and what it saves."""
+    """Return a batch schedule that follows the gradient noise measured by a training run, and its saving."""
     return Response(recommendations.schedule(*user, job_id, objective, beta2), media_type="application/json")

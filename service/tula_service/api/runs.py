@@ -19,13 +19,13 @@ router = APIRouter(route_class=JsonRoute, tags=["runs"], dependencies=[Depends(r
 
 @router.post(routes.JOB_CLAIM)
 def claim_run(job_id: str, request: ClaimRequest, user: CurrentUser) -> RunClaimed:
-    """Lease the next profiling run; a lease that is not renewed goes back into the plan."""
+    """Lease the next profiling run, which returns to the plan if the lease is not renewed."""
     return runs.claim(*user, job_id, request)
 
 
 @router.post(routes.JOB_RUNS, status_code=201)
 def create_run(job_id: str, request: RunCreate, user: CurrentUser) -> Run:
-    """Register a run outside the plan: training, or a measurement of your own choice."""
+    """Register a run outside the plan: a training run, or a measurement of a chosen configuration."""
     return runs.create(*user, job_id, request)
 
 
@@ -55,13 +55,13 @@ async def get_progress(run_id: str, caller: Caller, services: AppServices) -> Pr
 
 @router.get(routes.RUN_VERDICT)
 def get_verdict(run_id: str, user: CurrentUser) -> Verdict:
-    """Return what bounds the speed of a run: one diagnosis, its evidence, and one next step with its worth."""
+    """Return what limits the speed of a run: a diagnosis, its evidence, and the next step with its saving."""
     return runs.verdict(*user, run_id)
 
 
 @router.patch(routes.RUN)
 async def update_run(run_id: str, patch: RunPatch, caller: Caller, services: AppServices, lease: Lease = None) -> Run:
-    """Move a run on, or renew its lease with `running`; the same final state twice is fine."""
+    """Change a run's state, or renew its lease with `running`; a final state may be reported twice."""
     # Renewals of leases share threads with measurements; the end of a run may start a fit, which must not delay these.
     threads = services.ingest_threads if patch.state == "running" else None
     return await to_thread.run_sync(runs.patch, services.store, caller, run_id, patch, lease, limiter=threads)

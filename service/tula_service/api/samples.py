@@ -22,7 +22,7 @@ router = APIRouter(route_class=JsonRoute, tags=["samples"])
 async def send_samples(
     run_id: str, batch: SampleBatch, caller: Caller, services: AppServices, lease: Lease = None
 ) -> SamplesAccepted:
-    """Store samples; they are committed before the answer, and rows stored before count as duplicates."""
+    """Store samples, which are committed before the answer; rows that are stored already count as duplicates."""
     store, threads = services.samples.store, services.ingest_threads
     accepted = await to_thread.run_sync(store, caller, run_id, batch, lease, limiter=threads)
     services.metrics.samples.inc(accepted.stored)

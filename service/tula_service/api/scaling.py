@@ -1,4 +1,4 @@
-"""`/v1/jobs/{job_id}/scaling`: numbers of gradient scaling that users set, cheap to pull."""
+"""`/v1/jobs/{job_id}/scaling`: numbers of gradient scaling that users set and agents pull cheaply."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def get_scaling(
     policy: Annotated[ScalingPolicy, Query(description="Whose numbers; the script's own.")] = "gain",
     if_none_match: Annotated[str | None, Header(description="ETag of the thresholds at hand.")] = None,
 ) -> Response:
-    """Return the numbers with their ETag; `If-None-Match` with the last one costs no body while nothing changed."""
+    """Return the numbers with their ETag; the answer to `If-None-Match` has no body while nothing has changed."""
     read = partial(scaling.current, services.store, caller, job_id, policy)
     numbers = await to_thread.run_sync(read, limiter=services.ingest_threads)
     tag = f'"{numbers.version}-{numbers.policy}"'
@@ -48,5 +48,8 @@ def update_scaling(
     user: CurrentUser,
     policy: Annotated[ScalingPolicy, Query(description="Whose numbers to set.")] = "gain",
 ) -> ScalingThresholds:
-    """Set numbers of a policy; training runs take them up when they start, `ags` and `static` after each epoch too."""
+    """Set numbers of a policy.
+
+    Training runs read them when they start and, with `ags` and `static`, after each epoch.
+    """
     return scaling.change(*user, job_id, patch, policy)

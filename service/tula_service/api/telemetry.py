@@ -21,7 +21,7 @@ router = APIRouter(route_class=JsonRoute, tags=["telemetry"])
 async def send_telemetry(
     run_id: str, chunk: TelemetryChunk, caller: Caller, services: AppServices, lease: Lease = None
 ) -> TelemetryAccepted:
-    """Store a chunk; it is committed before the answer."""
+    """Store a chunk, which is committed before the answer."""
     store, threads = services.telemetry.store, services.ingest_threads
     accepted = await to_thread.run_sync(store, caller, run_id, chunk, lease, limiter=threads)
     services.metrics.step_values.inc(accepted.stored)
@@ -41,9 +41,9 @@ def get_telemetry(
     first_step: Annotated[int | None, Query(ge=0, le=2**53, description="First step to read.")] = None,
     last_step: Annotated[int | None, Query(ge=0, le=2**53, description="Last step to read.")] = None,
 ) -> TelemetrySeries:
-    """Return one column of one rank, downsampled to `max_points` so that every peak and dip stays.
+    """Return one column of one rank, downsampled to `max_points` such that every peak and dip is kept.
 
-    Without `column`, no points, and in `available` the names of all columns of the run.
+    Without `column`, there are no points, and `available` has the names of all columns of the run.
     """
     if column is None:
         available = list_columns(*user, run_id)
