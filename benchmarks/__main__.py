@@ -2,7 +2,7 @@
 
     python -m benchmarks [--smoke] [--out FOLDER] [NAME...]
 
-`--smoke` runs each for seconds, to see that it works; its figures are worth nothing and are not kept.
+`--smoke` runs each for seconds, to check that it works; its figures are meaningless and are not kept.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """Return the benchmarks by module name: every public module of this package."""
+    """Return the names of all benchmarks: every public module of this package."""
     return sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks named on the command line, or all; answers the number that failed."""
+    """Run the benchmarks named on the command line, or all; return the number that failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a benchmark; all without it")
     parser.add_argument("--out", type=Path, default=FOLDER / "results", help="folder for the JSON files")

@@ -1,8 +1,8 @@
-"""The training job of `benchmarks.cluster`: real DDP over gloo between namespaces, compute as an accelerator's time.
+"""The training job of `benchmarks.cluster`: real DDP over gloo between namespaces, with simulated compute.
 
-Started once per run; it forks one rank per node, which enters the node's namespace. The network's parameters are real
-and their gradients cross the links; computing them is a wait that saturates at small batches and grows with b, so that
-eight nodes do not fight for the cores of one machine.
+It is started once per run and forks one rank per node, which enters the node's namespace. The network's parameters are
+real and their gradients cross the links. Compute is a wait that saturates at small batches and grows with b, so that
+eight nodes do not compete for the cores of one machine.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BACKWARD_SHARE = 2 / 3
 
 
 def device_time_s(local_batch_size: int) -> float:
-    """Forward and backward of one step, s."""
+    """Return the time of the forward and backward pass of one step, in seconds."""
     busy = (PER_EXAMPLE_S * local_batch_size) ** SHARPNESS
     return float((FLOOR_S**SHARPNESS + busy) ** (1 / SHARPNESS))
 
 
 class Wait(torch.autograd.Function):
-    """A layer whose forward and backward take a set time and whose gradient has its parameters' size."""
+    """A layer whose forward and backward passes take a given time and whose gradient has the size of its parameters."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Wait(torch.autograd.Function):
 
 
 class Network(nn.Module):
-    """LAYERS layers with `parameter_bytes` of parameters in all."""
+    """A network of LAYERS layers with `parameter_bytes` of parameters in total."""
 
     def __init__(self, parameter_bytes: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Batches:
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    """Run one rank: what a user's training script would be."""
+    """Run one rank, as a user's training script would."""
     dist.init_process_group("gloo")
     network = Network(options.parameter_bytes)
     model = DistributedDataParallel(network, bucket_cap_mb=options.parameter_bytes / 2**20 / 4)
@@ -99,10 +99,11 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 def load() -> None:
-    """Import before the fork what ranks would import in an optimizer's first step and on the shipping thread.
+    """Import, before the fork, the modules that ranks would import in an optimizer's first step and on the shipping
+    thread.
 
-    On separate nodes that ends within the warm-up. Eight ranks on the few cores of one machine would import for longer
-    than a profiling run measures, and its steps would come out slow.
+    On separate nodes, these imports end within the warm-up. Eight ranks on the few cores of one machine would import
+    for longer than a profiling run measures, so its steps would appear slow.
     """
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)

@@ -16,7 +16,9 @@ SECONDS = "TULA_BENCHMARK_PROBE_S"
 
 
 def rank_main() -> None:
-    """Probe as one rank on a node of its own, and say so as torchrun does: namespaces share the name of their host."""
+    """Probe as one rank on a separate node, and name the node as torchrun does, since namespaces share their host's
+    name.
+    """
     os.environ["GROUP_RANK"] = os.environ["RANK"]
     dist.init_process_group("gloo")
     measured = time_all_reduces(torch.device("cpu"), float(os.environ[SECONDS]))

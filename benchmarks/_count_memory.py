@@ -1,12 +1,13 @@
-"""Adds to a table of memory readings what `estimate_memory` says of the same networks, without a device or a launch.
+"""Adds the results of `estimate_memory` for the same networks to a table of memory readings, without a device or a
+launch.
 
     python -m benchmarks._count_memory --grids FILE --out FILE [--models N]
     python -m benchmarks.memory --grids FILE
 
 The second command then scores `memory.analytic.*` (the two smallest batches and the counted slope) and
-`memory.counted_one.*` (the smallest batch alone and the counted slope). Rows are those of networks that timm knows by
-the name in the table; their images have the size that timm gives, their optimizer is SGD with momentum. Needs timm, and
-a torchvision that fits torch; the repository's own environment has neither.
+`memory.counted_one.*` (the smallest batch alone and the counted slope). Only networks that timm knows by the name in
+the table have rows; their images have timm's size, and their optimizer is SGD with momentum. This needs timm and a
+torchvision that matches torch; the repository's own environment has neither.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ SEED = 3
 
 
 def count(timm: ModuleType, network: str) -> MemoryEstimate | None:
-    """Return what training `network` needs; None if timm does not know it, or it is too large to count quickly."""
+    """Return the estimate for training `network`; None if timm does not know it, or it is too large to count
+    quickly.
+    """
     if not timm.is_model(network):
         return None
     model = timm.create_model(network)
@@ -54,7 +57,7 @@ def counted(timm: ModuleType, rows: Sequence[dict[str, str]], models: int) -> It
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count, and write the table; answers the exit status."""
+    """Count, write the table, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks._count_memory", description=__doc__)
     parser.add_argument("--grids", type=Path, required=True, help="table of memory readings (CSV)")
     parser.add_argument("--out", type=Path, required=True, help="the same table, with a column analytic_bytes")

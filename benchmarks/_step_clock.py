@@ -1,8 +1,8 @@
-"""Imported by a training script of `benchmarks.ease`: notes when each step of rank 0 ends.
+"""Records when each step of rank 0 ends; the training scripts of `benchmarks.ease` import it.
 
-It is a clock beside the agent's. Two runs of a script differ by what else the machine does; what the agent measured and
-this clock, taken from the same steps, do not. If there are several optimizers (a GAN has two, ZeRO has one within
-another), the last one ends a step.
+This is a clock that is independent of the agent's. Two runs of a script differ because of other work on the machine,
+but the agent's measurements and this clock cover the same steps. If there are several optimizers (a GAN has two, ZeRO
+has one within another), the last one ends a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _write() -> None:
 
 
 def _scaled(scaler: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """End a step that the scaler skips too; before the first that it does not skip, the agent counts none either."""
+    """End a step even if the scaler skips it, except before the first step that is not skipped, as in the agent."""
     steps = len(_ended_at_s.get(id(optimizer), ()))
     result = _scaler_step(scaler, optimizer, *args, **kwargs)
     if steps and len(_ended_at_s[id(optimizer)]) == steps:

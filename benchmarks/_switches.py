@@ -1,11 +1,11 @@
-"""`tula tune` over four options of a real script on this machine's CPU, against the launch of all combinations.
+"""Compares `tula tune` over four options of a real script on this machine's CPU with a launch of all combinations.
 
     python -m benchmarks._switches [--options compile,checkpointing,precision,num_workers] [--ranks 2] [--json OUT]
 
 `tula tune` chooses nodes (ranks on this machine), batch and values of the options for `examples/switches_ddp.py`, whose
-ranks talk by gloo. A second job then measures every candidate. `switches.regret` is how much longer the choice takes
-than the best of all, both by that measurement; `switches.launches` and `switches.exhaustive` count the launches. The
-command ends with 1 where the choice is more than 5 % off or took more than half of the launches. It needs quiet cores.
+ranks use gloo. A second job then measures every candidate. `switches.regret` is how much longer the choice takes than
+the best candidate, both by that measurement; `switches.launches` and `switches.exhaustive` count the launches. The exit
+status is 1 if the choice is more than 5 % off or took more than half of the launches. The benchmark needs idle cores.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MOST_SHARE: Final = 0.5
 
 
 def main() -> int:
-    """Tune, measure all, compare and print; 1 where the choice is too far off or took too many launches."""
+    """Tune, measure all, compare and print; return 1 if the choice is too far off or took too many launches."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks._switches")
     parser.add_argument("--options", default=",".join(OPTIONS), help="names of the options to vary")
     parser.add_argument("--ranks", type=int, default=2, help="most ranks on this machine")
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def tune(server: Server, folder: Path, search: str, options: dict[str, tuple[str, list[str]]], ranks: int) -> Any:
-    """Return what `tula tune --json` prints for a job with this search."""
+    """Return the output of `tula tune --json` for a job with this search."""
     spec = folder / f"{search}.toml"
     values = "\n".join(f"{name} = {json.dumps(words)}" for name, (_, words) in options.items())
     spec.write_text(JOB.format(search=search, size=SIZE, ranks=ranks, options=values))
@@ -115,7 +115,7 @@ def hours(run: Run) -> float:
 
 
 def launches(runs: list[Run]) -> int:
-    """Return the number of launches: runs that differ in the batch alone share one."""
+    """Return the number of launches; runs that differ only in the batch share one."""
     return len({(run.configuration.num_nodes, run.configuration.options) for run in runs})
 
 

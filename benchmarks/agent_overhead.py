@@ -1,14 +1,15 @@
-"""What the agent costs: a ResNet-50-sized training with and without it, in turn, on the same machine.
+"""Measures the cost of the agent: a ResNet-50-sized training with and without it, in turn, on the same machine.
 
 python -m benchmarks.agent_overhead [--pairs N] [--smoke] [--json OUT]
 
 Two processes do the same fixed work on 161 tensors of 25.6 M parameters; one has the agent, which reports to a real
 HTTP server. They take turns of a few steps, each stopped (SIGSTOP) while the other runs. `step.overhead` is the median
-over pairs of turns of the difference between the median step times, plus the gradient norm's time: what a pair of norms
-takes, over the steps from one pair to the next (too rare for a median to see, or to fall into the steps measured for
-certain). The interval is a bootstrap over pairs of turns. The shipping thread sends by the clock, which a stopped
-process does not stop: its CPU is measured in two long turns, of the first 30 s of the run, when it sends every second
-(`agent.thread_begin_us_per_step`), and after them, when it sends every ten (`agent.thread_us_per_step`).
+over pairs of turns of the difference between the median step times, plus the time of the gradient norm: the time of a
+pair of norms divided by the steps from one pair to the next (pairs are too rare to show in a median, or to fall into
+the measured steps for certain). The interval is a bootstrap over pairs of turns. The shipping thread sends by the
+clock, which continues while a process is stopped, so its CPU time is measured in two long turns: in the first 30 s of
+the run, when it sends every second (`agent.thread_begin_us_per_step`), and afterwards, when it sends every ten seconds
+(`agent.thread_us_per_step`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ TARGETS = {
 
 
 class Training:
-    """The fixed work: `work` multiplies a matrix so often and steps the optimizer."""
+    """The fixed work: `work` multiplies a matrix a given number of times and steps the optimizer."""
 
     def __init__(self, parameters_of_all: int) -> None:
         torch.set_num_threads(1)
@@ -69,7 +70,7 @@ class Training:
         self.optimizer.step()
 
     def count_rounds(self, step_s: float) -> int:
-        """Return how many rounds take `step_s` seconds in all."""
+        """Return the number of rounds that take `step_s` seconds in total."""
 
         def least(rounds: int) -> float:
             times = []
@@ -84,7 +85,7 @@ class Training:
 
 
 class Agent:
-    """The agent in a training, with the CPU time of its calls on the training thread in `spent`, by part."""
+    """The agent in a training process; `spent` has the CPU time of its calls on the training thread, by part."""
 
     def __init__(self, training: Training, spent: dict[str, list[float]]) -> None:
         import tula_agent
@@ -112,12 +113,14 @@ class Agent:
         training.batches = self.run.steps(training.batches)
 
     def warmed_up(self) -> None:
-        """Count from now on."""
+        """Start counting."""
         self._warm_norms = len(self._norms)
         self._sent_bytes = 0
 
     def _noting_interval(self, read: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `read` of the gradients; note how many steps lie between two pairs, as a pair's second step decides."""
+        """Wrap `read` of the gradients, and record the steps between two pairs, which the second step of a pair
+        decides.
+        """
 
         def noting(step: int, *rest: Any) -> Any:
             values = read(step, *rest)
@@ -141,7 +144,7 @@ class Agent:
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
     def report(self, measured: int) -> dict[str, float]:
-        """Return what the agent cost per step, over `measured` steps."""
+        """Return the cost of the agent per step, over `measured` steps."""
         calls = {"timing": 2, "gradients": 1}  # each pays for reading the clock, which is not the agent's
         clock = sum(self._spent["clock"])
         report = {
@@ -155,10 +158,11 @@ class Agent:
 
 
 def child(turns: Connection, environment: dict[str, str], parameters: int) -> None:
-    """Be one of the two processes: do the turns that it receives, and send each step's seconds.
+    """Run as one of the two processes: do the requested turns, and send the seconds of each step.
 
-    The first number is the rounds of a step (0: as many as take STEP_S), each further one a number of steps; 0 ends it.
-    A negative number of steps is answered with the CPU seconds of the shipping thread meanwhile.
+    The first number is the rounds of a step (0: as many as take STEP_S), and each further one is a number of steps; 0
+    ends the process. The answer to a negative number of steps is the CPU time of the shipping thread meanwhile, in
+    seconds.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -191,7 +195,7 @@ def child(turns: Connection, environment: dict[str, str], parameters: int) -> No
 
 
 def timed(function: Any, part: str, spent: dict[str, list[float]]) -> Any:
-    """Return `function`, made to append the CPU time of each of its calls under `part`, s."""
+    """Return a wrapper of `function` that records the CPU time of each call under `part`, in seconds."""
 
     def call(*arguments: Any) -> Any:
         began = time.thread_time()
@@ -212,7 +216,7 @@ def resident() -> int:
 
 
 class Process:
-    """A child, stopped whenever it is not its turn; forked, so that both begin with the same imports."""
+    """A forked child, which is stopped whenever it is not its turn; both children begin with the same imports."""
 
     def __init__(self, environment: dict[str, str], parameters: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -221,7 +225,7 @@ class Process:
         self._process.start()
 
     def ask(self, number: int) -> Any:
-        """Give a turn and take its answer."""
+        """Request a turn and return its answer."""
         pid = self._process.pid
         assert pid is not None
         os.kill(pid, signal.SIGCONT)
@@ -231,13 +235,13 @@ class Process:
         return answer
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.join()
 
 
 def import_ms(repeats: int) -> float:
-    """Return the milliseconds to import `tula_agent` once torch is there: the least of a few fresh interpreters."""
+    """Return the milliseconds to import `tula_agent` after torch: the minimum over a few fresh interpreters."""
     code = "import time, torch; t = time.perf_counter(); import tula_agent; print((time.perf_counter() - t) * 1e3)"
     command = [PYTHON, "-c", code]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(repeats)]
@@ -252,9 +256,9 @@ def measure(
     long: tuple[int, int] = (BEGIN_STEPS, LONG_STEPS),
     parameters: int = PARAMETERS,
 ) -> dict[str, float]:
-    """Measure all figures of the module's text, with `rounds` of work in a step (0: as many as take STEP_S).
+    """Measure all figures in the module's docstring, with `rounds` of work in a step (0: as many as take STEP_S).
 
-    `long` are the steps of the long turns, and `parameters` those of the model.
+    `long` is the number of steps in the long turns, and `parameters` the number of the model's parameters.
     """
     with tempfile.TemporaryDirectory() as spool, Sink() as server:
         reporting = {"TULA_URL": server.url, "TULA_RUN_ID": "bench", "TULA_SPOOL_DIR": spool}

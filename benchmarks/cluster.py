@@ -1,18 +1,18 @@
-"""The entire product on a cluster of namespaces: the regret of its recommendation, and whether it notices a change.
+"""Tests the entire product on a cluster of namespaces: the regret of its recommendation, and its alarm after a change.
 
     python -m benchmarks.cluster [--smoke] [--json OUT]        (root, iproute2)
 
 Tunes over N = 2, 4, 8 nodes and five batches with adaptive and with partial search. Before and after, a full search
-without early ends measures every candidate. The smaller of the two times is the truth, because other work on the
-machine can only slow a step; their difference is the machine's uncertainty. Each search is a separate project, so
-that none learns from another. It prints, per search: the median error of predicted step times over the candidates that
-it did not profile, the regret of its recommendation in measured time, and the fraction of the full search's
-node-seconds that it spent. Then it trains with the links at full speed, cuts them to a quarter, and counts the steps
-until the service raises the alarm, and the alarms before the cut. `--only launches` tunes twice, with one launch for
-each run and with launches that measure every batch of a cluster, and compares wall-clock, node-seconds, the choice and
-the step times of what both have measured; then the wall-clock of `examples/digits_ddp.py` under torchrun, on the cores
-of this machine. A full benchmark does so as well. `--smoke` takes two candidates on two nodes and no full search: its
-figures only show that the benchmark works.
+without early ends measures every candidate. The smaller of the two times is taken as the truth, because other work on
+the machine can only slow a step; their difference is the machine's uncertainty. Each search is a separate project, so
+that it does not learn from the others. It prints, per search: the median error of predicted step times over the
+candidates that it did not profile, the regret of its recommendation in measured time, and the fraction of the full
+search's node-seconds that it spent. Then it trains with the links at full speed, cuts them to a quarter, and counts the
+steps until the service raises the alarm, and the alarms before the cut. `--only launches` tunes twice, with one launch
+for each run and with launches that measure every batch of a cluster, and compares wall-clock time, node-seconds, the
+choice, and the step times that both have measured, and then the wall-clock time of `examples/digits_ddp.py` under
+torchrun on the cores of this machine. A full benchmark does the same. `--smoke` uses two candidates on two nodes
+without a full search; its figures only show that the benchmark works.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ dataset = { size = 1437 }
 cluster = { max_nodes = 2, price = { usd_per_node_hour = 1.0 } }
 batch = { min_local_batch_size = 16, max_local_batch_size = 128 }
 """
-"""The example, with a rank for each of two cores, so that none waits for another's imports."""
+"""The job of the example, with a rank for each of two cores, so that no rank waits for another's imports."""
 DIGITS_COMMAND = [
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{world_size}",
     str(ROOT / "examples" / "digits_ddp.py"), "--batch-size", "{local_batch_size}", "--epochs", "1000",
@@ -91,10 +91,11 @@ DIGITS_COMMAND = [
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured: N = 2, 4, ... `max_nodes` and b = 8, 16, ... `max_batch`; steps before the cut.
+    """The size of the benchmark: N = 2, 4, ... `max_nodes`, b = 8, 16, ... `max_batch`, and the steps before the cut.
 
-    `max_runs` bounds the searches that are compared; the service's default without it. `full` measures every
-    candidate before and after the searches; without it, the partial search is the truth, as it measures both of two.
+    `max_runs` limits the compared searches; by default, the service's limit applies. With `full`, every candidate is
+    measured before and after the searches; otherwise the partial search, which measures both of two candidates, is the
+    truth.
     """
 
     max_nodes: int = 8
@@ -105,7 +106,7 @@ class Size:
 
     @property
     def num_candidates(self) -> int:
-        """Powers of two in both directions."""
+        """Return the number of candidates: powers of two in both directions."""
         return (self.max_nodes.bit_length() - 1) * (self.max_batch.bit_length() - 3)
 
 
@@ -113,7 +114,7 @@ SMOKE = Size(max_nodes=2, max_batch=16, steady_steps=30, max_runs=1, full=False)
 
 
 def main() -> int:
-    """Run everything; 1 when no cluster can be built on this machine."""
+    """Run everything; return 1 if no cluster can be built on this machine."""
     parser = make_parser("cluster", __doc__)
     parser.add_argument("--steady-steps", type=int, help="steps before the links slow down")
     parser.add_argument("--only", choices=("tune", "drift", "launches"))
@@ -157,7 +158,7 @@ class Bench:
         self.projects: dict[str, Project] = {}
 
     def project(self, name: str) -> Project:
-        """Return the project of this name, made with its token when it is first asked for."""
+        """Return the project of this name, which is created with its token at the first call."""
         if name not in self.projects:
             self.client.create_project(ProjectCreate(name=name))
             token = self.client.create_token(TokenCreate(name=name, scope="user", project=name))
@@ -166,7 +167,7 @@ class Bench:
         return self.projects[name]
 
     def compare(self) -> dict[str, float]:
-        """Return the errors, regrets and costs of both searches against every candidate measured."""
+        """Return the errors, regrets and costs of both searches, compared with measurements of all candidates."""
         before = self.tune("full", project="before") if self.size.full else None
         tuned_by = {search: self.tune(search) for search in ("adaptive", "partial")}
         after = self.tune("full", project="after") if self.size.full else tuned_by["partial"]
@@ -212,7 +213,7 @@ class Bench:
         return figures
 
     def shared_launches(self) -> dict[str, float]:
-        """Return what shared launches cost compared with a launch for each run, and how well their step times agree."""
+        """Return the cost of shared launches compared with a launch per run, and the agreement of their step times."""
         shared, single, repeat = self.both_ways("waits", self.job_command(10_000), self.waits, repeats=2)
         joint, apart, again = map(_step_times, (shared, single, repeat))
         chosen = [_key(tuned["recommendation"]["chosen"]["configuration"]) for tuned in (shared, single, repeat)]
@@ -240,7 +241,7 @@ class Bench:
         return figures
 
     def both_ways(self, name: str, command: list[str], space: str, *, repeats: int) -> list[dict[str, Any]]:
-        """Work through a plan of shared launches, and `repeats` times through a launch for each of its runs."""
+        """Execute a plan with shared launches, and `repeats` times with a separate launch for each of its runs."""
         budget = min(RUNS_COMPARED, self.size.num_candidates)
         jobs = [self.work(name, command, space, budget)]
         shapes = sorted(_step_times(jobs[0]), reverse=True)  # largest first, so that one launch probes the links
@@ -257,7 +258,7 @@ class Bench:
         return jobs
 
     def drift(self) -> dict[str, float]:
-        """Return the steps from the cut of the links to the alarm, and the alarms before it."""
+        """Return the number of steps from the cut of the links to the alarm, and the number of earlier alarms."""
         client, clean = self.project("adaptive")
         jobs = [job.id for job in client.jobs().jobs]
         job_id = jobs[0] if jobs else self.tune("adaptive")["job"]["id"]
@@ -305,7 +306,7 @@ class Bench:
         return [event for event in self.events(job_id, run_id) if event["kind"] == "drift"]
 
     def events(self, job_id: str, run_id: str) -> list[dict[str, Any]]:
-        """Return the drift and advice events of a run so far, read from the stream that a dashboard reads."""
+        """Return the drift and advice events of a run so far, from the same stream as the dashboard's."""
         import httpx
 
         client, environment = self.project("adaptive")
@@ -325,7 +326,7 @@ class Bench:
         return read
 
     def tune(self, search: str, *, project: str = "") -> dict[str, Any]:
-        """Run one `tula tune` of the whole space, in the project of its name or another one; return its JSON."""
+        """Run `tula tune` over the whole space, in the project of its name or another; return its JSON."""
         client, environment = self.project(project or search)
         folder = self.folder / (project or search)
         spec = self.spec(folder, search, self.waits)
@@ -356,7 +357,7 @@ class Bench:
     def work(
         self, project: str, command: list[str], space: str, budget: int, again: Sequence[tuple[int, int]] = ()
     ) -> dict[str, Any]:
-        """Do what `tula tune` does, with shared launches or a launch for each of `again`, and return what it prints."""
+        """Work as `tula tune` does, with shared launches or a launch for each of `again`; return its output."""
         client, environment = self.project(project)
         folder = self.folder / project
         configurations = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in again)
@@ -377,7 +378,7 @@ class Bench:
 
     @property
     def waits(self) -> str:
-        """The candidates of the job of `job_command`."""
+        """Return the candidates of the job of `job_command`."""
         return WAITS.format(
             epochs=EPOCHS, dataset=DATASET, max_nodes=self.size.max_nodes, max_batch=self.size.max_batch
         )
@@ -415,14 +416,14 @@ class Bench:
 
 
 class Project(NamedTuple):
-    """A search's project: its client and the environment of its commands."""
+    """The project of a search: its client, and the environment of its commands."""
 
     client: Client
     environment: dict[str, str]
 
 
 def show_progress(search: str, client: Client, tuning: subprocess.Popen[bytes]) -> None:
-    """Print a line for each run that ends, until `tula tune` ends; polls seldom, as the runs share the cores."""
+    """Print a line for each run that ends, until `tula tune` ends; poll rarely, since the runs share the cores."""
     printed: set[str] = set()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -444,7 +445,7 @@ def show_progress(search: str, client: Client, tuning: subprocess.Popen[bytes]) 
 
 @contextlib.contextmanager
 def served(cluster: Cluster) -> Iterator[tuple[Client, dict[str, str]]]:
-    """Serve at the cluster's host address; yield an administrator's client and the environment of commands."""
+    """Run a service at the cluster's host address; yield an administrator's client and the environment of commands."""
     with tempfile.TemporaryDirectory() as folder:
         database = f"{folder}/tula.db"
         migrate(database)
@@ -454,13 +455,13 @@ def served(cluster: Cluster) -> Iterator[tuple[Client, dict[str, str]]]:
 
 
 def stolen_share(since: tuple[int, int]) -> float:
-    """Return the share of all processors' time that the host gave to others, since that `processor_clock`."""
+    """Return the share of all processors' time that the host gave to others since the given `processor_clock`."""
     stolen, rest = (late - early for early, late in zip(since, processor_clock(), strict=True))
     return stolen / max(stolen + rest, 1)
 
 
 def processor_clock() -> tuple[int, int]:
-    """Return the ticks of all processors so far: what the host gave to others, and the rest (proc(5), stat)."""
+    """Return the ticks of all processors so far: those that the host gave to others, and the rest (proc(5), stat)."""
     user, nice, system, idle, waiting, hard, soft, stolen, *_ = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     )
@@ -480,7 +481,7 @@ def _step_times(tuned: dict[str, Any]) -> dict[tuple[int, int], float]:
 
 
 def _total_s(key: tuple[int, int], step_time_s: dict[tuple[int, int], float]) -> float:
-    """Return equation 4a: T = E D / B t."""
+    """Return the total time by equation 4a, T = E D / B t."""
     return EPOCHS * DATASET / (key[0] * key[1]) * step_time_s[key]
 
 
@@ -489,13 +490,13 @@ def _done(tuned: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _node_seconds(tuned: dict[str, Any]) -> float:
-    """Return the node-seconds from start to end of the profiling runs, as the service saw them."""
+    """Return the node-seconds of the profiling runs from start to end, as recorded by the service."""
 
     return sum((ends - began) * nodes for nodes, began, ends in _spans(tuned))
 
 
 def _launch_node_seconds(tuned: dict[str, Any]) -> float:
-    """Return the node-seconds where each cluster had one launch, whose runs overlap in time."""
+    """Return the node-seconds if each cluster had one launch, whose runs overlap in time."""
     spans = _spans(tuned)
     total = 0.0
     for nodes in {count for count, _, _ in spans}:
@@ -505,7 +506,7 @@ def _launch_node_seconds(tuned: dict[str, Any]) -> float:
 
 
 def _spans(tuned: dict[str, Any]) -> list[tuple[int, float, float]]:
-    """Return the nodes, start and end of each profiling run, seconds since 1970."""
+    """Return the nodes, start and end of each profiling run, in seconds since 1970."""
 
     def at(run: dict[str, Any], name: str) -> float:
         return datetime.fromisoformat(run[name].replace("Z", "+00:00")).timestamp()

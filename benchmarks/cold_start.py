@@ -1,19 +1,18 @@
-"""Measures how far the first guess of a step time is off: from hardware figures alone, and after earlier jobs.
+"""Measures the error of the first prediction of a step time, from hardware figures alone and after earlier jobs.
 
     python -m benchmarks.cold_start [--steps FILE] [--json OUT] [--draws 20] [--smoke]
 
 FILE has single-device step times (columns as tests/data/single_device.csv, and `activation_elements_per_sample`, the
-outputs of layers, and others of `model` in job.toml, where they are known). The product's own prior guesses every row,
+outputs of layers, and others of `model` in job.toml, where they are known). The product's own prior predicts every row,
 with and without histories that are drawn at random (the same in every run) from other networks of the same source:
 `here` is the number of earlier jobs on the same GPU, `elsewhere` the number on others; they have the `same` precision,
-or `any`. Keys are
-`cold.<precision>.<here>.<elsewhere>.median` and `.p90` of the factor by which the guess is off, less 1 (0.5: half as
-long again, or by a third too short), and `.coverage` of its 90 % intervals. `.without` is the median factor of the same
-targets from hardware figures alone. A history that no row has is left out.
+or `any`. Keys are `cold.<precision>.<here>.<elsewhere>.median` and `.p90` of the factor by which the guess is off, less
+1 (0.5: half as long again, or by a third too short), and `.coverage` of its 90 % intervals. `.without` is the median
+factor of the same targets from hardware figures alone. Histories for which there are no rows are left out.
 `cold.all.median` and `.p90` cover every batch in FILE, without history, and `cold.small.*` batches up to 32; all other
-figures cover the largest batch of each network.
-`cold.mixed.0.0.median` and `.p90` cover the mixed-precision rows of FILE without history; without FILE, they cover
-timm's 765 rows on one RTX 3090, to which the product's numbers were fitted.
+figures cover the largest batch of each network. `cold.mixed.0.0.median` and `.p90` cover the mixed-precision rows of
+FILE without history; without FILE, they cover timm's 765 rows on one RTX 3090, to which the product's numbers were
+fitted.
 """
 
 from __future__ import annotations
@@ -66,14 +65,14 @@ class Timing:
 
 
 def parse_precision(row: Mapping[str, str]) -> Precision:
-    """Return the precision as a specification names it; raises ValueError for a name that none has."""
+    """Return the precision by the name in a specification. Raises ValueError for an unknown name."""
     if row["precision"] not in PRECISIONS:
         raise ValueError(f"precision {row['precision']!r} is not known: give one of {', '.join(PRECISIONS)}.")
     return PRECISIONS[row["precision"]]
 
 
 def read(path: Path) -> list[Timing]:
-    """Read every row with its guess from hardware figures; leave out devices of which no data sheet is kept."""
+    """Return every row with its prediction from hardware figures, except for devices without a data sheet."""
     timings = []
     for row in read_rows(path):
         precision = parse_precision(row)
@@ -88,7 +87,7 @@ def read(path: Path) -> list[Timing]:
         model = wire.ModelSpec(
             name=row["network"],
             parameters=round(float(row["parameters"])),
-            # A table counts what checkpoints compute again, and a specification leaves it out.
+            # A table includes recomputation by checkpointing, and a specification does not.
             flops_per_sample=3.0 * float(row["flops_per_sample"]) / (RECOMPUTED if checkpointing else 1.0),
             precision=precision,
             activation_bytes_per_sample=kept or None,
@@ -118,7 +117,7 @@ def _of(timing: Timing) -> tuple[str, ...]:
 
 
 def every_batch(timings: Sequence[Timing]) -> dict[str, float]:
-    """Return the errors without history over all batches, and over the small ones."""
+    """Return the errors without history, over all batches and over the small ones."""
     figures: dict[str, float] = {}
     for name, most in (("all", math.inf), ("small", _SMALL_BATCH)):
         factors = [math.exp(abs(timing.log_ratio)) - 1.0 for timing in timings if timing.batch <= most]
@@ -135,7 +134,7 @@ def log_step_s(guess: StepTimePrior) -> float:
 
 
 def mixed(timings: Sequence[Timing]) -> dict[str, float]:
-    """Return the errors of the rows in mixed precision without history; empty where there are none."""
+    """Return the errors of the rows in mixed precision without history; empty if there are none."""
     factors = [math.exp(abs(timing.log_ratio)) - 1.0 for timing in timings if timing.precision in MIXED]
     if not factors:
         return {}
@@ -145,7 +144,7 @@ def mixed(timings: Sequence[Timing]) -> dict[str, float]:
 def histories(
     timings: Sequence[Timing], num_same_gpu: int, num_other_gpu: int, same: bool, draws: int, every: int = 1
 ) -> Iterator[tuple[Timing, list[Timing]]]:
-    """Yield each `every`-th row with `draws` histories of other networks, where there are enough to draw from."""
+    """Yield each `every`-th row with `draws` histories of other networks, if there are enough to draw from."""
     dice = random.Random(SEED)
     for target in timings[::every]:
         others = [
@@ -165,7 +164,7 @@ def histories(
 def score(
     timings: Sequence[Timing], num_same_gpu: int, num_other_gpu: int, same: bool, draws: int, every: int = 1
 ) -> dict[str, float]:
-    """Return the errors and coverage over all targets and histories; empty where no target has such a history."""
+    """Return the errors and coverage over all targets and histories; empty if no target has such a history."""
     factors, inside, without = [], [], []
     for target, history in histories(timings, num_same_gpu, num_other_gpu, same, draws, every):
         earlier = [ScaleError(timing.log_ratio, timing.gpu, rule_sd=float(timing.guess.sd[0])) for timing in history]
@@ -188,7 +187,7 @@ def score(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; answers the exit status."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser("cold_start", __doc__)
     parser.add_argument("--steps", type=Path, help="table of single-device step times (CSV)")
     parser.add_argument("--only", action="append", default=[], help="only rows of this source")

@@ -1,20 +1,19 @@
-"""What a user gets without an edit: scripts that have never heard of Tula, and the time to a first recommendation.
+"""Measures what users get without editing their scripts, and the time to a first recommendation.
 
     python -m benchmarks.ease [--fresh] [--rounds 3] [--json OUT] [--smoke]
 
 Each script of tests/e2e/scripts/unedited trains with two ranks on this machine, once through the start-up hook and
 once with the lines of docs/embed.md written into it, in turn. Both have one more line, which imports a clock that
-notes when each optimizer step ends (benchmarks/_step_clock.py): two runs of one script are up to a third apart on a
-shared machine, so each step that was measured is compared with the clock on the same step. Keys:
-`no_edit.scripts_measured`, of fourteen, is how many were measured with their own batch, accumulation and world size;
+notes when each optimizer step ends (benchmarks/_step_clock.py): two runs of a script differ by up to a third on a
+shared machine, so each measured step is compared with the clock on the same step. Keys: `no_edit.scripts_measured`, of
+fourteen, is how many were measured with their own batch, accumulation and world size;
 `no_edit.<script>.step_time_error` is how far the times of steps without an edit, over the clock's, are off those with
 the agent's lines, over the clock's (0.03: 3 %), each the median over the steps, then over the rounds;
-`no_edit.step_time_error.median` and `.max` are those over the scripts;
-`no_edit.across_runs.median` compares the medians of the runs themselves. `seconds_to_recommendation.digits` is the
-wall-clock time of `tula tune` on examples/digits_ddp.py as examples/demo.py describes it, from the command to its
-recommendation; its service is running. `--fresh` builds a wheel and measures in a new virtual environment that holds
-it, what its extras `agent` and `service` bring, and the scripts' frameworks. The smoke run takes one script, and leaves
-the digits out.
+`no_edit.step_time_error.median` and `.max` are those over the scripts; `no_edit.across_runs.median` compares the
+medians of the runs themselves. `seconds_to_recommendation.digits` is the wall-clock time of `tula tune` on
+examples/digits_ddp.py as examples/demo.py describes it, from the command to its recommendation; its service is running.
+`--fresh` builds a wheel and measures in a new virtual environment that holds it, what its extras `agent` and `service`
+bring, and the scripts' frameworks. The smoke run takes one script, and leaves the digits out.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ _ACCUMULATES = re.compile(r"ACCUMULATE = 2|gradient_accumulation_steps=2")
 
 @dataclass(frozen=True)
 class Measured:
-    """What the first rank sent after warm-up: seconds of each step, and (local batch, accumulation, world size)s.
+    """The first rank's data after warm-up: the seconds of each step, and its (local batch, accumulation, world size).
 
-    `by_the_clock` is the median of a step's time over what the clock beside the agent says of the same step.
+    `by_the_clock` is the median ratio of a step's time to the independent clock's time of the same step.
     """
 
     step_time_s: list[float]
@@ -74,12 +73,12 @@ class Measured:
 
     @property
     def step_s(self) -> float:
-        """The median that the agent measured."""
+        """Return the median step time that the agent measured."""
         return median(self.step_time_s)
 
 
 def embedded(source: str) -> str:
-    """Return the script with the agent's lines: a callback's, a loop's, or those of a loop without a loader."""
+    """Return the script with the agent's lines for a callback, a loop, or a loop without a loader."""
     if "pl.Trainer(" in source:
         call = "pl.Trainer(callbacks=[__import__('tula_agent.callbacks.lightning').callbacks.lightning.TulaCallback()],"
         return source.replace("pl.Trainer(", call)
@@ -118,7 +117,7 @@ class Bench:
         self._runs = 0
 
     def run(self, script: Path, *, hook: bool) -> Measured:
-        """Measure the script once; one that does not end in two minutes is killed."""
+        """Measure the script once; kill it if it does not end within two minutes."""
         self._runs += 1
         name = f"run{self._runs}"
         spawns = script.stem.startswith("mp_spawn")  # it starts its ranks, which start with the hook
@@ -149,10 +148,10 @@ class Bench:
         return self._measured(name, hook=hook, callback="pl.Trainer(" in script.read_text())
 
     def _measured(self, run_id: str, *, hook: bool, callback: bool) -> Measured:
-        """Compare the agent's steps with the clock's, whose first step begins where the script's first step ends.
+        """Compare the agent's steps with the clock's, whose first step begins when the script's first step ends.
 
-        Loops that the hook watches begin there too; those with the agent's lines or callback begin before. A step that
-        a scaler skips is one of its own for the agent's lines; without them it is part of the next step.
+        Loops that the hook watches also begin there; loops with the agent's lines or callback begin earlier. With the
+        agent's lines, a step that a scaler skips is a separate step; without them, it is part of the next one.
         """
         clock = json.loads((self._folder / f"{run_id}.clock").read_text())
         skipped = set(clock["skipped"]) if hook else set()
@@ -222,7 +221,7 @@ def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]
 
 
 def tuned(spec: str, script: Sequence[str], read: Callable[[Client], T]) -> tuple[float, T]:
-    """Return the seconds of `tula tune` on a script, and what `read` answers. Raises RuntimeError if it fails."""
+    """Return the seconds of `tula tune` on a script, and the result of `read`. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as name, Server(f"sqlite:///{name}/tula.db") as server:
         start = ["--launcher", "torchrun", "--", *script]
         Path(name, "job.toml").write_text(spec)
@@ -254,7 +253,9 @@ def tuned(spec: str, script: Sequence[str], read: Callable[[Client], T]) -> tupl
 
 
 def fresh(folder: Path) -> Path:
-    """Return the interpreter of a new virtual environment with a new wheel and what that and the scripts need."""
+    """Return the interpreter of a new virtual environment with a new wheel, its dependencies and those of the
+    scripts.
+    """
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(build, stdout=subprocess.DEVNULL, check=True)
     needed = {
@@ -275,7 +276,7 @@ def fresh(folder: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; answers the exit status."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser("ease", __doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each script, with and without the lines (3)")
     parser.add_argument("--fresh", action="store_true", help="in a new virtual environment with a new wheel")

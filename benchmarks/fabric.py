@@ -2,11 +2,11 @@
 
     python -m benchmarks.fabric [--smoke] [--json OUT]        (root, iproute2)
 
-For each of three bandwidths and two sizes of network, in a project of its own: a profiling run on one node, whose agent
-times when each bucket of gradients is ready; a probe between two nodes; the service's prediction for eight; a
-probe of all eight, and its prediction again; then the truth, a run on eight nodes. Compute is a wait
-(`benchmarks._cluster_job`) and ranks run before other programs, so that eight of them on the cores of one machine take
-the time that each would take on a whole node.
+For each of three bandwidths and two sizes of network, in a separate project, the steps are: a profiling run on one
+node, whose agent times when each bucket of gradients is ready; a probe between two nodes; the service's prediction for
+eight nodes; a probe of all eight, and another prediction; and finally the truth, a run on eight nodes. Compute is a
+wait (`benchmarks._cluster_job`) and ranks run before other programs, so that eight of them on the cores of one machine
+take the time that each would take on a whole node.
 
 Keys: `from_two.median_error`, `from_two.worst` and `from_all.median_error` (0.1: 10 %), `added.median_error` for
 compute and an all-reduce of all bytes after each other, by the probe of two, `from_all.worst`, and `within_interval`
@@ -55,7 +55,7 @@ SMOKE = Size((400.0,), (2**19,), nodes=2, probe_s=1.0)
 
 @dataclass(frozen=True)
 class Case:
-    """One network on links of one bandwidth: predicted step times, and the measured one, s."""
+    """A network on links of one bandwidth, with predicted and measured step times in seconds."""
 
     from_two: Estimate
     from_all: Estimate
@@ -64,7 +64,7 @@ class Case:
 
 
 def main() -> int:
-    """Run every case; 1 when no cluster can be built on this machine."""
+    """Run every case; return 1 if no cluster can be built on this machine."""
     options = make_parser("fabric", __doc__).parse_args()
     if (reason := why_not()) is not None:
         print(f"{reason}: run it where root may make them", file=sys.stderr)
@@ -114,7 +114,7 @@ class Bench:
     size: Size
 
     def measure(self, rate: float, parameter_bytes: int) -> Case:
-        """Measure one node, a probe of two, a prediction, a probe of all, a prediction, and the truth."""
+        """Measure one node, probe two, predict, probe all, predict again, and measure the truth."""
         nodes = self.size.nodes
         spec = {
             "name": "fabric",
@@ -136,12 +136,12 @@ class Bench:
         return Case(from_two, from_all, added_s, truth_s=self.step_time_s(job.id, nodes, parameter_bytes))
 
     def predicted(self, job_id: str) -> Estimate:
-        """Return the service's step time for all nodes."""
+        """Return the service's predicted step time on all nodes."""
         answer = self.client.predictions(job_id, num_nodes=self.size.nodes, local_batch_size=LOCAL_BATCH)
         return answer.candidates[0].step_time_s
 
     def step_time_s(self, job_id: str, nodes: int, parameter_bytes: int) -> float:
-        """Return the step time in seconds that a profiling run on `nodes` nodes measures."""
+        """Measure a profiling run on `nodes` nodes; return its step time in seconds."""
         configuration = Configuration(num_nodes=nodes, local_batch_size=LOCAL_BATCH)
         created = RunCreate(kind="profile", configuration=configuration, holder="bench")
         run = self.client.create_run(job_id, created)
@@ -161,7 +161,7 @@ class Bench:
         return measured
 
     def probe(self, nodes: int, rate: float) -> FabricProbe:
-        """Probe `nodes` nodes, and give the service what they measured."""
+        """Probe `nodes` nodes, send the measurements to the service, and return them."""
         words = [f"--nodes={nodes}", f"--seconds={self.size.probe_s:g}"]
         printed = self.run("benchmarks._cluster_probe", words, self.environment)
         (line,) = [line for line in printed.splitlines() if line.startswith("{")]
@@ -171,7 +171,7 @@ class Bench:
         return probe
 
     def run(self, module: str, words: list[str], environment: dict[str, str]) -> str:
-        """Return what a program over ranks in namespaces prints; raises CalledProcessError where it fails."""
+        """Return the output of a program over ranks in namespaces. Raises CalledProcessError if it fails."""
         places = [f"--{name}={value}" for name, value in self.cluster.for_ranks.items()]
         command = [PYTHON, "-m", module, *words, *places]
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Everything that only a GPU can show, in one command for the minutes that one is lent: see `__main__`."""
+"""All measurements that need a GPU, in one command for a few minutes of GPU time; see `__main__`."""
 
 import os
 import sys
@@ -6,9 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / "build" / "gpu-packages"
-"""Folder with what `--packages` packed for a machine without an index; searched last."""
+"""Folder with the packages that `--packages` packed for a machine without an index; searched last."""
 
-# The machine has this checkout and no installed Tula; processes that the parts start inherit the environment.
+# The machine has this checkout but no installed Tula; processes that the parts start inherit the environment.
 _SOURCES = [str(ROOT / name) for name in ("agent", "client", "service", ".")]
 sys.path[:0] = [path for path in _SOURCES if path not in sys.path]
 sys.path += [str(PACKAGES)]

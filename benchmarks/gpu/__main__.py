@@ -1,13 +1,13 @@
-"""Everything that only a GPU can show, in order of value, each part in a process with its own time limit.
+"""Runs all measurements that need a GPU, in order of value, each part in a process with a time limit.
 
     python -m benchmarks.gpu [--minutes 9] [--out DIR] [--resume [DIR]]
     python -m benchmarks.gpu --device cpu --smoke      rehearses it without a GPU; its figures are worth nothing
     python -m benchmarks.gpu --packages 3.12           packs what a machine with that Python and no index needs
 
-The command needs this checkout, torch, and torchvision for all networks. It says first which other packages the machine
-lacks, and leaves out the parts that need them. `make test-gpu` tests what the agent relies on. DIR gets a JSON file for
-each part, written row by row, `report.md`, three tables and a log. `--resume` measures what an earlier run left out; if
-that run has another DIR, its results are copied first.
+The command needs this checkout, torch, and torchvision for all networks. It first lists other missing packages, and
+skips the parts that need them. `make test-gpu` tests the features on which the agent depends. DIR gets a JSON file for
+each part, written row by row, `report.md`, three tables and a log. `--resume` makes the missing measurements of an
+earlier run; if that run has another DIR, its results are copied first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = {
     "tune": 0.25, "memory": 0.15, "first_guess": 0.08, "tables": 0.12, "switches": 0.14, "overhead": 0.06,
     "scaling": 0.08, "accuracy": 0.1, "ranks": 0.04,
 }  # fmt: skip
-"""Parts in order of value, each with its share of the time; the time that a part leaves goes to the others."""
+"""Parts in order of value, each with its share of the time; time that a part does not use goes to the others."""
 AGENT = ("numpy", "pydantic", "httpx", "pynvml")
 SERVICE = (
     "platformdirs", "rich", "typer", "fastapi", "fastapi_offline", "pydantic_settings", "uvicorn", "httptools",
@@ -46,25 +46,25 @@ SERVICE = (
     "prometheus_client", "psutil",
 )  # fmt: skip
 NEEDS = {"tune": (*AGENT, *SERVICE), "accuracy": (*AGENT, "sklearn", "PIL", "pytorch_optimizer")}
-"""Modules that a part needs in addition to torch; a part that is not listed needs those of the agent."""
+"""Modules that a part needs in addition to torch; a part that is not listed needs the agent's modules."""
 DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "sklearn": "scikit-learn", "PIL": "pillow"}
 """Name of a module's distribution, where it differs from the module's."""
 WITHOUT_DEPENDENCIES = {"pytorch_optimizer"}
-"""Modules that are packed without dependencies, since torch is all that they need."""
+"""Modules that are packed without dependencies, since they need only torch."""
 WITH_TORCH = ("numpy", "PIL", "pillow")
 """Packages that machines with torch and torchvision have."""
 GRACE_S, MAX_CRASHES = 10.0, 3
 
 
 def lacking(part: str) -> list[str]:
-    """Return the modules that `part` needs and this machine lacks."""
+    """Return the modules that `part` needs and that are missing on this machine."""
     return [name for name in NEEDS.get(part, AGENT) if importlib.util.find_spec(name) is None]
 
 
 def download_packages(python: str) -> int:
-    """Pack what the parts need on Linux with that Python into PACKAGES (tar.xz), and return pip's exit status.
+    """Pack the packages that the parts need on Linux with that Python into PACKAGES (tar.xz); return pip's exit status.
 
-    The file has to be small enough to be carried along, so torch, what comes with torch, and tests are left out.
+    The file must be small enough to transfer, so torch, its dependencies, and tests are left out.
     """
     modules = {name for needs in NEEDS.values() for name in needs} - WITHOUT_DEPENDENCIES
     names = sorted(DISTRIBUTIONS.get(name, name) for name in modules)
@@ -88,7 +88,7 @@ def download_packages(python: str) -> int:
 
 
 def run_part(part: str, options: argparse.Namespace, seconds: float) -> str:
-    """Measure `part` in another process, again after a crash, for `seconds` at most; answers what became of it."""
+    """Measure `part` in another process, repeated after a crash, for at most `seconds`; return how it ended."""
     ends = time.monotonic() + seconds
     for _ in range(MAX_CRASHES):
         left = ends - time.monotonic()
@@ -110,7 +110,7 @@ def run_part(part: str, options: argparse.Namespace, seconds: float) -> str:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Measure all parts; return the number that did not run to their end."""
+    """Measure all parts; return the number that did not finish."""
     options.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60.0 * options.minutes
     lack = {part: missing for part in options.parts if (missing := lacking(part))}
@@ -131,7 +131,7 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options; end the process with a sentence where they cannot be followed."""
+    """Parse the options; end the process with a sentence if they are invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -162,7 +162,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; answers the exit status."""
+    """Run the command; return the exit status."""
     options = parse(arguments)
     if options.packages is not None:
         return download_packages(options.packages)

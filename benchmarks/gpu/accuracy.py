@@ -1,6 +1,6 @@
-"""Accuracy at large batches on cases that no CPU can train: `experiments.generalization --gpu` while minutes are left.
+"""Accuracy at large batches on cases that no CPU can train: runs `experiments.generalization --gpu` while time is left.
 
-Each run is kept in `generalization.jsonl` as it ends; a later lease goes on there.
+Each run is stored in `generalization.jsonl` when it ends; a later session continues from there.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks.support import PYTHON
 
 NAME = "runs"
 WORKERS = 12
-"""Trainings beside each other: a device waits for the host's launches of each."""
+"""Number of concurrent training runs, since a device waits for the host's launches in each."""
 METHODS = ("Tula default", "linear, cut", "linear", "Muon")
 
 
 def tests_of(runs: Path) -> Row:
-    """Return the test accuracies in percent by method, of the runs that `runs` keeps."""
+    """Return the test accuracies by method, in per cent, of the runs in `runs`."""
     tests: dict[str, list[float]] = defaultdict(list)
     for line in runs.read_text(encoding="utf-8").splitlines() if runs.exists() else []:
         run = json.loads(line)
@@ -35,7 +35,7 @@ def tests_of(runs: Path) -> Row:
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Train the missing runs, and add a row with what they reached; a rehearsal trains the two tiny cases."""
+    """Train the missing runs, and add a row with their accuracies; a rehearsal trains the two tiny cases."""
     del device  # the mode decides on it
     mode = ["--quick", "--smoke"] if smoke else ["--gpu", "--workers", str(WORKERS)]
     runs = results.folder / "generalization.jsonl"

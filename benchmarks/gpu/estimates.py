@@ -1,4 +1,4 @@
-"""Measures how well the largest batch of a device is predicted, from readings and without a run, against its report.
+"""Compares predictions of a device's largest batch, from readings and without a run, with its report.
 
     python -m benchmarks.gpu.estimates [benchmarks/results/gpu/DEVICE] [--only NAME] [--json FILE]
 
@@ -16,8 +16,8 @@ is expected to fit. `unsafe` is the share of rows where the promised batch (with
 `safe_local_batch_size`) is no smaller than the smallest batch that failed. `used` is the median of promised over
 largest, and `least_used` the least.
 
-This checkout counts each network again; the report keeps the counts of its own time. Networks of torchvision are left
-out where torchvision is missing.
+This checkout counts each network again, whereas the report has the counts of its own commit. Networks of torchvision
+are left out if torchvision is missing.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _AS_LIKELY_AS_NOT, _SAFETY = 0.5, 0.95
 class Ceiling:
     """Batches of one row as fractions of the largest batch that ran.
 
-    `expected` is the batch that is expected to be the largest, `promised` the one that is promised to fit, and `failed`
-    the smallest one that failed.
+    `expected` is the batch that is expected to be the largest, `promised` the largest batch that is promised to fit,
+    and `failed` the smallest batch that failed.
     """
 
     expected: float
@@ -59,13 +59,13 @@ class Ceiling:
 
 
 def counted(row: Row, estimate: MemoryEstimate, truth: Row) -> Ceiling:
-    """Return what `estimate_memory` predicts without a run."""
+    """Return the prediction of `estimate_memory` without a run."""
     capacity = row["capacity_bytes"]
     return _ceiling(truth, estimate.largest_local_batch_size(capacity), estimate.safe_local_batch_size(capacity))
 
 
 def read(row: Row, estimate: MemoryEstimate, batches: Sequence[int], truth: Row) -> tuple[Ceiling, float]:
-    """Return what the service predicts once `batches` were read, and the relative error of the peak at the largest."""
+    """Return the service's prediction from readings of `batches`, and the relative error of the peak at the largest."""
     at = [row["batches"][str(batch)] for batch in batches]
     static = estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes
     observed = MemoryObservations(batches, [float(reading["peak_bytes"]) for reading in at], static_bytes=float(static))
@@ -80,7 +80,9 @@ def read(row: Row, estimate: MemoryEstimate, batches: Sequence[int], truth: Row)
 
 
 def batches_to_read(row: Row) -> list[int]:
-    """Return a batch and its fourfold, which peaks at about a quarter of the memory at most; else the first two."""
+    """Return a batch and four times that batch, whose peak is at most about a quarter of the memory; else the first
+    two.
+    """
     batches = sorted(map(int, row["batches"]))
     small = [b for b in batches if row["batches"][str(b)]["peak_bytes"] <= _QUARTER * row["capacity_bytes"]]
     larger = max(small[1:], default=batches[1])
@@ -88,7 +90,7 @@ def batches_to_read(row: Row) -> list[int]:
 
 
 def batches_of_launch(row: Row) -> list[int]:
-    """Return the smallest batch, its eightfold and its 32-fold, as far as they were measured."""
+    """Return the smallest batch and 8 and 32 times that batch, as far as they were measured."""
     batches = sorted(map(int, row["batches"]))
     return [batch for batch in batches if batch in (batches[0], 8 * batches[0], 32 * batches[0])]
 
@@ -123,7 +125,9 @@ class Errors:
 
 @contextmanager
 def segments_growing() -> Iterator[None]:
-    """Let the estimates inside expect an allocator whose segments grow, as in a run that `tula` launches."""
+    """Let the estimates inside the context assume an allocator whose segments grow, as in a run that `tula`
+    launches.
+    """
     before = os.environ.get(ALLOCATOR_VARIABLES[0])
     os.environ[ALLOCATOR_VARIABLES[0]] = GROWING_SEGMENTS
     try:
@@ -158,7 +162,7 @@ def errors(folder: Path, only: str = "") -> dict[str, Errors]:
 
 
 def figures_of(prefix: str, ceilings: Sequence[Ceiling]) -> dict[str, float]:
-    """Return the figures of `ceilings` that the text of this module names."""
+    """Return the figures of `ceilings` that the module's docstring names."""
     offs, used = [abs(each.expected - 1.0) for each in ceilings], [each.promised for each in ceilings]
     return {
         f"{prefix}.median": median(offs),
@@ -170,7 +174,7 @@ def figures_of(prefix: str, ceilings: Sequence[Ceiling]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the errors; answers the exit status."""
+    """Print the errors; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.estimates", description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=H100, help="a device's report")
     parser.add_argument("--only", default="", help="only rows whose name has this in it")

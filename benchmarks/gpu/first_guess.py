@@ -1,4 +1,4 @@
-"""Measures what the first guess of a step time rests on: launches of kernels, memory layouts, large convolutions."""
+"""Measures the basis of the first prediction of a step time: kernel launches, memory layouts and large convolutions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def convolution(examples: int, device: torch.device, smoke: bool) -> Row:
 
 
 def _seconds(work: Callable[[], object], times: int, device: torch.device) -> float:
-    """Return the mean seconds of a call of `work`, over `times` calls in a row."""
+    """Return the mean seconds of a call of `work`, over `times` consecutive calls."""
     began = now(device)
     for _ in range(times):
         work()

@@ -1,8 +1,8 @@
 """Finds the largest batch that takes three steps from an empty allocator, with growing segments and without.
 
-A process for each kind of segments tries all networks; before each attempt it frees everything that it holds, as a
-training that begins at that batch finds the device. The search starts at the largest batch that the stored H100 report
-knows and ends within a 32nd of it.
+One process for each kind of segments tries all networks; before each attempt it frees all its memory, so that the
+device is as at the start of a training with that batch. The search starts at the largest batch in the stored H100
+report and ends within a 32nd of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tula_wire.memory import GROWING_SEGMENTS
 
 T = TypeVar("T")
 SEGMENTS = {"growing": GROWING_SEGMENTS, "fixed": "expandable_segments:False"}
-"""The value of PYTORCH_CUDA_ALLOC_CONF by kind; what `tula tune` and `tula run` set comes first."""
+"""The value of PYTORCH_CUDA_ALLOC_CONF by kind; the value that `tula tune` and `tula run` set comes first."""
 WITHIN, SMOKE_LARGEST = 32, 5
 READ = {
     "reserved_bytes": "reserved_bytes.all.peak",
@@ -35,7 +35,9 @@ READ = {
 
 
 def in_fresh_process(work: Callable[..., T], *arguments: Any) -> T:
-    """Return what `work` returns in a process that has imported torch and used no device, as the caller has not."""
+    """Return the result of `work` in a process that has imported torch but used no device; the caller must not have
+    either.
+    """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.gpu.memory"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -45,7 +47,7 @@ def in_fresh_process(work: Callable[..., T], *arguments: Any) -> T:
 def largest_fitting(fits: Callable[[int], bool], start: int, ends: float) -> tuple[int, int] | None:
     """Return the largest batch known to fit (0: none) and the smallest known to fail, within a 32nd of `start`.
 
-    Steps away from `start` double until one side is known, and the interval is halved then. Returns None where `ends`
+    Steps away from `start` double until both sides are known, and then the interval is halved. Returns None if `ends`
     (monotonic) comes first.
     """
     step = finest = max(1, start // WITHIN)
@@ -65,7 +67,7 @@ def largest_fitting(fits: Callable[[int], bool], start: int, ends: float) -> tup
 
 
 def measure(name: str, start: int, device: torch.device, ends: float, smoke: bool) -> Row | None:
-    """Return the largest batch, the smallest that failed, and what the allocator held at the former."""
+    """Return the largest batch, the smallest that failed, and the allocator's memory at the largest."""
     network, precision = name.split()
     known = networks(smoke)[network]
     held: Row = {}

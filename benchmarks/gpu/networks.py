@@ -1,4 +1,4 @@
-"""The networks that are measured: four of torchvision where it is installed, GPT-2 small and ViT-B."""
+"""The networks to measure: four of torchvision if it is installed, GPT-2 small and ViT-B."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batches = Callable[[int, torch.device], tuple[torch.Tensor, torch.Tensor]]
 
 
 class WithLoss(nn.Module):
-    """A network whose forward pass ends in its loss, so that the loss's memory is counted with the rest."""
+    """A network whose forward pass ends in its loss, so that the loss's memory is included."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -33,10 +33,11 @@ class WithLoss(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Encoder layers behind `embedding`, which answers (examples, positions, width).
+    """Encoder layers after `embedding`, which returns (examples, positions, width).
 
-    `causal`: every position has an output, by its predecessors, and the weights of input and output are shared; else
-    the output is that of the mean. With `checkpointing`, the backward pass computes each layer again from its input.
+    `causal`: every position has an output that depends on its predecessors, and input and output share weights;
+    otherwise the output is computed from the mean. With `checkpointing`, the backward pass recomputes each layer from
+    its input.
     """
 
     def __init__(
@@ -123,9 +124,9 @@ def _vit_b(smoke: bool, checkpointing: bool) -> Network:
 
 
 def networks(smoke: bool) -> dict[str, Network]:
-    """Return the networks by name, the most telling first; `+checkpointing` recomputes activations.
+    """Return the networks by name, the most informative first; `+checkpointing` recomputes activations.
 
-    Small ones with `smoke`.
+    With `smoke`, they are small.
     """
     have = VISION if importlib.util.find_spec("torchvision") is not None and not smoke else VISION[:1]
     images = _images(32 if smoke else SIDE)

@@ -21,7 +21,7 @@ from tula_agent.run import Run
 
 STEPS, WARMUP = 600, 5
 ENOUGH_S, MIN_PAIRS, MAX_PAIRS = 10e-6, 9, 200
-"""Half-width of the interval, in seconds, at which the pairs suffice; fewest and most pairs."""
+"""Half-width of the interval, in seconds, at which no more pairs are needed; fewest and most pairs."""
 LOAD_S, BETWEEN_SAMPLES_S = 5.0, 0.02
 
 
@@ -72,7 +72,7 @@ def agent_cpu(device: torch.device, ends: float, smoke: bool) -> Row:
 
 
 def energy(device: torch.device) -> Row:
-    """Return joules of a few busy seconds by the counter and by the integral of power samples."""
+    """Return the joules of a few busy seconds by the counter and by the integral of power samples."""
     if device.type != "cuda":
         return {"verdict": "a CPU has no such counter"}
     matrix = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)

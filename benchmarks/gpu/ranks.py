@@ -1,4 +1,6 @@
-"""Several ranks. On two or more GPUs the agent's split of NCCL's time against `no_sync`; else correctness."""
+"""Tests several ranks: on two or more GPUs, the agent's split of NCCL's time against `no_sync`; else only
+correctness.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ from tula_agent.torch_private import ddp_statistics
 
 PROBE_S = 1.0
 MAX_SPLIT_ERROR = 0.1
-"""Of the exposed communication, as a share of the step."""
+"""Largest error of the exposed communication, as a share of the step."""
 
 
 def rank_main(rank: int, world_size: int, port: int, device_type: str, smoke: bool, out: Path) -> None:
-    """Run one rank; the first writes what was found to `out`."""
+    """Run one rank; the first writes the results to `out`."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {name: str(value) for name, value in variables.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -85,7 +87,7 @@ def measure(device: torch.device, smoke: bool) -> Row:
 def _train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor], steps: int
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of each step but the first, and of exposed communication where the agent read it."""
+    """Return the seconds of each step except the first, and of exposed communication if the agent measured it."""
     split, timer = CommSplit([model], profiling=True), StepTimer(grad_accum_steps=1)
     times, exposed = [], []
     for _ in range(steps + 1):
@@ -129,7 +131,7 @@ def _equal_on_all_ranks(model: nn.Module) -> bool:
 
 
 def judge(row: Row) -> str:
-    """Return a verdict in words, which judges the split only where each rank has a GPU."""
+    """Return a verdict in words, which judges the split only if each rank has a GPU."""
     if not row["weights_equal"]:
         return "fail: the ranks' weights differ"
     if row["backend"] != "nccl":
@@ -141,7 +143,7 @@ def judge(row: Row) -> str:
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add a row for two ranks, and one for a rank on each device where there are more than two."""
+    """Add a row for two ranks and, with more than two devices, a row with a rank on each device."""
     ends = time.monotonic() + seconds
     devices = torch.cuda.device_count() if device.type == "cuda" else 1
     sizes = sorted({2, max(2, devices)})

@@ -1,8 +1,8 @@
-"""What gradient scaling costs a step of ResNet-50, by policy, against the bare optimizer in turns.
+"""Measures the cost of gradient scaling in a step of ResNet-50, by policy, in turns with the bare optimizer.
 
-A step has two micro-steps, since one rank measures the noise between them alone. Several ranks measure it from one
-micro-step each and share the directions of the matrices, so `cost_of_micro_step`, what is added over the time of one
-micro-step, is more than they pay.
+A step has two micro-steps, since a single rank measures the noise between micro-steps. Several ranks need only one
+micro-step each and share the directions of the matrices, so `cost_of_micro_step`, the added time relative to one
+micro-step, is more than their cost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tula_agent.scaling.direction import corrections, matrix_shape
 
 TURNS, MICRO_STEPS = 5, 2
 SIZES = {32: 16, 128: 6}
-"""Steps in a turn, by examples of a micro-step: a GPU waits for the host's launches of the smaller one."""
+"""Steps in a turn, by examples of a micro-step; with the smaller one, a GPU waits for the host's launches."""
 
 
 WATCHED = 8
@@ -114,7 +114,7 @@ def _waits(
 
 
 def measure_turning(precision: str, device: torch.device, smoke: bool) -> Row:
-    """Return the seconds of turning all matrices of ResNet-50 once: of the host, and until the device is done."""
+    """Return the seconds of turning all matrices of ResNet-50 once, on the host and until the device is done."""
     network = resnet(18 if smoke else 50, channels=3, num_classes=1000, width=8 if smoke else 64)
     shapes = [shape for parameter in network.parameters() if (shape := matrix_shape(parameter)) is not None]
     shapes.sort(key=lambda shape: (shape.rows, shape.columns))

@@ -1,4 +1,6 @@
-"""Results as they are measured: one JSON file a part, written after each row, so that a killed part loses one row."""
+"""Stores results as they are measured: one JSON file per part, written after each row, so that a killed part loses
+one row.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,10 @@ def now(device: torch.device) -> float:
 
 
 class Results:
-    """The rows of one part by name, in `FOLDER/PART.json`, and the machine that they were measured on.
+    """The rows of one part by name, in `FOLDER/PART.json`, and the machine on which they were measured.
 
-    `under_way` names a row that began and has no result: its process ended, or was ended, before the row was done.
-    Raises ValueError where the file comes from another device.
+    `under_way` names a row that began and has no result, because its process ended or was ended before. Raises
+    ValueError if the file comes from another device.
     """
 
     def __init__(self, folder: Path, part: str, machine: Row | None = None) -> None:
@@ -48,7 +50,7 @@ class Results:
             )
 
     def missing(self, names: Iterable[str], ends: float = math.inf) -> Iterator[str]:
-        """Yield the names that have no row, in their order, until `ends` (monotonic); marks each as under way first."""
+        """Yield the names that have no row, in order, until `ends` (monotonic); first mark each as under way."""
         for name in names:
             if time.monotonic() > ends:
                 return
@@ -58,12 +60,12 @@ class Results:
                 yield name
 
     def add(self, name: str, row: Row) -> None:
-        """Keep a row."""
+        """Store a row."""
         self.rows[name], self.under_way = row, None
         self._write()
 
     def end_row(self, why: str | None) -> None:
-        """Close the row in which the process ended: `why` is its failure; with None, it is measured again."""
+        """Close the row in which the process ended; `why` is its failure, or None to measure it again."""
         if self.under_way is not None and why is not None:
             self.rows[self.under_way] = {"failed": why}
         self.under_way = None

@@ -1,7 +1,8 @@
-"""Measures what the switches of a script do to time and memory, in all combinations, against the sum of single effects.
+"""Measures the effects of a script's switches on time and memory in all combinations, against the sum of single
+effects.
 
 The switches are precision, compilation, memory layout and checkpointing of ResNet-50 and GPT-2 small, at two batches.
-`predicted_s` is what a base and one launch for each switch would predict: the logarithms of the single effects add up.
+`predicted_s` is the prediction from a base and one launch for each switch: the logarithms of the single effects add up.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from benchmarks.gpu.store import Results, Row
 from benchmarks.gpu.tables import Trainer, free_memory
 
 SIZES = {"resnet50": (64, 512), "gpt2": (8, 32)}
-"""Batches; compiled networks run at the first one only, which several processes can compile for beside each other."""
+"""Batches; compiled networks run only at the first one, for which several processes can compile concurrently."""
 SWITCHES = {
     "resnet50": {"precision": ("tf32", "bf16"), "layout": ("first", "last"), "checkpointing": ("off", "on")},
     "gpt2": {"precision": ("tf32", "bf16"), "checkpointing": ("off", "on")},
 }
 COMPILE = ("off", "on")
-"""Compiling takes most of a minute: its combinations come after all others."""
+"""Compiling takes most of a minute, so its combinations come after all others."""
 COMPILERS = 8
 """Processes that fill the compiler's cache before anything compiled is timed."""
 
 
 class InSegments(nn.Module):
-    """A network whose layers are computed again in the backward pass, in four segments."""
+    """A network whose layers are recomputed in the backward pass, in four segments."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ def measure(name: str, words: dict[str, str], device: torch.device, smoke: bool)
 
 
 def fill_cache(device: torch.device, smoke: bool) -> None:
-    """Compile every combination in processes beside each other, so that the kernels lie in the compiler's cache."""
+    """Compile every combination in concurrent processes, so that the kernels are in the compiler's cache."""
     with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile, combinations(COMPILE[1:]), itertools.repeat(device), itertools.repeat(smoke)))
 
@@ -97,7 +98,7 @@ def _compile(combination: tuple[str, dict[str, str]], device: torch.device, smok
 
 
 def combinations(compiled: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
-    """Return networks with values of their switches, the most telling first."""
+    """Return networks with values of their switches, the most informative first."""
     return [
         (name, dict(zip(SWITCHES[name], values, strict=True)) | {"compile": word})
         for word, name in itertools.product(compiled, SWITCHES)

@@ -1,4 +1,4 @@
-"""Measures step time by phase and memory by batch, up to out-of-memory, and makes the tables."""
+"""Measures step time by phase and memory by batch, up to an out-of-memory error, and makes the tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ SMOKE_PRECISIONS = ("fp16",)
 KEPT_BYTES = {"bf16": 4, "fp16": 4, "tf32": 8, "fp32": 8}
 """Bytes that autograd keeps of each output of a layer: two numbers (`benchmarks.cold_start.KEPT_PER_OUTPUT`)."""
 FITS_STEPS = 3
-"""Steps that a batch must take to fit: the optimizer's state and the next batch are there from the second step on."""
+"""Steps after which a batch counts as fitting; the optimizer's state and the next batch exist from the second step
+on.
+"""
 FIRST_BATCH, SMOKE_BATCHES, BISECTIONS, MEASURED_S = 8, 2, 4, 0.3
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 STEP_COLUMNS = (
@@ -55,7 +57,7 @@ ONE_DEVICE = {"cluster": "one device", "cnn": 1, "grid": "regular", "num_nodes":
 
 
 class Stopwatch:
-    """Marks moments of a step; on CUDA by events, so that nothing waits between them."""
+    """Marks moments of a step, on CUDA by events, so that nothing waits between them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -98,7 +100,7 @@ class Trainer:
         self.dtype = torch.float16 if fp16 else torch.bfloat16
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of mixed precision, where this is one."""
+        """Return the autocast context of mixed precision, or a null context."""
         if self.precision in ("fp32", "tf32"):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
@@ -135,7 +137,7 @@ class Trainer:
         return statistics.median(times[len(times) // 4 :])
 
     def attempt(self, work: Callable[[int], T], size: int) -> T | None:
-        """Return what `work` answers for `size` examples; None when it runs out of memory."""
+        """Return the result of `work` for `size` examples, or None if it runs out of memory."""
         try:
             return work(size)
         except Exception as error:
@@ -146,7 +148,7 @@ class Trainer:
         return None
 
     def fits(self, size: int) -> bool:
-        """Return True when FITS_STEPS steps with `size` examples do not run out of memory."""
+        """Return True if FITS_STEPS steps with `size` examples do not run out of memory."""
 
         def steps(size: int) -> bool:
             batch = self.network.batch(size, self.device)
@@ -183,7 +185,7 @@ class Trainer:
 
 
 def free_memory(device: torch.device) -> None:
-    """Drop what garbage and the allocator's cache hold."""
+    """Collect garbage and empty the allocator's cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -233,7 +235,7 @@ def measure_network(network: Network, precision: str, device: torch.device, ends
 
 
 def fits_afresh(network: Network, precision: str, device: torch.device, size: int) -> bool:
-    """Return True when a training that begins with an empty allocator takes three steps with `size` examples."""
+    """Return True if a training that begins with an empty allocator takes three steps with `size` examples."""
     free_memory(device)
     return Trainer(network, precision, device).fits(size)
 
@@ -249,7 +251,7 @@ def _bisect(fits: Callable[[int], bool], fitted: int, failed: int, ends: float) 
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add a row for each precision and network, the most telling first."""
+    """Add a row for each precision and network, the most informative first."""
     ends = time.monotonic() + seconds
     found = networks(smoke)
     names = [f"{network} {precision}" for precision in (SMOKE_PRECISIONS if smoke else PRECISIONS) for network in found]
@@ -264,7 +266,7 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
 
 
 def write_tables(results: Results, folder: Path) -> None:
-    """Write what `benchmarks.cold_start`, `benchmarks.memory` and `benchmarks.step_time` read."""
+    """Write the tables that `benchmarks.cold_start`, `benchmarks.memory` and `benchmarks.step_time` read."""
     gpu = str(results.machine.get("device", "")).replace(",", " ")
     steps, memory, grid = [], [], []
     for name, row in results.rows.items():

@@ -1,4 +1,4 @@
-"""A script as users have it, which has never heard of Tula: ResNet-50 under DDP for one epoch, in TF32.
+"""A user's script without any line of Tula: ResNet-50 under DDP for one epoch, in TF32.
 
 torchrun --nproc-per-node 1 benchmarks/gpu/train.py --batch-size 64 --examples 20000
 """
@@ -24,7 +24,7 @@ DIFFERENT = 64
 
 
 class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Random images that lie on the device, so that no loader limits the speed; a few are used again and again."""
+    """Random images on the device, so that no loader limits the speed; a few are used repeatedly."""
 
     def __init__(self, examples: int, side: int, device: torch.device) -> None:
         self.examples = examples

@@ -1,4 +1,4 @@
-"""Does what a user does: `tula tune` on a script without a line of Tula, then `tula run`; compares both step times."""
+"""Runs `tula tune` on a script without a line of Tula, then `tula run`, and compares both step times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ profiling = {{ profiling_warmup_steps = 3, measuring_steps = 12 }}
 
 
 def measure(seconds: float, smoke: bool) -> Row:
-    """Serve, tune, train one short epoch with what was recommended; step times in seconds by local batch."""
+    """Serve, tune, and train one short epoch as recommended; return step times in seconds by local batch."""
     from benchmarks.support.server import Server
     from tula_client import Client
 
@@ -81,9 +81,9 @@ def measure(seconds: float, smoke: bool) -> Row:
 
 
 def _tula(folder: Path, url: str, ends: float, *arguments: str) -> dict[str, Any]:
-    """Return what a `tula` command prints.
+    """Return the output of a `tula` command.
 
-    Raises RuntimeError with the command's output where it fails, and TimeoutError where it still runs at `ends`.
+    Raises RuntimeError with the command's output if it fails, and TimeoutError if it still runs at `ends`.
     """
     path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
     sources = f"{STARTUP}{os.pathsep}{os.environ['PYTHONPATH']}"

@@ -1,4 +1,4 @@
-"""Makes each Python run `tula.pth` at its start, as one does where Tula is installed: a lent machine has a checkout."""
+"""Makes each Python run `tula.pth` at its start, as if Tula were installed, since the machine has only a checkout."""
 
 import site
 from pathlib import Path
