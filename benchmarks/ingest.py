@@ -2,15 +2,15 @@
 
     python -m benchmarks.ingest [--json OUT] [--seconds 6] [--smoke]
 
-A step value is one number of one column of one step. Load comes from separate processes on the same machine, so the
-service and its clients share the cores. `raw` is the same rows through the database driver alone, one commit a chunk,
-before and after each case: a fraction is of the mean of both. `cpu_s_per_million` is user and system time of the
-service's processes per million step values, which other work on the machine changes less than it changes rates.
-`agents` is what agents send, samples and telemetry of ten steps in turn: as many requests a second are as many agents
-that send one a second. It is measured with one, two and four workers, and with two replicas on one Postgres.
-`alone` and `beside_fits` are one agent that sends one request after another, without and with four users who ask
-what-if questions of 924 candidates all the time (`--only fits` measures nothing else).
-`--smoke` sends a few requests of every case to one worker: it only shows that the benchmark works.
+A step value is one number of one column of one step. The load comes from separate processes on the same machine, so the
+service and its clients share the cores. `raw` writes the same rows through the database driver alone, with one commit
+per chunk, before and after each case; fractions are relative to the mean of both. `cpu_s_per_million` is the user and
+system time of the service's processes per million step values, on which other work on the machine has less effect than
+on rates. `agents` sends the requests of agents, samples and telemetry of ten steps in turn; the number of requests per
+second is the number of agents that send one per second. It is measured with one, two and four workers, and with two
+replicas on one Postgres. `alone` and `beside_fits` measure an agent that sends one request after another, without and
+with four users who constantly ask what-if questions with 924 candidates (`--only fits` measures nothing else).
+`--smoke` sends a few requests of every case to one worker, which only shows that the benchmark works.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def telemetry_requests(run_ids: list[str], steps: int) -> list[Request]:
 
 
 def sample_requests(run_ids: list[str], samples: int) -> list[Request]:
-    """Return batches of step samples with five measured columns, as JSON, numbered as a process numbers its samples."""
+    """Return batches of step samples with five measured columns, as JSON, numbered like the samples of a process."""
     requests = []
     for variant in range(VARIANTS):
         noise = np.random.default_rng(variant)
@@ -107,13 +107,15 @@ def sample_requests(run_ids: list[str], samples: int) -> list[Request]:
 
 
 def agent_requests(run_ids: list[str], steps: int) -> list[Request]:
-    """Return what an agent sends of some steps: its samples, then its telemetry."""
+    """Return an agent's requests for some steps: its samples, then its telemetry."""
     pairs = zip(sample_requests(run_ids, steps), telemetry_requests(run_ids, steps), strict=True)
     return [request for pair in pairs for request in pair]
 
 
 def prepare(database: str) -> tuple[list[str], str]:
-    """Migrate, register a job with training runs, and make a token: the runs' ids and the authorization header."""
+    """Migrate, register a job with training runs, and create a token; return the runs' ids and the authorization
+    header.
+    """
     migrate(database)
     store = Store.open(database)
     with store.transaction() as tx:
@@ -125,7 +127,7 @@ def prepare(database: str) -> tuple[list[str], str]:
 
 
 class Databases:
-    """Databases of one engine, all copies of one that `prepare` made."""
+    """Databases of one engine, all copied from the one that `prepare` made."""
 
     def __init__(self, folder: Path, postgres: PostgresServer | None) -> None:
         self._folder, self._postgres = folder, postgres
@@ -134,7 +136,7 @@ class Databases:
         self.run_ids, self.header = prepare(self._template)
 
     def copy(self) -> str:
-        """Make another database, and return it as the URL that Tula takes."""
+        """Create another database and return its URL for Tula."""
         name = f"copy_{next(self._numbers)}"
         if self._postgres:
             return self._postgres.create_database(name, template="template")
@@ -142,12 +144,12 @@ class Databases:
         return f"sqlite:///{self._folder}/{name}.db"
 
     def serve(self, workers: int) -> Server:
-        """Serve on another database."""
+        """Start a service on another database."""
         return Server(self.copy(), workers=workers, ingest_per_minute=10**9)
 
 
 def measure(databases: Databases, server: Server, load: Load, kind: str, steps: int) -> tuple[Measured, float]:
-    """Load the service; return what was measured, and CPU seconds per request."""
+    """Load the service; return the measurements and the CPU seconds per request."""
     requests = KINDS[kind](databases.run_ids, steps)
     before = cpu_s(server)
     measured = drive("127.0.0.1", server.port, databases.header, requests, load)
@@ -159,7 +161,9 @@ KINDS = {"telemetry": telemetry_requests, "samples": sample_requests, "agents": 
 
 @contextmanager
 def questions(server: Server, header: str, instance_types: int) -> Iterator[list[int]]:
-    """Let four users ask what-if questions of three jobs of many candidates; yield the statuses of their answers."""
+    """Let four users ask what-if questions about three jobs with many candidates; yield the statuses of their
+    answers.
+    """
     headers = dict([header.strip().split(": ", 1)])
     statuses: list[int] = []
     ended = threading.Event()
@@ -214,7 +218,9 @@ def cpu_s(server: Server) -> float:
 
 
 def raw_commits_per_s(databases: Databases, steps: int, seconds: float) -> float:
-    """Write the very rows that the service writes, through the driver alone: one statement and one commit each."""
+    """Write the same rows as the service through the driver alone, with one statement and one commit each; return
+    the rate.
+    """
     database = databases.copy()
     store = Store.open(database)
     with store.reading() as tx:

@@ -1,13 +1,13 @@
-"""What earlier jobs of other networks teach a job on the same cluster that has not left one GPU yet.
+"""Measures what a job that has only used one GPU gains from earlier jobs of other networks on the same cluster.
 
     python -m benchmarks.lessons [--grids FILE] [--json OUT] [--smoke]
 
-FILE has grids of step times with the columns of tests/data/grids/step_time.csv; `parameters`, the network's count, may
-be there. On every cluster with at least three networks each is left out in turn: it has been profiled on one GPU, and
-every other network is an earlier job that was fitted to its whole grid. `lessons` predicts its configurations on eight
-GPUs and more from both, `without` from its own rows and the generic prior. Over all these configurations:
-`median_error` and `p90_error` of |predicted / measured - 1|, `coverage` of the 90 % intervals.
-`--smoke` takes networks that were measured on two GPUs and more only, since the grids of the repository have no others.
+FILE has grids of step times with the columns of tests/data/grids/step_time.csv and optionally `parameters`, the
+network's count. On every cluster with at least three networks, each is held out in turn: it has been profiled on one
+GPU, and every other network is an earlier job that was fitted to its whole grid. `lessons` predicts its configurations
+on eight or more GPUs from both, and `without` from its own rows and the generic prior. Figures over all these
+configurations are `median_error` and `p90_error` of |predicted / measured - 1|, and `coverage` of the 90 % intervals.
+`--smoke` uses only networks that were measured on two or more GPUs, since the repository's grids have no others.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PARAMETERS = {
     "BERT": 110e6, "DeepSpeech2": 38e6, "InceptionV3": 23.8e6, "NeuMF": 1.6e6, "ResNet-18": 11.2e6,
     "ResNet-50": 25.6e6, "YOLOv3": 61.9e6,
 }  # fmt: skip
-"""From the networks' publications; only their ratios count, and only within a cluster."""
+"""Parameter counts from the networks' publications; only their ratios within a cluster matter."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A network's largest grid on a cluster, and its parameters, None where they are not known."""
+    """A network's largest grid on a cluster, and its number of parameters, or None if unknown."""
 
     workload: Workload
     cluster: str
@@ -48,7 +48,7 @@ class Job:
         return [c for c in self.workload.candidates if c.world_size <= ranks]
 
     def learned(self) -> StepTimePrior:
-        """Return what this job teaches later ones."""
+        """Return the lesson of this job for later ones."""
         candidates = self.workload.candidates
         model = fit_step_time(self.workload.measure(candidates), candidates=candidates)
         return model.posterior_for(candidates[0].variant).without_prior()
@@ -63,12 +63,12 @@ class Score:
 
 
 def read(path: Path, ranks: int) -> dict[str, list[Job]]:
-    """Read the jobs by cluster, where it has enough networks: of each, the grid with most rows on few ranks."""
+    """Return the jobs of each cluster with enough networks; each job has the grid with the most rows on few ranks."""
     about = {row["workload"]: row for row in read_rows(path)}
     best: dict[tuple[str, str], Job] = {}
     for workload in read_step_time(path):
         row = about[workload.name]
-        # BERT in two frameworks is one network, and says less of another than its name promises.
+        # BERT in two frameworks counts as one network, and says less about the other than its name suggests.
         network = next((name for name in PARAMETERS if row["model"].startswith(name)), row["model"])
         counted = float(row.get("parameters") or 0.0) or PARAMETERS.get(network)
         job = Job(workload, row["cluster"], network, counted)
@@ -82,7 +82,7 @@ def read(path: Path, ranks: int) -> dict[str, list[Job]]:
 
 
 def score(job: Job, others: Sequence[Job], ranks: int, learned: Mapping[str, StepTimePrior]) -> Iterator[Score]:
-    """Yield the score of predictions of the large configurations with the lessons of `others`, then without."""
+    """Yield the scores of predictions of the large configurations, first with the lessons of `others`, then without."""
     few, candidates = job.small(ranks), job.workload.candidates
     large = [c for c in candidates if c.world_size >= LARGE]
     truth = np.array([job.workload.step_time_s[c] for c in large])
@@ -97,7 +97,7 @@ def score(job: Job, others: Sequence[Job], ranks: int, learned: Mapping[str, Ste
 
 
 def _scale(job: Job) -> StepTimePrior:
-    """Return a guess of compute: the step time of the largest batch on the fewest ranks, give or take a factor of e."""
+    """Return a guess of compute: the step time of the largest batch on the fewest ranks, within a factor of e."""
     base = generic_prior()
     where = max(job.workload.candidates, key=lambda c: (-c.world_size, c.local_batch_size))
     centre, sd = base.mean.copy(), base.sd.copy()

@@ -2,11 +2,11 @@
 
     python -m benchmarks.memory [--grids FILE] [--json OUT] [--smoke]
 
-The readings alone decide which of them count, never the model: a device that runs out of memory reports whatever it had
-reached, so a workload's readings end before the first one that does not rise, that is within 5 % of the device's
-capacity, or that is above 70 % of it and rose per example by less than 0.7 of the rise before (work space shrinks when
-memory is short). Workloads with fewer than three readings left are counted but not scored. `memory.raw.*` are the same
-figures without the last two rules. Where the table has a column `analytic_bytes` (a count of tensors),
+Only the readings, never the model, decide which readings count. A device that runs out of memory reports the level it
+had reached, so a workload's readings end before the first one that does not rise, that is within 5 % of the device's
+capacity, or that is above 70 % of it and rose per example by less than 0.7 of the previous rise (work space shrinks
+when memory is short). Workloads with fewer than three readings left are counted but not scored. `memory.raw.*` are the
+same figures without the last two rules. Where the table has a column `analytic_bytes` (a count of tensors),
 `memory.analytic.*` are the figures with its slope as prior, and `memory.counted_one.*` those from the smallest batch
 alone and that slope (`python -m benchmarks._count_memory` makes such a table). `memory.three.*` are those from the
 three smallest batches, `memory.apart.*` those from a batch and its fourfold, for the largest that is four times as
@@ -43,13 +43,13 @@ _APART = 4
 
 
 def capacity_bytes(gpu: str) -> float:
-    """Return the capacity by the GPU's name ("A100-40GB"); infinite when the name does not say."""
+    """Return the capacity in the GPU's name ("A100-40GB"); infinite if the name has none."""
     match = re.search(r"(\d+)GB", gpu)
     return float(match.group(1)) * _GIB if match else float("inf")
 
 
 def valid_readings(workload: MemoryWorkload, *, near_capacity: bool = True) -> int:
-    """Return how many of the ascending batches have a reading that is not marked by an out-of-memory."""
+    """Return how many of the ascending batches have a reading that is unaffected by an out-of-memory error."""
     batches, read, capacity = workload.local_batch_size, workload.memory_bytes, capacity_bytes(workload.gpu)
     for row in range(1, len(read)):
         if read[row] <= read[row - 1]:
@@ -67,7 +67,7 @@ def valid_readings(workload: MemoryWorkload, *, near_capacity: bool = True) -> i
 
 
 def analytic_slope(workload: MemoryWorkload) -> float | None:
-    """Return the bytes per example between the two smallest batches, as counted; None where nothing was."""
+    """Return the counted bytes per example between the two smallest batches; None without counts."""
     if workload.analytic_bytes is None:
         return None
     first, second = workload.analytic_bytes[:2]
@@ -76,9 +76,9 @@ def analytic_slope(workload: MemoryWorkload) -> float | None:
 
 
 def static_bytes(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
-    """Return the bytes at a batch of 0 by workload, from other families of networks on the device, if enough.
+    """Return the bytes at a batch of 0 by workload, from other families of networks on the device, if there are enough.
 
-    The least sum of relative errors, since lines through readings that jump are far off.
+    The fit minimises the sum of relative errors, since lines through readings that jump are far off.
     """
     from sklearn.linear_model import QuantileRegressor  # two seconds, which nothing else of this module needs
 
@@ -113,7 +113,7 @@ def _family(name: str) -> str:
 
 
 def first_readings(batches: Sequence[int], known: int, *, apart: bool) -> list[int]:
-    """Return the rows that are read: the `known` smallest or, if `apart`, a batch and its fourfold."""
+    """Return the rows to read: the `known` smallest or, if `apart`, a batch and four times that batch."""
     if not apart:
         return list(range(known)) if len(batches) > known else []
     for row, batch in enumerate(batches):
@@ -167,7 +167,9 @@ def score(
 
 
 def ceiling(workloads: Sequence[MemoryWorkload], static: Mapping[str, float]) -> dict[str, float]:
-    """Return how far the largest batch from the two smallest is off, how often the promise fails, and what it uses."""
+    """Return the error of the largest batch predicted from the two smallest, and how often the promise fails and
+    what it uses.
+    """
     offs, shares = [], []
     for workload in workloads:
         valid = valid_readings(workload)
@@ -188,7 +190,7 @@ def ceiling(workloads: Sequence[MemoryWorkload], static: Mapping[str, float]) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; answers the exit status."""
+    """Run the benchmark; return the exit status."""
     parser = grids_parser("memory", __doc__, MEMORY_TABLE)
     options = parser.parse_args(arguments)
     workloads = read_memory(options.grids)[: _SMOKE if options.smoke else None]

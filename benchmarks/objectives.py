@@ -1,4 +1,4 @@
-"""What each objective costs and saves: time over the least time and cost over the least cost, on measured grids.
+"""Measures what each objective costs and saves: time and cost relative to the least of each, on measured grids.
 
     python -m benchmarks.objectives [--grids FILE] [--noise 0.03] [--json OUT] [--jobs N] [--smoke]
 
@@ -72,13 +72,13 @@ class Judged:
 
 
 def goal_for(objective: Objective, workload: Workload, examples: float) -> Goal:
-    """Return the goal of a training at one price a rank-hour, with batches that keep the accuracy of the smallest."""
+    """Return the goal of a training at one price per rank-hour, with batches that keep the accuracy of the smallest."""
     guard = AccuracyGuard(examples, min(c.global_batch_size for c in workload.candidates))
     return Goal(objective, Training(examples), {"default": Offer(usd_per_rank_hour=3600.0)}, guard=guard)
 
 
 def noisy(workload: Workload, noise: float, draw: int) -> Workload:
-    """Return the workload as profiling sees it; the same for the same name and draw."""
+    """Return the workload with the noise of profiling, which is the same for the same name and draw."""
     dice = np.random.default_rng((zlib.crc32(workload.name.encode()), draw))
     factors = np.exp(noise * dice.standard_normal(len(workload.candidates)))
     seen = {c: workload.step_time_s[c] * float(f) for c, f in zip(workload.candidates, factors, strict=True)}
@@ -95,7 +95,7 @@ def answer(seen: Workload, name: Objective | Literal["kneedle"], examples: float
 
 
 def kneedle(seen: Workload, runs: Sequence[Placement]) -> Placement:
-    """Return the fastest candidate nearest the knee that Kneedle finds in log-log; the fastest of all without one."""
+    """Return the fastest candidate nearest to Kneedle's knee in log-log; without a knee, the fastest of all."""
     from kneed import KneeLocator
 
     model = fit_step_time(seen.measure(runs), candidates=seen.candidates)
@@ -111,7 +111,9 @@ def kneedle(seen: Workload, runs: Sequence[Placement]) -> Placement:
 
 
 def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[FloatArray, FloatArray]:
-    """Return the global batches, even in log, and the predicted time per example on the fastest cluster at each."""
+    """Return evenly spaced global batches (in log), and the predicted time per example on the fastest cluster for
+    each.
+    """
     sizes = [c.global_batch_size for c in candidates]
     batches = np.geomspace(min(sizes), max(sizes), _CURVE_POINTS)
     times = np.full(batches.size, np.inf)
@@ -126,7 +128,7 @@ def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[
 
 
 def judge(workload: Workload, noise: float, examples: float) -> Judged:
-    """Judge every objective on one workload, and how far the default's answer moves with the range of candidates."""
+    """Judge every objective on one workload, and how much the default's answer changes with the range of candidates."""
     time = {c: workload.step_time_s[c] * examples / c.global_batch_size for c in workload.candidates}
     cost = {c: time[c] * c.world_size for c in workload.candidates}
     batches = [c.global_batch_size for c in workload.candidates]
@@ -164,7 +166,7 @@ def _change(old: Placement, new: Placement, *measures: dict[Placement, float]) -
 
 
 def known(workload: Workload, examples: float) -> Placement:
-    """Return what the rule of `balanced` recommends where every step time of the table is known."""
+    """Return the recommendation by the rule of `balanced` if every step time in the table is known."""
     goal = goal_for("balanced", workload, examples)
     exact = [(c, Interval(t, t, t)) for c, t in sorted(workload.step_time_s.items())]
     choice = choose(goal, [price(c, t, goal.training, goal.offers["default"]) for c, t in exact])
@@ -173,14 +175,14 @@ def known(workload: Workload, examples: float) -> Placement:
 
 
 def only(seen: Workload, rows: Sequence[Placement]) -> Workload:
-    """Return the workload with these rows of its table only."""
+    """Return the workload with only these rows of its table."""
     return replace(seen, step_time_s={c: seen.step_time_s[c] for c in rows})
 
 
 def moves(candidates: Sequence[Placement]) -> list[tuple[bool, list[Placement], list[Placement]]]:
     """Return (inward, rows before, rows after) of each end that moves by one doubling; see above for their ranges.
 
-    A move that adds no row is none, and neither is one from or to fewer than four rows.
+    Moves that add no row, and moves from or to fewer than four rows, do not count.
     """
     batches, ranks = [c.local_batch_size for c in candidates], [c.world_size for c in candidates]
     inside: list[Callable[[Placement], bool]] = [
@@ -199,7 +201,7 @@ def moves(candidates: Sequence[Placement]) -> list[tuple[bool, list[Placement], 
 
 
 def sensitivity(moved: Sequence[tuple[bool, dict[str, tuple[float, bool]]]]) -> dict[str, list[float]]:
-    """Return the factors of all moves by key; see above."""
+    """Return the factors of all moves by key, as described in the module's docstring."""
     figures = {}
     for name in SENSITIVE:
         every = [(inward, *factors[name]) for inward, factors in moved]
@@ -213,7 +215,7 @@ def sensitivity(moved: Sequence[tuple[bool, dict[str, tuple[float, bool]]]]) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; answers the exit status."""
+    """Run the benchmark; return the exit status."""
     parser = workloads_parser("objectives", __doc__)
     parser.add_argument("--noise", type=float, default=0.03, help="of profiled step times (0.03)")
     parser.add_argument("--examples", type=float, default=_EXAMPLES, help=f"of a training ({_EXAMPLES:g})")

@@ -82,7 +82,7 @@ _ORDERED: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """The measured configurations of one job with its options: seconds a step, and the waits for data in them."""
+    """The measured configurations of one job with its options: seconds per step, and the waits for data in them."""
 
     name: str
     source: str
@@ -92,20 +92,20 @@ class Job:
 
     @property
     def candidates(self) -> tuple[Configuration, ...]:
-        """The measured configurations, sorted."""
+        """Return the measured configurations, sorted."""
         return tuple(sorted(self.step_time_s))
 
     @property
     def base(self) -> Options:
-        """The first value of each option."""
+        """Return the first value of each option."""
         return combinations(self.options)[0]
 
     def value(self, c: Configuration, objective: Objective) -> float:
-        """Return the seconds of an example, times the ranks where it is the cost that counts."""
+        """Return the seconds per example, multiplied by the ranks if the objective is cost."""
         return self.step_time_s[c] / c.global_batch_size * (c.world_size if objective == "cost" else 1)
 
     def measure(self, configurations: Sequence[Configuration], factors: Mapping[Configuration, float]) -> Measured:
-        """Return what profiling these configurations would observe; `factors` are the noise of each."""
+        """Return the measurements of profiling these configurations; `factors` are the noise of each."""
         step_s = [self.step_time_s[c] * factors[c] for c in configurations]
         input_s = [self.input_time_s.get(c, math.nan) * factors[c] for c in configurations]
         return StepTimeObservations.at(configurations, step_s, input_time_s=input_s)
@@ -135,7 +135,7 @@ def table_jobs(folder: Path) -> Iterator[Job]:
 def _job(
     source: str, name: str, times: Mapping[tuple[Configuration, tuple[tuple[str, str], ...]], float]
 ) -> Iterator[Job]:
-    """Yield the job of these step times, if the base and another variant have two clusters or more."""
+    """Yield the job of these step times, if the base and another variant have at least two clusters."""
     seen = {option: {dict(chosen)[option] for _, chosen in times} for option, _ in next(iter(times))[1]}
     options = {
         option: [word for word in _ORDERED[option] if word in words] for option, words in seen.items() if len(words) > 1
@@ -180,7 +180,7 @@ def h100_jobs() -> Iterator[tuple[Job, dict[Configuration, float]]]:
 
 
 def _of_dlperf(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
-    """Return the network in its framework, and what the name and the notes say of precision and other switches."""
+    """Return the network in its framework, and the precision and other switches in the name and the notes."""
     found = re.fullmatch(r"(\S+) (\S+) (FP32|FP16)(?:\(inferred\))?", row["model"])
     if found is None:
         return None
@@ -199,7 +199,7 @@ def _of_dlperf(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
 
 
 def _of_lambda(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
-    """Return network and machine, precision, and whether the machine's name says that XLA compiled."""
+    """Return network and machine, precision, and whether XLA compiled, according to the machine's name."""
     network, _, precision = row["model"].rpartition(" ")
     if precision not in ("fp16", "fp32") or "trt2" in row["network"]:  # near-duplicates of `trt`
         return None
@@ -208,7 +208,7 @@ def _of_lambda(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
 
 
 def _of_tf_cnn(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
-    """Return network and cluster, and whether data were read or made up."""
+    """Return network and cluster, and whether data were real or synthetic."""
     if row["notes"] not in ("real data", "synthetic data"):
         return None
     return f"{row['model']} {row['network']}", {"loader": row["notes"].split()[0]}
@@ -216,7 +216,8 @@ def _of_tf_cnn(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a synthetic job in bytes, by variant: what does not grow, what an example needs, and the device.
+    """The memory of a synthetic job in bytes, by variant: the static part, the part per example, and the device's
+    capacity.
 
     A peak is the larger of two moments of a step, the second of which grows faster from fewer bytes; `second` is its
     slope over that of the first.
@@ -238,7 +239,9 @@ class Memory:
 
 
 def synthetic_job(number: int) -> tuple[Job, Memory]:
-    """Return a job of five options, drawn by its number, and its memory; in every third, the loader binds."""
+    """Return a job with five options, drawn by its number, and its memory; in every third job, the loader is the
+    bottleneck.
+    """
     dice = np.random.default_rng((35, number))
     options = {
         "precision": ["fp32", "bf16"],
@@ -293,7 +296,7 @@ def synthetic_job(number: int) -> tuple[Job, Memory]:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan launched, in order, and what it then recommends."""
+    """The launches of a plan, in order, and its final recommendation."""
 
     launched: tuple[Configuration, ...]
     launches: int
@@ -332,12 +335,12 @@ def replay(job: Job, objective: Objective, factors: Mapping[Configuration, float
 
 
 def regret(job: Job, chosen: Configuration, objective: Objective) -> float:
-    """Return how much more a configuration takes or costs than the best of the table (0.1 = 10 %)."""
+    """Return how much more a configuration takes or costs than the best in the table (0.1 = 10 %)."""
     return job.value(chosen, objective) / min(job.value(c, objective) for c in job.candidates) - 1.0
 
 
 def regrets_of_everything(job: Job, objective: Objective, noise: float) -> list[float]:
-    """Return the regret of the least reading where each configuration was measured once, in each draw of the noise."""
+    """Return the regret of the least reading if each configuration was measured once, for each draw of the noise."""
     values = {c: job.value(c, objective) for c in job.candidates}
     draws = (draw_noise(job, noise, draw) for draw in range(_EXHAUSTIVE_DRAWS))
     least = [min(values, key=lambda c: values[c] * factors[c]) for factors in draws]
@@ -352,7 +355,7 @@ def draw_noise(job: Job, sd: float, draw: int) -> dict[Configuration, float]:
 
 @dataclass
 class Errors:
-    """Errors of predictions, |log|, and whether each interval holds the measured step time."""
+    """Errors of predictions, |log|, and whether each interval contains the measured step time."""
 
     errors: list[float] = field(default_factory=list)
     within: list[bool] = field(default_factory=list)
@@ -366,7 +369,7 @@ class Errors:
             self.within.append(bool(predicted.low_s[row] <= truth <= predicted.high_s[row]))
 
     def extend(self, other: Errors) -> None:
-        """Add what another has judged."""
+        """Add the errors of another instance."""
         self.errors += other.errors
         self.within += other.within
 
@@ -374,7 +377,7 @@ class Errors:
 def judge_effects(
     job: Job, factors: Mapping[Configuration, float], *, third_of_base: bool = False
 ) -> tuple[Errors, Errors]:
-    """Predict each variant with one switch where it was not launched, from one launch of it and from two.
+    """Predict each variant with one switch on clusters where it was not launched, from one launch of it and from two.
 
     The base was launched on its smallest and its largest cluster, and with `third_of_base` on one between.
     """
@@ -405,7 +408,7 @@ def judge_batches(job: Job, factors: Mapping[Configuration, float], errors: Erro
 
 
 def _ends(candidates: Sequence[Configuration]) -> list[Launch]:
-    """Return the launches of the smallest and of the largest cluster, the smallest first."""
+    """Return the launches of the smallest and the largest cluster, the smallest first."""
     return list(reversed(end_launches(candidates)))
 
 
@@ -456,7 +459,7 @@ def _read(at: Sequence[Configuration], peaks: Mapping[Configuration, float]) -> 
 
 @dataclass
 class Figures:
-    """What was judged so far: regrets by source and objective, launches by the number of options, errors."""
+    """The results so far: regrets by source and objective, launches by the number of options, and errors."""
 
     regrets: dict[str, dict[Objective, list[float]]] = field(default_factory=dict)
     everything: dict[Objective, list[list[float]]] = field(default_factory=lambda: {name: [] for name in _OBJECTIVES})
@@ -539,7 +542,7 @@ class Figures:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the figures; see the module."""
+    """Print the figures that the module's docstring describes."""
     parser = make_parser("options", __doc__)
     parser.add_argument("--tables", type=Path, metavar="FOLDER", help="folder with the three tables (default: none)")
     parser.add_argument("--noise", type=float, default=0.03, help="standard deviation of a run's log step time")

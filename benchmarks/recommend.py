@@ -2,8 +2,8 @@
 
     python -m benchmarks.recommend [--json OUT] [--jobs 10000] [--samples 1000000] [--smoke]
 
-`cached` asks again for what has not changed, `fresh` sends one sample before each question so that every answer
-is a new fit. Everything is measured with 100 jobs stored and with all of them; growth is the ratio of the p99s. Keys of
+`cached` repeats questions about unchanged data; `fresh` sends one sample before each question, so that every answer is
+a new fit. Everything is measured with 100 jobs stored and with all of them; growth is the ratio of the p99s. Keys of
 the figures name the sizes of a full run. `--smoke` stores a few jobs: its figures only show that the benchmark works.
 """
 
@@ -27,7 +27,7 @@ from tula_wire import Configuration, JobSpec, SampleBatch, routes
 
 FEW = 100
 FLAT = ("cached", "fresh", "list", "job page", "front page")
-"""What must not grow with the number of jobs; of a hundred, a search finds fewer than fill its page."""
+"""Latencies that must not grow with the number of jobs; among a hundred jobs, a search finds less than a full page."""
 
 RUNS = 5
 COPIED_AT_ONCE = 500
@@ -56,17 +56,17 @@ def spec(name: str) -> JobSpec:
 
 
 def step_times(configuration: Configuration, count: int, seed: int) -> np.ndarray:
-    """Return what a ring of this size would measure, with 2 % noise."""
+    """Return the step times of a ring of this size, with 2 % noise."""
     share = 1 - 1 / configuration.world_size
     truth = 0.02 + 0.0011 * configuration.local_batch_size + 0.06 * share
     return truth * np.random.default_rng(seed).lognormal(0, 0.02, count)
 
 
 def fill(store: Store, jobs: range, samples_per_run: int) -> list[tuple[str, str]]:
-    """Make jobs with profiled runs and their samples; return (job, one of its runs) each.
+    """Create jobs with profiled runs and their samples; return (job, one of its runs) for each.
 
-    The first is made as the service makes them; the others are copies of its rows with different names and times,
-    many in a transaction, since a transaction for each would take longer than all that is measured.
+    The first is created by the service; the others are copies of its rows with different names and times, many in one
+    transaction, since a transaction for each would take longer than the whole measurement.
     """
     made = [made_by_the_service(store, jobs[0], samples_per_run)]
     for first in range(jobs[1], jobs.stop, COPIED_AT_ONCE) if len(jobs) > 1 else ():
@@ -77,7 +77,7 @@ def fill(store: Store, jobs: range, samples_per_run: int) -> list[tuple[str, str
 
 
 def made_by_the_service(store: Store, number: int, samples_per_run: int) -> tuple[str, str]:
-    """Make a job with profiled runs and their samples; return the job and one of its runs."""
+    """Create a job with profiled runs and their samples; return the job and one of its runs."""
     steps = list(range(samples_per_run))
     with store.transaction() as tx:
         specification = spec(f"job-{number}")
@@ -94,7 +94,7 @@ def made_by_the_service(store: Store, number: int, samples_per_run: int) -> tupl
 
 
 def copies(connection: sa.Connection, job_id: str, numbers: range, samples_per_run: int) -> list[tuple[str, str]]:
-    """Return jobs like this one, by their numbers, as (job, one of its runs) each."""
+    """Create jobs like this one, by their numbers; return (job, one of its runs) for each."""
 
     def rows(table: sa.Table, condition: sa.ColumnElement[bool]) -> list[dict[str, Any]]:
         return [dict(row) for row in connection.execute(sa.select(table).where(condition)).mappings()]
@@ -134,7 +134,7 @@ def copies(connection: sa.Connection, job_id: str, numbers: range, samples_per_r
 
 
 def latencies_ms(ask: Callable[[int], None], times: int) -> list[float]:
-    """Return how long each of `times` questions took, after a few that are not counted."""
+    """Return the duration of each of `times` questions, after a few that are not counted."""
     for number in range(5):
         ask(number)
     times_ms = []
@@ -146,7 +146,7 @@ def latencies_ms(ask: Callable[[int], None], times: int) -> list[float]:
 
 
 def measure(client: httpx.Client, made: list[tuple[str, str]], times: int) -> dict[str, list[float]]:
-    """Measure the milliseconds of each kind of question, asked of jobs all over the table."""
+    """Measure the milliseconds of each kind of question, about jobs from all over the table."""
     chosen = [made[place] for place in np.linspace(0, len(made) - 1, 20).astype(int)]
     numbers = itertools.count(10**6)
 

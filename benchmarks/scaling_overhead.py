@@ -1,4 +1,4 @@
-"""What gradient scaling costs: percent of the step time of a ResNet-50-sized model under DDP, by source and policy.
+"""Measures the cost of gradient scaling as a share of the step time of a ResNet-50-sized model under DDP, by policy.
 
     python -m benchmarks.scaling_overhead [--ranks 2] [--batch 4] [--side 128] [--json FILE] [--smoke]
 
@@ -99,7 +99,7 @@ def measure(*, depth: int, width: int, batch: int, side: int, steps: int) -> dic
 
 
 def _every(steps: int, kind: type[Gain]) -> Gain:
-    """Return the policy `kind`, which measures once in `steps` steps and turns none."""
+    """Return the policy `kind` that measures once in `steps` steps and turns no steps."""
     policy: Gain = type("Every", (kind,), {"measure_every": steps, "damping": None})()
     return policy
 
@@ -134,7 +134,7 @@ class _Clock:
 
 
 def operations(depth: int, *, images: int, ranks: int, side: int = 224, host: bool = False) -> float:
-    """Return the operations of turning all affordable steps on one of `ranks`, over those of both passes."""
+    """Return the operations of turning all affordable matrices on one of `ranks`, relative to those of both passes."""
     with torch.device("meta"):
         model, image = resnet(depth, channels=3, num_classes=1000), torch.empty(1, 3, side, side)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -153,7 +153,7 @@ def _now(device: torch.device) -> float:
 
 
 def summarise(seconds: dict[str, float]) -> dict[str, float]:
-    """Return fractions of the step time without Tula."""
+    """Return the costs as fractions of the step time without Tula."""
     step = seconds["measure.step"] - seconds["measure.added"]
     added = {
         name: seconds[f"{name}.added"] + seconds[f"{name}.hooks"]

@@ -1,8 +1,8 @@
-"""Does a training take as long as predicted where its steps are not all alike? Real processes against a real service.
+"""Tests whether training with unequal steps takes as long as predicted, with real processes and a real service.
 
     python -m benchmarks.stalls [--steps N] [--json OUT] [--smoke]
 
-For each scenario a job is profiled as `tula tune` does it, then its recommended configuration trains for 400 steps. A
+For each scenario, a job is profiled as by `tula tune`, and then its recommended configuration trains for 400 steps. A
 step sleeps for a time that grows with the batch. In addition, `stall2`, `stall4` and `stall8` wait for data at every
 second, fourth and eighth step, as with a loader of 2, 4 or 8 slow workers; `evaluation` evaluates for half a
 second at every 50th step, under `run.paused()`; `bimodal` takes three times as long at a random half of its steps (the
@@ -44,9 +44,9 @@ HOLDER = "bench"
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is not the same at every step; `stall_every` and `evaluate_every` are 0 where that never happens.
+    """The irregularities of a scenario; `stall_every` and `evaluate_every` are 0 if they never happen.
 
-    All times are `pace` times as long.
+    All times are multiplied by `pace`.
     """
 
     name: str
@@ -64,7 +64,7 @@ SCENARIOS = [
 
 
 def batches(scenario: Scenario, size: int, steps: int) -> Iterator[torch.Tensor]:
-    """Yield batches of `size`, some of them late, as the loader."""
+    """Yield batches of `size` as the loader does, some of them late."""
     for number in range(1, steps + 1):
         if scenario.stall_every and number % scenario.stall_every == 0:
             time.sleep(scenario.pace * STALL_S * size * scenario.stall_every)
@@ -72,7 +72,7 @@ def batches(scenario: Scenario, size: int, steps: int) -> Iterator[torch.Tensor]
 
 
 def train(scenario: Scenario, variables: dict[str, str], steps: int, seed: int, result: Connection) -> None:
-    """Train as the script does, in a process of its run; send its mean seconds per step."""
+    """Train as the script does, in a process of the run; send the mean seconds per step."""
     os.environ.update(variables)
     size, dice = int(variables["TULA_LOCAL_BATCH_SIZE"]), random.Random(seed)
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -132,7 +132,7 @@ class Bench:
                 time.sleep(min(claimed.retry_after_s, 0.5))
 
     def error(self, scenario: Scenario, seed: int) -> list[float]:
-        """Return the number of runs, the milliseconds a step as predicted and as trained, and the error."""
+        """Return the number of runs, the predicted and the actual milliseconds per step, and the error."""
         body = {
             "name": f"{scenario.name}-{seed}",
             "model": {"name": f"sleeps-{scenario.name}-{seed}", "parameters": 1},

@@ -84,13 +84,13 @@ class HeldOut(NamedTuple):
     extrapolated: Sequence[float] = ()
 
     def __add__(self, other: tuple[Sequence[float], ...]) -> HeldOut:  # type: ignore[override]
-        """Return the predictions of both."""
+        """Return the predictions of both instances."""
         return HeldOut(*([*ours, *theirs] for ours, theirs in zip(self, other, strict=True)))
 
 
 @dataclass
 class Figures:
-    """What one workload gave: per plan the errors and coverage of held-out predictions, per choice the regret."""
+    """The results of one workload: errors and coverage of held-out predictions by plan, and the regret by choice."""
 
     workload: str
     grid: str
@@ -118,7 +118,7 @@ def profile(
     share_launches: bool = False,
     launches: list[Launch] | None = None,
 ) -> list[Placement]:
-    """Return the configurations that the planner asks for, in order; the table answers each request.
+    """Return the configurations that the planner requests, in order; the table answers each request.
 
     `runs` is the most runs, or the most launches with `share_launches`. `launches` collects every launch; a cluster
     that is launched again is in it twice.
@@ -140,12 +140,12 @@ def profile(
 
 
 def designed(workload: Workload, runs: int) -> list[Placement]:
-    """Return the configurations that tell most of all others; the planner's first four serve no goal."""
+    """Return the configurations that say most about all others; the planner's first four have no goal."""
     return design(workload.candidates, Priors(), runs)  # type: ignore[return-value]
 
 
 def corners(workload: Workload, *, two: bool = False) -> list[Placement]:
-    """Return what the search `partial` profiles or, with `two`, the search `paper`."""
+    """Return the configurations of the search `partial` or, with `two`, of the search `paper`."""
     return corner_design(workload.candidates, two=two)  # type: ignore[return-value]
 
 
@@ -159,7 +159,7 @@ def at_random(workload: Workload, runs: int, draw: int) -> list[Placement]:
 
 
 def held_out(workload: Workload, profiled: Sequence[Placement], form: StepTimeForm = "overlap") -> HeldOut:
-    """Return how a fit to `profiled` predicts all other configurations."""
+    """Return the predictions of all other configurations by a fit to `profiled`."""
     seen = set(profiled)
     rest = [c for c in workload.candidates if c not in seen]
     if not rest:
@@ -201,7 +201,7 @@ def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
 
 
 def noisy_choices(workload: Workload, figures: Figures, noise: float, draws: int) -> None:
-    """Add the regret of choices from noisy runs, by true times, and how often their intervals hold the true time."""
+    """Add the regret of choices from noisy runs, by true times, and how often their intervals contain the true time."""
     regrets, inside = [], []
     for draw in range(draws):
         table = workload.noisy(noise, np.random.default_rng([draw, zlib.crc32(workload.name.encode())]))
@@ -223,7 +223,7 @@ def noisy_choices(workload: Workload, figures: Figures, noise: float, draws: int
 
 
 def training_values(workload: Workload) -> dict[str, dict[Placement, float]]:
-    """Return time and cost of a whole training at each configuration, at a price of 1 a GPU-second."""
+    """Return the time and cost of a whole training at each configuration, at a price of 1 per GPU-second."""
     spent = {c: seconds * _DATASET / c.global_batch_size for c, seconds in workload.step_time_s.items()}
     return {"time": spent, "cost": {c: spent[c] * c.world_size for c in spent}}
 
@@ -257,7 +257,7 @@ def shared_launches(workload: Workload, figures: Figures) -> None:
 
 
 def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
-    """Return the milliseconds to fit and to predict 64 candidates: the best of three, as others share the core."""
+    """Return the milliseconds to fit and to predict 64 candidates, the best of three, since others share the core."""
     observed = workload.measure(profiled)
     candidates = [workload.candidates[i % len(workload.candidates)] for i in range(_TIMED_CANDIDATES)]
     taken = []
@@ -311,14 +311,14 @@ def regret(workload: Workload, planned: Sequence[Placement], figures: Figures) -
 def recommended(
     workload: Workload, goal: Goal, *, share_launches: bool = False, launches: list[Launch] | None = None
 ) -> tuple[list[Placement], Choice]:
-    """Return the runs that the planner spent on a goal, and the choice that they led to; `launches` as in `profile`."""
+    """Return the planner's runs for a goal, and the resulting choice; `launches` is as in `profile`."""
     runs = profile(workload, goal, runs=_RUNS, share_launches=share_launches, launches=launches)
     model = fit_step_time(workload.measure(runs), candidates=workload.candidates)
     return runs, recommend(workload.candidates, model, goal)
 
 
 def best_num_nodes(workload: Workload, planned: Sequence[Placement], figures: Figures) -> None:
-    """Score which cluster is fastest, for every global batch that several clusters can run.
+    """Score the choice of the fastest cluster, for every global batch that several clusters can run.
 
     `best_num_nodes`: each batch is a separate job that may profile any configuration, at most six in all, the
     verification of its choice included. `best_num_nodes_planned`: six planned runs serve all batches, none is verified.
@@ -344,7 +344,7 @@ def best_num_nodes(workload: Workload, planned: Sequence[Placement], figures: Fi
 
 
 def same_batch(candidates: Sequence[Placement]) -> list[list[Placement]]:
-    """Return the groups of candidates of equal global batch (within 3 %) on at least two sizes of cluster."""
+    """Return the groups of candidates with equal global batch (within 3 %) on at least two cluster sizes."""
     groups: list[list[Placement]] = []
     for candidate in sorted(candidates, key=lambda c: c.global_batch_size):
         if groups and candidate.global_batch_size <= _SAME_BATCH * groups[-1][0].global_batch_size:
@@ -441,7 +441,7 @@ def show(figures: dict[str, float]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; answers the exit status."""
+    """Run the benchmark; return the exit status."""
     parser = workloads_parser("step_time", __doc__)
     parser.add_argument("--noise", type=float, default=_NOISE, help=f"log standard deviation of a run ({_NOISE})")
     parser.add_argument("--draws", type=int, default=_DRAWS, help=f"draws of that noise ({_DRAWS})")

@@ -1,4 +1,5 @@
-"""Does the agent separate compute from communication? Real DDP over gloo against a truth taken inside the script.
+"""Tests how well the agent separates compute from communication: real DDP over gloo against a truth from inside the
+script.
 
 python -m benchmarks.sync_split [--steps N] [--smoke] [--json OUT]
 
@@ -54,7 +55,7 @@ class Scenario:
     overlapped: bool
 
     def faster(self, times: float) -> Scenario:
-        """Return the same scenario with so much less to compute."""
+        """Return the same scenario with that much less compute."""
         return replace(
             self, forward_s=self.forward_s / times, backward_s=self.backward_s / times, skew_s=self.skew_s / times
         )
@@ -71,7 +72,7 @@ SCENARIOS = [
 
 
 def spin(seconds: float) -> None:
-    """Compute for so long."""
+    """Compute for this long."""
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends:
         pass
@@ -123,7 +124,7 @@ def bare_all_reduce(buckets: int) -> float:
 
 
 def rank(scenarios: list[Scenario], steps: int, folder: Path, url: str) -> None:
-    """Run one rank: train under the agent, scenario by scenario, and write what truly happened."""
+    """Run one rank: train under the agent, scenario by scenario, and write the true times."""
     os.environ |= {
         "TULA_URL": url,
         "TULA_SPOOL_DIR": str(folder),
@@ -174,7 +175,7 @@ def train(scenario: Scenario, steps: int) -> dict[str, Any]:
 
 
 def serve(port: int, samples: Path, namespace: str, ready: Barrier) -> None:
-    """Serve the ranks of a node, in the namespace of the node: what they report does not cross the link."""
+    """Serve the ranks of a node in the node's namespace, so that their reports do not cross the link."""
     if namespace:
         enter(namespace)
     service = Sink(port, samples)
@@ -184,7 +185,7 @@ def serve(port: int, samples: Path, namespace: str, ready: Barrier) -> None:
 
 @contextmanager
 def link(rate_mbit: float) -> Iterator[Cluster | None]:
-    """Yield two nodes with a limited link; None where they cannot be made, which is printed."""
+    """Yield two nodes with a limited link; None, with a printed message, if they cannot be made."""
     if (reason := why_not()) is not None:
         print(f"{reason}: measuring over the loopback")
         yield None

@@ -1,4 +1,6 @@
-"""What benchmarks, experiments and tests share: a service, a database, a cluster of namespaces, a browser, figures."""
+"""Code that benchmarks, experiments and tests share: a service, a database, a cluster of namespaces, a browser,
+figures.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import sys
 from pathlib import Path
 
 PYTHON = os.environ.get("BENCHMARK_PYTHON", sys.executable)
-"""The interpreter that serves and trains; in smoke runs of the tests one that forks a process with all imports."""
+"""The interpreter for services and training; in the tests' smoke runs, a program that forks a process with all
+imports.
+"""
 
 
 def clean_environment(**more: str) -> dict[str, str]:

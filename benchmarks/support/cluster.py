@@ -1,4 +1,4 @@
-"""A cluster on one machine: nodes are network namespaces on one bridge, their links have a set bandwidth.
+"""A cluster on one machine: nodes are network namespaces on a bridge, and their links have a given bandwidth.
 
 Needs root, iproute2 and a kernel with network namespaces and the tbf queue; `why_not` says what is missing. A delay on
 top of it needs the netem queue, which not every kernel has: `why_no_delay`.
@@ -78,12 +78,12 @@ class Cluster:
 
     @property
     def host(self) -> str:
-        """Where the nodes reach this machine."""
+        """Return the address at which the nodes reach this machine."""
         return f"{self._net}.1"
 
     @property
     def interface(self) -> str:
-        """The name of a node's interface, the same in every namespace: for GLOO_SOCKET_IFNAME."""
+        """Return the name of a node's interface for GLOO_SOCKET_IFNAME, which is the same in every namespace."""
         return "node0"
 
     def address(self, node: int) -> str:
@@ -96,7 +96,7 @@ class Cluster:
 
     @property
     def for_ranks(self) -> dict[str, str]:
-        """Where ranks find their nodes and each other, as `fork_ranks` takes it."""
+        """Return the arguments of `fork_ranks` with which ranks find their nodes and each other."""
         return {"namespaces": f"tula-{self._tag}-", "master": self.address(0), "interface": self.interface}
 
     def command(self, node: int, words: Sequence[str]) -> list[str]:
@@ -104,7 +104,7 @@ class Cluster:
         return ["ip", "netns", "exec", self.namespace(node), *words]
 
     def set_rate(self, mbit_per_s: float) -> None:
-        """Give every link another bandwidth, while traffic flows."""
+        """Change the bandwidth of every link, while traffic flows."""
         self.mbit_per_s = mbit_per_s
         for node in range(self.num_nodes):
             self._queue(node, "change", "root", "handle", "1:", "tbf", *_rate(mbit_per_s))

@@ -1,7 +1,7 @@
-"""A virtual environment that holds nothing but what a distribution's extras bring, made without an index.
+"""Makes a virtual environment with only the dependencies of a distribution's extras, without an index.
 
-The distributions are those of the running interpreter: each is linked, not copied, so that nothing is downloaded and
-what an extra does not ask for is truly absent.
+The distributions come from the running interpreter. Each is linked, not copied, so that nothing is downloaded and
+packages that an extra does not require are truly absent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["bring", "closure", "isolated"]
 
 
 def closure(requirements: set[str]) -> dict[str, Distribution]:
-    """Return every distribution that these requirements bring, by name, on this machine and interpreter."""
+    """Return every distribution that these requirements need, by name, on this machine and interpreter."""
     packages: dict[str, Distribution] = {}
     seen: set[tuple[str, str]] = set()
     todo = [Requirement(line) for line in requirements]

@@ -60,9 +60,9 @@ AGENT = (
 )
 FRAMEWORKS = ("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.bert.modeling_bert")
 ABOVE_ALL = 512
-"""Descriptors from here on are those of no program that is forked."""
+"""First descriptor that no forked program uses."""
 GRACE_S = 5.0
-"""From SIGTERM to SIGKILL for children that outlive the input."""
+"""Seconds from SIGTERM to SIGKILL for children that outlive the input."""
 
 
 class ForkedProcess:
@@ -198,7 +198,7 @@ class Children:
         return pid
 
     def keep_statuses(self) -> None:
-        """Write the statuses of those that have ended."""
+        """Write the statuses of the processes that have ended."""
         with suppress(BlockingIOError):
             os.read(self.ended, 4096)
         with suppress(ChildProcessError):
@@ -210,7 +210,7 @@ class Children:
                 self._running.discard(ended[0])
 
     def end(self) -> None:
-        """End those that still run: SIGTERM, then SIGKILL."""
+        """End the processes that still run: SIGTERM, then SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             ends = time.monotonic() + GRACE_S
             for pid in list(self._running):
@@ -296,7 +296,7 @@ def keep_reducers() -> None:
 
 
 def exit_status(error: BaseException) -> int:
-    """Return what the interpreter ends with where nothing catches `error`."""
+    """Return the interpreter's exit status if nothing catches `error`."""
     if not isinstance(error, SystemExit):
         return 1
     return 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1

@@ -1,4 +1,4 @@
-"""`tula serve`, forked where nothing is claimed about how the service starts."""
+"""`tula serve`, forked for tests that claim nothing about how the service starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fork_server() -> ForkServer:
 
 @functools.cache
 def spawns() -> Path:
-    """Return the interpreter that the process of fits is started by: it imports for seconds what a fork has."""
+    """Return the interpreter that starts the process of fits, whose imports take seconds without a fork."""
     return programs(fork_server(), {"python": []}) / "python"
 
 

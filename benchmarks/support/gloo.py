@@ -1,4 +1,6 @@
-"""For scripts of several ranks: start them by forks, leave the process group safely, print lines that do not mix."""
+"""Helpers for scripts of several ranks: start ranks by forks, leave the process group safely, print lines that do
+not mix.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def _be_rank(rank: int, rank_main: Callable[[], None], variables: dict[str, str]
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
         return int(bound.getsockname()[1])
 

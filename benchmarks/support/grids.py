@@ -35,7 +35,7 @@ class Placement(Configuration):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks as measured."""
+        """Return the measured number of ranks."""
         return self.ranks
 
 
@@ -56,11 +56,11 @@ class Workload:
 
     @property
     def candidates(self) -> tuple[Placement, ...]:
-        """The measured configurations, sorted."""
+        """Return the measured configurations, sorted."""
         return tuple(sorted(self.step_time_s))
 
     def measure(self, configurations: Sequence[Configuration]) -> StepTimeObservations:
-        """Return what profiling these configurations would have observed."""
+        """Return the measurements of profiling these configurations."""
         observed = self.observed_s or self.step_time_s
         seconds = [observed[c] for c in configurations]  # type: ignore[index]
         return StepTimeObservations.at(configurations, seconds, exposed_comm_time_s=self.measured_sync(configurations))
@@ -149,7 +149,7 @@ def _sync_times(tables: Sequence[Path]) -> dict[tuple[object, ...], list[float]]
 
 
 def end_launches(candidates: Sequence[Configuration]) -> list[Launch]:
-    """Return the launches of the largest and of the smallest cluster; one where these are the same.
+    """Return the launches of the largest and the smallest cluster, or a single one if these are equal.
 
     If one cluster has several launches, the one with the least accumulation counts as the largest.
     """
@@ -160,7 +160,9 @@ def end_launches(candidates: Sequence[Configuration]) -> list[Launch]:
 
 
 def middle_launch(candidates: Sequence[Configuration]) -> list[Launch]:
-    """Return the launch whose size is nearest the geometric mean of smallest and largest; empty where those are all."""
+    """Return the launch whose size is nearest the geometric mean of the smallest and largest; empty if there is no
+    other.
+    """
     ends = end_launches(candidates)
     rest = find_launches(candidates) - set(ends)
     centre = math.prod(launch.world_size for launch in ends) ** (1.0 / len(ends))

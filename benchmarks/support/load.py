@@ -31,7 +31,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Load:
-    """How much: client processes, connections of each, and seconds to warm up and to measure.
+    """The amount of load: client processes, connections of each, and seconds to warm up and to measure.
 
     `requests`: answers after which a process ends, whatever the seconds; for smoke runs, whose figures mean nothing.
     """
@@ -47,13 +47,15 @@ class Load:
         return self.requests is not None or self.warmup_s <= at_s < self.warmup_s + self.measure_s
 
     def goes_on(self, at_s: float, answers: int) -> bool:
-        """Return True while a process sends more requests: after so many seconds, and so many answers that count."""
+        """Return True while a process should send more requests, given the seconds so far and the answers that
+        count.
+        """
         return at_s < self.warmup_s + self.measure_s if self.requests is None else answers < self.requests
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Answers in the measuring window; `answered` also counts those of the warm-up."""
+    """Answers in the measuring window; `answered` also counts answers during the warm-up."""
 
     requests: int
     seconds: float
@@ -64,7 +66,7 @@ class Measured:
 
     @property
     def per_s(self) -> float:
-        """Requests a second."""
+        """Return the requests per second."""
         return self.requests / self.seconds
 
 

@@ -1,4 +1,4 @@
-"""A real Postgres server for tests, a database for each."""
+"""A real Postgres server for tests, with a database for each test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PostgresServer:
 
     @property
     def programs(self) -> Path:
-        """The folder with `pg_dump` and the other programs of the server's version."""
+        """Return the folder with `pg_dump` and the other programs of the server's version."""
         return Path(self._server.bin_path)
 
     @classmethod
@@ -42,21 +42,21 @@ class PostgresServer:
         return cls(folder, server)
 
     def create_database(self, name: str | None = None, *, template: str | None = None, options: str = "") -> str:
-        """Create a database and return it as the URL that Tula takes; copy it from `template` when given."""
+        """Create a database, as a copy of `template` if given, and return its URL for Tula."""
         name = name or f"test_{os.getpid()}_{next(_numbers)}"
         self._execute(f'CREATE DATABASE "{name}"' + (f' TEMPLATE "{template}"' if template else "") + f" {options}")
         return self._url.set(database=name).render_as_string(hide_password=False)
 
     def drop_database(self, url: str) -> None:
-        """Remove it and close its connections."""
+        """Remove a database and close its connections."""
         self._execute(f'DROP DATABASE IF EXISTS "{sa.make_url(url).database}" WITH (FORCE)')
 
     def stop(self, mode: str = "fast") -> None:
-        """Stop the server: `immediate` is as a power cut to it, with recovery at the next start."""
+        """Stop the server; `immediate` is like a power cut, with recovery at the next start."""
         self._control("stop", "-m", mode)
 
     def restart_after(self, mode: str = "immediate") -> None:
-        """Stop it in this mode and start it again."""
+        """Stop the server in this mode and start it again."""
         self._control("restart", "-m", mode, "-l", str(self.folder / "restart.log"))
 
     def _execute(self, statement: str) -> None:

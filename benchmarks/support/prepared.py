@@ -1,4 +1,4 @@
-"""A database with a job, a run and a token, ready to be sent to."""
+"""Prepares a database with a job, a run and a token for requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Prepared:
     token: str
 
     def stored(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return what the database holds: (rank, sequence) of each sample row and of each chunk."""
+        """Return the (rank, sequence) of each sample row and of each chunk in the database."""
         store = Store.open(self.database)
         try:
             with store.reading() as tx:

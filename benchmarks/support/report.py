@@ -1,4 +1,4 @@
-"""What every benchmark does with figures: the options `--json` and `--smoke`, a table for people, a file of JSON."""
+"""Shared reporting of benchmarks: the options `--json` and `--smoke`, a table for people, and a JSON file."""
 
 from __future__ import annotations
 

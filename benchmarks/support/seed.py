@@ -1,4 +1,4 @@
-"""A job that has been through everything, made through the public API alone."""
+"""Creates a job with every kind of data, only through the public API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METHODS = {"lbt": 0.68, "lrs": 0.71, "lars": 0.70, "post_local_sgd": 0.69, "ags"
 
 @dataclass
 class Seeded:
-    """What was made, and the means to make more."""
+    """The created job, and helpers to create more."""
 
     url: str
     job_id: str

@@ -1,4 +1,4 @@
-"""Agents that send batches and chunks over and over, and what must be stored of it in the end."""
+"""Agents that send batches and chunks repeatedly, and assertions on what must be stored in the end."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def sending(prepared: Prepared, url: Callable[[], str], number: int = SENDERS) -
 
 @contextmanager
 def unhurried(senders: list[Sender]) -> Iterator[None]:
-    """Let senders go on, but leave the machine to what else starts on it."""
+    """Slow senders down, so that other processes can start on the machine."""
     for sender in senders:
         sender.hurried = False
     try:
@@ -99,7 +99,7 @@ def unhurried(senders: list[Sender]) -> Iterator[None]:
 
 
 def progressed(senders: list[Sender], by: int = 2) -> None:
-    """Wait until every sender has got further."""
+    """Wait until every sender has made progress."""
     goals = [sender.acknowledged + by for sender in senders]
     ends = time.monotonic() + 40
     while any(sender.acknowledged < goal for sender, goal in zip(senders, goals, strict=True)):

@@ -1,4 +1,4 @@
-"""The service as people run it: its own process, a real port, a real database."""
+"""The service as people run it: a separate process, a real port, a real database."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Server:
         self.url = self._wait_for_address()
 
     def start_process(self, python: str, arguments: list[str], environment: dict[str, str]) -> Process:
-        """Start `python -m tula_service ARGUMENTS` in a session separate, with its log in `log_file`."""
+        """Start `python -m tula_service ARGUMENTS` in a separate session, with its log in `log_file`."""
         with Path(self.log_file).open("a") as log:
             return subprocess.Popen(
                 [python, "-m", "tula_service", *arguments],
@@ -63,7 +63,7 @@ class Server:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Return the port on which the service listens."""
         return int(self.url.rsplit(":", 1)[1])
 
     def log(self) -> str:
@@ -130,7 +130,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def migrate(database: str) -> None:
-    """Build the schema, by the migrations and nothing else."""
+    """Create the schema, only by the migrations."""
     store = Store.open(database)
     upgrade_schema(store.engine)
     store.close()

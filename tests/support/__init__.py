@@ -1,1 +1,1 @@
-"""What tests of several parts need; no test lives here."""
+"""Helpers for tests of several parts; this package contains no tests."""

@@ -1,4 +1,4 @@
-"""A clock for tests: nothing waits, time is moved."""
+"""A clock for tests, which is advanced without waiting."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class ManualClock:
         self.moment = start or datetime(2026, 1, 1, tzinfo=timezone.utc)
 
     def __call__(self) -> datetime:
-        """Return the present moment, as far as the store knows."""
+        """Return the current time of this clock."""
         return self.moment
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self.moment += timedelta(seconds=seconds)

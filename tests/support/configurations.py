@@ -1,4 +1,4 @@
-"""Short way to write a configuration in a test."""
+"""A short way to write a configuration in a test."""
 
 from __future__ import annotations
 

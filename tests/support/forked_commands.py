@@ -1,7 +1,7 @@
-"""`python`, `torchrun` and `tula` for tests whose claim is not how an interpreter starts: what they run is forked.
+"""Forking versions of `python`, `torchrun` and `tula`, for tests that claim nothing about how an interpreter starts.
 
-`launchers` is a folder with the three, to put first in a PATH; torchrun itself takes another interpreter for its ranks
-from PYTHON_EXEC.
+`launchers` is a folder with the three, to put first in a PATH; torchrun reads the interpreter for its ranks from
+PYTHON_EXEC.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.support.forked_programs import programs
 __all__ = ["launchers"]
 
 LAUNCHED = ("torch.distributed.run", "sklearn.datasets", "tula_client.cli.app")
-"""What torchrun imports, the example that it starts, and `tula`."""
+"""Modules that torchrun, the example that it starts, and `tula` import."""
 
 
 @functools.cache

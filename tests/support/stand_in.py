@@ -1,6 +1,6 @@
-"""Stands in for a launcher (torchrun, srun, ...) in the documents' commands: reports what an agent in the job would.
+"""Stands in for a launcher (torchrun, srun, ...) in the documents' commands, and reports as an agent in the job would.
 
-Started by `tula` with a run's variables; standard library alone, so that a run takes a fraction of a second.
+`tula` starts it with a run's variables. It uses only the standard library, so that a run takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def ask(method: str, url: str, body: dict[str, Any]) -> None:
-    """Send JSON; raises `HTTPError` on a refusal."""
+    """Send JSON. Raises `HTTPError` if it is refused."""
     head = {"Content-Type": "application/json"}
     if token := os.environ.get("TULA_TOKEN"):
         head["Authorization"] = f"Bearer {token}"

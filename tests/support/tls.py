@@ -1,4 +1,4 @@
-"""A proxy that ends TLS, with a certificate of an authority that is made for the test."""
+"""A proxy that terminates TLS, with a certificate from an authority that is created for the test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """Return the authority's certificate, and a file of key and certificate for localhost that it has signed."""
+    """Return the authority's certificate, and a file with the key and signed certificate for localhost."""
     own, signed, pair = folder / "authority.pem", folder / "signed.pem", folder / "localhost.pem"
     key, extension = folder / "authority.key", folder / "extension"
     extension.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
@@ -31,7 +31,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 @contextmanager
 def proxy(pair: Path, port: int) -> Iterator[str]:
-    """Forward decrypted bytes to 127.0.0.1:`port`; yields the https address."""
+    """Forward decrypted bytes to 127.0.0.1:`port`; yield the https address."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pair)
     opened: queue.Queue[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
