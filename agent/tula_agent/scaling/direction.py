@@ -213,7 +213,7 @@ def embeddings(parameters: Sequence[torch.Tensor]) -> list[bool]:
 
     An optimizer knows only tensors, so the modules come from the garbage collector, once, in tens of milliseconds.
     The collector does not show objects that `gc.freeze` hid; a warning is logged if a parameter is hidden. The search
-    runs no code of any module.
+    does not run any code of the modules.
     """
     objects = gc.get_objects()
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)

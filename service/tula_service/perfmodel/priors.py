@@ -147,8 +147,8 @@ class Hardware:
 
     Network bandwidths are in gigabits per second. The peak in teraflop per second and the memory bandwidth in gigabytes
     per second describe one rank's device. `figures_sd` is the uncertainty of the logarithms of these two, 0 for a data
-    sheet. `device` is equal for equal devices. `launch_s` is how many seconds the host takes to start an operation, if
-    a probe timed it.
+    sheet. Equal devices have the same name in `device`. `launch_s` is how many seconds the host takes to start an
+    operation, if a probe timed it.
     """
 
     peak_tflops: float | None = None
