@@ -87,7 +87,7 @@ class Profiling:
 
     `plan` is None in a training run. The plan comes only from the environment, because a service that could turn a
     training run into a profiling run could end it. `stop_soon` is called on the shipping thread and takes effect at the
-    next step that all ranks share. launch: the batches to measure, each with a warm-up of its own.
+    next step that all ranks share. launch: the batches to measure, each after a separate warm-up.
     """
 
     def __init__(self, plan: ProfilePlan | None, launch: Launch, guard: Guard) -> None:

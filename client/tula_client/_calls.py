@@ -339,7 +339,7 @@ class Calls(Unsent):
     ) -> Call[wire.Predictions]:
         """Predict all combinations of the values (what-if); an omitted argument takes all values that the job allows.
 
-        `option` holds values such as `precision=bf16`; other options are as recommended.
+        `option` contains values such as `precision=bf16`; other options are as recommended.
         """
 
     @_endpoint("GET", routes.JOB_SCHEDULE)
@@ -411,7 +411,7 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.HEALTH)
     def health(self) -> Call[dict[str, Any]]:
-        """Succeed if the service's process answers."""
+        """Return normally if the service's process answers."""
 
     @_endpoint("GET", routes.READY)
     def ready(self) -> Call[dict[str, Any]]:

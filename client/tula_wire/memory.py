@@ -1,6 +1,6 @@
 """Peak memory of one rank (equation 3), M(b) = M_static + A b at local batch b, for the agent and the service.
 
-M_static is counted: parameters, gradients, optimizer state and whatever else the process holds on the device. A, the
+M_static is counted: parameters, gradients, optimizer state and all other memory of the process on the device. A, the
 bytes of one more example (activations and batch), is measured. All amounts are in bytes. This module is pure arithmetic
 without numpy.
 """

@@ -27,7 +27,7 @@ Diagnosis = Literal[
     "input_bound", "communication_bound", "launch_bound", "memory_bound", "straggler", "compute_bound", "healthy",
     "unknown",
 ]  # fmt: skip
-"""What limits the speed of a run; `unknown` if there are too few measurements."""
+"""The cause that limits the speed of a run; `unknown` if there are too few measurements."""
 
 WAIT_SHARE: Final = 0.1
 """Least share of a step at which a wait is a diagnosis, by the lower end of its interval; nodes differ by as much."""

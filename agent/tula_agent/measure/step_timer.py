@@ -13,7 +13,7 @@ from tula_agent.guard import logger
 from tula_agent.readings import Interval, StepTiming
 
 _PATIENCE = 8
-"""How long to wait for a watched optimizer's first step: the micro-steps of this many steps."""
+"""Number of steps for whose micro-steps a watched optimizer's first step is awaited."""
 POOL_SIZE = 256
 """Most events. A step takes four, so 64 steps may be in flight; a step beyond them has only wall time."""
 

@@ -46,7 +46,7 @@ _WHOLE = 2**14  # elements up to which all of a tensor is read
 _SHARE = 64
 """Only the first rows of a larger tensor are read: as many as contain _WHOLE elements or a 64th of all.
 
-Reading all of it would take several per cent of a step.
+Reading the whole tensor would take several per cent of a step.
 """
 
 

@@ -30,7 +30,9 @@ _JOBS_READ: Final = 2
 
 
 class Process(Protocol):
-    """What the recorder provides: the process's place among the ranks, and the observed configuration."""
+    """The part of the recorder that joining needs: the process's place among the ranks, and the observed
+    configuration.
+    """
 
     config: AgentConfig
     boot_id: str

@@ -323,7 +323,7 @@ class RequestBuilder:
                 self._otel.record(self._launch.find_run(None), timing.step_time_s, comm[0], timing.input_time_s)
 
     def _take_host(self, size: int | None) -> dict[str, Any] | None:
-        """Return facts about loader and host, once for each batch size, since each may have a run of its own."""
+        """Return facts about loader and host, once for each batch size, since each may have a separate run."""
         host = self._readings.host
         if "cores" not in host or size in self._told_host or self._identity().rank:
             return None

@@ -199,7 +199,7 @@ class Monitor:
         return replace(self, detector=DriftState.expecting(level_s / width, level_s * width), changed=True)
 
     def alarm(self, step: int, level_s: float) -> DriftAlarm:
-        """Return what to announce after a confirmed alarm, when a step takes `level_s` seconds."""
+        """Return the announcement of a confirmed alarm, after which a step takes `level_s` seconds."""
         assert self.detector is not None
         kind, after_steps = self.detector.alarm or "slower", self.detector.alarm_after_steps or 0
         from_start = not self.changed and after_steps <= _FROM_START_STEPS

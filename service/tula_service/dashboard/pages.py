@@ -87,7 +87,7 @@ def jobs_page(
     archived: bool = False,
     cursor: Cursor = None,
 ) -> HTMLResponse:
-    """Show jobs; the address holds search, filter and order, so that a view can be shared."""
+    """Show jobs; the URL contains search, filter and order, so that a view can be shared."""
     known_state: Any = state if state in get_args(JobState) else None
     sorted_by: Any = order if order in get_args(JobOrder) else "newest"
     page = jobs.list_jobs(

@@ -34,7 +34,7 @@ class InputWait:
     A loader takes `s_per_example` seconds (L) for each example, and this time is hidden by the share `hidden` (h) of
     the rest of the step:
 
-        t_input = max(0, L m b - h (t - t_input))        m b examples of a rank a step; 0 <= h <= 1
+        t_input = max(0, L m b - h (t - t_input))        m b: examples of a rank per step; 0 <= h <= 1
 
     With a loader in the training process, nothing is hidden (h = 0); with workers that fill a queue, up to the whole
     rest of the step hides loading (h = 1). `relative_sd` is the relative error of a wait, and `measured_s` has the
