@@ -149,7 +149,7 @@ class Profiling:
         self.drop_smaller_batches()
 
     def begin_again(self) -> None:
-        """Start measuring another batch, warm-up first."""
+        """Start measuring another batch, beginning with its warm-up."""
         self.stopping = False
         self._usual_spread = max(self._usual_spread, spread(self._times))
         self._times = []

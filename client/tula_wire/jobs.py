@@ -692,7 +692,7 @@ class JobPatch(WireModel):
 
 
 class JobSummary(WireModel):
-    """A job in a list."""
+    """A job as an entry of a list."""
 
     id: Id = Field(description="Identifier that the service assigned.")
     name: str = Field(description="Name of the job.")

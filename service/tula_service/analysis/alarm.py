@@ -188,7 +188,9 @@ class Monitor:
         return replace(self, step=step, epochs_before=epochs_before)
 
     def examples_left(self, spec: wire.JobSpec, c: Configuration) -> float | None:
-        """Return the number of examples still to be read; None before the first step or without the first epoch."""
+        """Return the number of examples still to be read.
+
+        Returns None before the first step, or if the first epoch is unknown."""
         if self.step is None or (self.epochs_before is None and self.spent_s > 0.0):
             return None
         return examples_left(spec, c, self.step, self.epochs_before)

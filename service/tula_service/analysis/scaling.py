@@ -1,7 +1,7 @@
 """Gradient scaling: the noise scale, the worth of an example in a larger batch, and the rule for a batch. Pure.
 
-The rule for the learning rate of a larger batch is the best one in our experiments on such networks, see
-`experiments/generalization/results/quick.json`.
+The rule for the learning rate of a larger batch is the best one in our experiments on such networks
+(`experiments/generalization/results/quick.json`).
 """
 
 from __future__ import annotations

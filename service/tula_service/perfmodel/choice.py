@@ -44,12 +44,12 @@ class Choice:
 
     `estimates` covers all candidates, first on demand in their order and then on spot; `ineligible` candidates could
     not be chosen. `excluded` lists all limits that candidates break, with the decisive limit of each candidate first.
-    `within_limits_is_likely` is False if every candidate might break a limit, so that the least likely one was chosen.
-    `best_is_excluded` is True if the deadline or the budget excludes the candidate that would otherwise have been
-    chosen. `merit` is the end of a sentence on what the chosen candidate is best at. `expected_best` is the candidate
-    that the objective ranks first; it differs from the chosen one if the latter changes fewer options and may be as
-    good. `menu` has up to five points, fastest first, on the frontier of the candidates that the objective may choose,
-    including the chosen one.
+    `within_limits_is_likely` is False if every candidate might break a limit; the chosen one is then the least likely
+    to do so. `best_is_excluded` is True if the deadline or the budget excludes the candidate that would otherwise have
+    been chosen. `merit` is the end of a sentence on what the chosen candidate is best at. `expected_best` is the
+    candidate that the objective ranks first; it differs from the chosen one if the latter changes fewer options and may
+    be as good. `menu` has up to five points, fastest first, on the frontier of the candidates that the objective may
+    choose, including the chosen one.
     """
 
     estimates: tuple[Estimate, ...]

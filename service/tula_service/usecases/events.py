@@ -65,9 +65,9 @@ def overview(store: Store) -> tuple[Mapping[RunState, int], int, Mapping[float, 
 
 
 def check_ready(store: Store) -> None:
-    """Raise SchemaMismatch if the schema does not match, and StoreUnavailable if the database cannot store.
+    """Raise SchemaMismatch if the schema does not match, and StoreUnavailable if the database cannot store data.
 
-    The database cannot store if it does not answer, is full, or has no partition for this month.
+    This is the case if it does not answer, is full, or has no partition for this month.
     """
     store.check_disk()
     try:
