@@ -2,10 +2,10 @@
 
     python -m experiments.cases FOLDER [--only 21 48] [--limit 600] [--logs FOLDER]
 
-A script's first line, or a shell script's second, is `# run: COMMAND     (what it shows)`; a script without one is
-passed over. COMMAND runs in FOLDER, with TULA_URL set to a service that lives as long as this command; words in
-brackets are options, which are left out. The line has the script, the exit status, the seconds, and the last lines of
-`tula`: what was measured, what failed and which notes. The reader decides whether that is right.
+A script's first line, or a shell script's second, is `# run: COMMAND     (what it shows)`; scripts without such a line
+are skipped. COMMAND runs in FOLDER, with TULA_URL set to a service that runs as long as this command; words in brackets
+are options, which are left out. The printed line has the script, the exit status, the seconds, and the last lines of
+`tula`: measurements, failures and notes. The reader decides whether they are right.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def find_command(script: Path) -> str | None:
 
 
 def run(command: str, folder: Path, environment: dict[str, str], log: Path, limit_s: float) -> tuple[int | None, float]:
-    """Return the exit status (None where the limit was reached) and the seconds; the output goes to `log`."""
+    """Return the exit status (None if the limit was reached) and the seconds; write the output to `log`."""
     began = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -60,7 +60,7 @@ def run(command: str, folder: Path, environment: dict[str, str], log: Path, limi
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the cases; answers how many reached the limit."""
+    """Run the cases; return how many reached the limit."""
     parser = argparse.ArgumentParser(prog="python -m experiments.cases", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="beginnings of names")

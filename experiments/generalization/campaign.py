@@ -17,7 +17,7 @@ from experiments.generalization.methods import Method, methods_for, multiplier, 
 from experiments.generalization.train import Result, train
 
 FLAT = 1.0
-"""Points of validation accuracy below the best within which a base rate counts as good as the best."""
+"""Points of validation accuracy below the best within which a base rate counts as equally good."""
 _MOST_EXTENSIONS = 6
 _STORED = Path(__file__).parent / "results" / "quick.json"
 
@@ -38,7 +38,7 @@ class Job(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, int, float]:
-        """By which its result is kept."""
+        """Return the key under which the result is stored."""
         return self.case.name, self.method.name, self.seed, self.learning_rate
 
 
@@ -60,11 +60,11 @@ class Campaign:
 
     @property
     def results(self) -> list[Result]:
-        """All results known."""
+        """Return all known results."""
         return list(self._known.values())
 
     def run(self, jobs: Sequence[Job], mode: Mode) -> list[Result]:
-        """Return one result for each job, trained unless it is known."""
+        """Return one result for each job; train those without a known result."""
         wanted = list({job.key: job for job in jobs if job.key not in self._known}.values())
         if self._workers > 1 and len(wanted) > 1:
             context = multiprocessing.get_context("fork" if mode.device == "cpu" else "spawn")
@@ -102,7 +102,7 @@ def tune_base_rate(campaign: Campaign, case: Case, method: Method, mode: Mode) -
     of equal rates the highest.
 
     The grid is extended by factors of 2 while the best rate is at its edge, unless it has one rate only. Raises
-    RuntimeError when six extensions do not suffice.
+    RuntimeError if six extensions are not enough.
     """
     grid = list(mode.adam_rates if case.adam else mode.lars_rates if method.kind == "lars" else mode.rates)
     for _ in range(_MOST_EXTENSIONS):

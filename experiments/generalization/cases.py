@@ -1,4 +1,4 @@
-"""The cases that are trained (data set, network, large batch) and the modes (how much of them)."""
+"""The cases to train (data set, network, large batch) and the modes (how much of each)."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For tables and files."""
+        """Return the name in tables and files."""
         data = "" if self.num_train is None else f"@{self.num_train}"
         return f"{self.dataset}/{self.network}/{self.batch_size}{data}"
 
     @property
     def adam(self) -> bool:
-        """Trained by AdamW; else by SGD."""
+        """Return True if the case is trained by AdamW, False if by SGD."""
         return self.network == "transformer"
 
     @property
     def base_batch_size(self) -> int:
-        """At which the learning rate is picked."""
+        """Return the batch size at which the learning rate is picked."""
         return 16 if self.adam else 64
 
     def at_base(self) -> Case:
-        """Return the small batch that this case is measured against."""
+        """Return the case with the small batch, for comparison with this one."""
         return replace(self, batch_size=self.base_batch_size, world_size=1)
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How much is run. Rules are developed on the `development` cases, which are never reported as their result.
+    """The extent of a campaign. Rules are developed on the `development` cases, which are never reported as results.
 
     `rates`, `adam_rates`: grids of base learning rates, extended while the best is at an edge. `tuning_seeds`: over
     which validation accuracy is averaged to pick one. `upper_seeds`: of the second table, whose base rate is the

@@ -1,4 +1,4 @@
-"""Does a training at the batch that `balanced` recommends keep the accuracy of the base batch?
+"""Tests whether training at the batch that `balanced` recommends keeps the accuracy of the base batch.
 
     python -m experiments.generalization.guarded --json results/guarded.json --runs results/quick-runs.jsonl
 
@@ -50,7 +50,7 @@ DEFAULT = {adam: next(m for m in (ADAM_METHODS if adam else METHODS) if m.role =
 
 @dataclass(frozen=True)
 class Reports:
-    """What a profile reports: the columns of a `TulaOptimizer`, as the agent sends them."""
+    """The reports of a profile: the columns of a `TulaOptimizer`, as the agent sends them."""
 
     noise: tuple[float, ...]
     small_batch_size: float
@@ -58,7 +58,7 @@ class Reports:
 
 
 def profile(case: Case, mode: Mode, *, learning_rate: float) -> Reports:
-    """Train the first steps at PROFILE_RATIO times the base batch and return what the optimizer reports."""
+    """Train the first steps at PROFILE_RATIO times the base batch, and return the optimizer's reports."""
     data = _data(case, mode)
     at_batch = replace(case, batch_size=PROFILE_RATIO * case.base_batch_size, world_size=PROFILE_RATIO)
     torch.manual_seed(1_000_000)  # a seed that no training has
@@ -82,7 +82,9 @@ def profile(case: Case, mode: Mode, *, learning_rate: float) -> Reports:
 
 
 def choose_batch(case: Case, mode: Mode, reports: Reports) -> tuple[int, AccuracyGuard]:
-    """Return the global batch that `balanced` takes if larger is faster at equal cost, and the guard that it obeyed."""
+    """Return the global batch that `balanced` chooses if larger batches are faster at equal cost, and the guard in
+    force.
+    """
     goal, estimates = goal_and_estimates(case, mode, reports)
     chosen = choose(goal, estimates).chosen
     assert chosen is not None
@@ -91,7 +93,9 @@ def choose_batch(case: Case, mode: Mode, reports: Reports) -> tuple[int, Accurac
 
 
 def goal_and_estimates(case: Case, mode: Mode, reports: Reports) -> tuple[Goal, list[Estimate]]:
-    """Return what the service would choose by and from, if a larger batch were faster at equal cost."""
+    """Return the goal and the estimates from which the service would choose if a larger batch were faster at equal
+    cost.
+    """
     examples, base = len(_data(case, mode).train), case.base_batch_size
     spec = wire.JobSpec.model_validate(
         {
@@ -142,22 +146,22 @@ class Guarded:
 
     @property
     def name(self) -> str:
-        """Name of the row in tables and files."""
+        """Return the name of the row in tables and files."""
         return f"{self.case.at_base().name}, {self.epochs} epochs"
 
     @property
     def method(self) -> Method:
-        """The default or, where the base batch is recommended, the base batch's own."""
+        """Return the default method or, if the base batch is recommended, the base batch's own."""
         larger = self.batch_size > self.case.base_batch_size
         return DEFAULT[self.case.adam] if larger else small_methods(self.case)[0]
 
     @property
     def lost(self) -> Interval:
-        """The base batch minus the recommended one, paired by seed."""
+        """Return the accuracy of the base batch minus that of the recommended one, paired by seed."""
         return self.report.paired(small_methods(self.case)[0].name, self.method.name)
 
     def row(self) -> dict[str, object]:
-        """Return the figures that a file keeps."""
+        """Return the figures to store in a file."""
         return {
             "batch": self.batch_size,
             "steps": self.guard.steps(self.batch_size),

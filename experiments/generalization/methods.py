@@ -1,4 +1,4 @@
-"""The methods compared: each turns SGD or AdamW at the base learning rate into what trains at the large batch."""
+"""The compared methods: each adapts SGD or AdamW at the base learning rate to the large batch."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ ADAM_METHODS = (
 
 
 def methods_for(case: Case) -> tuple[Method, ...]:
-    """Return what is compared on `case`."""
+    """Return the methods to compare on `case`."""
     return ADAM_METHODS if case.adam else METHODS
 
 

@@ -1,4 +1,4 @@
-"""Is the product's batch schedule worth it: does it keep the accuracy of the constant recommended batch, and save time?
+"""Tests whether the product's batch schedule keeps the accuracy of the constant recommended batch and saves time.
 
     python -m experiments.generalization.ramp --only stdlib/transformer/256@1024 --epochs 64 --json results/ramp.json
 
@@ -43,12 +43,14 @@ from tula_service.perfmodel.choice import choose
 RANKS = 4
 """Parts of every batch, each with its batch statistics; the noise is measured between them."""
 Stages = Sequence[tuple[float, int]]
-"""Where each stage begins, as a share of all examples, and its global batch."""
+"""The beginning of each stage, as a share of all examples, and its global batch."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Of one training: percent on validation and test, and the noise scale at each optimizer step, in examples."""
+    """The result of one training: per cent on validation and test, and the noise scale at each optimizer step, in
+    examples.
+    """
 
     validation: float
     test: float
@@ -85,7 +87,7 @@ def train(case: Case, mode: Mode, stages: Stages, *, seed: int, learning_rate: f
 
 
 def _examples(number: int, order: torch.Generator) -> Iterator[int]:
-    """Yield the examples, each once a pass, in a new order every pass."""
+    """Yield the examples, each once per pass, in a new order in every pass."""
     while True:
         yield from torch.randperm(number, generator=order).tolist()
 

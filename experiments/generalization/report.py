@@ -49,7 +49,7 @@ class CaseReport:
 
     @property
     def adam(self) -> bool:
-        """Trained by AdamW."""
+        """Return True if the case is trained by AdamW."""
         return "/transformer/" in self.name
 
     def test(self, method: str) -> float:
@@ -58,7 +58,7 @@ class CaseReport:
 
     @property
     def gap(self) -> float:
-        """Small batch over LBT, points."""
+        """Return the accuracy of the small batch minus that of LBT, in points."""
         return self.test(SMALL.name) - self.test("LBT")
 
     def paired(self, method: str, other: str) -> Interval:

@@ -1,4 +1,4 @@
-"""One training run, the same for every method: fixed epochs, step decay, ranks played one after another."""
+"""One training run, the same for every method: fixed epochs, step decay, and ranks simulated one after another."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def decay(epoch: int, epochs: int) -> float:
 
 
 def accuracy(network: nn.Module, split: Split) -> float:
-    """Return the percent of `split` classified right, in evaluation mode."""
+    """Return the per cent of `split` that is classified correctly, in evaluation mode."""
     network.eval()
     with torch.no_grad():
         right = sum(
@@ -118,7 +118,7 @@ class _Run:
 
     @property
     def scaled_share(self) -> float:
-        """Of all steps, as the optimizer's telemetry says; 0 of an optimizer that scales nothing."""
+        """Return the share of scaled steps by the optimizer's telemetry; 0 for an optimizer that scales nothing."""
         optimizer = self.prepared.optimizer
         return optimizer.telemetry().get("scaled_share", 0.0) if isinstance(optimizer, TulaOptimizer) else 0.0
 
