@@ -67,7 +67,7 @@ class StepTimer:
         """Note a call of an optimizer's step; `timed` is False if the call computes the gradients too.
 
         A call without a batch is not a step of training: torch.distributed.checkpoint makes such a call to fill an
-        optimizer's state. The time of the step counts from its first call.
+        optimizer's state. The time of the optimizer's step is measured from its first call.
         """
         if not self._sizes:
             return

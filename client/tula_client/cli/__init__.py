@@ -1,1 +1,1 @@
-"""The `tula` command, which nothing else in this package imports."""
+"""The `tula` command. No other module of this package imports it."""

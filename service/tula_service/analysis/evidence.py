@@ -560,8 +560,9 @@ def _fewest_ranks(cluster: wire.ClusterSpec) -> int:
 
 
 def _room(model: MemoryModel, capacity: float, world_size: int) -> float:
-    """Return the capacity in bytes, minus the shards of one of `world_size` ranks beyond those of a rank of the
-    largest cluster.
+    """Return the capacity in bytes that remains for a batch whose memory was modelled on the largest cluster.
+
+    With `world_size` ranks, a rank has larger shards than on the largest cluster; the difference is subtracted.
     """
     return max(capacity - model.shards.extra_bytes(world_size), 1.0)
 

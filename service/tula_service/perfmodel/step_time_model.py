@@ -36,10 +36,9 @@ class InputWait:
 
         t_input = max(0, L m b - h (t - t_input))        m b: examples of a rank per step; 0 <= h <= 1
 
-    With a loader in the training process, nothing is hidden (h = 0); with workers that fill a queue, up to the whole
-    rest of the step hides loading (h = 1). `relative_sd` is the relative error of a wait, and `measured_s` has the
-    measured waits in seconds. If L is assumed rather than measured, `unsure_s_per_example` is its uncertainty in
-    seconds per example.
+    A loader in the training process hides no loading time (h = 0); workers that fill a queue can use the whole rest of
+    the step (h = 1). `relative_sd` is the relative error of a wait, and `measured_s` has the measured waits in seconds.
+    If L is assumed rather than measured, `unsure_s_per_example` is its uncertainty in seconds per example.
     """
 
     s_per_example: float
