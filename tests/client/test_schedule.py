@@ -96,7 +96,7 @@ def test_what_is_missing_is_said_in_one_sentence(tula: Tula, address: str) -> No
     assert "train once to the end with `TulaOptimizer`" in " ".join(out.split())
     code, out, err = tula("recommend", job, "--schedule", "--for", "lightning")
     assert (code, out) == (1, "")
-    assert re.match(r"tula: No training has measured .*\n$", err)
+    assert re.match(r"tula: No training run has measured .*\n$", err)
     code, _, err = tula("recommend", job, "--for", "lightning")
     assert (code, err) == (2, "tula: --for and --beta2 belong to a batch schedule: add --schedule\n")
     for unheard, said in (("--candidates", "leave out --schedule"), ("--for=megatron", "leave out one of them")):

@@ -314,13 +314,16 @@ def _stages(answer: Answer, ramp: Ramp, beta2: float) -> list[wire.BatchStage]:
 def _not_measured(curves: Sequence[NoiseCurve]) -> str:
     """Explain that no training run measured its noise scale throughout, what is missing, and how to get it."""
     seen = max((curve.covered for curve in curves), default=0.0)
-    has = "No training has measured its gradient noise scale, which says when a batch may grow"
+    has = "No training run has measured its gradient noise scale, which says when a batch may grow"
     if seen >= LEAST_COVERED:
-        has = "The gradient noise scale, which says when a batch may grow, was measured in too few parts of a training"
+        has = (
+            "The gradient noise scale, which says when a batch may grow, was measured in too few parts of a training "
+            "run"
+        )
     elif seen > 0.0:
         has = (
-            f"The gradient noise scale, which says when a batch may grow, is known of {percent(seen, digits=0)} of a "
-            "training's examples only"
+            f"The gradient noise scale, which says when a batch may grow, is known for only {percent(seen, digits=0)} "
+            "of a training run's examples"
         )
     return (
         f'{has}: train once to the end with `TulaOptimizer` and the agent (`policy="measure"` changes no weight; it '

@@ -200,9 +200,9 @@ def test_a_schedule_has_whole_steps_the_gain_as_rate_and_a_beta2_of_constant_hal
 def test_without_a_noise_scale_over_a_training_the_schedule_says_how_to_get_it() -> None:
     data = profiled_job()
     for curves, said in (
-        ([], "No training has measured"),
-        ([NoiseCurve("run-1", 0.4)], "known of 40 % of a training's examples only: train once"),
-        ([NoiseCurve("run-1", 1.0)], "was measured in too few parts of a training: train once"),
+        ([], "No training run has measured"),
+        ([NoiseCurve("run-1", 0.4)], "known for only 40 % of a training run's examples: train once"),
+        ([NoiseCurve("run-1", 1.0)], "was measured in too few parts of a training run: train once"),
     ):
         planned = schedule(data, *curves)
         assert planned.stages == []
