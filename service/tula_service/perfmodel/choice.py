@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -55,7 +56,6 @@ class Choice:
     estimates: tuple[Estimate, ...]
     goal: Goal
     excluded: tuple[Exclusion, ...]
-    knee: KneeFinding = _NO_KNEE
     merit: str = ""
     within_limits_is_likely: bool = False
     best_is_excluded: bool = False
@@ -68,6 +68,11 @@ class Choice:
     frontier: tuple[Estimate, ...] = ()
     menu: tuple[Estimate, ...] = ()
     ineligible: frozenset[Configuration] = frozenset()
+
+    @functools.cached_property
+    def knee(self) -> KneeFinding:
+        """Return the knee of the frontier; a plan makes many choices, of which only the user's needs one."""
+        return find_knee(self.frontier) if self.frontier else _NO_KNEE
 
     @property
     def barred(self) -> set[tuple[Configuration, bool]]:
@@ -184,7 +189,6 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
         estimates=tuple(estimates),
         goal=goal,
         excluded=excluded,
-        knee=find_knee(frontier),
         merit=merit,
         within_limits_is_likely=likely,
         best_is_excluded=likely and free[0].key in out,
