@@ -133,7 +133,7 @@ class TooLargeError(ProblemError, type=ProblemType.TOO_LARGE, exit_code=ExitCode
 
 
 class UnsupportedMediaError(ProblemError, type=ProblemType.UNSUPPORTED_MEDIA):
-    """415: the service does not read the type or encoding of the body."""
+    """415: the service does not support the type or encoding of the body."""
 
 
 class TooManyRequestsError(ProblemError, type=ProblemType.TOO_MANY_REQUESTS, exit_code=ExitCode.UNREACHABLE):

@@ -633,7 +633,7 @@ class JobSpec(WireModel):
 
     @property
     def varied_options(self) -> dict[str, list[str]]:
-        """Return the values of each option to try: only the first if `profiling.only` does not name the option."""
+        """Return the values to try by option; an option that `profiling.only` leaves out keeps only its first."""
         only = self.profiling.only
         return {name: values if only is None or name in only else values[:1] for name, values in self.options.items()}
 

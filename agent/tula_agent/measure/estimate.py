@@ -88,7 +88,7 @@ class MemoryEstimate:
         return self._largest_within(SURE * room_bytes(capacity_bytes))
 
     def reserved_ratio(self, capacity_bytes: float) -> float:
-        """Return how many bytes the allocator takes from a full device for each allocated byte; at least 1.
+        """Return the ratio of reserved to allocated bytes when the allocator has filled the device; at least 1.
 
         The ratio is 1 if the allocator's segments grow: memory that is too small for another example is not taken.
         """

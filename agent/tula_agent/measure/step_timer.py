@@ -66,8 +66,8 @@ class StepTimer:
     def optimizer_stepped(self, timed: bool = False) -> None:
         """Note a call of an optimizer's step; `timed` is False if the call computes the gradients too.
 
-        A call without a batch is not a step of training: torch.distributed.checkpoint makes such a call to fill an
-        optimizer's state. The time of the optimizer's step is measured from its first call.
+        A call that no batch preceded is not a training step: torch.distributed.checkpoint calls `step` in this way to
+        fill an optimizer's state. The time of the optimizer's step is measured from its first call.
         """
         if not self._sizes:
             return

@@ -144,7 +144,7 @@ class TulaOptimizer(torch.optim.Optimizer):
     def next_epoch(self) -> None:
         """Begin an epoch; every rank must call this.
 
-        In its first step, `ags` refreshes its factors unless `steps_per_epoch` is set."""
+        In the epoch's first step, `ags` refreshes its factors unless `steps_per_epoch` is set."""
         self.epoch += 1
         if self._rule is not None:
             self._rule.next_epoch(self._steps)

@@ -256,9 +256,9 @@ class GradientStatistics:
     def measure(self) -> torch.Tensor:
         """Return this rank's summands of the step's measurement, whose sum over ranks is a `Reading`.
 
-        The summands are zero if this rank has no measurement, so that every rank joins the reduction. A parameter with
-        a reduced gradient but no part on this rank counts as a zero part. Each rank adds the squares of its portion of
-        reduced gradients.
+        The summands are zero if this rank has no measurement, so that every rank joins the reduction. If a parameter's
+        gradient is reduced but none of it lies on this rank, the rank contributes zero for that parameter. Each rank
+        adds the squares of its portion of reduced gradients.
         """
         gradients, size, tap, device = self.gradients(), self.ranks.size, self.tap, self.device
         dense = [g is not None and not g.is_sparse for g in gradients]

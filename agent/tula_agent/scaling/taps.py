@@ -69,8 +69,8 @@ class GradientTap:
 
     `squares`: sums by parameter on this rank since the last step, in the unit of backward (including the loss scale);
     None for a parameter without a dense gradient; complete after `sum_held`. `seen`: True if a backward pass has
-    reached a parameter since the last step, armed or not. The hooks keep a weak reference to the tap and are removed
-    with it.
+    reached a parameter since the last step, even while `mode` is None. The hooks keep a weak reference to the tap and
+    are removed with it.
     """
 
     def __init__(self) -> None:

@@ -126,7 +126,9 @@ class Transport:
                     if len(content) > MAX_ANSWER_BYTES:
                         return Reply("retry", detail=f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
         except httpx.LocalProtocolError:  # its text repeats the header, and so the token
-            return Reply("retry", detail="a header cannot be sent: is there a line break or nothing in the token?")
+            return Reply(
+                "retry", detail="a header cannot be sent: check that the token is not empty and has no line break"
+            )
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             return Reply("retry", detail=printable(f"{type(error).__name__}: {error}"[:500]))
         finally:

@@ -191,7 +191,7 @@ def delete(
         registered = client.handle(job).status()
         if not yes:
             if as_json:
-                raise UsageError("--json cannot ask: add --yes to delete")
+                raise UsageError("with --json nothing is asked: add --yes to delete")
             question = printable(f"Delete {registered.name} ({registered.id}) and its measurements?")
             if not typer.confirm(question, err=True):
                 raise typer.Exit(1)

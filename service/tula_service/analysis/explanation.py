@@ -408,11 +408,13 @@ def _warnings(answer: Answer) -> list[str]:
                     f"{total} is not a multiple of the number of their ranks."
                 )
     if not job_data.has_prices(spec):
-        sentences.append("No price is known, so costs are ranked in node-hours: give cluster.price.")
+        sentences.append(
+            "No price is known, so candidates are ranked by node-hours: give cluster.price to rank them by cost."
+        )
     elif not answer.choice.goal.priced:
         sentences.append(
-            "A price per GB-hour gives no cost before memory is known, so costs are ranked in node-hours and no budget "
-            "is applied: profile a run, or give model.activation_bytes_per_sample and model.parameters."
+            "A price per GB-hour gives no cost before memory is known, so candidates are ranked by node-hours and no "
+            "budget is applied: profile a run, or give model.activation_bytes_per_sample and model.parameters."
         )
     return sentences
 

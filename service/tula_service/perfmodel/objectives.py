@@ -300,5 +300,5 @@ def find_knee(frontier: Sequence[Estimate]) -> KneeFinding:
     saved = math.exp(float(log_cost[0])) / knee.cost_usd.mean
     return KneeFinding(
         knee,
-        f"the fastest candidate costs {multiple(saved)} times as much, and what takes longer saves little more.",
+        f"the fastest candidate costs {multiple(saved)} times as much, and slower candidates save little more.",
     )

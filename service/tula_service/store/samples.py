@@ -132,7 +132,7 @@ class Samples(Repository):
     def step_times(
         self, run_key: int, *, rank: int = 0, first_step: int | None = None, last_step: int | None = None
     ) -> tuple[IntArray, FloatArray]:
-        """Return the steps and step times of one rank's measured rows, by step, for at most the last 200,000 rows."""
+        """Return step numbers and step times of a rank's measured rows, in order: at most the last 200,000 rows."""
         rows = SampleFilter(rank=rank, first_step=first_step, last_step=last_step)
         columns = self._measured(run_key, ("step", "step_time_s"), rows, _MOST_STEP_TIMES)
         return columns["step"], columns["step_time_s"]

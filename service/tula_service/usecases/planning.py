@@ -1,9 +1,9 @@
 """Planning: after a change, computes a job's answer once, and stores its plan and its recommendation.
 
-A fit runs on a read-only snapshot, so that no writer waits for it. If anything but measurements changed meanwhile, the
-answer is computed again, and after four attempts under the job's lock. The transaction of a change marks the job's plan
-as stale (`PlanState`), so that the next claim computes the plan if the worker dies. Answers are cached once per version
-of a job's data, and entered in the ledger.
+A fit runs on a read-only snapshot, so that no writer waits for it. If anything other than measurements changed during
+the fit, the answer is computed again; after four attempts, it is computed while holding the job's lock. The transaction
+of a change marks the job's plan as stale (`PlanState`), so that the next claim computes the plan if the worker dies.
+Answers are cached once per version of a job's data, and entered in the ledger.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def change(
 ) -> wire.ScalingThresholds:
     """Set numbers of one policy, and return the numbers that agents get from now on.
 
-    Numbers that the training script passes stay in force in that script, and an agent ignores a bound that contradicts
-    one of its script's bounds. Raises InvalidInput if the lower bound would exceed the upper one, if the policy has no
+    Values set in the training script take precedence there. An agent ignores a bound set here if it contradicts one
+    that the script sets. Raises InvalidInput if the lower bound would exceed the upper one, if the policy has no
     `delta`, and for a fixed factor that is too large for every batch of the job.
     """
     if patch.delta is not None and policy not in GATED_POLICIES:
