@@ -32,7 +32,7 @@ test: $(STAMP)  ## every test; says which ones this machine cannot run, and the 
 
 # In two processes, because the service's tests need no torch, which takes 3 s to import, and the others no database.
 quick: $(STAMP)  ## what answers within a minute: wire, model, analysis, and parts of use cases, client and agent
-	@$(QUICK) tests/agent tests/client tests/wire >$(VENV)/quick.log 2>&1 & job=$$!; \
+	@$(QUICK) tests/agent tests/client tests/wire >$(VENV)/quick.log 2>&1 & job=$$!; trap "kill $$job 2>/dev/null" EXIT INT TERM; \
 	$(QUICK) tests/service/perfmodel tests/service/analysis tests/service/usecases; service=$$?; \
 	wait $$job; job=$$?; cat $(VENV)/quick.log; [ $$service = 0 ] && [ $$job = 0 ]
 

@@ -183,12 +183,14 @@ class Children:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self._wakes)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tests, whereupon the input ends
 
     def fork(self) -> int:
         """Fork, and return the process id, or 0 in the child, as `os.fork` does."""
         pid = os.fork()
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.set_wakeup_fd(-1)
             os.close(self.ended)
             os.close(self._wakes)

@@ -181,6 +181,7 @@ def build_goal(
         priced=priced,
         usd_per_hour_of_waiting=spec.usd_per_hour_of_waiting,
         batch_normalization=bool(spec.model.batch_normalization),
+        sharded=spec.model.sharding != "none",
         guard=AccuracyGuard(
             examples=float(spec.dataset.size) * spec.epochs,
             base_batch_size=base_batch_size,

@@ -52,9 +52,9 @@ class Goal:
     the same quality, 1 for a candidate without an entry. `priced` is True if costs are money; else they are node-hours.
     `usd_per_hour_of_waiting` is the cost of an hour of training time to its owner. `guard` decides which batches keep
     the accuracy; None allows all. `batch_normalization` is True if the network has such layers, which lose accuracy
-    when they normalize over many examples. `power_w` is the power of a rank's device by instance type, for every type
-    or for none. `options` has the values of each option of the job, beginning with the value with which the script runs
-    today.
+    when they normalize over many examples. `sharded` is True if ranks share the optimizer's work. `power_w` is the
+    power of a rank's device by instance type, for every type or for none. `options` has the values of each option of
+    the job, beginning with the value with which the script runs today.
     """
 
     objective: Name
@@ -67,6 +67,7 @@ class Goal:
     usd_per_hour_of_waiting: float | None = None
     guard: AccuracyGuard | None = None
     batch_normalization: bool = False
+    sharded: bool = False
     power_w: Mapping[str, Interval] = field(default_factory=dict)
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
@@ -33,6 +33,7 @@ _BOUND_SDS = 2.0  # replays of half of the public grids with 3 % noise: 1.5 to 2
 _MOST_JUDGED = 128  # candidates whose variance a design looks at, so that a plan with thousands needs 0.2 s and 50 MiB
 _ONE_GB = Interval(1e9, 1e9, 1e9)
 _FORBIDDEN = 1e3
+_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -467,12 +468,15 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
     """
     barred, limits = choice.barred, choice.goal.limits
     measured = {e.key for e in choice.estimates if e.measured or e is choice.chosen}
-    shortest = _shortest_steps(choice.estimates)
+    shortest = _shortest_steps(choice)
 
     def rank(estimate: Estimate) -> tuple[float, float, int, Configuration]:
-        sds = 0.0 if estimate.key in measured else min(_BOUND_SDS, -shortest.get(estimate.key, -math.inf))
-        excess = (_bound(value, sds) - math.log(limit) for _, value, limit in limits.of_totals(estimate))
-        bound = _bound(choice.goal.value(estimate), sds)
+        def lower(value: Interval) -> float:
+            least = -_sds_of_shortest(value, estimate, shortest)
+            return _bound(value, 0.0 if estimate.key in measured else min(_BOUND_SDS, least))
+
+        excess = (lower(value) - math.log(limit) for _, value, limit in limits.of_totals(estimate))
+        bound = lower(choice.goal.value(estimate))
         # Among equals, the smaller cluster wins, since its run costs less.
         c = estimate.configuration
         return (round(max([0.0, *excess]), 3), round(bound, 3), c.world_size, c)
@@ -502,32 +506,36 @@ def _expected_gains(choice: Choice, runnable: Collection[Configuration]) -> dict
     """Return the expected improvement of the logarithm over the best expected value, by launch and configuration."""
     assert choice.expected_best is not None
     best, barred = choice.goal.value(choice.expected_best), choice.barred
-    shortest = _shortest_steps(choice.estimates)
+    shortest = _shortest_steps(choice)
     gains: defaultdict[Launch, dict[Configuration, float]] = defaultdict(dict)
     for estimate in choice.estimates:
         if not estimate.measured and estimate.configuration in runnable and estimate.key not in barred:
             value = choice.goal.value(estimate)
             sd = max(value.log_sd, 1e-9)
             ahead = (_bound(best, 0.0) - _bound(value, 0.0)) / sd
-            impossible = _expected_excess(min(shortest.get(estimate.key, -math.inf), ahead))
+            impossible = _expected_excess(min(_sds_of_shortest(value, estimate, shortest), ahead))
             gain = sd * max(_expected_excess(ahead) - impossible, 0.0)
             of_launch = gains[find_launch(estimate.configuration)]
             of_launch[estimate.configuration] = max(gain, of_launch.get(estimate.configuration, 0.0))
     return gains
 
 
-def _shortest_steps(estimates: Collection[Estimate]) -> dict[tuple[Configuration, bool], float]:
+def _shortest_steps(choice: Choice) -> dict[tuple[Configuration, bool], float]:
     """Return the least log step time of unmeasured estimates, in standard deviations from their means, by their key.
 
     More ranks only add communication, so a step is not expected to be shorter than the same local batch took on a
     smaller cluster, less two standard deviations of that mean. Without this, the planner launches clusters in the hope
-    that they are cheaper per example than a smaller one. Estimates without such a measurement are left out.
+    that they are cheaper per example than a smaller one. Estimates without such a measurement are left out, and all if
+    ranks share the optimizer's work: more of them then shorten a part of the step.
     """
-    measured, least = defaultdict[object, list[Estimate]](list), {}
-    for estimate in estimates:
+    measured = defaultdict[object, list[Estimate]](list)
+    least: dict[tuple[Configuration, bool], float] = {}
+    if choice.goal.sharded:
+        return least
+    for estimate in choice.estimates:
         if estimate.measured and math.isfinite(estimate.known_sd):
             measured[_without_cluster(estimate)].append(estimate)
-    for estimate in estimates:
+    for estimate in choice.estimates:
         c = estimate.configuration
         smaller = [
             math.log(other.step_time_s.mean) - _BOUND_SDS * other.known_sd
@@ -538,6 +546,19 @@ def _shortest_steps(estimates: Collection[Estimate]) -> dict[tuple[Configuration
             step_s = estimate.step_time_s
             least[estimate.key] = (max(smaller) - math.log(step_s.mean)) / max(step_s.log_sd, 1e-9)
     return least
+
+
+def _sds_of_shortest(
+    value: Interval, estimate: Estimate, shortest: Mapping[tuple[Configuration, bool], float]
+) -> float:
+    """Return the standard deviations from a value's mean to the value of the shortest step, -inf if there is none.
+
+    A value is as uncertain as the step, or twice as uncertain if time and cost are multiplied. Prices of memory or
+    energy add an uncertainty that no step time bounds.
+    """
+    powers = value.log_sd / max(estimate.step_time_s.log_sd, 1e-9)
+    is_of_step = min(abs(powers - 1.0), abs(powers - 2.0)) < _ROUNDING
+    return shortest.get(estimate.key, -math.inf) if is_of_step else -math.inf
 
 
 def _without_cluster(estimate: Estimate) -> object:

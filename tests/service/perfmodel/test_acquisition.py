@@ -120,6 +120,34 @@ def test_the_expected_gain_of_a_launch_sums_the_expected_improvements_of_its_bat
     assert expected_gain(late, runnable) > 1.0, "the choice breaks the deadline"
 
 
+@pytest.mark.parametrize(("num_nodes", "ranks", "hopeful"), [(8, 1, False), (2, 8, True)])
+def test_a_step_may_be_shorter_on_more_ranks_only_where_they_take_fewer_nodes(num_nodes, ranks, hopeful):
+    (seen, other), free = estimates((1.0, 1.04, True), (1.0, 1.1, False)).estimates, Interval(0.0, 0.0, 0.0)
+    seen = replace(seen, configuration=make_configuration(4, 1, 32), known_sd=0.001)
+    other = replace(other, configuration=make_configuration(num_nodes, ranks, 32), cost_usd=free)
+    gain = expected_gain(choose(TIME, [seen, other]), [other.configuration])
+    assert (gain > 0.01) == hopeful
+
+
+@pytest.mark.parametrize("deadline_s", [None, 0.8])
+def test_no_candidate_is_promising_whose_step_would_be_shorter_than_on_fewer_ranks(deadline_s):
+    found = estimates((0.9, 1.04, True), (1.0, 1.04, True), (1.0, 1.5, False)).estimates
+    places = [make_configuration(4, 1, 64), make_configuration(4, 1, 32), make_configuration(8, 1, 32)]
+    found = [replace(e, configuration=c, known_sd=0.001) for e, c in zip(found, places, strict=True)]
+    goal = replace(TIME, limits=Limits(deadline_s=deadline_s))
+    assert most_promising(choose(goal, found), places) is found[0]
+    assert most_promising(choose(replace(goal, sharded=True), found), places) is found[2]
+
+
+def test_a_price_of_memory_is_not_bounded_by_a_step():
+    (seen, other) = estimates((1.0, 1.04, True), (1.0, 1.1, False)).estimates
+    seen = replace(seen, configuration=make_configuration(1, 1, 32), known_sd=0.001, cost_usd=seen.time_s)
+    other = replace(other, configuration=make_configuration(2, 1, 32), cost_usd=other.time_s)
+    of_memory = replace(other, cost_usd=Interval(1.0, 0.7, 1.4))
+    gains = [expected_gain(choose(COST, [seen, e]), [other.configuration]) for e in (other, of_memory)]
+    assert gains[0] < 0.005 < 0.05 < gains[1]
+
+
 def test_the_expected_gain_counts_a_batch_once_at_its_better_offer():
     on_demand = estimates((1.0, 1.04, True), (1.1, 1.5, False), (1.2, 1.5, False))
     runnable = [e.configuration for e in on_demand.estimates]
