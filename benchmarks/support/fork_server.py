@@ -7,9 +7,9 @@ For each it answers the process id in a line. When a child ends, its exit status
 folder. The child is what `python ARGV` would have started: a process with a separate session, environment and files,
 whose signals, `atexit` functions and exit status are the program's. Left out is what follows the `atexit` functions: to
 take apart all modules of torch, page by copied page, costs half a second of CPU, more than most programs of the tests.
-Left out, too, is a deadlock of torch with gloo: the destructor of a DDP model holds the GIL and waits for gloo's
-threads, one of which needs the GIL to free the last reduction (`keep_reducers`). When the input ends, as it does when
-the tests are killed, the parent ends the children that still run.
+The child also leaves a process group a little later than its script asks (`leave_groups_late`): with gloo, the
+destructor of a DDP model holds the GIL and waits for a thread that may need the GIL to free the last reduction. When
+the input ends, as it does when the tests are killed, the parent ends the children that still run.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ AGENT = (
 FRAMEWORKS = ("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.bert.modeling_bert")
 ABOVE_ALL = 512
 """First descriptor that no forked program uses."""
+GLOO_RELEASE_S = 0.1
 GRACE_S = 5.0
 """Seconds from SIGTERM to SIGKILL for children that outlive the input."""
 
@@ -258,7 +259,7 @@ def become(order: dict[str, Any]) -> None:
         os.dup2(descriptor, target)
     inherit(order["inherited"])
     multiprocessing.set_executable(order["spawns"])
-    keep_reducers()
+    leave_groups_late()
     os.chdir(order["folder"])
     sys.stdout.reconfigure(write_through="PYTHONUNBUFFERED" in os.environ)  # type: ignore[union-attr]
     is_module, is_text = (order["argv"][0] == flag for flag in ("-m", "-c"))
@@ -283,18 +284,18 @@ def become(order: dict[str, Any]) -> None:
     _status = 0
 
 
-def keep_reducers() -> None:
-    """Keep the reducer of every DDP model, and with it gloo's process group, until the process leaves."""
+def leave_groups_late() -> None:
+    """Let gloo's threads free the last reduction before a script destroys its group, as `gloo.leave_group` does."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None:
         return
-    make, kept = distributed.Reducer, []
+    destroy = distributed.destroy_process_group
 
-    def reducer(*args: Any, **kwargs: Any) -> Any:
-        kept.append(make(*args, **kwargs))
-        return kept[-1]
+    def destroy_late(*args: Any, **kwargs: Any) -> None:
+        time.sleep(GLOO_RELEASE_S)
+        destroy(*args, **kwargs)
 
-    distributed.Reducer = reducer  # type: ignore[attr-defined]
+    distributed.destroy_process_group = destroy_late  # type: ignore[attr-defined]
 
 
 def exit_status(error: BaseException) -> int:

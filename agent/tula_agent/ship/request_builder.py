@@ -283,10 +283,12 @@ class RequestBuilder:
 
     def _samples(self, rows: list[SampleRow]) -> list[SpooledRequest]:
         for row in rows:
-            # This leaves out the time in which the loader prepared examples that the script did not get.
+            # This leaves out the time in which the loader prepared examples that the script did not get. A batch that a
+            # framework fetched before the step began may have taken longer than the step.
             timing = row.timing
-            further_s = timing.input_time_s * (1.0 - self._launch.batch_share(timing.local_batch_size))
-            step_time_s, input_time_s = max(timing.step_time_s - further_s, 0.0), timing.input_time_s - further_s
+            waited_s = min(timing.input_time_s, timing.step_time_s)
+            further_s = waited_s * (1.0 - self._launch.batch_share(timing.local_batch_size))
+            step_time_s, input_time_s = timing.step_time_s - further_s, waited_s - further_s
             row.timing = timing._replace(step_time_s=step_time_s, input_time_s=input_time_s)
             self._note(row)
         readings, identity, due = self._readings, self._identity(), []

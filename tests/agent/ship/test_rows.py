@@ -133,14 +133,19 @@ def test_ddps_times_of_a_smaller_last_batch_make_no_sample() -> None:
     assert [(body["local_batch_size"], body["step"]) for body in sent] == [(8, [0])]
 
 
-def test_the_time_in_which_the_loader_prepared_other_examples_counts_in_no_step_of_a_batch_that_was_cut() -> None:
+@pytest.mark.parametrize(
+    ("waited_s", "small"), [(0.4, (0.5 - 0.3, 0.4 / 4)), (0.9, (0.5 / 4, 0.5 / 4))], ids=["waited", "fetched before"]
+)
+def test_the_time_in_which_the_loader_prepared_other_examples_counts_in_no_step_of_a_batch_that_was_cut(
+    waited_s: float, small: tuple[float, float]
+) -> None:
     readings = Readings(100)
     builder = RequestBuilder(
         readings, Launch("r", 8, [(2, "small")]), guard=Guard(), identity=lambda: Identity(0, "b", 1),
         channel=lambda: None, is_training=lambda: False,
     )  # fmt: skip
     for step, size in enumerate((2, 8)):
-        readings.add_step(StepTiming(step, 0.5, 0.4, 1, size, False), warmup=False, sampled=True)
+        readings.add_step(StepTiming(step, 0.5, waited_s, 1, size, False), warmup=False, sampled=True)
     sent = {each.path.split("/")[3]: json.loads(each.body) for each in builder.collect(last=True)}
     times = {run: (body["step_time_s"][0], body["input_time_s"][0]) for run, body in sent.items()}
-    assert times == {"small": (pytest.approx(0.5 - 0.3), pytest.approx(0.4 / 4)), "r": (0.5, 0.4)}
+    assert times == {"small": pytest.approx(small), "r": (0.5, min(waited_s, 0.5))}
