@@ -40,9 +40,9 @@ def test_a_loader_that_is_slower_than_the_step_is_named_with_the_workers_to_add(
     done = launch("bound.py", "data")
     verdicts = said(done)
     assert {name for name, _ in verdicts} == {"Input-bound"}
-    # Once, where busy cores let the shipping thread see the hundredth step with the last.
-    assert [place for place, *_ in SAID.findall(done.stderr)][-2:] in (["", "at the end, "], ["at the end, "])
-    assert len(verdicts) <= 2, "after 100 steps, and at the end"
+    # Once, on busy cores: the shipping thread sees the hundredth step with the last, before or at the end of the run.
+    after = [place for place, *_ in SAID.findall(done.stderr)]
+    assert after in (["", "at the end, "], ["at the end, "], [""]), "after 100 steps, and at the end"
     assert "num_workers=0" in verdicts[0][1]
     assert re.search(r"(give the DataLoader \d workers? .* It saves \d+ % \[|It saves up to)", verdicts[0][1])
     assert served(sink) == "input_bound"
