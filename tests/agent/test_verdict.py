@@ -41,8 +41,10 @@ def test_a_loader_that_is_slower_than_the_step_is_named_with_the_workers_to_add(
     verdicts = said(done)
     assert {name for name, _ in verdicts} == {"Input-bound"}
     # Once, on busy cores: the shipping thread sees the hundredth step with the last, before or at the end of the run.
-    after = [place for place, *_ in SAID.findall(done.stderr)]
-    assert after in (["", "at the end, "], ["at the end, "], [""]), "after 100 steps, and at the end"
+    places, steps = zip(*[(place, int(number)) for place, number, *_ in SAID.findall(done.stderr)], strict=True)
+    assert places in (("", "at the end, "), ("at the end, ",), ("",)), "after 100 steps, and at the end"
+    sent = [step for body in sink.samples for step in body["step"]]
+    assert steps[-1] == max(sent), "the last verdict is on every step that was sent"
     assert "num_workers=0" in verdicts[0][1]
     assert re.search(r"(give the DataLoader \d workers? .* It saves \d+ % \[|It saves up to)", verdicts[0][1])
     assert served(sink) == "input_bound"
