@@ -101,9 +101,13 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave SLOW files unread where their tests would be deselected: importing them costs 4 s in each process."""
-    path = f"{collection_path.relative_to(config.rootpath)}/"
-    unread = config.option.markexpr.startswith("not slow and ") and path.startswith(SLOW)
+    unread = config.option.markexpr.startswith("not slow and ") and is_slow(collection_path, config)
     return True if unread else None
+
+
+def is_slow(path: Path, config: pytest.Config) -> bool:
+    """Return True for a file or folder of SLOW."""
+    return f"{path.relative_to(config.rootpath)}/".startswith(SLOW)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -111,7 +115,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     repeated = any(isinstance(value, str) and value in REPEATED for value in parameters)
     started = not STARTING.isdisjoint(getattr(item, "fixturenames", ()))
-    if repeated or started or any(part in str(item.path) for part in SLOW):
+    if repeated or started or is_slow(item.path, item.config):
         item.add_marker(pytest.mark.slow)
 
 

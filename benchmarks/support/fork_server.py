@@ -62,6 +62,7 @@ FRAMEWORKS = ("lightning.pytorch", "accelerate", "transformers.trainer", "transf
 ABOVE_ALL = 512
 """First descriptor that no forked program uses."""
 GLOO_RELEASE_S = 0.1
+"""Seconds in which gloo's threads free the last reduction, on cores that other programs share."""
 GRACE_S = 5.0
 """Seconds from SIGTERM to SIGKILL for children that outlive the input."""
 

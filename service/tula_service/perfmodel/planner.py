@@ -27,13 +27,13 @@ _DESIGN_RUNS = 4
 _RUNS_PER_FURTHER_TYPE = 2
 _BATCHES_PER_LAUNCH = 3
 _APART = 4
-_WORTH_A_LAUNCH = 0.01  # expected gain that pays for a launch; docs/model.md says on which grids it was chosen
+_WORTH_A_LAUNCH = 0.01  # expected gain that pays for a launch; docs/evidence/model.md says which draws decided it
 _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
 _BOUND_SDS = 2.0  # replays of half of the public grids with 3 % noise: 1.5 to 2.5 give the same regret, 1 gives more
 _MOST_JUDGED = 128  # candidates whose variance a design looks at, so that a plan with thousands needs 0.2 s and 50 MiB
 _ONE_GB = Interval(1e9, 1e9, 1e9)
 _FORBIDDEN = 1e3
-_ROUNDING = 1e-3
+_ROUNDING = 1e-3  # ratios of standard deviations this close to a whole number count as whole
 
 
 @dataclass(frozen=True)
@@ -536,13 +536,15 @@ def _shortest_steps(choice: Choice) -> dict[tuple[Configuration, bool], float]:
         if estimate.measured and math.isfinite(estimate.known_sd):
             measured[_without_cluster(estimate)].append(estimate)
     for estimate in choice.estimates:
+        if estimate.measured:
+            continue
         c = estimate.configuration
         smaller = [
             math.log(other.step_time_s.mean) - _BOUND_SDS * other.known_sd
             for other in measured[_without_cluster(estimate)]
             if other.configuration.num_nodes <= c.num_nodes and other.configuration.world_size < c.world_size
         ]
-        if smaller and not estimate.measured:
+        if smaller:
             step_s = estimate.step_time_s
             least[estimate.key] = (max(smaller) - math.log(step_s.mean)) / max(step_s.log_sd, 1e-9)
     return least
