@@ -1,4 +1,4 @@
-"""From a fitted model to a recommendation: predict, price, and choose by the objective within the limits."""
+"""Turns a fitted model into a recommendation: predicts and prices all candidates, and chooses one by the objective."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tula_wire.options import Options
 
 _NO_KNEE = KneeFinding(None, "no knee: there is no candidate within the limits.")
 _LEAST_CHANGED = (
-    "no candidate within the limits is clearly better, and of those that may be as good it changes the fewest options."
+    "no candidate within the limits is clearly better, and it changes the fewest options among those as good."
 )
-_WORTH_A_SWITCH = 0.02  # a larger expected gain is taken even if it may be noise, so that ties never cost more
+_WORTH_A_SWITCH = 0.02  # a larger expected gain justifies a switch even if it may be noise, so no tie can cost more
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A limit that a candidate breaks; `certain` is False if only the upper end of its interval breaks the limit.
+    """A limit that a candidate exceeds; `certain` is False if only the upper end of its interval exceeds the limit.
 
-    `share` is the candidate's value at the upper end divided by the limit, above 1.
+    `share` is the upper end of the candidate's interval divided by the limit, which is more than 1.
     """
 
     estimate: Estimate
@@ -40,17 +40,16 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Choice:
-    """A recommendation and the estimates from which it was chosen. `chosen` is None if no candidate is within the
-    limits.
+    """A recommendation and the estimates from which it was chosen; `chosen` is None if none is within the limits.
 
-    `estimates` covers all candidates, first on demand in their order and then on spot; `ineligible` candidates could
-    not be chosen. `excluded` lists all limits that candidates break, with the decisive limit of each candidate first.
-    `within_limits_is_likely` is False if every candidate might break a limit; the chosen one is then the least likely
-    to do so. `best_is_excluded` is True if the deadline or the budget excludes the candidate that would otherwise have
-    been chosen. `merit` is the end of a sentence on what the chosen candidate is best at. `expected_best` is the
-    candidate that the objective ranks first; it differs from the chosen one if the latter changes fewer options and may
-    be as good. `menu` has up to five points, fastest first, on the frontier of the candidates that the objective may
-    choose, including the chosen one.
+    `estimates` has all candidates in their order, first on demand and then on spot capacity; `ineligible` candidates
+    could not be chosen. `excluded` has every limit that a candidate exceeds; the first limit of a candidate is the
+    decisive one. `within_limits_is_likely` is False if every candidate might exceed a limit; the chosen candidate is
+    then the one least likely to do so. `best_is_excluded` is True if the deadline or the budget excludes the candidate
+    that would otherwise have been chosen. `merit` is the end of a sentence that says why the chosen candidate is best.
+    `expected_best` is the candidate that the objective ranks first; another candidate is chosen only if it changes
+    fewer options and may be as good. `menu` has up to five estimates on the frontier of the candidates that the
+    objective may choose, fastest first, including the chosen one.
     """
 
     estimates: tuple[Estimate, ...]
@@ -71,12 +70,12 @@ class Choice:
 
     @functools.cached_property
     def knee(self) -> KneeFinding:
-        """Return the knee of the frontier; a plan makes many choices, of which only the user's needs one."""
+        """Return the knee of the frontier, computed on first use because most choices of a plan need none."""
         return find_knee(self.frontier) if self.frontier else _NO_KNEE
 
     @property
     def barred(self) -> set[tuple[Configuration, bool]]:
-        """Return the keys of estimates that no limit could admit: the batch is too large, or training never ends."""
+        """Return the keys of estimates that no deadline or budget could admit, such as those with too large a batch."""
         refused = {e.key for e in self.estimates if not self.goal.may_choose(e.configuration)}
         return _hard(self.excluded) | (refused - ({self.chosen.key} if self.chosen else set()))
 
@@ -90,12 +89,12 @@ def recommend(
     unavailable: Collection[Configuration] = (),
     doubtful: Collection[Configuration] = (),
 ) -> Choice:
-    """Predict, price and choose among the candidates; users get this choice, and the planner verifies it.
+    """Return the choice among the candidates that users see and that the planner verifies.
 
-    `memory` is keyed by variant and is required if prices are per GB. `unavailable` candidates failed to run, and
-    `doubtful` ones may not fit into memory: a doubtful candidate is chosen only if nothing else is left, and an
-    unavailable one only if all are unavailable. If the job has options, launches of other options than the base must be
-    measured before they can be chosen. Raises ObservationError if a price is missing.
+    `memory` has the memory model of each variant and is required if prices are per GB. `unavailable` candidates failed
+    to run, and `doubtful` candidates may not fit into memory. A doubtful candidate is chosen only if there is no other,
+    and an unavailable candidate only if all candidates are unavailable. Options other than the base can only be chosen
+    for launches that have been measured. Raises ObservationError if a price is missing.
     """
     estimates = price_candidates(candidates, model, goal, memory=memory)
     ineligible: frozenset[Configuration] = frozenset()
@@ -108,7 +107,7 @@ def recommend(
 
 
 def unlaunched_options(candidates: Sequence[Configuration], model: StepTimeModel) -> frozenset[Configuration]:
-    """Return the candidates with options other than the base whose launch has no measurements yet."""
+    """Return the candidates whose options differ from the base and whose launch has no measurement yet."""
     rows = [] if model.observations is None else model.observations.points.rows()
     launched = {(variant, nodes, world, steps) for variant, nodes, world, _, steps in rows}
     return frozenset(
@@ -126,9 +125,9 @@ def price_candidates(
     memory: Mapping[Variant, MemoryModel] | None = None,
     assumed_peak: Interval | None = None,
 ) -> tuple[Estimate, ...]:
-    """Return time and cost of every candidate, first on demand, then on spot capacity; arguments are as in `recommend`.
+    """Return the time and the cost of every candidate, first on demand and then on spot capacity.
 
-    Without a memory model, the peak is assumed to be `assumed_peak` bytes.
+    The arguments are as in `recommend`; a variant without a memory model has a peak of `assumed_peak` bytes.
     """
     if missing := sorted({c.instance_type for c in candidates} - {*goal.offers, *goal.spot_offers}):
         raise ObservationError(f"no price for instance type {missing[0]!r}; add an offer for it.")
@@ -159,13 +158,13 @@ def price_candidates(
 def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
     """Return the best candidate for the goal's objective within its limits.
 
-    A candidate with changed options must be clearly better than candidates with fewer changes. Among the options whose
-    best value is within 2 % of the least value and may equal it (by the 90 % interval of their ratio without the noise
-    of a run), the options nearest to today's are chosen.
+    A candidate with changed options must be clearly better than candidates with fewer changes. Two values are a tie if
+    they differ by at most 2 % and the 90 % interval of their ratio, without the noise of a run, includes 1. Among the
+    options that tie with the best value, those nearest to today's are chosen.
 
-    A candidate is within the deadline and the budget only if the upper end of its interval is; as the interval covers
-    90 %, exceeding a limit is rare. If no candidate is, the one whose mean is within them by the widest margin is
-    chosen, and `within_limits_is_likely` is False.
+    A candidate meets the deadline and the budget only if the upper end of its 90 % interval does, so it rarely exceeds
+    them. If no candidate meets them, the one whose mean meets them by the widest margin is chosen, and
+    `within_limits_is_likely` is False.
     """
     limits, objective = goal.limits, OBJECTIVES[goal.objective]
     excluded = tuple(exclusion for estimate in estimates for exclusion in _breaches(estimate, limits))
@@ -204,7 +203,7 @@ def choose(goal: Goal, estimates: Sequence[Estimate]) -> Choice:
 
 
 def _least_changed(goal: Goal, allowed: Sequence[Estimate], best: Estimate) -> Estimate:
-    """Return the best estimate with the options nearest to today's, among options that may be as good as `best`'s."""
+    """Return the best estimate of the options nearest to today's, among the options that may be as good as the best."""
     alike = defaultdict[Options, list[Estimate]](list)
     for estimate in allowed if goal.options else ():
         alike[estimate.configuration.options].append(estimate)
@@ -214,7 +213,8 @@ def _least_changed(goal: Goal, allowed: Sequence[Estimate], best: Estimate) -> E
     values: dict[Options, Interval] = {}
     for options, estimates in ranked.items():
         least = min(estimates, key=lambda e: goal.value(e).expected)
-        # A value that a run could improve was not measured, so it does not count as a tie; its verification decides.
+        # Each interval is narrowed to the noise of a run at most, since an unmeasured value is not a tie merely because
+        # its interval is wide: a run will verify it.
         values[options] = least.narrowed(goal.value(least), min(least.known_sd, RUN_NOISE))
 
     def is_clearly_worse(options: Options) -> bool:
@@ -231,7 +231,7 @@ def _hard(excluded: Sequence[Exclusion]) -> set[tuple[Configuration, bool]]:
 
 
 def _breaches(estimate: Estimate, limits: Limits) -> list[Exclusion]:
-    """Return every limit that a candidate breaks, beginning with those that it breaks for certain."""
+    """Return every limit that a candidate exceeds, first those that even its mean exceeds."""
     batch, most = estimate.configuration.global_batch_size, limits.max_global_batch_size
     broken = []
     if most is not None and batch > most:

@@ -1,6 +1,7 @@
-"""Maximum a posteriori fits of the form `overlap` with its residual process, averaged over residual hypotheses.
+"""Fits the form `overlap` and its residual process by maximum a posteriori estimation, averaged over hypotheses.
 
-Repeated measurements of a configuration are merged first.
+The hypotheses differ in the scales of the residual process. The caller merges repeated measurements of a configuration
+before the fit.
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ from tula_service.perfmodel.step_time_form import (
     to_seconds,
 )
 
-_TOLERANCE = 1e-5  # of the squared misfit and of theta: a shift of predictions far below their intervals
+_TOLERANCE = 1e-5  # of the squared misfit and of theta; it shifts predictions by far less than their intervals
 _OUTLIER_SDS = 3.0
-_POINTS_FOR_A_CASE = 10  # with fewer points, replays get worse: an outlier looks like a job that strays
+_POINTS_FOR_A_CASE = 10  # with fewer points, replays get worse, because an outlier and a misfit look alike
 _PRIOR_DOF = 6.0
 _IN_SECONDS = to_seconds(COLLECTIVES)
-_COMPUTE_NOISE = 0.07  # of log compute time and of log optimizer time, around the timed phases of a step
+_COMPUTE_NOISE = 0.07  # standard deviation of log compute time and of log optimizer time around the timed values
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of a fit: log step times, log compute times, and logs of the once-per-step part (NaN: unknown).
+    """The targets of a fit: log step times, log compute times, and logs of the once-per-step part; NaN means unknown.
 
-    `noise_variance` is the run-to-run variance of a row divided by its repeats, plus the squared error within the runs.
+    `noise_variance` is the run-to-run variance of a row divided by its number of runs, plus the squared relative error
+    within the runs.
     """
 
     points: Points
@@ -54,7 +56,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Member:
-    """Mean and covariance of theta under one hypothesis, and the residual process's state for n measured points."""
+    """The fit under one hypothesis: mean and covariance of theta, and the residual process at the measured points."""
 
     theta: FloatArray
     covariance: FloatArray
@@ -69,13 +71,13 @@ class Member:
     def predict(
         self, points: Points, measured: Points, reference: float, slow_from: float = math.inf
     ) -> tuple[FloatArray, FloatArray]:
-        """Return the mean of log step time and the variance of the noise-free value around it, shape (n,) each."""
+        """Return the mean and the variance of the noise-free log step time, each of shape (n,)."""
         terms = log_terms(self.theta, points, reference, slow_from)
         same = same_points(points, measured)
         cross = residual_covariance(points, measured, self.scales) + same * self.own_variance
         own = np.where(same.any(axis=1), same @ self.own_variance, self.scales.own**2)
         explained = self.whitener @ cross.T
-        slopes = terms.step_slopes - explained.T @ self.whitened_slopes  # to the extent that the data leave them open
+        slopes = terms.step_slopes - explained.T @ self.whitened_slopes  # minus the part that the data determine
         variance = residual_variance(self.scales) + own - np.sum(explained**2, axis=0)
         variance = variance + np.einsum("ij,jk,ik->i", slopes, self.covariance, slopes)
         return terms.step + cross @ self.weights, np.maximum(variance, 1e-10) * self.variance_factor
@@ -83,9 +85,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Posterior:
-    """The members, weighted by how well they explain the measurements; contains everything that prediction needs.
+    """A mixture of the members, weighted by how well they explain the measurements, with all that prediction needs.
 
-    `prior` is the prior of the fit; if its c was unknown, c comes from the data.
+    `prior` is the prior of the fit; if it had no compute scale c, c comes from the data.
     """
 
     prior: StepTimePrior
@@ -97,11 +99,11 @@ class Posterior:
 
     @property
     def leading(self) -> Member:
-        """Return the member with the largest weight, whose parameters represent all."""
+        """Return the member with the largest weight, whose parameters are used where one member must be chosen."""
         return self.members[int(np.argmax(self.member_weights))]
 
     def predict(self, points: Points) -> tuple[FloatArray, FloatArray]:
-        """Return the mean of log step time and the variance of the noise-free value around it, shape (n,) each."""
+        """Return the mean and the variance of the noise-free log step time, each of shape (n,)."""
         shared = self.points, self.reference_batch_size, self.prior.slow_from
         moments = [member.predict(points, *shared) for member in self.members]
         means, variances = np.array([mean for mean, _ in moments]), np.array([variance for _, variance in moments])
@@ -109,10 +111,14 @@ class Posterior:
         return mean, np.asarray(self.member_weights @ (variances + (means - mean) ** 2), dtype=np.float64)
 
     def predict_step(self, points: Points) -> LogStepTimes:
-        """Predict the measurements of one run at n points; terms come from the leading member, shifted to the mean."""
+        """Return the predicted measurement of one run at each of n points.
+
+        The compute and communication terms are the leading member's, scaled by the ratio of the mean step time to its
+        step time.
+        """
         mean, variance = self.predict(points)
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
-        noise_variance = self.prior.scales.noise**2 * min(factor, 4.0)  # of a run around its configuration's own
+        noise_variance = self.prior.scales.noise**2 * min(factor, 4.0)  # of a run around its configuration's mean
         terms = log_terms(self.leading.theta, points, self.reference_batch_size, self.prior.slow_from)
         correction = mean - terms.step
         return LogStepTimes(
@@ -125,15 +131,15 @@ class Posterior:
         )
 
     def as_prior(self) -> StepTimePrior:
-        """Return mean and standard deviation of theta over all members, as a prior for the job's other types."""
+        """Return a prior for the job's other instance types: mean and standard deviation of theta over all members."""
         return self._moments([member.covariance * member.variance_factor for member in self.members])
 
     def without_prior(self) -> StepTimePrior:
-        """Return the posterior of the measurements alone, starting from the generic prior, as a lesson for later jobs.
+        """Return the posterior of this job's measurements with the generic prior, from which later jobs can learn.
 
-        The prior of the fit is divided out. Otherwise, a job that has only used one GPU would repeat the results of
-        others on networks, and each repetition would count as another measurement. The misfit of the job widens or
-        narrows only what was measured.
+        The prior of the fit is divided out. Otherwise, a job that only used one GPU would pass on other jobs' results
+        about networks, which would then be counted again as measurements. The misfit of the job changes only the
+        deviations of parameters that it measured.
         """
         own, generic, in_seconds = self._moments([m.covariance for m in self.members]), generic_prior(), _IN_SECONDS
         factor = float(self.member_weights @ [member.variance_factor for member in self.members])
@@ -146,9 +152,9 @@ class Posterior:
         return replace(own, mean=np.linalg.solve(in_seconds, taught), sd=precision**-0.5)
 
     def _moments(self, covariances: Sequence[FloatArray]) -> StepTimePrior:
-        """Return a prior with the mean and deviation of theta over all members, given their covariances.
+        """Return a prior with the mean and standard deviation of theta over all members, given their covariances.
 
-        The prior has collectives in seconds, since these are better known than their ratios to c.
+        The deviations of the collectives are for their times in seconds, which are better known than their ratios to c.
         """
         thetas = np.array([member.theta for member in self.members])
         mean = self.member_weights @ thetas
@@ -165,14 +171,14 @@ class Posterior:
 
 
 def build_targets(observations: StepTimeObservations, repeats: FloatArray, scales: ResidualScales) -> Targets:
-    """Return the targets of the fit, shape (n,); the mean of k = `repeats` runs has 1/k of a run's variance."""
+    """Return the targets of the fit, shape (n,); the mean of `repeats` runs has 1 / `repeats` of a run's variance."""
     compute = np.where(
         np.isfinite(observations.compute_time_s),
         observations.compute_time_s,
         observations.step_time_s - observations.exposed_comm_time_s,
     )
     usable = (compute > 0.0) & (compute <= observations.step_time_s * 1.02)
-    # The reported time of an optimizer that waits for other ranks is more than its compute.
+    # If an optimizer waits for other ranks, its reported time is longer than its compute time.
     once, most = observations.optimizer_time_s, np.where(usable, compute, observations.step_time_s)
     return Targets(
         points=observations.points,
@@ -184,7 +190,7 @@ def build_targets(observations: StepTimeObservations, repeats: FloatArray, scale
 
 
 def prior_posterior(prior: StepTimePrior, reference_batch_size: float) -> Posterior:
-    """Return the posterior without data: the prior itself."""
+    """Return a posterior without measurements, which is equal to the prior."""
     none = np.zeros(0)
     member = Member(
         theta=prior.mean,
@@ -205,7 +211,7 @@ def fit_posterior(
     prior: StepTimePrior,
     reference_batch_size: float,
 ) -> Posterior:
-    """Fit and return one Laplace approximation for each hypothesis, weighted by its evidence; deterministic."""
+    """Return the Laplace approximations under all hypotheses, weighted by their evidence; the fit is deterministic."""
     centre, points = prior.mean.copy(), targets.points
     beliefs, shares = zip(*hypotheses(prior.scales), strict=True)
     covariances = [residual_covariance(points, points, scales) for scales in beliefs]
@@ -239,18 +245,18 @@ def _fit_member(
     targets: Targets,
     reference: float,
 ) -> Member:
-    """Return the Laplace approximation around the maximum a posteriori; the search starts at `theta`.
+    """Return the Laplace approximation around the maximum a posteriori estimate; the search starts at `theta`.
 
-    `shared` is the covariance of the residuals at `scales`, shape (n, n), without each point's own part. A point that
-    is more than three deviations from the prediction of the others is treated as a separate case, the worst point
-    first, at most one in ten: it influences only its own prediction.
+    `shared` is the covariance of the residuals under `scales`, shape (n, n), without the part that each point has to
+    itself. A point is an outlier if it lies more than three standard deviations from its prediction from the other
+    points; an outlier influences no other prediction. At most one point in ten is treated as an outlier, worst first.
     """
     measured = targets.log_step.size
     own = np.full(measured, scales.own**2)
     for cases_left in reversed(range(measured // _POINTS_FOR_A_CASE + 1)):
         lower = cholesky(shared + np.diag(own + targets.noise_variance), lower=True)
-        # This avoids solve_triangular: OpenBLAS divides even six rows among threads, and on busy cores waits long for
-        # them.
+        # solve_triangular would be slower on busy cores: OpenBLAS divides even six rows among threads and waits for
+        # every thread.
         whitener = np.asarray(dtrtri(lower, lower=1)[0])
         theta, missed, whitened = _levenberg_marquardt(theta, prior, targets, whitener, reference)
         weights = -whitener.T @ missed[:measured]
@@ -262,7 +268,8 @@ def _fit_member(
             break
         own[worst] += surprise[worst] ** 2 / point_precision[worst]
     squares, precision = float(missed @ missed), whitened.T @ whitened
-    # Laplace's log evidence up to a constant, with the overall scale integrated out (Student's t with 6 degrees).
+    # Laplace's log evidence up to a constant, with the overall scale integrated out, which results in Student's t with
+    # 6 degrees of freedom.
     volume = float(np.linalg.slogdet(precision * np.outer(prior.sd, prior.sd))[1])
     misfit = (_PRIOR_DOF + measured) * math.log1p(squares / _PRIOR_DOF)
     return Member(
@@ -285,19 +292,18 @@ def _levenberg_marquardt(
     whitener: FloatArray,
     reference: float,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return theta at the maximum, and the whitened residuals and their slopes in theta at that point.
+    """Return theta at the posterior's maximum, and there the whitened residuals and their derivatives by theta.
 
-    The residuals belong to log step times, readings of compute and of the once-per-step part, and the prior, in this
-    order.
+    The residuals are in this order: log step times, log compute times, logs of the once-per-step part, and the prior.
     """
-    from scipy.optimize import leastsq  # imported on use: it slows the start of the service
+    from scipy.optimize import leastsq  # imported here because it slows the start of the service
 
     has_compute, root = np.isfinite(targets.log_compute), cholesky(prior.precision)
     timed = np.isfinite(targets.log_once)
     of_once = np.zeros((int(timed.sum()), theta.size))
     of_once[:, [AT.compute, AT.once]] = 1.0 / _COMPUTE_NOISE
 
-    @lru_cache(maxsize=1)  # MINPACK asks for the slopes at the point where it has just asked for the residuals
+    @lru_cache(maxsize=1)  # MINPACK requests the slopes at the point for which it has just requested the residuals
     def terms_at(at: tuple[float, ...]) -> Terms:
         return log_terms(np.array(at), targets.points, reference, prior.slow_from)
 

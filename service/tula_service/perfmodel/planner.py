@@ -27,21 +27,22 @@ _DESIGN_RUNS = 4
 _RUNS_PER_FURTHER_TYPE = 2
 _BATCHES_PER_LAUNCH = 3
 _APART = 4
-_WORTH_A_LAUNCH = 0.01  # expected gain that pays for a launch; docs/evidence/model.md says which draws decided it
+_WORTH_A_LAUNCH = 0.01  # least expected gain for a further launch; docs/evidence/model.md describes how it was chosen
 _DEARER, _LEAST_WEIGHT = 0.5, 1e-3
-_BOUND_SDS = 2.0  # replays of half of the public grids with 3 % noise: 1.5 to 2.5 give the same regret, 1 gives more
-_MOST_JUDGED = 128  # candidates whose variance a design looks at, so that a plan with thousands needs 0.2 s and 50 MiB
+_BOUND_SDS = 2.0  # in replays of half of the public grids with 3 % noise, 1.5 to 2.5 had the same regret, and 1 more
+_MOST_JUDGED = 128  # most candidates whose variance a design sums, so that thousands of them need 0.2 s and 50 MiB
 _ONE_GB = Interval(1e9, 1e9, 1e9)
 _FORBIDDEN = 1e3
-_ROUNDING = 1e-3  # ratios of standard deviations this close to a whole number count as whole
+_ROUNDING = 1e-3  # a ratio of standard deviations that is this close to a whole number is treated as whole
 
 
 @dataclass(frozen=True)
 class PlanBudget:
-    """The limits on all profiling of a job. GPU-seconds are ranks times seconds; None means no limit.
+    """The limits on all profiling of a job. GPU-seconds are seconds multiplied by the number of ranks.
 
-    `by_default` is True if `max_runs` is the default rather than the user's number. With `share_launches`, a launch
-    measures up to three local batches, and `max_runs` counts launches. `failed` configurations count as launched.
+    If `max_gpu_seconds` is None, GPU-seconds are not limited. `by_default` is True if the user did not set `max_runs`.
+    If `share_launches` is True, a launch measures up to three local batches, and `max_runs` is a number of launches.
+    `failed` configurations count as launched.
     """
 
     max_runs: int = 6
@@ -56,7 +57,7 @@ class PlanBudget:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A configuration to profile, and its purpose in a sentence."""
+    """A configuration to profile, with a sentence that states the purpose of the run."""
 
     configuration: Configuration
     purpose: str
@@ -64,10 +65,10 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """Runs that may be executed in parallel. `stop_reason` is set if there are none because profiling is over.
+    """The runs to execute next, which may be parallel; if profiling is over, `stop_reason` says why.
 
-    If a plan has neither runs nor a reason, the pending runs must end first or, if none is pending, no candidate is
-    within the limits.
+    If a plan has neither runs nor a reason, the pending runs must end first. If no run is pending either, no candidate
+    is within the limits.
     """
 
     runs: tuple[PlannedRun, ...]
@@ -85,25 +86,28 @@ def plan(
     pending: Collection[Configuration] = (),
     unavailable: Collection[Configuration] = (),
 ) -> Plan:
-    """Decide what to profile next, deterministically.
+    """Return the configurations to profile next; the plan is deterministic.
 
-    `full` takes every candidate. `partial` takes the smallest and the largest batch on the smallest and the largest
-    cluster. `paper` takes two of these corners: the smallest batch on the smallest cluster and the largest batch on the
-    largest. `adaptive` takes the four most informative runs (largest cluster first), then follows `_refine_choice`.
-    With `budget.share_launches`, a launch measures up to three batches on its cluster: the first launch of an instance
-    type uses its largest cluster, the second its smallest, unless the first showed how a step splits into compute and
-    communication. If a probe measured the links between nodes, only the launch on the smallest cluster is made. If the
-    job has options, these launches use the base; `adaptive` then takes the launch with the largest expected gain.
+    - `full` profiles every candidate.
+    - `partial` profiles four corners: the smallest and the largest batch on the smallest and the largest cluster.
+    - `paper` profiles two corners: the smallest batch on the smallest cluster, and the largest on the largest.
+    - `adaptive` profiles the four most informative candidates, largest cluster first, then follows `_refine_choice`.
+
+    If `budget.share_launches` is True, a launch measures up to three batches on its cluster, and `adaptive` begins with
+    up to two launches of each instance type. The first uses the largest cluster. The second uses the smallest cluster,
+    and is left out if the first measured how a step splits into compute and communication. If a probe measured the
+    links between nodes, only the launch on the smallest cluster is needed. If the job has options, these launches use
+    the base; after them, `adaptive` plans the launch with the largest expected gain.
 
     `model` is the job's fit, or its priors before the first measurement, or None if nothing is known. Once there are
-    measurements, `recommendation` is the user's answer for `goal`; by default, the planner computes it from the same
-    arguments. `pending` runs have been planned or begun; `unavailable` configurations failed and are neither planned
-    nor chosen. Raises ObservationError if all candidates failed.
+    measurements, `recommendation` is the choice that the user sees for `goal`; by default, it is computed from the same
+    arguments. `pending` runs have been planned or have begun; `unavailable` configurations failed and are neither
+    planned nor chosen. Raises ObservationError if all candidates failed.
     """
     unavailable = frozenset(unavailable)
     left = tuple(c for c in dict.fromkeys(candidates) if c not in unavailable)
     if not left:
-        raise ObservationError("candidates: the run of each has failed; fix the cause and register the job again.")
+        raise ObservationError("the runs of all candidates have failed; fix the cause and register the job again.")
     state = _State(search, left, model, budget or PlanBudget(), pending)
     if (stop_reason := state.exhausted()) is not None:
         return Plan((), None if pending else stop_reason)
@@ -112,7 +116,7 @@ def plan(
     if search != "adaptive":
         name = "The paper's search" if search == "paper" else "Partial search"
         corners = [c for c in corner_design(left, two=search == "paper") if c in state.affordable]
-        runs = [PlannedRun(c, f"{name}: a corner of the space: extreme batch and cluster size.") for c in corners]
+        runs = [PlannedRun(c, f"{name}: this candidate has an extreme batch and cluster size.") for c in corners]
         return Plan(tuple(runs), None if runs or pending else f"{name}: its corners have been profiled.")
     runs = _first_launches(state) if state.budget.share_launches else _next_design_runs(state, goal)
     if runs or pending or state.model is None:
@@ -123,12 +127,12 @@ def plan(
 
 
 class _State:
-    """The input of planning decisions; `model` is None before the first measurement.
+    """The input of all planning decisions; `model` is None before the first measurement.
 
-    `used` configurations were measured or are pending, `unused` candidates are neither, and `affordable` ones are
-    unused candidates within the budget. `of_base` has the candidates with the options that the design launches: the
-    base, or the options nearest to it among the candidates. A launch measures up to `batches` local batches, or one
-    configuration; `runs_left` counts launches.
+    `used` configurations have been measured or are pending; all other candidates are `unused`, and the unused
+    candidates within the budget are `affordable`. `of_base` has the candidates that the design can launch: those with
+    the base options or, if there are none, with the options nearest to the base. A launch measures up to `batches`
+    local batches, and `runs_left` launches remain.
     """
 
     def __init__(
@@ -150,13 +154,13 @@ class _State:
             self.used |= frozenset(compress(candidates, self.model.predict(candidates).measured))
         self.unused = tuple(c for c in candidates if c not in self.used)
         self.affordable = frozenset(self._affordable())
-        # The other searches have a fixed number of runs; only the adaptive one has a cap.
+        # The number of runs is only limited for the adaptive search, since it is fixed for all others.
         limit = budget.max_runs if search == "adaptive" else len(candidates) + 1
         self.batches = _BATCHES_PER_LAUNCH if budget.share_launches else 1
         self.runs_left = limit - counted_launches(self.used | budget.failed, share_launches=budget.share_launches)
 
     def exhausted(self) -> str | None:
-        """Return why no further run is possible, or None if one is possible."""
+        """Return the reason why no further run is possible, or None if a further run is possible."""
         budget = self.budget
         if not self.unused:
             return "Every candidate has been profiled."
@@ -166,22 +170,23 @@ class _State:
             return f"The budget of {budget.max_runs} {one if budget.max_runs == 1 else many} ({which}) is spent."
         if not self.affordable:
             return (
-                f"The rest of {budget.max_gpu_seconds:g} GPU-seconds (profiling.max_gpu_seconds) is too little for "
-                "another run."
+                f"Too little is left of the budget of {budget.max_gpu_seconds:g} GPU-seconds "
+                "(profiling.max_gpu_seconds) for another run."
             )
         return None
 
     def launch(self, asked: Configuration, purpose: str) -> Plan:
-        """Return the plan of the launch that measures this configuration, with further local batches."""
+        """Return a plan with one launch, which measures this configuration and further local batches."""
         batches = self.choose_batches(self.affordable, find_launch(asked), asked)
         return Plan(tuple(PlannedRun(c, purpose) for c in batches), None)
 
     def choose_batches(
         self, among: Iterable[Configuration], launch: Launch, *asked: Configuration
     ) -> list[Configuration]:
-        """Return the batches of a launch: `asked`, then the smallest, largest and middle batch while there is room.
+        """Return up to `self.batches` configurations of a launch, sorted.
 
-        For options other than the base, the largest batch of the base comes before the middle one.
+        By priority, these are the `asked` configurations, then the smallest, the largest and the middle batch.
+        If the launch has other options than the base, the largest batch of the base has priority over the middle batch.
         """
         batches = sorted(c for c in among if find_launch(c) == launch)
         of_base = [c.local_batch_size for c in self.of_base if find_launch(c) == launch._replace(options=self.base)]
@@ -190,7 +195,7 @@ class _State:
         return sorted([*dict.fromkeys(chosen)][: self.batches])
 
     def tells_split(self, launch: Launch) -> bool:
-        """Return True if a run of this launch measured how a step splits into compute and exposed communication."""
+        """Return True if this launch has measured how a step splits into compute and exposed communication."""
         seen = None if self.model is None else self.model.observations
         if seen is None:
             return False
@@ -205,9 +210,9 @@ class _State:
         return find_launch(c) if self.budget.share_launches else c
 
     def _affordable(self) -> Iterator[Configuration]:
-        """Yield the unused candidates whose run fits into the remaining GPU-seconds.
+        """Yield the unused candidates that can be run within the remaining GPU-seconds.
 
-        A launch measures its batches in ascending order, so each batch also needs the time of the smaller ones.
+        A launch measures its batches in ascending order, so a batch can only run after all smaller batches.
         """
         budget, needed = self.budget, defaultdict[object, float](float)
         most = math.inf if budget.max_gpu_seconds is None else budget.max_gpu_seconds
@@ -225,7 +230,10 @@ class _State:
 
 
 def counted_launches(configurations: Iterable[Configuration], *, share_launches: bool) -> int:
-    """Return how many of the budget's launches these configurations use: one each, or one for up to three."""
+    """Return how many of the budget's launches these configurations use.
+
+    Each configuration uses one launch or, if launches are shared, up to three configurations of a launch use one.
+    """
     if not share_launches:
         return len(frozenset(configurations))
     counts = Counter(map(find_launch, frozenset(configurations))).values()
@@ -235,8 +243,8 @@ def counted_launches(configurations: Iterable[Configuration], *, share_launches:
 def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> list[Configuration]:
     """Return the smallest and the largest batch on the largest and the smallest cluster of each variant.
 
-    With `two`, as in the paper (IV-B), return the largest batch on the largest cluster and the smallest on the
-    smallest.
+    If `two` is True, return only two corners as in the paper (IV-B): the largest batch on the largest cluster, and the
+    smallest batch on the smallest cluster.
     """
     corners: list[Configuration] = []
     for variant in sorted({c.variant for c in candidates}):
@@ -251,11 +259,12 @@ def corner_design(candidates: Sequence[Configuration], *, two: bool = False) -> 
 
 
 def _first_launches(state: _State) -> list[PlannedRun]:
-    """Return the missing runs of the launches with which every search begins.
+    """Return the missing runs of the launches with which every adaptive search begins.
 
-    These use the largest and the smallest cluster of each instance type or, if a probe measured the links between
-    nodes, only the smallest. A type with a launch that separated compute from communication needs no further launch. If
-    one cluster has several launches, the launch with the least accumulation counts as the largest.
+    These launches use the largest and the smallest cluster of each instance type or, if a probe measured the links
+    between nodes, only the smallest. An instance type needs no further launch once a launch has separated compute from
+    communication. Among the launches of one cluster, the one with the least gradient accumulation counts as the
+    largest.
     """
     begun = find_launches(state.used)
     told = {launch.instance_type for launch in begun if launch.options == state.base and state.tells_split(launch)}
@@ -286,8 +295,8 @@ def _next_design_runs(state: _State, goal: Goal) -> list[PlannedRun]:
     if missing <= 0:
         return []
     chosen = design(state.of_base, state.priors, missing, goal=goal, allowed=state.affordable, used=used)
-    # Memory is predicted best from two batches of a type that differ by a factor of four, so one follows the largest
-    # clusters.
+    # Memory is predicted best from two batches of an instance type that differ by a factor of four, so the run on the
+    # largest cluster is followed by a run with a batch that is at least four times as large or as small.
     chosen[num_types:] = sorted(chosen[num_types:], key=lambda c: not _far_apart(c, chosen[0]))
     return [PlannedRun(c, _purpose(c, state.of_base)) for c in chosen]
 
@@ -302,7 +311,7 @@ def _purpose(chosen: Configuration, candidates: Sequence[Configuration]) -> str:
     same = [c for c in candidates if c.instance_type == chosen.instance_type]
     cluster = _place(chosen.world_size, [c.world_size for c in same])
     batch = _place(chosen.local_batch_size, [c.local_batch_size for c in same])
-    why = "so that nothing lies outside" if cluster == "largest" else "most informative for the model"
+    why = "so that no candidate is extrapolated" if cluster == "largest" else "most informative for the model"
     return f"Design: {cluster} cluster with {batch} batch, {why}."
 
 
@@ -321,13 +330,14 @@ def design(
 ) -> list[Configuration]:
     """Return the most informative candidates, the largest cluster of each type first, then the smallest cluster.
 
-    The model's predictions are worst beyond the largest measured cluster. With a goal, the run on the largest cluster
-    uses the batch that is expected to be best there, and the design minimises the variance of candidates that may be
-    chosen: a candidate that is expected to cost twice as much as the best counts a quarter as much. The design chooses
-    from `allowed` (default: all); `used` configurations have been measured or will be.
+    The largest cluster is first because the model's predictions are worst beyond the largest measured cluster. If there
+    is a goal, the run on the largest cluster uses the batch that is expected to be best there, and the design minimises
+    the variance of the candidates that may be chosen: a candidate that is expected to cost twice as much as the best
+    has a quarter of its weight. The design chooses among the `allowed` candidates, by default all; `used`
+    configurations have been or will be measured.
     """
-    # This uses the prior's uncertainty instead of the fit's: a design that is fixed before measuring does as well as
-    # one that changes after every run, and all of its runs may be executed in parallel.
+    # The design uses the uncertainty of the prior, not of the fit. A design that is fixed before all measurements is as
+    # good as one that changes after every run, and its runs may be executed in parallel.
     believed = {c.instance_type: priors.believed.get(c.instance_type, generic_prior()) for c in candidates}
     model = unmeasured_model(replace(priors, believed=believed), candidates)
     value, weights = None, np.ones(len(candidates))
@@ -349,9 +359,10 @@ def design(
 
 
 def log_value(model: StepTimeModel, candidates: Sequence[Configuration], goal: Goal) -> FloatArray:
-    """Return the log of the goal's value at each candidate's best offer, shape (n,); 1000 if the goal forbids it.
+    """Return the logarithm of the goal's value for each candidate at its best offer, shape (n,).
 
-    Memory is not known yet, so a price per GB-hour is applied as if every rank used one GB.
+    The result is 1000 for a candidate that the goal forbids. Since the memory is not known yet, a price per GB-hour is
+    applied as if every rank used one GB.
     """
     largest = goal.limits.max_global_batch_size or math.inf
     best = dict.fromkeys(candidates, _FORBIDDEN)
@@ -371,12 +382,13 @@ def greedy_design(
     first: Iterable[Sequence[int]],
     weights: FloatArray,
 ) -> list[int]:
-    """Return the row numbers of up to `num_runs` runs, in order, that minimise the weighted variance; deterministic.
+    """Return the row numbers of up to `num_runs` candidates, in order, chosen greedily and deterministically.
 
-    Each pick minimises the posterior variance of log step time under a model without measurements, summed over all rows
-    or 128 evenly spread rows. No step time is needed, so the runs may be executed in parallel. `used` rows will be
-    measured anyway; one row of each group in `first` (the largest cluster of each instance type) comes before all
-    others. `weights`, shape (n,), are the weights of the rows' variances.
+    Each choice minimises the weighted sum of the posterior variances of log step time under a model without
+    measurements. The sum is over all rows, or over 128 evenly spread rows if there are more. The choices need no
+    measured step time, so the runs may be executed in parallel. `allowed` rows may be chosen; `used` rows have been or
+    will be measured. One row of each group in `first` is chosen before all others. `weights`, shape (n,), has the
+    weights of the variances.
     """
     points, noise = Points.of(candidates), generic_prior().scales.noise ** 2
     judged = np.unique(np.linspace(0, len(points) - 1, min(len(points), _MOST_JUDGED)).astype(int))
@@ -407,7 +419,7 @@ def greedy_design(
 def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> FloatArray:
     """Return the covariance of log step time under a model without measurements, shape (len(first), len(second)).
 
-    The parameters and the residual both contribute. Variants count as independent.
+    It is the sum of the covariances from the parameters and from the residual. Variants are treated as independent.
     """
     covariance = np.zeros((len(first), len(second)))
     for variant in set(first.variant) & set(second.variant):
@@ -424,17 +436,18 @@ def prior_covariance(model: StepTimeModel, first: Points, second: Points) -> Flo
 
 
 def _refine_choice(state: _State, choice: Choice) -> Plan:
-    """Return the next launch that may change or verify the choice, or the reason why there is none. In this order:
+    """Return the next launch that may verify or change the choice, or the reason why there is none.
 
-    1. Verification: the choice itself, if it was not measured.
-    2. Contender: the candidate with the lowest confidence bound, unless it was measured. If the job has options, it is
-    the launch with the largest expected gain, since the bounds of options that were never launched are wide.
+    1. Verification: the choice itself is launched if it has not been measured.
+    2. Contender: otherwise, the candidate with the lowest confidence bound is launched if it has not been measured. If
+       the job has options, the launch with the largest expected gain is preferred instead, because options that were
+       never launched have wide bounds.
 
-    If a launch measures several batches, or the job has options, step 2 needs a minimum expected gain.
+    If a launch measures several batches, or if the job has options, a contender must have a minimum expected gain.
     """
     chosen = choice.chosen
     if chosen is not None and not chosen.measured and chosen.configuration in state.affordable:
-        return state.launch(chosen.configuration, "Verification: it would be recommended, so it is measured.")
+        return state.launch(chosen.configuration, "Verification: this run measures the current choice.")
     has_options = bool(state.base)
     least_gain = _WORTH_A_LAUNCH if state.budget.share_launches or has_options else 0.0
     if (gain := expected_gain(choice, state.affordable)) >= least_gain:
@@ -443,28 +456,29 @@ def _refine_choice(state: _State, choice: Choice) -> Plan:
             gains = max(sorted(of_launches.items()), key=lambda item: sum(item[1].values()))[1]
             return state.launch(
                 max(sorted(gains), key=lambda c: gains[c]),
-                "Contender: of all launches that are left it has the largest expected gain.",
+                "Contender: this launch has the largest expected gain of all remaining launches.",
             )
         best = most_promising(choice, state.affordable)
         if best is not None and not best.measured and best.configuration in state.affordable:
             return state.launch(
                 best.configuration,
-                "Contender: of all candidates it has the lowest confidence bound, so it might beat the choice.",
+                "Contender: this candidate has the lowest confidence bound, so it might beat the current choice.",
             )
     if chosen is None:
         return Plan((), None)
     if not chosen.measured:
-        return Plan((), "The rest of the budget is too little for a run of the choice: it stays a prediction.")
+        return Plan((), "Too little of the budget is left to measure the choice, so it stays a prediction.")
     return Plan((), "The choice is stable: it has been measured, and further runs are unlikely to improve it.")
 
 
 def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estimate | None:
     """Return the estimate with the lowest confidence bound of the goal's value (Cox and John 1992), or None.
 
-    Of the unmeasured estimates, only the `runnable` ones are considered. Their bound is two standard deviations of the
-    logarithm below the mean, or the limit of `_shortest_steps`; measured estimates and the choice count with their
-    means. Deadline and budget come before the value: the estimate that exceeds the limits least, by the same bounds,
-    wins. A candidate that may not fit into memory is also considered, since its run shows whether it fits.
+    The bound of an unmeasured estimate is two standard deviations of the logarithm below its mean, or the value of
+    `_shortest_steps` if it is higher. For measured estimates and the choice, the bound is the mean. An estimate whose
+    bounds exceed the deadline or the budget by less has priority over one with a lower bound of the value. Unmeasured
+    estimates are considered only if they are `runnable`. A candidate that may not fit into memory is also considered,
+    since its run shows whether it fits.
     """
     barred, limits = choice.barred, choice.goal.limits
     measured = {e.key for e in choice.estimates if e.measured or e is choice.chosen}
@@ -477,7 +491,7 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
 
         excess = (lower(value) - math.log(limit) for _, value, limit in limits.of_totals(estimate))
         bound = lower(choice.goal.value(estimate))
-        # Among equals, the smaller cluster wins, since its run costs less.
+        # A tie is decided by the smaller cluster, since its run costs less.
         c = estimate.configuration
         return (round(max([0.0, *excess]), 3), round(bound, 3), c.world_size, c)
 
@@ -490,12 +504,12 @@ def most_promising(choice: Choice, runnable: Collection[Configuration]) -> Estim
 
 
 def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
-    """Return the relative improvement of the best value expected from the most promising launch (0.01 = 1 %).
+    """Return the relative improvement of the best value that the best launch is expected to bring (0.01 means 1 %).
 
-    The gain of a launch is the sum of the expected improvements (Jones 1998) of the logarithm over all its unmeasured
-    batches, each at its better offer, since one run measures both offers. No step counts as shorter than
-    `_shortest_steps`. The sum is an upper bound on the improvement by its best batch and by the few that it measures.
-    The gain is infinite while the choice may break a limit.
+    The gain of a launch is a sum over its unmeasured batches. Each summand is the expected improvement of the logarithm
+    (Jones 1998) at the batch's better offer, since one run measures both offers. No step is assumed to be shorter than
+    its value in `_shortest_steps`. The sum is an upper bound on the improvement by the best of the batches, and by the
+    few batches that the launch measures. The gain is infinite while the choice may exceed a limit.
     """
     if choice.chosen is None or not choice.within_limits_is_likely:
         return math.inf
@@ -503,7 +517,7 @@ def expected_gain(choice: Choice, runnable: Collection[Configuration]) -> float:
 
 
 def _expected_gains(choice: Choice, runnable: Collection[Configuration]) -> dict[Launch, dict[Configuration, float]]:
-    """Return the expected improvement of the logarithm over the best expected value, by launch and configuration."""
+    """Return by how much each configuration is expected to improve the logarithm of the best value, by launch."""
     assert choice.expected_best is not None
     best, barred = choice.goal.value(choice.expected_best), choice.barred
     shortest = _shortest_steps(choice)
@@ -521,12 +535,12 @@ def _expected_gains(choice: Choice, runnable: Collection[Configuration]) -> dict
 
 
 def _shortest_steps(choice: Choice) -> dict[tuple[Configuration, bool], float]:
-    """Return the least log step time of unmeasured estimates, in standard deviations from their means, by their key.
+    """Return the least plausible log step time of unmeasured estimates, in standard deviations from the mean, by key.
 
-    More ranks only add communication, so a step is not expected to be shorter than the same local batch took on a
-    smaller cluster, less two standard deviations of that mean. Without this, the planner launches clusters in the hope
-    that they are cheaper per example than a smaller one. Estimates without such a measurement are left out, and all if
-    ranks share the optimizer's work: more of them then shorten a part of the step.
+    More ranks only add communication, so a step is assumed to be no shorter than the mean for the same local batch on a
+    smaller cluster, less two standard deviations. Without this assumption, the planner would launch large clusters in
+    the hope that they are cheaper per example. Estimates without a measurement on a smaller cluster are left out. If
+    ranks share the optimizer's work, all estimates are left out, because more ranks then shorten a part of the step.
     """
     measured = defaultdict[object, list[Estimate]](list)
     least: dict[tuple[Configuration, bool], float] = {}
@@ -553,10 +567,11 @@ def _shortest_steps(choice: Choice) -> dict[tuple[Configuration, bool], float]:
 def _sds_of_shortest(
     value: Interval, estimate: Estimate, shortest: Mapping[tuple[Configuration, bool], float]
 ) -> float:
-    """Return the standard deviations from a value's mean to the value of the shortest step, -inf if there is none.
+    """Return how many standard deviations separate a value's mean from its value at the shortest plausible step.
 
-    A value is as uncertain as the step, or twice as uncertain if time and cost are multiplied. Prices of memory or
-    energy add an uncertainty that no step time bounds.
+    The result is -inf if the step time does not bound the value. It does so only if the value is as uncertain as the
+    step time, or twice as uncertain because time and cost are multiplied; prices of memory or energy add an uncertainty
+    of their own.
     """
     powers = value.log_sd / max(estimate.step_time_s.log_sd, 1e-9)
     is_of_step = min(abs(powers - 1.0), abs(powers - 2.0)) < _ROUNDING
@@ -576,5 +591,5 @@ def _expected_excess(ahead: float) -> float:
 
 
 def _bound(value: Interval, sds: float) -> float:
-    """Return the log of a value `sds` standard deviations below its mean; a large negative number if the value is 0."""
+    """Return the logarithm `sds` standard deviations below a value's mean; a mean of 0 is replaced by 1e-300."""
     return math.log(max(value.mean, 1e-300)) - sds * value.log_sd

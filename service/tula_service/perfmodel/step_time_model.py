@@ -1,4 +1,4 @@
-"""The step-time model for the rest of the service: fits a few measurements, and predicts any configuration."""
+"""Fits the step-time model to a few measurements and predicts the step time of any configuration."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from tula_wire.configurations import Configuration, Variant
 from tula_wire.enums import Basis, StepTimeForm
 
 _RANGE_TOLERANCE = 1.05
-_LEAST_SHARE = 0.01  # share of a step: a shorter wait is the time that it takes to get a batch from a full queue
-_HIDES_NOTHING = 0.02  # the weight of h = 0 if the runs do not tell loading from hiding
+_LEAST_SHARE = 0.01  # of a step; a smaller share is only the time that it takes to get a batch from a full queue
+_HIDES_NOTHING = 0.02  # weight of h = 0, which decides if the runs cannot separate loading time from hidden time
 _PRIOR_DOF, _PRIOR_SD = 3.0, 0.1
 _MOST_ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class InputWait:
-    """The time that a step of one variant waits for data.
+    """The time for which each step of a variant waits for data.
 
-    A loader takes `s_per_example` seconds (L) for each example, and this time is hidden by the share `hidden` (h) of
-    the rest of the step:
+    A loader takes `s_per_example` seconds (L) for each example. It can work during a share `hidden` (h) of the time
+    t - t_input in which the step does not wait, where m b is the number of examples of a rank per step and 0 <= h <= 1:
 
-        t_input = max(0, L m b - h (t - t_input))        m b: examples of a rank per step; 0 <= h <= 1
+        t_input = max(0, L m b - h (t - t_input))
 
-    A loader in the training process hides no loading time (h = 0); workers that fill a queue can use the whole rest of
-    the step (h = 1). `relative_sd` is the relative error of a wait, and `measured_s` has the measured waits in seconds.
-    If L is assumed rather than measured, `unsure_s_per_example` is its uncertainty in seconds per example.
+    A loader in the training process hides no loading time (h = 0); workers that fill a queue can load all the time
+    (h = 1). `relative_sd` is the relative error of a wait, and `measured_s` has the measured waits in seconds. If L is
+    assumed rather than measured, `unsure_s_per_example` is its uncertainty in seconds per example.
     """
 
     s_per_example: float
@@ -48,9 +48,9 @@ class InputWait:
     unsure_s_per_example: float = 0.0
 
     def predict(self, points: Points, rest_s: FloatArray) -> FloatArray:
-        """Return the seconds of waiting, shape (n,), in steps that take `rest_s` seconds without a wait.
+        """Return the wait in seconds, shape (n,), of steps that take `rest_s` seconds without it.
 
-        For a point whose wait was measured, the result is the measured wait.
+        If the wait at a point was measured, the measured wait is returned.
         """
         loading = self.s_per_example * points.local_batch_size * points.grad_accum_steps
         waits = np.maximum(loading - self.hidden * rest_s, 0.0)
@@ -64,9 +64,9 @@ class InputWait:
         return np.hypot(self.relative_sd * wait_s, slower.predict(points, rest_s) - wait_s)
 
     def with_loader(self, factor: float) -> InputWait:
-        """Return the waits with a loader that is assumed to take `factor` times as long per example.
+        """Return the waits for a loader that is assumed to take `factor` times as long per example.
 
-        The standard deviation is half of the change, since workers do not help with everything that a loader waits for.
+        The standard deviation is half of the change, because more workers shorten only a part of the loading time.
         """
         s_per_example = self.s_per_example * factor
         unsure = 0.5 * abs(self.s_per_example - s_per_example)
@@ -78,11 +78,12 @@ NO_WAIT = InputWait(0.0, 0.0, 0.0, {})
 
 @dataclass(frozen=True)
 class StepTimePredictions:
-    """Predictions as columns of shape (n,), seconds; compute + exposed communication + waiting for data = mean.
+    """Predicted step times in seconds, as columns of shape (n,).
 
-    `low_s` and `high_s` are the ends of the 90 % interval of measured step times, including noise; `known_sd` is the
-    standard deviation of the logarithm without the noise of a run. `extrapolated` points are outside the measured
-    range; `measured` points were profiled themselves.
+    `mean_s` is the sum of compute, exposed communication and the wait for data. `low_s` and `high_s` are the ends of
+    the 90 % interval of a measured step time, including the noise of a run; `known_sd` is the standard deviation of the
+    logarithm without this noise. `extrapolated` points are outside the measured range, and `measured` points have been
+    profiled.
     """
 
     mean_s: FloatArray
@@ -97,7 +98,7 @@ class StepTimePredictions:
     input_s: FloatArray
 
     def intervals(self) -> tuple[Interval, ...]:
-        """Return the predictions as one `Interval` each."""
+        """Return each prediction as an `Interval`."""
         rows = zip(self.mean_s, self.low_s, self.high_s, strict=True)
         return tuple(Interval(float(mean), float(low), float(high)) for mean, low, high in rows)
 
@@ -106,14 +107,14 @@ class StepTimePredictions:
 class StepTimeModel:
     """A fitted model of the step time, with the `basis` of its predictions.
 
-    `observations` are the fitted measurements, one row per configuration, and `extremes`, shape (n, 2), are the least
-    and the largest step time of its runs in seconds. `posteriors` covers the measured variants, beginning with the base
-    of the type with the most runs; other variants are predicted from their prior or the nearest measured variant, at
-    `reference_batch_size` unless that prior has another batch. `paper_fits` has the paper's form if the job selected it
-    and there are enough measurements; all other predictions use the form `overlap`. All of these describe a step
-    without its waits for data. `input_waits` has the waits by variant; a variant without an entry waits like the
-    nearest measured variant. `accumulates` is True if any candidate or run has several micro-steps, so that the
-    once-per-step part matters.
+    `observations` has the fitted measurements, one row per configuration. `extremes`, shape (n, 2), has the shortest
+    and the longest step time in seconds among the runs of each configuration. `posteriors` has an entry for each
+    measured variant, starting with the base variant of the instance type with the most runs. Other variants are
+    predicted from their prior or from the nearest measured variant, with `reference_batch_size` unless their prior has
+    a reference batch size. `paper_fits` has the paper's form if the job selected it and there are enough measurements;
+    all other predictions use the form `overlap`. All these fits describe a step without its waits for data.
+    `input_waits` has the waits by variant; a variant without an entry waits like the nearest measured variant.
+    `accumulates` is True if any candidate or run has several micro-steps, in which case the once-per-step part matters.
     """
 
     form: StepTimeForm
@@ -130,7 +131,7 @@ class StepTimeModel:
     _unmeasured: dict[Variant, Posterior] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def predict(self, configurations: Points | Sequence[Configuration]) -> StepTimePredictions:
-        """Predict step times of n configurations with their 90 % intervals."""
+        """Return the predicted step times of n configurations with their 90 % intervals."""
         points = Points.of(configurations)
         extrapolated = self._extrapolated(points)
         mean_s, low_s, high_s, known_sd, compute_s, comm_s, input_s = (np.zeros(len(points)) for _ in range(7))
@@ -163,9 +164,9 @@ class StepTimeModel:
         )
 
     def posterior_for(self, variant: Variant) -> Posterior:
-        """Return the posterior of the form `overlap` for a variant; planning uses its covariance.
+        """Return the posterior of the form `overlap` for a variant; the planner uses its covariance.
 
-        Raises ObservationError if neither a measurement nor a prior covers its instance type.
+        Raises ObservationError if the variant's instance type has neither a measurement nor a prior.
         """
         if (measured := self.posteriors.get(variant)) is not None:
             return measured
@@ -173,14 +174,14 @@ class StepTimeModel:
             return earlier
         name = variant.instance_type
         if (prior := prior_of_variant(variant, self.posteriors, self.priors)) is None:
-            raise ObservationError(f"instance type {name!r} has no measurement and no prior; profile it.")
+            raise ObservationError(f"instance type {name!r} has neither a measurement nor a prior; profile it first.")
         of_steps = _of_steps(prior, self.accumulates, self.priors.slow_from.get(name, math.inf))
         posterior = prior_posterior(of_steps, prior.reference_batch_size or self.reference_batch_size)
         self._unmeasured[variant] = posterior
         return posterior
 
     def _input_wait(self, variant: Variant) -> InputWait:
-        """Return the measured waits of a variant, else those of the nearest measured one, adapted to its own loader."""
+        """Return the waits of a variant or, if none were measured, the nearest variant's, scaled to its loader."""
         start = nearest_for_waits(variant, self.input_waits)
         if start is None:
             return NO_WAIT
@@ -189,7 +190,7 @@ class StepTimeModel:
         return wait.with_loader(math.exp(faster)) if faster else wait
 
     def _extrapolated(self, points: Points) -> npt.NDArray[np.bool_]:
-        """Return a mask of the points outside the measured box of their variant; all True if nothing was measured."""
+        """Return which points lie outside the measured range of their variant, or all if it was not measured."""
         outside = np.ones(len(points), dtype=np.bool_)
         seen = Points.of([]) if self.observations is None else self.observations.points
         for variant in set(seen.variant):
@@ -209,18 +210,20 @@ def fit_step_time(
     candidates: Points | Sequence[Configuration] | None = None,
     interval_scale: float = 1.0,
 ) -> StepTimeModel:
-    """Fit the step time of every variant that was measured.
+    """Return the fitted step-time model of all measured variants.
 
-    `candidates` only determines b_ref (the largest batch in question), so that the generic prior has the same meaning
-    before and after the largest batch is profiled. A variant with fewer or no measurements starts from the nearest
-    variant that was fitted before it, corrected for the difference in hardware and the effects of their switches. With
-    `form` RING or PARAMETER_SERVER, predictions use the paper's equation 2 if there are enough measurements to fit it.
-    Raises ObservationError if there is neither a measurement nor a prior with a scale.
+    `candidates` determine the largest batch b_ref, so that the generic prior means the same before and after this batch
+    is profiled, and whether the fit needs the once-per-step part. The fit of each variant starts from the nearest
+    variant that was fitted before it, corrected for the difference in hardware and for the effects of the switches
+    between the two. If `form` is not `overlap`, predictions use the paper's equation 2 once there are enough
+    measurements to fit it. Raises ObservationError if there is neither a measurement nor a prior with a scale.
     """
     prior = prior or Priors()
     if observations is None or not len(observations):
         if not prior.believed or not all(believed.absolute for believed in prior.believed.values()):
-            raise ObservationError("no step time was measured; profile one configuration or give hardware figures.")
+            raise ObservationError(
+                "no step time has been measured; profile one configuration or provide hardware figures."
+            )
         return unmeasured_model(prior, candidates, form=form, interval_scale=interval_scale)
     largest = max(_largest_batch(candidates), _largest_batch(observations.points))
     accumulates = _accumulates(candidates) or _accumulates(observations.points)
@@ -229,7 +232,7 @@ def fit_step_time(
     measured = observations.by_variant()
     merged, repeats, extremes = observations.without_waits().merge_repeats()
     rows_by_variant = {variant: merged.points.find_rows(variant) for variant in measured}
-    # The variant with the fewest switches from the base comes first, and of these the variant with most rows.
+    # The variant with the fewest switches from the base comes first; a tie is decided by the number of rows.
     ordered = sorted(measured, key=lambda v: (len(switches(prior.base, v.options)), -rows_by_variant[v].size))
     posteriors: dict[Variant, Posterior] = {}
     paper_fits: dict[Variant, PaperFit | None] = {}
@@ -241,7 +244,7 @@ def fit_step_time(
         posteriors[variant] = fit_posterior(targets, start, start.reference_batch_size or largest)
         if form != "overlap":
             paper_fits[variant] = fit_paper_form(rows, form)
-    # If only a probe of the links has measured several nodes, the basis of the predictions is that probe.
+    # If all profiled runs used one node, a probe of the links is the only source for predictions of several nodes.
     types = {variant.instance_type for variant in posteriors}
     probed = float(observations.points.num_nodes.max()) == 1.0 and prior.probed & types
     return StepTimeModel(
@@ -260,11 +263,11 @@ def fit_step_time(
 
 
 def fit_input_wait(observations: StepTimeObservations) -> InputWait:
-    """Fit the wait of one variant to its rows by least squares, relative to the step.
+    """Return the waits of one variant, fitted to its rows by least squares relative to the step time.
 
-    Only rows that wait, or that are expected to wait by the fit, count. Returns `NO_WAIT` if no row waits.
+    The fit only uses rows with a measured or a predicted wait. If no row has a measured wait, `NO_WAIT` is returned.
     """
-    from scipy.optimize import lsq_linear  # imported on use: few jobs wait for data
+    from scipy.optimize import lsq_linear  # imported here because few jobs wait for data
 
     reported, points = np.isfinite(observations.input_time_s), observations.points
     step_s, input_s = observations.step_time_s[reported], observations.input_time_s[reported]
@@ -299,7 +302,7 @@ def unmeasured_model(
     form: StepTimeForm = "overlap",
     interval_scale: float = 1.0,
 ) -> StepTimeModel:
-    """Return the model without data. Without a scale, its times are meaningless; planning uses its covariance."""
+    """Return a model without measurements; if its prior has no scale, only its covariances are meaningful."""
     given = prior.believed.values()
     return StepTimeModel(
         form=form,

@@ -1,10 +1,11 @@
-"""Variants of a job: an instance type with one value of each option. A launch is evidence mainly on its own variant.
+"""Predicts the variants of a job, each of which is an instance type with one value of each option.
 
-An unmeasured variant starts from the nearest measured one. Each switch between the two has an effect, which is measured
-if other launches differ in that switch, and otherwise assumed from its name. Logarithms of effects add, and each
-further switch adds an interaction with a standard deviation of 0.25: on public tables, precision and compilation
-together differ from the product of both by -0.12 to -0.56. Effects apply to the step without its waits for data; loader
-workers affect only these waits.
+A launch is mainly evidence about its own variant. The prediction of an unmeasured variant starts from the nearest
+measured variant. Each option in which the two differ is a switch with an effect. The effect is measured if two other
+variants differ only in this switch, and otherwise assumed from the name of the option. The logarithms of the effects
+are added. Each further switch adds an interaction with a standard deviation of 0.25, because on public tables the
+logarithm of the joint effect of precision and compilation differs from the sum of both by -0.12 to -0.56. Effects apply
+to the step without its waits for data; the number of loader workers affects only these waits.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from tula_wire.configurations import Configuration, Variant
 from tula_wire.options import Options
 
 INTERACTION_SD: Final = 0.25
-"""Standard deviation of the logarithm of the compute for each further switch."""
+"""The standard deviation that each further switch adds to log compute time."""
 _LINKS_SD: Final = (
-    0.5  # of log seconds of collectives: half precision does not halve them (0.4 to 0.8 on public tables)
+    0.5  # of log seconds of collectives; half precision multiplies them by 0.4 to 0.8 on public tables, not by 0.5
 )
 _SINGLE: Final = frozenset({"fp32", "float32", "32", "32-true", "tf32", "no"})
 _HALF: Final = frozenset(
@@ -37,7 +38,7 @@ _WORKERS: Final = frozenset({"num_workers", "workers", "loader_workers", "datalo
 
 
 class Launch(NamedTuple):
-    """The fixed properties of a launch, which measures configurations that differ only in the local batch."""
+    """The properties that are fixed during a launch; its configurations differ only in the local batch."""
 
     instance_type: str
     num_nodes: int
@@ -47,18 +48,18 @@ class Launch(NamedTuple):
 
 
 def find_launch(configuration: Configuration) -> Launch:
-    """Return the launch that can measure a configuration."""
+    """Return the launch in which a configuration can be measured."""
     c = configuration
     return Launch(c.instance_type, c.num_nodes, c.world_size, c.grad_accum_steps, c.options)
 
 
 def find_launches(configurations: Iterable[Configuration]) -> frozenset[Launch]:
-    """Return the launches that can measure these configurations."""
+    """Return the launches in which these configurations can be measured."""
     return frozenset(find_launch(c) for c in configurations)
 
 
 class Switch(NamedTuple):
-    """A change of one option from one value to another."""
+    """A change of the value of one option."""
 
     option: str
     before: str
@@ -66,11 +67,11 @@ class Switch(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """The effects of a switch, as natural logarithms of factors, each with its standard deviation.
+    """The effects of a switch, as natural logarithms of factors and their standard deviations.
 
-    `compute` is the effect on the compute of a micro-step, `memory` on the bytes that one more example needs, and
-    `loading` on the seconds that the loader takes per example. The time of collectives does not change, within
-    `links_sd`.
+    `compute` is the effect on the compute time of a micro-step, `memory` on the bytes that each further example needs,
+    and `loading` on the seconds that the loader takes per example. The expected time of the collectives does not
+    change; `links_sd` is the standard deviation of its logarithm.
     """
 
     compute: float = 0.0
@@ -81,20 +82,20 @@ class Effect(NamedTuple):
     loading: float = 0.0
 
 
-_UNKNOWN: Final = Effect()  # wide: bf16 made MobileNet 9 % slower
+_UNKNOWN: Final = Effect()  # the defaults are wide, because effects can be adverse: bf16 slowed MobileNet by 9 %
 _HALF_PRECISION: Final = Effect(math.log(0.6), 0.4, memory=math.log(0.6))
 _COMPILED: Final = Effect(math.log(0.85), 0.15)
 _CHECKPOINTED: Final = Effect(math.log(4.0 / 3.0), 0.2, memory=math.log(0.4), memory_sd=0.42)  # a factor of two
 
 
 def switches(before: Options, after: Options) -> list[Switch]:
-    """Return the options in which two variants differ."""
+    """Return the switches that lead from the options `before` to the options `after`."""
     held = dict(before)
     return [Switch(name, held.get(name, value), value) for name, value in after if held.get(name, value) != value]
 
 
 def believed_effect(switch: Switch) -> Effect:
-    """Return the assumed effect of a switch before a launch, from the names of the option and its values."""
+    """Return the effect that is assumed for an unmeasured switch, given the names of the option and its values."""
     name, before, after = (part.lower() for part in switch)
     if name in _WORKERS and before.isdigit() and after.isdigit() and int(before) and int(after):
         return Effect(0.0, 0.02, links_sd=0.0, memory_sd=0.02, loading=math.log(int(before) / int(after)))
@@ -107,22 +108,23 @@ def believed_effect(switch: Switch) -> Effect:
 
 
 def _directed(effect: Effect, forwards: bool, backwards: bool) -> Effect:
-    """Return the effect of switching on, of switching off, or an unknown one."""
+    """Return the effect for a switch forwards, its inverse for a switch backwards, or otherwise an unknown effect."""
     if backwards:
         return effect._replace(compute=-effect.compute, memory=-effect.memory)
     return effect if forwards else _UNKNOWN
 
 
 def further_switches(start: Options, base: Options, options: Options) -> int:
-    """Return how many switches from `start` to `options` are made while another is on, relative to the base."""
+    """Return how many switches from `start` to `options` are made while another option differs from the base."""
     made = len(switches(start, options))
     return made if switches(base, start) else max(made - 1, 0)
 
 
 def nearest(variant: Variant, measured: Iterable[Variant], *, by: frozenset[str] = frozenset()) -> Variant | None:
-    """Return the measured variant to start from, the first among equals, or None.
+    """Return the measured variant that is nearest to `variant`, or None if there is no measured variant.
 
-    A variant of the same type is preferred, then one with equal options `by`, then the one with the fewest switches.
+    The nearest variant has the same instance type if possible, then the fewest switches in the options `by`, then the
+    fewest switches in all options. If several are equally near, the first is returned.
     """
 
     def distance(other: Variant) -> tuple[bool, int, int]:
@@ -133,14 +135,15 @@ def nearest(variant: Variant, measured: Iterable[Variant], *, by: frozenset[str]
 
 
 def nearest_for_waits(variant: Variant, measured: Iterable[Variant]) -> Variant | None:
-    """Return the measured variant whose waits for data are most similar; the number of workers matters most."""
+    """Return the variant whose waits for data are most similar: first by loader workers, then by other options."""
     return nearest(variant, measured, by=_WORKERS)
 
 
 def prior_of_variant(variant: Variant, posteriors: Mapping[Variant, Posterior], priors: Priors) -> StepTimePrior | None:
-    """Return the prior of a variant from the runs of the nearest measured variant and the effects of the switches.
+    """Return the prior of a variant, from the nearest measured variant and the effects of the switches between the two.
 
-    On a type without runs, the scale from earlier jobs may be better than the scale from runs on another type.
+    If the variant's instance type has no runs, the prior from earlier jobs is used where it knows the compute scale
+    better than runs on another type do.
     """
     own, start = priors.believed.get(variant.instance_type), nearest(variant, posteriors)
     if start is None:
@@ -158,15 +161,15 @@ def prior_of_variant(variant: Variant, posteriors: Mapping[Variant, Posterior], 
 def _after_switches(
     prior: StepTimePrior, start: Options, variant: Variant, posteriors: Mapping[Variant, Posterior], base: Options
 ) -> StepTimePrior:
-    """Return the prior of a variant, given the prior of the same instance type with the options `start`."""
+    """Return the prior of a variant, given the prior of its instance type with the options `start`."""
     effects = [_effect(switch, variant, posteriors) for switch in switches(start, variant.options)]
     return switched(prior, effects, further_switches(start, base, variant.options))
 
 
 def _effect(switch: Switch, variant: Variant, posteriors: Mapping[Variant, Posterior]) -> Effect:
-    """Return the effect of a switch from two measured variants that differ only in it, else the assumed effect.
+    """Return the effect of a switch, measured on two variants that differ only in this switch, or else assumed.
 
-    Among several pairs, the one with the most in common with `variant` is used.
+    If there are several pairs of such variants, the pair that is nearest to `variant` is used.
     """
     pairs: dict[Variant, Variant] = {}
     for variant_after in posteriors:
@@ -190,9 +193,10 @@ def _effect(switch: Switch, variant: Variant, posteriors: Mapping[Variant, Poste
 
 
 def _measured_elsewhere(learnt: StepTimePrior) -> StepTimePrior:
-    """Return the prior of another variant of the same job and instance type, before the effect of its switches.
+    """Return the prior of another variant of the same job and instance type, without the effects of its switches.
 
-    The compute scale is the measured one; the shape may differ as much as between jobs.
+    Its compute scale is the measured scale. Its other parameters may differ from the measured ones as much as those of
+    two jobs do.
     """
     shape = prior_from_jobs([learnt])
     sd = shape.sd.copy()
@@ -201,9 +205,9 @@ def _measured_elsewhere(learnt: StepTimePrior) -> StepTimePrior:
 
 
 def switched(prior: StepTimePrior, effects: Sequence[Effect], further: int) -> StepTimePrior:
-    """Return the prior after switches with these effects, of which `further` are made while another switch is on.
+    """Return the prior after switches with these effects; `further` of them interact with another switch.
 
-    The effects are added to the logarithm of the compute; the time of collectives does not change.
+    The effects are added to the logarithm of the compute time; the expected time of collectives does not change.
     """
     if not effects:
         return prior

@@ -170,7 +170,7 @@ def test_configurations_that_failed_are_neither_planned_nor_waited_for():
     lost = [c for c in GRID if c.local_batch_size == 256]
     done, _ = work_through("adaptive", GRID, GOAL, unavailable=lost)
     assert not set(done) & set(lost)
-    with pytest.raises(ObservationError, match="the run of each has failed"):
+    with pytest.raises(ObservationError, match="the runs of all candidates have failed"):
         plan("adaptive", GRID, goal=GOAL, unavailable=GRID)
 
 
