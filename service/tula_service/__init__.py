@@ -1,4 +1,4 @@
-"""The model service: takes measurements, fits models of step time and memory, recommends configurations."""
+"""The model service, which stores measurements, fits step-time and memory models, and recommends configurations."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -6,5 +6,5 @@ __all__ = ["__version__"]
 
 try:
     __version__ = version("tula")
-except PackageNotFoundError:  # a source tree that was never installed
+except PackageNotFoundError:  # the source tree is not installed
     __version__ = "0+unknown"

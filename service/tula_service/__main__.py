@@ -1,4 +1,4 @@
-"""`python -m tula_service`: the service's own commands, for when the `tula` command is not installed."""
+"""Runs the service's commands as `python -m tula_service`, for installations without the `tula` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the application from its settings: services, routes and middleware."""
+"""Builds the application, with its services, routes and middleware, from its settings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tula_wire import routes
 
 _LOG = logging.getLogger("tula.service")
 _PARTS: Final = (
-    telemetry,  # first: routes are matched in order, and agents call this one most often
+    telemetry,  # comes first, since routes are matched in order and agents call this one most often
     samples,
     jobs,
     runs,
@@ -63,20 +63,23 @@ _PARTS: Final = (
     chart_routes,
     pages,
 )
-"""Modules whose `router` requires authentication."""
+"""The modules whose routes require authentication."""
 
 AUTH_THREADS: Final = 2
-"""Threads that look up tokens; a flood of wrong tokens waits for these threads and takes none from other work."""
+"""Number of threads reserved for looking up tokens, so that a flood of invalid tokens cannot block other work."""
 TOKEN_CACHE_S: Final = 1.0
-"""Seconds between checks for tokens created or revoked by other workers, and so the longest delay of a revocation."""
+"""Seconds between checks for tokens that other workers created or revoked.
+
+A revocation may take this long to reach every worker.
+"""
 
 
 def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits: Fits | None = None) -> FastAPI:
-    """Build the service on a migrated database.
+    """Return the application, connected to a migrated database.
 
-    Unless `fits` were started, the service computes fits in its own threads, which delays other requests.
+    Unless `fits` was started, fits are computed in the service's own threads, which delays other requests.
 
-    Raises SchemaMismatch if the schema does not match this version.
+    Raises SchemaMismatch if the database's schema does not match this version.
     """
     store = Store.open(settings.database, connections=settings.threads + AUTH_THREADS, fits=fits)
     check_schema(store.engine)
@@ -92,8 +95,8 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits
         samples=SampleIngest(store, known_runs),
         telemetry=TelemetryIngest(store, known_runs),
         error_page=session.error_page,
-        # Half of the threads are reserved for agents' measurements, so that slow requests from others cannot delay
-        # them.
+        # Half of the threads are reserved for agents' measurements, so that slow requests from other clients cannot
+        # delay these measurements.
         ingest_threads=anyio.CapacityLimiter(settings.threads // 2),
         auth_threads=anyio.CapacityLimiter(AUTH_THREADS),
     )
@@ -109,7 +112,8 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits
         daily = None
         if not settings.read_only:
             make_partitions = partial(_make_partitions, store)
-            await anyio.to_thread.run_sync(make_partitions)  # the service may have been stopped for months
+            # At startup, partitions may be missing, since the service may have been stopped for months.
+            await anyio.to_thread.run_sync(make_partitions)
             daily = asyncio.create_task(_every_day(make_partitions))
         yield {"stopping": services.stopping}
         if daily is not None:
@@ -125,9 +129,9 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        strict_content_type=False,  # a body without a type is JSON
-        redirect_slashes=False,  # a redirect would name the host of the request, before that is authorised
-        generate_unique_id_function=lambda route: route.name,  # operation ids become names in generated clients
+        strict_content_type=False,  # a body without a content type is read as JSON
+        redirect_slashes=False,  # a redirect would repeat the Host header of a request that is not yet authorised
+        generate_unique_id_function=lambda route: route.name,  # generated clients use operation ids as names
         telemetry={
             "metrics": False,
             "logs": False,
@@ -147,11 +151,11 @@ def create_app(settings: Settings, *, token_cache_s: float = TOKEN_CACHE_S, fits
 
 
 def _make_partitions(store: Store) -> None:
-    """Create the partitions for the coming months; a failure is logged, and repeated the next day."""
+    """Create the partitions for the coming months; if this fails, log the error, since the next day tries again."""
     try:
         create_ahead(store.engine)
     except Exception:
-        _LOG.exception("partitions for the coming months could not be made")
+        _LOG.exception("Could not create the partitions for the coming months.")
 
 
 async def _every_day(work: Callable[[], None]) -> None:
@@ -161,9 +165,9 @@ async def _every_day(work: Callable[[], None]) -> None:
 
 
 def _tracer() -> Any:
-    """Return the exporter of FastAPI's traces, configured by `OTEL_` variables; `shutdown` sends the remaining ones.
+    """Return a tracer provider that exports FastAPI's traces as configured by the `OTEL_` environment variables.
 
-    Raises SettingsError without the extra `otel`.
+    Its `shutdown` sends the remaining traces. Raises SettingsError if the extra `otel` is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -171,20 +175,23 @@ def _tracer() -> Any:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        raise SettingsError("TULA_TRACE is set but the extra is missing: run `pip install 'tula[otel]'`.") from None
+        raise SettingsError(
+            "TULA_TRACE is set, but the extra `otel` is missing: run `pip install 'tula[otel]'`."
+        ) from None
     provider = TracerProvider(resource=Resource.create({"service.name": "tula"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
 
 
 def create_app_from_environment() -> FastAPI:
-    """Return the application for uvicorn's workers; `tula serve` writes its settings into the environment."""
+    """Return the application for a uvicorn worker, with the settings that `tula serve` wrote into the environment."""
     fits = Fits()
     fits.start()
     app = create_app(Settings.read(), fits=fits)
-    # A request that renders a page keeps the interpreter for this long before another request gets it. With Python's
-    # default of 5 ms, a request would wait that long about a dozen times.
+    # A thread that renders a page holds the GIL for one switch interval before another thread can run. With Python's
+    # default of 5 ms, a short request would wait for about a dozen such intervals.
     sys.setswitchinterval(0.0005)
-    # Modules live as long as the worker, and a full garbage collection over them would stop every thread for 0.1 s.
+    # Modules live as long as the worker. Without gc.freeze(), each full garbage collection would traverse them and stop
+    # every thread for 0.1 s.
     gc.freeze()
     return app

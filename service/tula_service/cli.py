@@ -32,32 +32,34 @@ from tula_wire import Scope
 logger = logging.getLogger("tula")
 
 _OPERATOR = Principal(name="command line", scope="admin")
-_DATABASE = typer.Option("--database", help="SQLite file, or postgresql+psycopg:// URL. [env: TULA_DATABASE]")
+_DATABASE = typer.Option("--database", help="SQLite file or postgresql+psycopg:// URL. [env: TULA_DATABASE]")
 _Database = Annotated[str | None, _DATABASE]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-token = typer.Typer(name="token", help="Make, list and revoke API tokens.", no_args_is_help=True)
+token = typer.Typer(name="token", help="Create, list and revoke API tokens.", no_args_is_help=True)
 
 
 def serve(
     database: _Database = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. [env: TULA_HOST]")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. [env: TULA_PORT]")] = None,
-    workers: Annotated[int | None, typer.Option(help="Serving processes. [env: TULA_WORKERS]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 selects a free port. [env: TULA_PORT]")] = None,
+    workers: Annotated[int | None, typer.Option(help="Number of worker processes. [env: TULA_WORKERS]")] = None,
     log_format: Annotated[
-        str | None, typer.Option(help="json, text, or auto: text on a terminal. [env: TULA_LOG_FORMAT]")
+        str | None, typer.Option(help="json, text or auto (text on a terminal, else json). [env: TULA_LOG_FORMAT]")
     ] = None,
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="Refuse every change; anyone may see the page of accuracy.")
+        bool, typer.Option("--read-only", help="Reject every change; anyone may see the accuracy page.")
     ] = False,
-    migrate: Annotated[bool, typer.Option("--migrate", help="Upgrade an existing database first.")] = False,
+    migrate: Annotated[
+        bool, typer.Option("--migrate", help="First upgrade the schema of an existing database.")
+    ] = False,
 ) -> None:
-    """Start the service. A new SQLite file is created if needed; an older schema is upgraded only with --migrate."""
+    """Start the service. A missing SQLite file is created; an older schema is upgraded only with --migrate."""
     given = {"host": host, "port": port, "workers": workers, "log_format": log_format, "read_only": read_only or None}
     with _opened(database, migrate=migrate, create=True, **given) as (settings, store):
         _refuse_strangers_without_a_token(settings, store)
         place = _describe_place(store.engine.url)
-        store.close()  # each worker opens its own
+        store.close()  # each worker opens its own store
         _refuse_a_taken_port(settings)
         logs = logging_config(settings.log_level, settings.log_format, terminal=sys.stderr.isatty())
         logging.config.dictConfig(logs)
@@ -77,14 +79,14 @@ def serve(
                 proxy_headers=False,
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=settings.shutdown_s,
-                timeout_worker_healthcheck=15,  # a busy machine may need seconds to import a worker
-                ws="none",  # no route uses WebSockets; their library costs start-up time
+                timeout_worker_healthcheck=15,  # importing a worker's modules may take seconds on a busy machine
+                ws="none",  # no route uses WebSockets, and importing their library slows the start
                 backlog=2048,
             )
 
 
 class _Protocol(HttpToolsProtocol):
-    """Ends event streams at shutdown, since uvicorn waits for open responses before it notifies the lifespan."""
+    """Ends event streams at shutdown, since uvicorn waits for open responses before it runs the lifespan's shutdown."""
 
     def shutdown(self) -> None:
         self.app_state["stopping"].set()
@@ -92,18 +94,22 @@ class _Protocol(HttpToolsProtocol):
 
 
 def migrate(database: _Database = None) -> None:
-    """Create or upgrade the database's schema and exit; a deployment runs this before the service."""
+    """Create or upgrade the database's schema, then exit; run this before starting a new version of the service."""
     with _opened(database, migrate=True):
-        typer.echo("The database has the schema of this version.")
+        typer.echo("The database schema is up to date.")
 
 
 def prune(
     database: _Database = None,
-    older_than_days: Annotated[float | None, typer.Option(help="Age of archived jobs to delete.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it, only say what would go.")] = False,
+    older_than_days: Annotated[
+        float | None, typer.Option(help="Delete jobs that were archived longer ago than this.")
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Delete; without this flag, only print what would be deleted.")
+    ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Delete archived jobs past their retention, unfinished deletions, old events, and old months of telemetry."""
+    """Delete expired archived jobs, old events and old months of telemetry, and finish interrupted deletions."""
     with _opened(database) as (settings, store):
         days = settings.retention_days if older_than_days is None else older_than_days
         done = prune_store(
@@ -120,17 +126,19 @@ def prune(
         return
     months = f" and {len(done.telemetry)} months of telemetry" if done.telemetry else ""
     text = f"{'Deleted' if yes else 'Would delete'} {len(done.job_ids)} jobs and {done.num_events} events{months}."
-    typer.echo(text + ("" if yes else " Add --yes."))
+    typer.echo(text + ("" if yes else " Add --yes to delete them."))
 
 
 @token.command("create")
 def token_create(
-    name: Annotated[str, typer.Argument(help="Whose or what for.")],
-    scope: Annotated[str, typer.Option(help="agent, read, user or admin.")] = "user",
-    project: Annotated[str | None, typer.Option(help="For read and user tokens; without it the default.")] = None,
-    job: Annotated[str | None, typer.Option(help="For agent tokens: the one job.")] = None,
+    name: Annotated[str, typer.Argument(help="Name that tells who uses the token, or what for.")],
+    scope: Annotated[str, typer.Option(help="Scope of the token: agent, read, user or admin.")] = "user",
+    project: Annotated[
+        str | None, typer.Option(help="Project of a read or user token (default: the default project).")
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="Id of the job to which an agent token is bound.")] = None,
     expires_in_days: Annotated[
-        float | None, typer.Option(min=0.0, help="Without it the token does not expire.")
+        float | None, typer.Option(min=0.0, help="Lifetime in days (default: the token does not expire).")
     ] = None,
     database: _Database = None,
     as_json: _Json = False,
@@ -152,7 +160,7 @@ def token_create(
         typer.echo(json.dumps({"id": issued.token.id, "scope": scope, "secret": issued.secret}))
         return
     typer.echo(issued.secret)
-    typer.echo(f"Token {issued.token.id} ({scope}): keep it now, it is not shown again.", err=True)
+    typer.echo(f"Created token {issued.token.id} ({scope}). Save its secret now: it is not shown again.", err=True)
 
 
 @token.command("list")
@@ -192,7 +200,7 @@ def _opened(
 ) -> Iterator[tuple[Settings, Store]]:
     """Yield settings and store; upgrade the schema if `migrate`, and create it in an empty database if `create`.
 
-    An error of the service, here or in the block, becomes one sentence and exit code 2.
+    A ServiceError or SettingsError, also in the caller's block, is printed as one sentence, with exit code 2.
     """
     try:
         settings = Settings.read(database=database, **flags)
@@ -207,29 +215,29 @@ def _opened(
 
 
 def _refuse_strangers_without_a_token(settings: Settings, store: Store) -> None:
-    """Raise SettingsError if other machines could reach the service and it has no token yet."""
+    """Raise SettingsError if other machines can reach the service before its first token was created."""
     with store.reading() as tx:
         if not settings.on_loopback and not tx.tokens.ever_made():
             raise SettingsError(
-                f"Refusing to listen on {settings.host} without a token: run `tula token create NAME "
-                "--scope admin` with the same --database first."
+                f"Refusing to listen on {settings.host}, since no token exists: first run `tula token create NAME "
+                "--scope admin` with the same --database."
             )
 
 
 def _dashboard(settings: Settings) -> str:
-    """Return the dashboard's address; with a free port, uvicorn's next line shows the number."""
+    """Return the dashboard's address; if uvicorn selects a free port, refer to uvicorn's own log line."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return f"http://{host}:{settings.port}/" if settings.port else "on the free port below"
+    return f"http://{host}:{settings.port}/" if settings.port else "on the port that the next line shows"
 
 
 def _describe_place(url: sqlalchemy.URL) -> str:
-    """Return the database's file, or its URL without the password."""
+    """Return the path of a SQLite database, or the URL of another database without its password."""
     return str(Path(url.database or "").absolute()) if url.get_backend_name() == "sqlite" else url.render_as_string()
 
 
 @contextmanager
 def _shared_folder(settings: Settings) -> Iterator[None]:
-    """Create a folder in which several workers share their metrics, unless the environment names one."""
+    """Create a temporary folder for sharing metrics between several workers, unless the environment names a folder."""
     if settings.workers == 1 or MULTIPROCESS_VARIABLE in os.environ:
         yield
         return
@@ -239,7 +247,7 @@ def _shared_folder(settings: Settings) -> Iterator[None]:
 
 
 def _refuse_a_taken_port(settings: Settings) -> None:
-    """Raise SettingsError if another process listens on the port, which uvicorn would only log."""
+    """Raise SettingsError if another process listens on the port, since uvicorn would only log this error."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -247,5 +255,5 @@ def _refuse_a_taken_port(settings: Settings) -> None:
             probe.bind((settings.host, settings.port))
         except OSError as error:
             raise SettingsError(
-                f"Cannot listen on {settings.host}:{settings.port} ({error.strerror}): give another --host or --port."
+                f"Cannot listen on {settings.host}:{settings.port} ({error.strerror}): use another --host or --port."
             ) from error

@@ -1,6 +1,6 @@
-"""The types that store, perfmodel and usecases share, as frozen dataclasses; times are timezone-aware and in UTC.
+"""The types that `store`, `perfmodel` and `usecases` share, as frozen dataclasses; times are timezone-aware UTC.
 
-They include inputs of the store for which the wire has no model.
+Some describe data to store for which `tula_wire` has no model.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ RUN_TRANSITIONS: Final[Mapping[tuple[RunState, EndCause | None], frozenset[RunSt
     ("running", None): _ANY_BUT_CLAIMED,
     ("failed", "vanished"): _ANY_BUT_CLAIMED - {"failed"},
 }
-"""The states to which a report may move a run, by its state and end cause; a combination not listed is final.
+"""The states to which a report may move a run, keyed by the run's state and end cause; other combinations are final.
 
-A report is a PATCH by the run's holder. A vanished training run may report because it was still alive. Two transitions
-need no report: a claim moves pending to claimed, and an expired lease moves a profiling run back to pending.
+A report is a PATCH request by the run's holder. A training run that was marked as vanished may still be alive and
+report. Two transitions need no report: a claim moves a run from pending to claimed, and the expiry of its lease moves a
+profiling run back to pending.
 """
 
 
@@ -46,7 +47,7 @@ def _mismatch_sentence(
     local_batch_size: int | None,
     grad_accum_steps: int | None,
 ) -> str | None:
-    """Return a sentence for the user if a run's process observed another configuration than planned, else None."""
+    """Return a sentence for the user if a run's process used a configuration other than the planned one, else None."""
     world = world_size or planned.world_size
     batch = local_batch_size or planned.local_batch_size
     steps = grad_accum_steps or planned.grad_accum_steps
@@ -54,26 +55,26 @@ def _mismatch_sentence(
         return None
     if (batch, world) == (planned.local_batch_size, planned.world_size):
         remedy = (
-            f"the script accumulates by itself: write batch.grad_accum_steps = {steps} into the job, or pass "
-            "{grad_accum_steps} on to the script."
+            f"the script sets its own gradient accumulation. Set batch.grad_accum_steps = {steps} in the job, or pass "
+            "{grad_accum_steps} to the script."
         )
     else:
         lowers = ""
         if batch < planned.local_batch_size and world == planned.world_size:
-            lowers = f"; where it lowers its batch for want of memory, set batch.max_local_batch_size = {batch}"
+            lowers = f"; if the script reduces its batch to save memory, set batch.max_local_batch_size = {batch}"
         remedy = (
-            f"pass {{local_batch_size}} and {{world_size}} on to the script and its launcher{lowers}; where the batch "
-            "is counted wrongly, state it by tula_agent.init(batch_size=...)."
+            f"pass {{local_batch_size}} and {{world_size}} to the script and its launcher{lowers}; if the agent counts "
+            "the batch incorrectly, pass it to tula_agent.init(batch_size=...)."
         )
     return (
-        f"Run {run_id} was to use local batch {planned.local_batch_size}, {planned.grad_accum_steps} accumulation "
-        f"step(s) and {planned.world_size} rank(s), but its process saw {batch}, {steps} and {world}: {remedy}"
+        f"Run {run_id} was planned with local batch {planned.local_batch_size}, {planned.grad_accum_steps} "
+        f"accumulation step(s) and {planned.world_size} rank(s), but used {batch}, {steps} and {world}: {remedy}"
     )
 
 
 @dataclass(frozen=True)
 class NewRun:
-    """A run to create; runs with a lower `position` are claimed first."""
+    """A run to be created; runs with a lower `position` are claimed first."""
 
     kind: RunKind
     configuration: Configuration
@@ -91,10 +92,10 @@ class NewRun:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(NewRun):
-    """A run and its outcome; `key` is the integer by which samples and chunks refer to it.
+    """A stored run and its outcome; samples and chunks refer to the run by its integer `key`.
 
-    `step_time_s`, `num_steps`, `straggler_rank` and the `observed_*` figures come from the last summary. The
-    `observed_*` figures are the configuration that the run's process observed; None if they were not reported.
+    `step_time_s`, `num_steps`, `straggler_rank` and the `observed_*` values come from the last summary. The
+    `observed_*` values are the configuration that the run's process reported; each is None if it was not reported.
     """
 
     key: int
@@ -124,20 +125,21 @@ class RunRecord(NewRun):
 
     @property
     def drifted(self) -> bool:
-        """Return True while the run's speed differs from the prediction."""
+        """Return True if the run's speed has been found to differ from the prediction."""
         return self.drift_sentence is not None
 
     @property
     def configuration_mismatch(self) -> str | None:
-        """A sentence for the user if the run's process saw another configuration than planned."""
+        """Return a sentence for the user if the run used a configuration other than the planned one, else None."""
         seen = self.observed_world_size, self.observed_local_batch_size, self.observed_grad_accum_steps
         return _mismatch_sentence(self.id, self.configuration, *seen)
 
 
 @dataclass(frozen=True)
 class BucketTimeline:
-    """The size in bytes of each bucket of gradients and the seconds until it was complete, in the order of
-    reduction; both (n,).
+    """The size of each gradient bucket in bytes and the seconds until it was complete, in the order of reduction.
+
+    Both arrays have shape (n,).
     """
 
     bucket_bytes: tuple[float, ...]
@@ -146,12 +148,12 @@ class BucketTimeline:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The figures of one run that a fit reads: robust averages over its last measured steps, and its memory.
+    """The values of one run that a fit reads: robust averages over its last measured steps, and its memory.
 
     `step_time_s` to `exposed_comm_time_s`, `input_time_s` and `optimizer_time_s` come from `perfmodel.step_summary`.
-    `num_samples` counts the measured samples of all ranks, and `num_steps` the steps behind the figures. `world_size`,
-    `local_batch_size` and `grad_accum_steps` are as the process observed them; None if it did not report them. `memory`
-    is the reading of the rank with the highest peak.
+    `num_samples` is the number of measured samples from all ranks, and `num_steps` the number of steps averaged.
+    `world_size`, `local_batch_size` and `grad_accum_steps` are the values that the process reported, or None. `memory`
+    is the memory use of the rank with the highest peak.
     """
 
     run_id: str
@@ -175,14 +177,14 @@ class RunSummary:
 
     @property
     def configuration_mismatch(self) -> str | None:
-        """A sentence for the user if the run's process saw another configuration than planned."""
+        """Return a sentence for the user if the run used a configuration other than the planned one, else None."""
         seen = self.world_size, self.local_batch_size, self.grad_accum_steps
         return _mismatch_sentence(self.run_id, self.configuration, *seen)
 
 
 @dataclass(frozen=True)
 class SampleColumns:
-    """Step samples as columns of equal length; a missing measurement is NaN, or -1 in `straggler_rank`."""
+    """Step samples as columns of equal length; missing measurements are NaN, or -1 in `straggler_rank`."""
 
     step: IntArray
     step_time_s: FloatArray
@@ -197,7 +199,7 @@ class SampleColumns:
 
 @dataclass(frozen=True)
 class NewChunk:
-    """A columnar piece of a run's telemetry; `values` has shape (columns, steps), with NaN for missing measurements."""
+    """A chunk of a run's telemetry; `values` has shape (columns, steps), with NaN for missing measurements."""
 
     rank: int
     boot_id: str

@@ -1,10 +1,10 @@
-"""Exceptions of the service; only `api/errors.py` turns them into HTTP."""
+"""Defines the service's exceptions; only `api/errors.py` translates them into HTTP responses."""
 
 from __future__ import annotations
 
 
 class ServiceError(Exception):
-    """Base class of every error with a message for a person: one sentence on what was wrong, where, and what to do."""
+    """Base class of all errors whose message is for the user and explains in one sentence the fault and its remedy."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -13,20 +13,20 @@ class ServiceError(Exception):
 
 
 class InvalidInput(ServiceError):
-    """A value is well-formed but cannot be accepted; `field` names its field in dotted notation."""
+    """A value is well-formed but not acceptable; `field` is the dotted path of the value's field."""
 
 
 class NotFound(ServiceError):
-    """The object does not exist, or the caller may not know that it exists."""
+    """The object does not exist, or the caller is not allowed to know that it exists."""
 
     @classmethod
     def of(cls, kind: str, identity: str) -> NotFound:
-        """Return the usual sentence for a missing `kind` ("job", "run", ...)."""
-        return cls(f"There is no {kind} {identity!r}: check the id, and that your token belongs to its project.")
+        """Return the error for a missing object of this `kind` ("job", "run", ...)."""
+        return cls(f"There is no {kind} {identity!r}: check its id, and check that your token belongs to its project.")
 
 
 class Conflict(ServiceError):
-    """The request is valid but conflicts with the object's state: another holder has it, or its state is final."""
+    """The request is valid but conflicts with the object's state; for example, that state is final."""
 
 
 class Unauthenticated(ServiceError):
@@ -38,17 +38,17 @@ class Forbidden(ServiceError):
 
 
 class TooLarge(ServiceError):
-    """The body is larger than the limit, before or after decompression."""
+    """The request body is larger than the limit, before or after decompression."""
 
 
 class UnsupportedMedia(ServiceError):
-    """The service does not read this content type or content encoding."""
+    """The service does not support the request's content type or content encoding."""
 
 
 class Busy(ServiceError):
-    """There are too many requests; `retry_after_s` says when to retry.
+    """The service refuses a request that may be retried after `retry_after_s` seconds.
 
-    `limited` is True for a quota, False for overload.
+    `limited` is True if the sender exceeded a quota, and False if the service is overloaded.
     """
 
     def __init__(self, message: str, *, retry_after_s: float, limited: bool = False) -> None:
@@ -58,7 +58,7 @@ class Busy(ServiceError):
 
 
 class StoreUnavailable(ServiceError):
-    """The database cannot be reached or is locked for too long; nothing was stored."""
+    """The database cannot be reached or was locked for too long; nothing was stored."""
 
     retry_after_s = 1.0
 

@@ -1,4 +1,4 @@
-"""Logs, as JSON for programs or text for a terminal, with the request's id; no header, and so no secret, is logged."""
+"""Formats logs as JSON or text, with the request id; headers are never logged, since they may contain secrets."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FIELDS: Final = ("request_id", "method", "route", "status", "took_ms", "token",
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats time, level, logger, message, and the known extra fields as JSON."""
+    """Formats each log record as a JSON object with time, level, logger, message and the extra fields in `_FIELDS`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line; a traceback is a member of the object."""
+        """Return the record as one line of JSON; a traceback becomes the member `exception`."""
         line: dict[str, Any] = {
             "at": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -30,10 +30,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats local time, level, message and the known extra fields for people."""
+    """Formats each log record as text with local time, level, message and the extra fields in `_FIELDS`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line, and more lines for a traceback, without control characters."""
+        """Return the record as one line, followed by the lines of any traceback, without control characters."""
         fields = "".join(f" {name}={value}" for name, value in _details(record).items())
         lines = [f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():7} {record.getMessage()}{fields}"]
         if record.exc_info:
@@ -46,9 +46,9 @@ def _details(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def logging_config(level: str, style: str, *, terminal: bool) -> dict[str, Any]:
-    """Return the argument of `logging.config.dictConfig`, which sends all logs to standard error, including uvicorn's.
+    """Return a configuration for `logging.config.dictConfig` that sends all logs, also uvicorn's, to standard error.
 
-    `style` is the format: json, text, or auto, which is text if standard error is a `terminal` and json otherwise.
+    `style` is json, text, or auto, which means text if standard error is a `terminal` and json otherwise.
     """
     text = style == "text" or (style == "auto" and terminal)
     return {

@@ -70,12 +70,12 @@ def test_a_training_with_another_configuration_than_planned_says_so(tmp_path):
 
     def create(job_id, run):
         made = bench_run(job_id, run)
-        return service.change(made.id, configuration_mismatch=f"Run {made.id} was to use 4 ranks.")
+        return service.change(made.id, configuration_mismatch=f"Run {made.id} was planned with 4 ranks.")
 
     service.create_run = create
     ((_, outcome),) = go(bench, service)
     assert outcome.state == "succeeded"
-    assert notes.notes == ["Run r0: was to use 4 ranks. The measurement is kept for what ran."]
+    assert notes.notes == ["Run r0: was planned with 4 ranks. The measurement is kept for what ran."]
 
 
 def test_output_of_a_training_is_printed_as_it_comes(tmp_path):

@@ -213,9 +213,9 @@ def test_the_time_limit_counts_anew_from_the_first_measurement(tmp_path):
 
 def test_a_script_that_ignores_its_batch_stops_the_plan(tmp_path):
     service, notes = FakeService(THREE), Notes()
-    service.change("r0", configuration_mismatch="Run r0 was to use local batch 32, but its process saw 8.")
+    service.change("r0", configuration_mismatch="Run r0 was planned with local batch 32, but used 8.")
     bench = Bench(tmp_path, service, measured(service), notes)
-    with pytest.raises(LaunchError, match="its process saw 8"):
+    with pytest.raises(LaunchError, match="but used 8"):
         tune(bench, service)
     assert service.runs["r0"].state == "failed"  # so that the next start repeats it
 

@@ -319,15 +319,15 @@ def test_a_run_whose_process_saw_another_configuration_says_so(cluster: Cluster)
     cluster.patch(run.id, "running")
     cluster.send(run, [0.1] * 20, world_size=run.configuration.world_size, local_batch_size=3)
     ended = cluster.patch(run.id, "succeeded")
-    assert "its process saw 3, 1" in (ended.configuration_mismatch or "")
-    assert "lowers its batch for want of memory, set batch.max_local_batch_size = 3" in ended.message
+    assert "but used 3, 1" in (ended.configuration_mismatch or "")
+    assert "reduces its batch to save memory, set batch.max_local_batch_size = 3" in ended.message
     assert (ended.state, ended.message) == ("failed", ended.configuration_mismatch)
     assert cluster.patch(run.id, "succeeded").state == "failed"  # launcher and agent may both report the end
     as_planned = cluster.execute(claimed(cluster))
     assert as_planned.configuration_mismatch is None
     accumulating = claimed(cluster)
     cluster.send(accumulating, [0.1] * 20, grad_accum_steps=2)
-    assert "accumulates by itself" in (runs.get(cluster.store, ANONYMOUS, accumulating.id).configuration_mismatch or "")
+    assert "its own gradient" in (runs.get(cluster.store, ANONYMOUS, accumulating.id).configuration_mismatch or "")
 
 
 @pytest.mark.parametrize("reader", ["run", "runs", "job", "jobs"])
