@@ -1,4 +1,4 @@
-"""Tula's client: asks a service for a configuration, sends it measurements, and follows a job."""
+"""Tula's client library: requests recommendations from a service, sends measurements to it, and follows jobs."""
 
 from __future__ import annotations
 

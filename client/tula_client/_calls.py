@@ -1,4 +1,4 @@
-"""Builds the request and parses the answer of every API call, without I/O; both clients share this module."""
+"""Builds the request and parses the response of every API call without I/O; both clients use this module."""
 # mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 _ACCEPT: Final = "application/json, text/event-stream"
 _HEADERS: Final = {"idempotency_key": "Idempotency-Key", "etag": "If-None-Match", "last_id": "Last-Event-ID"}
-"""Arguments that are sent as headers."""
+"""Maps the arguments that are sent as headers to the header names."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Numbers of gradient scaling with their ETag; `thresholds` is None if the sent ETag is current."""
+    """A job's gradient-scaling values and their ETag; `thresholds` is None if the ETag in the request is current."""
 
     thresholds: wire.ScalingThresholds | None
     etag: str | None
@@ -38,11 +38,11 @@ class Scaling:
 
 @dataclass
 class EventReader:
-    """Turns the lines of a stream of server-sent events (WHATWG HTML, section 9.2) into events, in order and without
+    """Parses the lines of a stream of server-sent events (WHATWG HTML, section 9.2) into events, in order and without
     repeats.
 
-    `last_id` is the `id` of the last event, to send as `Last-Event-ID` when reconnecting. `retry_s` is the wait that
-    the server requested. Comments and other fields are skipped.
+    `last_id` is the `id` of the last event, which the client sends as `Last-Event-ID` when it reconnects. `retry_s` is
+    the delay that the server requested before reconnecting. Comments and unknown fields are skipped.
     """
 
     last_id: int | None = None
@@ -63,7 +63,7 @@ class EventReader:
         text, self._data = "\n".join(self._data), []
         try:
             event = read(wire.Event, text)
-        except ValidationError:  # also of no text
+        except ValidationError:  # an empty text is not valid either
             return None
         self.failures = 0
         if self.last_id is not None and event.id <= self.last_id:
@@ -72,7 +72,10 @@ class EventReader:
         return event
 
     def disconnected(self) -> float:
-        """Record that the stream ended; return the wait before reconnecting in seconds, doubled each time up to 30."""
+        """Record that the stream ended, and return the seconds to wait before reconnecting.
+
+        The wait doubles with each consecutive failure, up to 30 s.
+        """
         self._data.clear()
         self.failures += 1
         return min(30.0, self.retry_s * 2.0 ** min(self.failures - 1, 5))
@@ -81,10 +84,10 @@ class EventReader:
 def _endpoint(
     method: Literal["GET", "POST", "PATCH", "DELETE"], route: str, *, idempotent: bool = False
 ) -> Callable[[Callable[Concatenate[Any, P], Call[T]]], Method[P, T]]:
-    """Return a decorator for call declarations.
+    """Return a decorator that turns the declaration of an API call into a `Method`.
 
-    Arguments named in `route` go into the path, a model becomes the body, and all others form the query; the answer is
-    parsed as the declared return type.
+    Arguments named in `route` go into the path, a Pydantic model becomes the body, and all other arguments form the
+    query. The response is parsed as the declared return type.
     """
 
     def declared(declaration: Callable[Concatenate[Any, P], Call[T]]) -> Method[P, T]:
@@ -111,9 +114,9 @@ def _endpoint(
 
 
 def _request(method: str, route: str, arguments: Mapping[str, Any], *, idempotent: bool = False) -> Request:
-    """Build the request for `route`; each argument in the path remains a single segment, whatever its characters.
+    """Build the request for `route`, quoting each path argument so that it remains a single segment.
 
-    Only POST is not idempotent, since PATCH sets absolute values.
+    Every method except POST is treated as idempotent; PATCH is too, since it sets absolute values.
     """
     path: dict[str, str] = {}
     query: list[tuple[str, str]] = []
@@ -122,7 +125,7 @@ def _request(method: str, route: str, arguments: Mapping[str, Any], *, idempoten
     for name, value in arguments.items():
         if f"{{{name}}}" in route:
             if value in ("", ".", ".."):
-                raise ValueError(f"{name} must name something, not {value!r}")
+                raise ValueError(f"{name} must be a name or an id, not {value!r}")
             path[name] = quote(value, safe="")
         elif isinstance(value, BaseModel):
             content = value.model_dump_json(exclude_unset=True).encode()
@@ -136,24 +139,25 @@ def _request(method: str, route: str, arguments: Mapping[str, Any], *, idempoten
 
 
 def events(job_id: str, *, last_id: int | None = None) -> Request:
-    """Return the request for a job's stream of events that follow the event `last_id`."""
+    """Return the request for the stream of a job's events that come after the event `last_id`."""
     resume = {} if last_id is None else {"last_id": last_id}
     return _request("GET", routes.JOB_EVENTS, {"job_id": job_id, **resume})
 
 
 def parse_error(answer: Answer) -> TulaError:
-    """Return the exception for an unsuccessful answer."""
+    """Return the exception that describes an unsuccessful response."""
     try:
         return from_problem(read(wire.Problem, answer.body))
     except ValidationError:
         pass
     if answer.status in (502, 503, 504):
-        detail = f"a proxy in front of the service answered {answer.status}: try again in a moment"
+        detail = f"a proxy in front of the service returned status {answer.status}: try again in a moment"
         return from_problem(
             wire.Problem(type=wire.ProblemType.UNAVAILABLE, title="Unavailable", status=answer.status, detail=detail)
         )
     return ForeignAnswerError(
-        f"answered {answer.status} without a problem document: is TULA_URL the address of a Tula service?"
+        f"the server returned status {answer.status} without a problem document: is TULA_URL the address of a Tula "
+        "service?"
     )
 
 
@@ -171,7 +175,7 @@ def _model(model: type[M], answer: Answer) -> M:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise UnexpectedAnswerError(
-            f"the answer is not a {model.__name__} ({where}: {first['msg'].lower()}): "
+            f"the response is not a {model.__name__} ({where}: {first['msg'].lower()}): "
             "is TULA_URL the address of a Tula service of this version?"
         ) from None
 
@@ -182,7 +186,7 @@ def _object(answer: Answer) -> dict[str, Any]:
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise UnexpectedAnswerError("the answer is not a JSON object: is TULA_URL the address of a Tula service?")
+        raise UnexpectedAnswerError("the response is not a JSON object: is TULA_URL the address of a Tula service?")
     return parsed
 
 
@@ -208,18 +212,21 @@ _PARSERS: Final[dict[Any, Callable[[Answer], Any]]] = {
     type(None): _nothing,
     Scaling: _scaling,
 }
-"""Parsers of answers that are not models."""
+"""Parsers of the responses that are not Pydantic models."""
 
 
 class Calls(Unsent):
-    """Declares every API call by its route, arguments and answer; `_endpoint` builds the calls from these declarations.
+    """Declares the route, arguments and response of every API call; `_endpoint` builds the calls from them.
 
-    Arguments that are None or have their default value are not sent, and neither are unset fields of a body.
+    Arguments that are None or equal to their default are not sent, and neither are unset fields of a body.
     """
 
     @_endpoint("POST", routes.JOBS, idempotent=True)
     def register(self, spec: wire.JobSpec, *, idempotency_key: str | None = None) -> Call[wire.JobCreated]:
-        """Register a job; a repeated call with the same key returns the same job. The default key is random."""
+        """Register a job; repeating the call with the same idempotency key returns the same job.
+
+        The default key is random.
+        """
 
     @_endpoint("GET", routes.JOBS)
     def jobs(
@@ -231,7 +238,10 @@ class Calls(Unsent):
         limit: int | None = None,
         cursor: str | None = None,
     ) -> Call[wire.JobPage]:
-        """Return one page of jobs, newest first; `search` matches names, `archived` includes archived jobs."""
+        """Return one page of jobs, newest first.
+
+        `search` selects jobs whose name contains this text; `archived=True` includes archived jobs.
+        """
 
     @_endpoint("GET", routes.JOB)
     def job(self, job_id: str) -> Call[wire.Job]:
@@ -239,16 +249,16 @@ class Calls(Unsent):
 
     @_endpoint("PATCH", routes.JOB)
     def patch_job(self, job_id: str, patch: wire.JobPatch) -> Call[wire.Job]:
-        """Change the objective, limits or prices, or archive; omitted fields do not change."""
+        """Change a job's objective, limits or prices, or archive it; omitted fields keep their values."""
 
     @Method
     def archive_job(self, job_id: str) -> Question[wire.Job]:
-        """Hide a job from lists; `patch_job` can restore it."""
+        """Archive a job, which hides it from lists; `patch_job` can restore it."""
         return calls.patch_job(job_id, wire.JobPatch(archived=True))
 
     @_endpoint("DELETE", routes.JOB)
     def delete_job(self, job_id: str) -> Call[None]:
-        """Delete a job with its measurements."""
+        """Delete a job and its measurements."""
 
     @_endpoint("POST", routes.JOB_CLAIM)
     def claim(self, job_id: str, claim: wire.ClaimRequest) -> Call[wire.RunClaimed]:
@@ -256,7 +266,7 @@ class Calls(Unsent):
 
     @_endpoint("POST", routes.JOB_RUNS)
     def create_run(self, job_id: str, run: wire.RunCreate) -> Call[wire.Run]:
-        """Register a run outside the plan: a training run, or a profiling run of a chosen configuration."""
+        """Register a run that is not in the plan: a training run, or a profiling run of a chosen configuration."""
 
     @_endpoint("GET", routes.JOB_RUNS)
     def runs(
@@ -266,15 +276,15 @@ class Calls(Unsent):
 
     @_endpoint("GET", routes.RUN)
     def run(self, run_id: str) -> Call[wire.Run]:
-        """Return one run."""
+        """Return the run with this id."""
 
     @_endpoint("GET", routes.RUN_PROGRESS)
     def progress(self, run_id: str) -> Call[wire.Progress]:
-        """Return the progress of a training run: examples read, seconds left and money spent."""
+        """Return the progress of a training run: examples read, seconds remaining and money spent."""
 
     @_endpoint("GET", routes.RUN_VERDICT)
     def verdict(self, run_id: str) -> Call[wire.Verdict]:
-        """Return what limits the speed of a run: a diagnosis, its evidence, and the next step with its saving."""
+        """Return the verdict on a run: what limits its speed, the evidence, and a next step with its saving."""
 
     @_endpoint("PATCH", routes.RUN)
     def patch_run(self, run_id: str, patch: wire.RunPatch) -> Call[wire.Run]:
@@ -282,11 +292,11 @@ class Calls(Unsent):
 
     @_endpoint("POST", routes.RUN_SAMPLES, idempotent=True)
     def send_samples(self, run_id: str, batch: wire.SampleBatch) -> Call[wire.SamplesAccepted]:
-        """Store measured steps; a repeated call is harmless, since rows that are stored already count as duplicates."""
+        """Store measured steps; repeating the call is harmless, since the service ignores rows that it already has."""
 
     @_endpoint("POST", routes.RUN_TELEMETRY, idempotent=True)
     def send_telemetry(self, run_id: str, chunk: wire.TelemetryChunk) -> Call[wire.TelemetryAccepted]:
-        """Store a chunk of series; a repeated call is harmless."""
+        """Store a chunk of telemetry series; repeating the call is harmless."""
 
     @_endpoint("GET", routes.JOB_SAMPLES)
     def samples(
@@ -301,7 +311,10 @@ class Calls(Unsent):
         cursor: str | None = None,
         limit: int | None = None,
     ) -> Call[wire.SamplePage]:
-        """Return one page of a job's steps; `warmup` selects steps that the fit discards (True) or uses (False)."""
+        """Return one page of a job's measured steps.
+
+        `warmup` selects only the steps that the fit discards (True) or only those that it uses (False).
+        """
 
     @_endpoint("GET", routes.RUN_TELEMETRY)
     def series(
@@ -314,7 +327,10 @@ class Calls(Unsent):
         first_step: int | None = None,
         last_step: int | None = None,
     ) -> Call[wire.TelemetrySeries]:
-        """Return one column of a run, downsampled to `max_points`; without `column`, only the names of all columns."""
+        """Return one telemetry column of a run, downsampled to at most `max_points` points.
+
+        Without `column`, the response lists the names of the available columns and has no points.
+        """
 
     @_endpoint("GET", routes.JOB_EVENTS + "?after=0&follow=false")
     def past_events(self, job_id: str) -> Call[list[wire.Event]]:
@@ -337,34 +353,40 @@ class Calls(Unsent):
         usd_per_node_hour: float | None = None,
         deadline_s: float | None = None,
     ) -> Call[wire.Predictions]:
-        """Predict all combinations of the values (what-if); an omitted argument takes all values that the job allows.
+        """Predict every combination of the given values (what-if analysis).
 
-        `option` contains values such as `precision=bf16`; other options are as recommended.
+        An omitted argument means all values that the job allows. `option` contains values such as `precision=bf16`;
+        options that it omits have their recommended values.
         """
 
     @_endpoint("GET", routes.JOB_SCHEDULE)
     def schedule(
         self, job_id: str, objective: wire.Objective | None = None, *, beta2: float = 0.999
     ) -> Call[wire.BatchSchedule]:
-        """Return a batch schedule that follows the gradient noise measured by a training run; `write_schedule` writes
-        it.
+        """Return a batch schedule that follows the gradient noise measured by a training run.
 
-        `beta2` is Adam's beta2 at the base batch.
+        `write_schedule` converts the schedule for a training program. `beta2` is Adam's beta2 at the base batch.
         """
 
     @_endpoint("GET", routes.JOB_SCALING)
     def scaling(self, job_id: str, *, policy: wire.ScalingPolicy = "gain", etag: str | None = None) -> Call[Scaling]:
-        """Return a policy's gradient-scaling numbers; with the last `etag`, unchanged numbers are not sent again."""
+        """Return the gradient-scaling values of a policy.
+
+        If `etag` is the current ETag, the service does not send the values again.
+        """
 
     @_endpoint("PATCH", routes.JOB_SCALING)
     def patch_scaling(
         self, job_id: str, patch: wire.ScalingPatch, *, policy: wire.ScalingPolicy = "gain"
     ) -> Call[wire.ScalingThresholds]:
-        """Set numbers of a policy. Runs read them when they start and, with `ags` and `static`, after each epoch."""
+        """Set gradient-scaling values of a policy.
+
+        Runs read the values when they start and, with the policies `ags` and `static`, after each epoch.
+        """
 
     @_endpoint("GET", routes.JOB_LEDGER)
     def ledger(self, job_id: str, *, limit: int | None = None) -> Call[wire.Ledger]:
-        """Return past recommendations and the measurements that followed them, newest first."""
+        """Return past recommendations with the measurements of the training runs that used them, newest first."""
 
     @_endpoint("GET", routes.JOB_CHART)
     def chart(
@@ -375,47 +397,47 @@ class Calls(Unsent):
         quantity: Literal["time", "cost"] = "time",
         objective: wire.Objective | None = None,
     ) -> Call[dict[str, Any]]:
-        """Return a Vega-Lite specification of a job's chart, with its data; `quantity` is for `tradeoff`."""
+        """Return a chart of a job as a Vega-Lite specification with its data; only `tradeoff` uses `quantity`."""
 
     @_endpoint("GET", routes.RUN_CHART)
     def run_chart(self, run_id: str, name: str) -> Call[dict[str, Any]]:
-        """Return a Vega-Lite specification of a run's chart, with its data."""
+        """Return a chart of a run as a Vega-Lite specification with its data."""
 
     @_endpoint("POST", routes.FABRICS)
     def send_probe(self, probe: wire.FabricProbe) -> Call[wire.Fabric]:
-        """Store a probe's measurements of a fabric, and return the fabric with the line fitted to them."""
+        """Store a probe's measurements of a fabric, and return the fabric with the line fitted to the measurements."""
 
     @_endpoint("GET", routes.FABRICS)
     def fabrics(self) -> Call[wire.FabricList]:
-        """Return the newest probes of the project's fabrics."""
+        """Return the newest probe of each fabric in the project."""
 
     @_endpoint("GET", routes.PROJECTS)
     def projects(self) -> Call[wire.ProjectList]:
-        """Return all projects; for administrators."""
+        """Return all projects; requires an admin token."""
 
     @_endpoint("POST", routes.PROJECTS)
     def create_project(self, project: wire.ProjectCreate) -> Call[wire.Project]:
-        """Create a project; for administrators."""
+        """Create a project; requires an admin token."""
 
     @_endpoint("GET", routes.TOKENS)
     def tokens(self) -> Call[wire.TokenList]:
-        """Return all tokens that the caller may see, without secrets."""
+        """Return all tokens that the caller may see, without their secrets."""
 
     @_endpoint("POST", routes.TOKENS)
     def create_token(self, token: wire.TokenCreate) -> Call[wire.TokenCreated]:
-        """Create a token; only this answer contains its secret."""
+        """Create a token; only this response contains the secret."""
 
     @_endpoint("DELETE", routes.TOKEN)
     def revoke_token(self, token_id: str) -> Call[None]:
-        """Revoke a token at once."""
+        """Revoke a token immediately."""
 
     @_endpoint("GET", routes.HEALTH)
     def health(self) -> Call[dict[str, Any]]:
-        """Return normally if the service's process answers."""
+        """Return normally if the service process responds; otherwise raise `TulaError`."""
 
     @_endpoint("GET", routes.READY)
     def ready(self) -> Call[dict[str, Any]]:
-        """Succeed if the database and its schema are ready; else raise `ServiceUnavailableError`."""
+        """Return normally if the database and its schema are ready; otherwise raise `ServiceUnavailableError`."""
 
 
 calls: Final = Calls()

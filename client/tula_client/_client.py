@@ -1,4 +1,4 @@
-"""`Client` and `AsyncClient`, handles of jobs, and runs that the caller measures."""
+"""Defines `Client` and `AsyncClient`, job handles, and `ProfileRun` for steps that the caller measures."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ TIMEOUT: Final = httpx.Timeout(30.0, connect=5.0)
 STREAM_TIMEOUT: Final = httpx.Timeout(10.0, read=60.0)
 """The service sends a comment every few seconds, so a stream of events is never silent for 60 s."""
 _BROKEN: Final = (httpx.TransportError, ServiceUnavailableError)
-"""Errors after which a stream of events is opened again."""
+"""Errors after which the client reopens a stream of events."""
 MAX_ANSWER_BYTES: Final = 256 * 2**20
-"""Longest accepted answer; no Tula service sends a longer one."""
+"""The largest response body that the client accepts; a Tula service never sends a larger one."""
 _MESSAGE_LENGTH: Final = 500
 
 
@@ -64,7 +64,7 @@ def _options(service: settings.Access, timeout_s: float | None) -> dict[str, Any
         "base_url": service.url,
         "headers": {**agent, "Authorization": f"Bearer {service.token}"} if service.token else agent,
         "timeout": TIMEOUT if timeout_s is None else httpx.Timeout(timeout_s),
-        # Plain HTTP gets an empty context, since loading all certificate authorities takes 30 ms.
+        # Plain HTTP uses an empty TLS context, since loading all certificate authorities would take 30 ms.
         "verify": service.url.startswith("https:") or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
     }
 
@@ -83,17 +83,17 @@ def _arguments(request: Request) -> dict[str, Any]:
 def _append(body: bytearray, part: bytes) -> None:
     body += part
     if len(body) > MAX_ANSWER_BYTES:
-        raise UnexpectedAnswerError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes: ask for a smaller page")
+        raise UnexpectedAnswerError(f"the response is longer than {MAX_ANSWER_BYTES} bytes: request a smaller page")
 
 
 class Client(Calls, Blocking):
-    """A client of one service. Threads may share a client.
+    """A client of one service, safe to share between threads.
 
-    `url` and `token` default to TULA_URL and TULA_TOKEN from the environment, else from `.env` in the working
-    directory, else to `url` and `token` from the user's config file.
+    `url` and `token` default to TULA_URL and TULA_TOKEN from the environment. If these are unset, they are read from
+    `.env` in the working directory; failing that, `url` and `token` are read from the user's config file.
 
-    Every method raises `TulaError`: `ServiceUnreachableError` if no answer arrived, a `ProblemError` if the service
-    rejected the request. Failed requests are retried according to `retry`, but only if repeating them is harmless.
+    Every method may raise a `TulaError`: `ServiceUnreachableError` if no response arrived, or a `ProblemError` if the
+    service rejected the request. Failed requests are retried according to `retry`, but only if a retry is harmless.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Client(Calls, Blocking):
         self._retry = retry or RetryPolicy()
 
     def send(self, question: Question[T]) -> T:
-        """Send a call or all calls of a flow, and return the result; every API method uses this."""
+        """Send a call, or all calls of a flow, and return the result; every API method uses this method."""
         todo = steps(question, self._retry, self.url)
         received: Received = None
         try:
@@ -151,8 +151,8 @@ class Client(Calls, Blocking):
     def events(self, job_id: str, *, last_id: int | None = None) -> Iterator[Event]:
         """Yield each event of a job once, until the caller stops iterating.
 
-        If the connection is lost, reconnect and continue after the last event. `past_events` returns only the events so
-        far.
+        If the connection is lost, the client reconnects and continues after the last event. To get only the past
+        events, use `past_events`.
         """
         reader = EventReader(last_id=last_id)
         while True:
@@ -177,7 +177,7 @@ class Client(Calls, Blocking):
 
 
 class AsyncClient(Calls, Awaited):
-    """Like `Client`, but with coroutine methods and without runs that the caller measures."""
+    """Like `Client`, but with coroutine methods and without `profile_run`."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class AsyncClient(Calls, Awaited):
         self._retry = retry or RetryPolicy()
 
     async def send(self, question: Question[T]) -> T:
-        """Send a request as `Client.send` does."""
+        """Send a call, or all calls of a flow, and return the result, in the same way as `Client.send`."""
         todo = steps(question, self._retry, self.url)
         received: Received = None
         try:
@@ -221,11 +221,11 @@ class AsyncClient(Calls, Awaited):
             return error
 
     async def handle(self, job: str | Path | Mapping[str, Any] | JobSpec) -> AsyncJobHandle:
-        """Return a handle as `Client.handle` does; its methods are awaited."""
+        """Return a handle with coroutine methods, in the same way as `Client.handle`."""
         return AsyncJobHandle(self, await self.send(_flows.resolve_job(job)))
 
     async def events(self, job_id: str, *, last_id: int | None = None) -> AsyncIterator[Event]:
-        """Yield events as `Client.events` does."""
+        """Yield each event of a job once, in the same way as `Client.events`."""
         reader = EventReader(last_id=last_id)
         while True:
             arguments = _arguments(events(job_id, last_id=reader.last_id))
@@ -250,7 +250,7 @@ class AsyncClient(Calls, Awaited):
 
 
 class _JobMethods(Generic[C]):
-    """The methods of both handles: calls and flows whose first argument is the job's id."""
+    """The methods that both handles share: calls and flows whose first argument is the job's id."""
 
     def __init__(self, client: C, job_id: str) -> None:
         self.client: C = client
@@ -272,10 +272,10 @@ class _JobMethods(Generic[C]):
 
 
 class JobHandle(_JobMethods[Client], Blocking):
-    """A job of a service. Every access queries the service, and nothing is cached."""
+    """A handle for a job on a service. Every method queries the service, and no result is cached."""
 
     def events(self, last_id: int | None = None) -> Iterator[Event]:
-        """Yield the events of the job as they happen, until the caller stops iterating."""
+        """Yield the job's events as they happen, until the caller stops iterating."""
         return self.client.events(self.id, last_id=last_id)
 
 
@@ -283,15 +283,15 @@ class AsyncJobHandle(_JobMethods[AsyncClient], Awaited):
     """Like `JobHandle`, but with coroutine methods."""
 
     def events(self, last_id: int | None = None) -> AsyncIterator[Event]:
-        """Yield events as `JobHandle.events` does."""
+        """Yield the job's events as they happen, in the same way as `JobHandle.events`."""
         return self.client.events(self.id, last_id=last_id)
 
 
 class ProfileRun:
-    """Registers a run of `configuration` on entry, and reports on exit that it succeeded or failed with the exception.
+    """A context manager that registers a run of `configuration` on entry, and on exit reports whether it succeeded.
 
-    `with client.profile_run(job, configuration) as run: run.log_steps([...])`; `job` is an id or a name. `run.run` is
-    the registered run.
+    Usage: `with client.profile_run(job, configuration) as run: run.log_steps([...])`. `job` is the job's id or name.
+    `run.run` is the registered run. If the block raises an exception, the run is reported as failed.
     """
 
     run: Run
@@ -314,7 +314,7 @@ class ProfileRun:
         if isinstance(error, Exception):
             patch = RunPatch(state="failed", message=f"{type(error).__name__}: {error}"[:_MESSAGE_LENGTH])
         elif error is not None:
-            patch = RunPatch(state="cancelled", message="It was stopped before its end.")
+            patch = RunPatch(state="cancelled", message="The run was stopped before it finished.")
         self.run = self.client.patch_run(self.run.id, patch)
 
     def log_steps(
@@ -329,11 +329,11 @@ class ProfileRun:
     ) -> bool:
         """Store the times of the next steps, in seconds; return True once the service needs no more steps of this run.
 
-        `warmup` marks steps that the fit discards; `peak_bytes` is the peak memory of a rank. Raises `TulaError`, and
-        `pydantic.ValidationError` if a number is out of range or columns have different lengths.
+        `warmup` marks steps that the fit discards; `peak_bytes` is the peak memory of a rank. Raises `TulaError` if a
+        request fails, and `pydantic.ValidationError` if a value is out of range or if the columns differ in length.
         """
         if not hasattr(self, "run"):
-            raise RuntimeError("the run has not begun: call log_steps inside `with client.profile_run(...) as run`")
+            raise RuntimeError("the run has not started: call log_steps inside `with client.profile_run(...) as run`")
         columns = {
             "step_time_s": step_time_s,
             "compute_time_s": compute_time_s,
@@ -364,8 +364,8 @@ def recommend(
 ) -> Recommendation:
     """Return the recommendation for a job, given as a `JobSpec`, a mapping, or the path of a TOML file.
 
-    The job is registered unless the service has one with this specification. `url` and `token` are the same as for
-    `Client`. Raises `TulaError`.
+    The job is registered unless the service already has a job with this specification. `url` and `token` have the same
+    meaning as for `Client`. Raises `TulaError` if a request fails.
     """
     with Client(url, token) as client:
         return client.handle(Path(spec) if isinstance(spec, str) else spec).recommendation(objective)

@@ -1,6 +1,6 @@
-"""Exceptions of the client. Each message is one sentence; each type of problem document (RFC 9457) has a class.
+"""Exceptions of the client. Each message is one sentence; each type of problem document (RFC 9457) has its own class.
 
-An exception that ends a `tula` command has the exit code of the command in `exit_code`.
+If an exception ends a `tula` command, the command exits with the code in the exception's `exit_code`.
 """
 
 from __future__ import annotations
@@ -12,45 +12,48 @@ from tula_wire import Problem, ProblemType
 
 
 class ExitCode(IntEnum):
-    """Exit codes of `tula`; scripts may rely on them."""
+    """Exit codes of `tula`, on which scripts may rely."""
 
     OK = 0
     FAILED = 1
     """The command failed."""
     USAGE = 2
-    """An option, a file or a field is wrong; nothing was done."""
+    """An option, a file or a field is wrong; the command did nothing."""
     SLOWER = 3
-    """`tula gate`: the change makes the training slower than it may."""
+    """`tula gate` found that the change slows training by more than the threshold."""
     DENIED = 4
-    """The token is missing, wrong, or lacks permission."""
+    """The token is missing, is wrong, or lacks the permission."""
     NOT_FOUND = 5
-    """No such job, run or chart."""
+    """The job, run or chart does not exist."""
     UNREACHABLE = 6
     """The service is unreachable or unavailable."""
     INTERRUPTED = 130
-    """Ctrl-C."""
+    """The user pressed Ctrl-C."""
 
 
 class TulaError(Exception):
-    """Base class of all exceptions of this package."""
+    """Base class of all exceptions that this package raises."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.FAILED
 
 
 class JobNotFoundError(TulaError):
-    """No job has that id or name."""
+    """No job has the given id or name."""
 
     exit_code = ExitCode.NOT_FOUND
 
 
 class UsageError(TulaError):
-    """The command line, a file that it names, or the template of a command is wrong."""
+    """The command line, a file that it names, or a command template is wrong."""
 
     exit_code = ExitCode.USAGE
 
 
 class LaunchError(TulaError):
-    """An error that stops `tula tune` or `tula run`, with a remedy; `brief` if the failure was printed already."""
+    """An error that stops `tula tune` or `tula run`; its message names a remedy.
+
+    `brief` is a shorter message, for a terminal on which the details were already printed.
+    """
 
     def __init__(self, message: str, brief: str = "") -> None:
         super().__init__(message)
@@ -61,22 +64,22 @@ class MissingExtraError(TulaError):
     """An optional part of Tula is not installed; the message names the command that installs it."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"{what} needs an extra that is not installed: run pip install 'tula[{extra}]'")
+        super().__init__(f"{what} requires an extra that is not installed: run pip install 'tula[{extra}]'")
         self.extra = extra
 
 
 class ServiceUnreachableError(TulaError):
-    """No answer: nothing listens at the address, the name does not resolve, or the request timed out."""
+    """No response arrived: no server listens at the address, the name does not resolve, or the request timed out."""
 
     exit_code = ExitCode.UNREACHABLE
 
 
 class UnexpectedAnswerError(TulaError):
-    """An answer that no Tula service gives; the address probably belongs to another server."""
+    """The response cannot come from a Tula service; the address probably belongs to another server."""
 
 
 class ForeignAnswerError(UnexpectedAnswerError):
-    """An error from another server: a proxy while the service is away, or a different server at the address."""
+    """Another server returned the error: a proxy while the service is down, or a different server at the address."""
 
 
 class ProblemError(TulaError):
@@ -88,7 +91,7 @@ class ProblemError(TulaError):
         cls.type = cls.type if type is None else type
         cls.exit_code = cls.exit_code if exit_code is None else exit_code
         if type is not None:
-            _BY_TYPE.setdefault(type, cls)  # a user's subclass does not replace ours
+            _BY_TYPE.setdefault(type, cls)  # a user's subclass must not replace this package's class
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(_sentence(problem))
@@ -96,12 +99,12 @@ class ProblemError(TulaError):
 
     @property
     def status(self) -> int:
-        """Return the HTTP status of the answer."""
+        """Return the HTTP status of the response."""
         return self.problem.status
 
     @property
     def field(self) -> str | None:
-        """Return the first invalid field in dotted notation, or None."""
+        """Return the path of the first invalid field in dotted notation, or None if no field is invalid."""
         return self.problem.field
 
 
@@ -113,11 +116,11 @@ class InvalidInputError(ProblemError, type=ProblemType.INVALID, exit_code=ExitCo
 
 
 class NotFoundError(ProblemError, type=ProblemType.NOT_FOUND, exit_code=ExitCode.NOT_FOUND):
-    """404: no such job, run, chart or token, or it belongs to another project."""
+    """404: the job, run, chart or token does not exist, or belongs to another project."""
 
 
 class ConflictError(ProblemError, type=ProblemType.CONFLICT):
-    """409: the state or the holder of the resource does not allow the request."""
+    """409: the request conflicts with the state of the resource or with the holder of its lease."""
 
 
 class UnauthenticatedError(ProblemError, type=ProblemType.UNAUTHENTICATED, exit_code=ExitCode.DENIED):
@@ -137,15 +140,15 @@ class UnsupportedMediaError(ProblemError, type=ProblemType.UNSUPPORTED_MEDIA):
 
 
 class TooManyRequestsError(ProblemError, type=ProblemType.TOO_MANY_REQUESTS, exit_code=ExitCode.UNREACHABLE):
-    """429: the rate limit was exceeded, even after the retries."""
+    """429: the rate limit was still exceeded after all retries."""
 
 
 class ServiceUnavailableError(ProblemError, type=ProblemType.UNAVAILABLE, exit_code=ExitCode.UNREACHABLE):
-    """503: the service is currently unavailable, even after the retries."""
+    """503: the service was still unavailable after all retries."""
 
 
 class InternalServiceError(ProblemError, type=ProblemType.INTERNAL):
-    """500: the service failed; its log contains the request id."""
+    """500: an internal error of the service; its log contains the request id."""
 
 
 def from_problem(problem: Problem) -> ProblemError:
@@ -154,7 +157,7 @@ def from_problem(problem: Problem) -> ProblemError:
 
 
 def _sentence(problem: Problem) -> str:
-    """Return the problem as one sentence that names the field."""
+    """Return the problem as one sentence that names the invalid field, if there is one."""
     detail = " ".join((problem.detail or problem.title).split())
     if problem.field and problem.field not in detail:
         detail = f"{problem.field}: {detail}"

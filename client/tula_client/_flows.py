@@ -1,6 +1,6 @@
-"""Operations that need several calls, as generators that yield calls and are sent the answers; tables and charts.
+"""Operations that need several calls, written as generators that yield calls and receive the responses.
 
-They do no I/O except for writing files that the user named.
+The module also builds tables and charts. Its only I/O is to write files that the user named.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ESTIMATE: Final = (("", "value"), ("_low", "low"), ("_high", "high"))
 _PAGE: Final = 100
 _SAMPLES: Final = 5000
 _POINTS: Final = 20_000
-"""Most samples on a page, and most points of a series in one answer from the service."""
+"""The maximum numbers of samples on a page (`_SAMPLES`) and of points of a series in one response (`_POINTS`)."""
 
 
 class _Page(Protocol):
@@ -44,30 +44,30 @@ _P = TypeVar("_P", bound=_Page)
 
 
 def job_id(name_or_id: str) -> Flow[str]:
-    """Return the id of a job given by id, or by a name that exactly one unarchived job has."""
+    """Return the id of the job with this id, or of the only unarchived job with this name."""
     if not name_or_id.strip():
-        raise JobNotFoundError("JOB: give a job's id or name; tula jobs list shows them")
+        raise JobNotFoundError("JOB is empty: give a job's id or name, which tula jobs list shows")
     try:
         return (yield from calls.job(name_or_id)).id
     except NotFoundError:
         pass
     ids = [job.id for job in (yield from jobs_named(name_or_id))]
     if not ids:
-        raise JobNotFoundError(f"no job has the id or name {name_or_id!r}: tula jobs list shows them")
+        raise JobNotFoundError(f"no job has the id or name {name_or_id!r}: tula jobs list shows all jobs")
     if len(ids) > 1:
-        raise UsageError(f"{len(ids)} jobs have the name {name_or_id!r}: give the id of one ({', '.join(ids[:5])})")
+        raise UsageError(f"{len(ids)} jobs have the name {name_or_id!r}: give one job's id ({', '.join(ids[:5])})")
     return ids[0]
 
 
 def resolve_job(job: str | Path | Mapping[str, Any] | JobSpec) -> Flow[str]:
-    """Return the id of a job given by id or name, or by its specification as a model, mapping or TOML file."""
+    """Return the id of a job, given its id, its name or its specification (a `JobSpec`, a mapping or a TOML file)."""
     if isinstance(job, str):
         return (yield from job_id(job))
     return (yield from calls.register(load_spec(job))).job.id
 
 
 def jobs_named(name: str, limit: int | None = None) -> Flow[list[JobSummary]]:
-    """Return the unarchived jobs with this name, newest first; at most `limit` if it is given."""
+    """Return the unarchived jobs with this name, newest first, and at most `limit` jobs if a limit is given."""
     summaries: list[JobSummary] = []
     cursor: str | None = None
     while limit is None or len(summaries) < limit:
@@ -85,9 +85,10 @@ def runs(job_id: str) -> Flow[list[Run]]:
 
 
 def wait(job_id: str, timeout_s: float | None = None, *, poll_s: float = 2.0) -> Flow[Recommendation]:
-    """Wait until no profiling run is waiting or in progress, and return the recommendation.
+    """Wait until no profiling run is pending or in progress, then return the recommendation.
 
-    The service is queried every `poll_s` seconds. Raises `TulaError` after `timeout_s` seconds; None waits forever.
+    The service is queried every `poll_s` seconds. Raises `TulaError` after `timeout_s` seconds; if `timeout_s` is None,
+    the wait has no time limit.
     """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while (job := (yield from calls.job(job_id))).state == "planning":
@@ -95,7 +96,7 @@ def wait(job_id: str, timeout_s: float | None = None, *, poll_s: float = 2.0) ->
         if left <= 0:
             done = f"{job.runs_done} of {job.runs_planned} runs are done"
             raise TulaError(
-                f"{job.name} is still profiled ({done}): start them with tula tune, or give a longer timeout_s"
+                f"{job.name} is still being profiled ({done}): start its runs with tula tune, or increase timeout_s"
             )
         yield min(poll_s, left)
     return (yield from calls.recommendation(job_id))
@@ -109,7 +110,7 @@ def plot(
     quantity: Literal["time", "cost"] = "time",
     objective: Objective | None = None,
 ) -> Flow[Any]:
-    """Return the chart as an Altair object, for notebooks; with `output`, write it as PNG, SVG or JSON instead."""
+    """Return a chart as an Altair object for notebooks; with `output`, write it to a PNG, SVG or JSON file instead."""
     spec = yield from calls.chart(job_id, name, quantity=quantity, objective=objective)
     if output is None:
         with needs_extra("a plot in a notebook"):
@@ -120,7 +121,7 @@ def plot(
 
 
 def to_dataframe(job_id: str, table: Table = "candidates") -> Flow[Any]:
-    """Return a table as a pandas data frame. Raises `MissingExtraError` without pandas."""
+    """Return a table as a pandas data frame. Raises `MissingExtraError` if pandas is not installed."""
     table_rows = yield from rows(job_id, table)
     with needs_extra("a data frame"):
         import pandas
@@ -128,11 +129,11 @@ def to_dataframe(job_id: str, table: Table = "candidates") -> Flow[Any]:
 
 
 def rows(job_id: str, table: Table = "candidates") -> Flow[list[Row]]:
-    """Return a table as a list of dictionaries, with the wire's names. Raises `TulaError` for an unknown table.
+    """Return a table as a list of dictionaries whose keys are field names of the API.
 
-    A configuration becomes columns for its fields and for `world_size` and `global_batch_size`; an estimate becomes a
-    column and two columns for the ends of its interval, `_low` and `_high`. Other objects become columns for their
-    fields; lists and mappings become JSON.
+    A configuration becomes one column per field, plus `world_size` and `global_batch_size`. An estimate becomes three
+    columns: its value, and the ends of its interval with the suffixes `_low` and `_high`. Any other object becomes one
+    column per field; lists and mappings become JSON text. Raises `TulaError` for an unknown table.
     """
     if table == "candidates":
         answer = yield from calls.recommendation(job_id)
@@ -159,7 +160,7 @@ def _pages(page: Callable[[str | None], Question[_P]]) -> Flow[list[_P]]:
 
 
 def _telemetry(job_id: str) -> Flow[list[Row]]:
-    """Return every point of every column that the first rank of each run has reported."""
+    """Return all points of all telemetry columns that the first rank of each run has reported."""
     points: list[Row] = []
     for run in (yield from runs(job_id)):
         for column in (yield from calls.series(run.id)).available:
@@ -168,7 +169,7 @@ def _telemetry(job_id: str) -> Flow[list[Row]]:
 
 
 def _points(run_id: str, column: str, first: int | None, last: int | None) -> Flow[list[Row]]:
-    """Return the points from step `first` to `last`; a range with too many points for one answer is halved."""
+    """Return the points from step `first` to `last`, splitting the range in two if one response cannot hold it."""
     series = yield from calls.series(run_id, column, max_points=_POINTS, first_step=first, last_step=last)
     if not series.downsampled or series.steps[0] == series.steps[-1]:
         same: Row = {"run_id": series.run_id, "rank": series.rank, "column": series.column}
@@ -184,7 +185,7 @@ def _rows(models: Iterable[BaseModel]) -> list[Row]:
 
 
 def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, bool]:
-    """Return the roles of a candidate in the recommendation."""
+    """Return which roles a candidate has in the recommendation, such as the chosen candidate or the knee."""
 
     def is_same(other: Candidate | None) -> bool:
         return other is not None and (other.configuration, other.spot) == (candidate.configuration, candidate.spot)
@@ -198,7 +199,7 @@ def roles(candidate: Candidate, recommendation: Recommendation) -> dict[str, boo
 
 
 def _row(kind: type[BaseModel], model: BaseModel | None) -> Row:
-    """Return the columns of `kind`; all are empty without a model."""
+    """Return the columns that the fields of `kind` become, with the values of `model`; all are None without a model."""
     row: Row = {}
     for name, field in kind.model_fields.items():
         value = getattr(model, name, None)
@@ -228,10 +229,10 @@ def _cell(value: Any) -> Cell:
 
 
 def save(spec: dict[str, Any], path: Path) -> None:
-    """Write a Vega-Lite specification as PNG, SVG or JSON, according to the suffix of `path`.
+    """Write a Vega-Lite specification to a PNG, SVG or JSON file; the suffix of `path` selects the format.
 
-    Rendering needs no network. Raises `UsageError` for any other suffix or a path that cannot be written, and
-    `MissingExtraError` without the renderer.
+    Rendering needs no network. Raises `UsageError` for any other suffix or if the file cannot be written, and
+    `MissingExtraError` if the renderer is not installed.
     """
     kind = check_suffix(path, ".png", ".svg", ".json")
     content = json.dumps(spec, indent=1).encode() if kind == "json" else _render(spec, kind)
@@ -239,14 +240,14 @@ def save(spec: dict[str, Any], path: Path) -> None:
 
 
 def check_suffix(path: Path, *kinds: str) -> str:
-    """Return the suffix of a file to write, without the dot. Raises `UsageError` if it is not one of `kinds`."""
+    """Return the suffix of `path` without the dot. Raises `UsageError` if the suffix is not one of `kinds`."""
     if path.suffix.lower() not in kinds:
         raise UsageError(f"--output: {path.name!r} must end in one of {', '.join(kinds)}")
     return path.suffix.lower()[1:]
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file that the user named. Raises `UsageError` if it cannot be written."""
+    """Write a file that the user named. Raises `UsageError` if the file cannot be written."""
     try:
         path.write_bytes(content)
     except OSError as error:
@@ -255,7 +256,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def needs_extra(what: str, extra: str = "notebook") -> Iterator[None]:
-    """Wrap the import of packages from the extra `extra`; raise `MissingExtraError` if they are not installed."""
+    """Raise `MissingExtraError` if an import in the `with` block fails, naming the extra that has the packages."""
     try:
         yield
     except ImportError:
@@ -271,4 +272,4 @@ def _render(spec: dict[str, Any], kind: str) -> bytes:
         return str(vl_convert.vegalite_to_svg(json.dumps(spec), allowed_base_urls=[])).encode()
     except ValueError as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else "unknown"
-        raise TulaError(f"the chart could not be drawn ({first}): save it as .json and look at it") from None
+        raise TulaError(f"the chart could not be drawn ({first}): save it as .json to inspect it") from None

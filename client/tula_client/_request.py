@@ -1,4 +1,4 @@
-"""Requests, answers and retries as values, and flows of several calls, without I/O; the clients do the sending."""
+"""Represents requests, responses, retries and flows of several calls as values; the clients perform the I/O."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 NOT_PROCESSED: Final = frozenset({429, 503})
-"""Statuses of a server that has not processed the request."""
+"""HTTP statuses that mean that the server has not processed the request."""
 MAYBE_PROCESSED: Final = frozenset({502, 504})
-"""Statuses of a gateway that does not know whether the server processed the request."""
+"""HTTP statuses from a gateway that cannot tell whether the server processed the request."""
 NOT_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-"""Failures without a connection, so the request did not reach the service; after other failures it may have acted."""
+"""Failures to connect, after which the request cannot have reached the service; after any other failure it may have."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request, ready to send."""
+    """A request that is ready to be sent."""
 
     method: str
     path: str
@@ -55,7 +55,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer; header names are read in lower case."""
+    """A response; its header names are looked up in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -64,22 +64,22 @@ class Answer:
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """A request and the parser of its answer; `parse` raises `TulaError` if the call failed."""
+    """A request and the parser of its response; `parse` raises `TulaError` if the call failed."""
 
     request: Request
     parse: Callable[[Answer], T]
 
     def __iter__(self) -> Generator[Call[T], T, T]:
-        """Turn the call into a flow of one call; `yield from` returns its answer."""
+        """Yield this call, so that `yield from call` in a flow returns the parsed response."""
         return (yield self)
 
 
 Work = Callable[[], None]
-"""Work that would block an event loop; `AsyncClient` does it in a thread."""
+"""Work that would block an event loop; `AsyncClient` runs it in a thread."""
 Flow = Generator[Call[Any] | float | Work, Any, T]
-"""A generator that yields calls and is sent their answers; it may also yield seconds to wait or work to do."""
+"""A generator that yields calls and receives their responses; it may also yield seconds to wait or work to run."""
 Step = Request | float | Work
-"""A request to send, seconds to wait, or work to do."""
+"""A request to send, seconds to wait, or work to run."""
 Received = Answer | httpx.TransportError | None
 
 
@@ -87,7 +87,7 @@ class Question(Protocol[T_co]):
     """A call or a flow."""
 
     def __iter__(self) -> Flow[T_co]:
-        """Return the flow."""
+        """Return the question as a flow."""
         ...
 
 
@@ -100,14 +100,14 @@ class Awaited:
 
 
 class Unsent:
-    """Base of classes whose `Method`s return the call or flow, unless they are `Blocking` or `Awaited` too."""
+    """Base of classes whose `Method`s return the call or flow itself, unless they are also `Blocking` or `Awaited`."""
 
 
 class Method(Generic[P, T]):
-    """A method for both kinds of client, defined once: it sends the call or flow that `build` makes.
+    """A method for both kinds of client, defined once: it sends the call or flow that `build` returns.
 
-    The object refers to the client. The first argument of `build` is the object, or the object's attribute with the
-    given name.
+    The method's owner is a client or has one in `client`. The first argument of `build` is the owner, or the owner's
+    attribute named `attribute` if that is given.
     """
 
     def __init__(self, build: Callable[Concatenate[Any, P], Question[T]], attribute: str = "") -> None:
@@ -137,7 +137,7 @@ class Method(Generic[P, T]):
         return function if owner is None else types.MethodType(function, owner)
 
     def _function(self, kind: type) -> Any:
-        """Return the function that class `kind` gets under this name; its first argument is the object."""
+        """Return the function that class `kind` has under this method's name; its first argument is the instance."""
         if not issubclass(kind, (Blocking, Awaited)):
             return self.build
 
@@ -159,9 +159,9 @@ class Method(Generic[P, T]):
 
 
 def _signature(build: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of the method that sends calls of `build`, for notebooks and `help`.
+    """Return the signature of the method that sends the calls of `build`, as notebooks and `help` show it.
 
-    The annotations are objects, not strings.
+    Its annotations are resolved to types rather than left as strings.
     """
     hints = get_type_hints(build)
     owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -172,9 +172,9 @@ def _signature(build: Callable[..., Any]) -> inspect.Signature:
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Exponential backoff with full jitter (`tula_wire.retry`), limited in attempts and in total waiting time.
+    """Exponential backoff with full jitter (`tula_wire.retry`), with limits on attempts and on the total waiting time.
 
-    A request that is not idempotent is repeated only if the service cannot have acted on it (`worth_repeating`).
+    A request that is not idempotent is retried only if the service cannot have acted on it (`worth_repeating`).
     """
 
     max_attempts: int = 5
@@ -198,14 +198,14 @@ NO_RETRY: Final = RetryPolicy(max_attempts=1)
 
 
 def worth_repeating(received: Received, *, idempotent: bool) -> bool:
-    """Return True if another attempt may succeed and is harmless."""
+    """Return True if another attempt might succeed and cannot do harm."""
     if isinstance(received, Answer):
         return received.status in NOT_PROCESSED or (idempotent and received.status in MAYBE_PROCESSED)
     return idempotent or isinstance(received, NOT_SENT)
 
 
 def steps(question: Question[T], policy: RetryPolicy, url: str) -> Generator[Step, Received, T]:
-    """Yield the requests and waits of a flow; raise the error of a call at the place in the flow that yielded it."""
+    """Yield the requests and waits of a flow; if a call fails, raise its error inside the flow at that call."""
     flow = iter(question)
     try:
         asked = next(flow)
@@ -222,7 +222,7 @@ def steps(question: Question[T], policy: RetryPolicy, url: str) -> Generator[Ste
 
 
 def _attempts(call: Call[T], policy: RetryPolicy, url: str) -> Generator[Step, Received, T]:
-    """Yield the requests of one call and the waits between them."""
+    """Yield the attempts at one call and the waits between them, then return the parsed response."""
     attempt, waited_s = 0, 0.0
     while True:
         attempt += 1
@@ -242,7 +242,7 @@ def _attempts(call: Call[T], policy: RetryPolicy, url: str) -> Generator[Step, R
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the proxy that the environment names for this address, without its password, or None."""
+    """Return the proxy that the environment sets for this address, without its credentials, or None."""
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme) or getproxies().get("all")
     if proxy is None or proxy_bypass(parts.netloc):
@@ -251,12 +251,12 @@ def proxy_for(url: str) -> str | None:
 
 
 def _unanswered(url: str, error: Exception | None) -> ServiceUnreachableError:
-    """Return the exception for a request that got no answer."""
-    reason = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
+    """Return the exception for a request that received no response."""
+    reason = "timed out" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
     remedy = "start one with tula serve, or set TULA_URL"
     if proxy := proxy_for(url):
         host = urlsplit(url).hostname
         reason, remedy = f"{reason}, through the proxy {proxy}", f"add {host} to NO_PROXY if it needs no proxy"
     if "CERTIFICATE_VERIFY_FAILED" in reason:
-        remedy = "name the file of the authority that signed its certificate in SSL_CERT_FILE"
-    return ServiceUnreachableError(f"no Tula service answers at {url.rstrip('/')} ({reason}): {remedy}")
+        remedy = "set SSL_CERT_FILE to the file of the certificate authority that signed the service's certificate"
+    return ServiceUnreachableError(f"no Tula service responds at {url.rstrip('/')} ({reason}): {remedy}")

@@ -1,4 +1,4 @@
-"""Writes a batch schedule for the training program: an option of Megatron-LM, or a module with a callback."""
+"""Converts a batch schedule into an option of Megatron-LM, or into a Python module with a training callback."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from tula_wire.format import cluster_name
 Target = Literal["megatron", "transformers", "lightning"]
 
 _MODULE: Final = Template('''\
-"""A batch schedule by Tula: one launch a stage, each on its nodes and from the checkpoint that the stage before left.
+"""A batch schedule by Tula: each stage is a separate launch that resumes from the previous stage's checkpoint.
 
 $launches
 
 $usage
-Where stages meet, some examples of a pass may come twice or be left out: passes are counted in the new batch.
+At the start of a stage, some examples of an epoch may be repeated or skipped, since the batch size changes.
 """
 
 $imports
 
-STAGES = [  # first step, learning rate over that of a batch of $base, beta2 of Adam
+STAGES = [  # first step, learning rate relative to the one for a batch of $base, beta2 of Adam
 $stages
 ]
 LAST_STEP = $last
-# `TulaOptimizer` raises the learning rate step by step: with it, write 1.0 for each. Without it, a rate that rises
-# several times at once may diverge: add a warm-up from the first step of its stage.
+# `TulaOptimizer` raises the learning rate gradually, so if you use it, set each rate to 1.0. Without it, a sudden
+# increase to several times the rate may make training diverge, so add a warm-up from the first step of the stage.
 
 
 def begin_stage(step, optimizers, schedulers):
-    """Set learning rate and beta2 where a stage begins; return the step with which the stage ends."""
+    """Set the learning rate and beta2 if `step` begins a stage; return the step at which the current stage ends."""
     number = max(place for place, (first, _, _) in enumerate(STAGES) if first <= step)
     first, rate, beta2 = STAGES[number]
-    if step == first:  # a checkpoint from within a stage has them
+    if step == first:  # a checkpoint saved within the stage already has the values
         factor = rate / (STAGES[number - 1][1] if number else 1.0)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             for name in {"lr", "initial_lr"} & group.keys():
@@ -52,7 +52,7 @@ $callback''')
 
 _TRANSFORMERS: Final = '''\
 class BatchSchedule(TrainerCallback):
-    """Begins the stage of this launch, and stops with a checkpoint at its end."""
+    """Starts the stage of this launch, and saves a checkpoint and stops at the end of the stage."""
 
     def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **others):
         self.end = begin_stage(state.global_step, [optimizer], [lr_scheduler])
@@ -64,7 +64,7 @@ class BatchSchedule(TrainerCallback):
 
 _LIGHTNING: Final = '''\
 class BatchSchedule(pl.Callback):
-    """Begins the stage of this launch, and stops with a checkpoint at its end."""
+    """Starts the stage of this launch, and saves a checkpoint and stops at the end of the stage."""
 
     def on_train_start(self, trainer, module):
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -78,15 +78,15 @@ class BatchSchedule(pl.Callback):
 
 
 def write_schedule(schedule: BatchSchedule, target: Target) -> str:
-    """Return a schedule with stages in the form that `target` reads.
+    """Return a batch schedule as text for the training program `target`.
 
-    For `megatron`, this is the option `--step-batch-size-schedule` of Megatron-LM (its pull request 4411): pairs of a
-    threshold and a batch. Megatron counts thresholds in tokens if it knows `--seq-length`, else in examples, and so
-    does this function if it knows the tokens per example. For `transformers` and `lightning`, it is the text of a
-    Python module with the callback `BatchSchedule`. Raises ValueError for a schedule without stages.
+    For `megatron`, the text is the option `--step-batch-size-schedule` of Megatron-LM (pull request 4411), which lists
+    pairs of a threshold and a batch. The thresholds are in tokens if the schedule has the number of tokens per example,
+    else in examples; Megatron reads them as tokens if `--seq-length` is given. For `transformers` and `lightning`, the
+    text is a Python module with the callback `BatchSchedule`. Raises ValueError if the schedule has no stages.
     """
     if not schedule.stages:
-        raise ValueError(f"there is no schedule to write: {schedule.sentence}")
+        raise ValueError(f"the schedule has no stages to write: {schedule.sentence}")
     if target == "megatron":
         tokens = schedule.tokens_per_example or 1.0
         pairs = (f"{math.ceil(s.first_example * tokens)}:{s.global_batch_size}" for s in schedule.stages)
@@ -98,11 +98,11 @@ def write_schedule(schedule: BatchSchedule, target: Target) -> str:
         else ("batch_size", "accumulate_grad_batches")
     )
     use = (
-        "TrainingArguments(max_steps=LAST_STEP, ...), Trainer(..., callbacks=[BatchSchedule()]), and from the second\n"
-        "stage on train(resume_from_checkpoint=True), with all launches on one output_dir."
+        "Use TrainingArguments(max_steps=LAST_STEP, ...) and Trainer(..., callbacks=[BatchSchedule()]). From the\n"
+        "second stage onwards, call train(resume_from_checkpoint=True). All launches must share one output_dir."
         if is_trainer
-        else "Trainer(max_steps=LAST_STEP, max_epochs=-1, callbacks=[BatchSchedule()], ...), and from the second\n"
-        'stage on fit(..., ckpt_path="stage-STEP.ckpt") with the first step of the stage.'
+        else "Use Trainer(max_steps=LAST_STEP, max_epochs=-1, callbacks=[BatchSchedule()], ...). From the second\n"
+        'stage onwards, call fit(..., ckpt_path="stage-STEP.ckpt"), where STEP is the first step of the stage.'
     )
     ends = [*(stage.first_step for stage in schedule.stages[1:]), schedule.steps]
     return _MODULE.substitute(
@@ -119,7 +119,7 @@ def write_schedule(schedule: BatchSchedule, target: Target) -> str:
 
 
 def _launch(stage: BatchStage, end: int, words: tuple[str, str]) -> str:
-    """Return the line that says how to launch a stage."""
+    """Return a line with the steps, the cluster and the batch settings of one stage."""
     c = stage.configuration
     ranks = f"{c.ranks_per_node} rank{'s' if c.ranks_per_node > 1 else ''} each"
     batch = f"{words[0]}={c.local_batch_size}, {words[1]}={c.grad_accum_steps}"

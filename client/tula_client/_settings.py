@@ -1,4 +1,4 @@
-"""Address and token of the service: from arguments, the environment, `.env`, or the user's config file."""
+"""Reads the service's address and token from arguments, the environment, `.env`, or the user's config file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ DEFAULT_URL: Final = "http://127.0.0.1:8321"
 
 @dataclass(frozen=True)
 class Access:
-    """The address of the service, the token to send ("" for none), and the source of the address: a path or a word.
+    """The service's address, the token to send ("" for no token), and where the address comes from.
 
-    `file` is None for arguments and environment.
+    `origin` is `argument`, `TULA_URL`, `default`, or the path of a file. `file` is that path, or None if the values do
+    not come from a file.
     """
 
     url: str
@@ -35,14 +36,14 @@ _NOTHING: Final = Access("", "", "")
 
 
 def access(url: str | None = None, token: str | None = None) -> Access:
-    """Return the address without a trailing slash, and the token, each from the first place that has one.
+    """Return the address, without a trailing slash, and the token, each from the first source that sets it.
 
-    `token=""` sends no token.
+    With `token=""`, no token is sent.
 
-    A token is sent only to the address from the same place, or to the default address if that place has none, so that
-    the `.env` of a downloaded folder cannot direct a token elsewhere. TULA_TOKEN also goes to the address of an
-    argument. Raises `TulaError` for a wrong HTTP address or token, for a file that cannot be used, and for a token that
-    other users of this machine can read.
+    A token is sent only to the address from the same source, or to the default address if that source sets no address,
+    so that the `.env` file in a downloaded folder cannot redirect a token. The TULA_TOKEN variable is also sent to an
+    address that is given as an argument. Raises `TulaError` if the address or the token is malformed, if a file cannot
+    be used, or if other users of this machine can read the token.
     """
     given = Access(url or "", token or "", "argument")
     named = given if given.url else None
@@ -62,7 +63,7 @@ def access(url: str | None = None, token: str | None = None) -> Access:
 
 
 def _sent_to(named: Access, places: list[Access]) -> Access | None:
-    """Return the first place whose token may be sent to the address in `named`, or None."""
+    """Return the first source in `places` whose token may be sent to the address in `named`, or None."""
     for place in places:
         by_argument = place.file is None and named.origin == "argument"
         if place.token and (by_argument or _bare(place.url or DEFAULT_URL) == _bare(named.url)):
@@ -71,7 +72,7 @@ def _sent_to(named: Access, places: list[Access]) -> Access | None:
 
 
 def config_path() -> Path:
-    """Return the user's config file, on Linux `~/.config/tula/config.toml`."""
+    """Return the path of the user's config file, which is `~/.config/tula/config.toml` on Linux."""
     import platformdirs
 
     return platformdirs.user_config_path("tula") / "config.toml"
@@ -86,7 +87,7 @@ def _dotenv() -> Access:
     path = Path(".env").absolute()
     try:
         text = path.read_text(encoding="utf-8-sig", errors="replace")
-    except OSError:  # there is no such file, or for instance a virtual environment has that name
+    except OSError:  # the file does not exist, or `.env` is a folder, such as a virtual environment
         return _NOTHING
     pairs = (line.strip().removeprefix("export ").partition("=") for line in text.splitlines())
     values = {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
@@ -96,15 +97,15 @@ def _dotenv() -> Access:
 def _config_file() -> Access:
     """Return `url` and `token` from the config file."""
     path = config_path()
-    with suppress(PermissionError):  # `read_toml` says so
+    with suppress(PermissionError):  # `read_toml` reports this error
         if not path.exists():
             return _NOTHING
-    values = read_toml(path, "make it readable for you, or remove it")
+    values = read_toml(path, "make the file readable for you, or remove it")
     for name, value in values.items():
         if name not in ("url", "token") or not isinstance(value, str):
-            raise TulaError(f"{path}: {name} cannot be used: give url and token, each as text in quotes")
+            raise TulaError(f"{path}: {name} cannot be used: set only url and token, each to a string in quotes")
     if values.get("token") and not values.get("url"):
-        raise TulaError(f"{path}: token needs a url too: give the address of the service that it is for")
+        raise TulaError(f"{path} sets token but not url: add the address of the service that accepts the token")
     return Access(values.get("url", ""), values.get("token", ""), str(path), path)
 
 
@@ -125,7 +126,7 @@ def _usable_url(place: Access) -> str:
     if not good:
         where = "" if place.file is None else f"{place.file}: "
         name = "url" if place.origin == "argument" else "TULA_URL"
-        raise UsageError(f"{where}{name}: {address!r} is not an HTTP address: give one such as {DEFAULT_URL}")
+        raise UsageError(f"{where}{name}: {address!r} is not an HTTP address: use one such as {DEFAULT_URL}")
     return address
 
 
@@ -133,14 +134,16 @@ def _usable_token(place: Access) -> str:
     secret = place.token.strip()
     if not (secret.isascii() and secret.isprintable() and " " not in secret):
         where = "" if place.file is None else f"{place.file}: "
-        raise TulaError(f"{where}TULA_TOKEN holds a space, a line break or a letter beyond ASCII: copy the token again")
+        raise TulaError(
+            f"{where}TULA_TOKEN contains a space, a line break or a non-ASCII character: copy the token again"
+        )
     if place.file is not None and place.file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        raise TulaError(f"{place.file} holds a token and others can read it: run chmod 600 {place.file}")
+        raise TulaError(f"{place.file} contains a token that other users can read: run chmod 600 {place.file}")
     return secret
 
 
 def package_version() -> str:
-    """Return the installed version of Tula; 0.0.0 if only its source is on the path, as with `py_modules` of Ray."""
+    """Return the installed version of Tula, or 0.0.0 if only its source is on the path, as with Ray's `py_modules`."""
     try:
         return version("tula")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Reads a job's specification from a TOML file or a mapping, and says which of its fields are wrong."""
+"""Reads a job's specification from a TOML file or a mapping, and reports which of its fields are wrong."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tula_wire.problems import remedy
 
 
 def load_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:
-    """Return the job specification in a TOML file, a mapping or a model.
+    """Return the job specification that a TOML file, a mapping or a `JobSpec` contains.
 
-    Raises `UsageError` that names each wrong field and its remedy; if there are several, each has its own line.
+    Raises a `UsageError` that names each wrong field and its remedy. If several fields are wrong, the message has one
+    line for each field.
     """
     if isinstance(spec, JobSpec):
         return spec
@@ -37,7 +38,10 @@ def load_spec(spec: Path | Mapping[str, Any] | JobSpec) -> JobSpec:
 
 
 def read_toml(path: Path, if_unreadable: str) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises `UsageError`, with `if_unreadable` if the file cannot be read."""
+    """Return the content of a TOML file.
+
+    Raises `UsageError` if the file cannot be used; if it cannot be read, the message ends with `if_unreadable`.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -49,7 +53,7 @@ def read_toml(path: Path, if_unreadable: str) -> dict[str, Any]:
 
 
 def faults(error: ValidationError) -> list[str]:
-    """Return a line for each error: the field in dotted notation, the error and the remedy."""
+    """Return one line for each validation error: the field in dotted notation, the error and the remedy."""
     sentences = []
     for fault in error.errors(include_url=False, include_input=False):
         place = ".".join(map(str, fault["loc"]))
@@ -58,7 +62,7 @@ def faults(error: ValidationError) -> list[str]:
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model in the type of a field, possibly in a list or a union; None for a plain value."""
+    """Return the Pydantic model in a field's type annotation, searching lists and unions, or None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((inner for argument in get_args(annotation) if (inner := model_in(argument)) is not None), None)

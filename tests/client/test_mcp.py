@@ -284,4 +284,4 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(tula: Tula, words: list[
 def test_without_the_extra_the_command_names_it(tula: Tula, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp.server.auth.settings", None)
     code, _, err = tula("mcp")
-    assert (code, err) == (1, "tula: tula mcp needs an extra that is not installed: run pip install 'tula[mcp]'\n")
+    assert (code, err) == (1, "tula: tula mcp requires an extra that is not installed: run pip install 'tula[mcp]'\n")

@@ -122,5 +122,5 @@ def test_megatron_counts_thresholds_in_tokens_where_tokens_are_known() -> None:
     ]
     schedule = BatchSchedule(job_id="job-1", objective="time", stages=stages, sentence="", tokens_per_example=2048.0)
     assert write_schedule(schedule, "megatron") == '--step-batch-size-schedule "0:64 13107200:256"'
-    with pytest.raises(ValueError, match="no schedule to write: Keep it"):
+    with pytest.raises(ValueError, match="the schedule has no stages to write: Keep it"):
         write_schedule(schedule.model_copy(update={"stages": [], "sentence": "Keep it."}), "megatron")

@@ -80,7 +80,7 @@ def test_a_token_that_others_can_read_is_refused(mode: int) -> None:
         access()
     assert access("http://elsewhere").token == ""  # it is not used
     write(Path(".env"), "TULA_TOKEN=hidden\n", mode)
-    with pytest.raises(TulaError, match="holds a token"):
+    with pytest.raises(TulaError, match="contains a token"):
         access()
     write(Path(".env"), "TULA_URL=http://open\n", mode)
     assert access().url == "http://open"
@@ -92,7 +92,7 @@ def test_a_token_that_others_can_read_is_refused(mode: int) -> None:
         ("url = ", "not valid TOML"),
         ('adress = "http://x"', "adress"),
         ("url = 5", "url cannot be used"),
-        ('token = "t"', "token needs a url"),
+        ('token = "t"', "sets token but not url"),
         ('url = "ftp://x"', "not an HTTP address"),
         ('url = "http://x"\ntoken = "a b"', "copy the token again"),
     ],
