@@ -1,8 +1,8 @@
-"""The performance model: from measured step times and memory to a recommendation. Pure: no I/O, clock, log or wire.
+"""The performance model, which turns measured step times and memory into a recommendation.
 
-Functions take and return arrays and dataclasses, and are deterministic. Bad input raises `points.ObservationError` (a
-`ValueError`) with one sentence. Import from the submodules; `docs/model.md` maps each equation to its function. The
-calls for one job and its candidates, in order:
+Its functions are pure: they take and return arrays and dataclasses, and use no I/O, clock, log or wire format. Invalid
+input raises `points.ObservationError` (a `ValueError`) with a message of one sentence. Import from the submodules;
+`docs/model.md` maps each equation to its function. These are the calls for one job and its candidates, in order:
 
     model      = step_time_model.fit_step_time(observations, prior=prior, candidates=candidates)
     memory     = memory_model.fit_memory(MemoryObservations(batches, peaks, capacity_bytes=...))

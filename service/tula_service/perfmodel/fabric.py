@@ -1,4 +1,4 @@
-"""Models the links between ranks from a probe's measurements: an all-reduce of s bytes takes alpha + beta s."""
+"""Models the links between ranks as measured by a probe: an all-reduce of s bytes takes alpha + beta s seconds."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from tula_service.perfmodel.step_time_form import AT
 
 _LEAST_SD = 0.05
 _WEAK_SD = 5.0
-"""Prior deviation of log alpha and log beta; if the sizes determine only one of them, the other stays uncertain."""
+"""The prior standard deviation of log alpha and log beta, for a parameter that the probed sizes do not determine."""
 _INTERVAL_DOF = 10.0
 _MOST_BUCKETS = 100_000
 BUCKET_BYTES = 25 * 2**20
-"""Bytes that DistributedDataParallel reduces at once, unless a script sets `bucket_cap_mb`."""
+"""The size of the buckets that DistributedDataParallel reduces, unless a script sets `bucket_cap_mb`."""
 _LEAST_BETWEEN_SHARE = 0.1
-_OF_A_STEP_SD = 0.25  # of the log of a step's collectives around all-reduces of the same bytes on idle ranks
-_GROWTH_SD = 0.1  # of k_intra and k_inter around a ring's growth
-_OVERLAP_SD = 0.5  # of log(g - 1) if buckets were timed
+_OF_A_STEP_SD = 0.25  # of the log time of a step's collectives, around the time of the same all-reduces on idle ranks
+_GROWTH_SD = 0.1  # of k_inter around the growth of a ring
+_OVERLAP_SD = 0.5  # of log(g - 1) if the buckets were timed
 _PACES = (0.5, 1.0, 2.0, 4.0)
-_SIMULATED_SD = 0.03  # of the log of a simulated step around the form, besides what a probe says about its collectives
-_SHARED_LINK_SD = 0.05  # of k_share: the probe had as many ranks on each node's link
+_SIMULATED_SD = 0.03  # of the log time of a simulated step around the form, besides the uncertainty of the probe
+_SHARED_LINK_SD = 0.05  # of k_share, since the probe had the same number of ranks on each node's link as the job
 
 
 @dataclass(frozen=True)
 class AllReduceCost:
-    """Logarithms of alpha in seconds and beta in seconds per byte, shape (2,), with their covariance, shape (2, 2).
+    """The fitted logarithms of alpha (seconds) and beta (seconds per byte), shape (2,), with their (2, 2) covariance.
 
-    `log_readings`, shape (2, n), has the logarithms of the probed sizes in ascending order, and of their times in
-    seconds.
+    `log_readings`, shape (2, n), has the logarithms of the probed sizes in ascending order, and the logarithms of their
+    times in seconds.
     """
 
     mean: FloatArray
@@ -52,11 +52,12 @@ class AllReduceCost:
         return self._interval(1)
 
     def ring(self, probed: int, ranks: int, messages: float, size_bytes: float) -> tuple[float, float]:
-        """Return the seconds for `size_bytes` in `messages` messages over a ring of `ranks`, and the sd of their log.
+        """Return the seconds of an all-reduce over a ring of `ranks` ranks, and the standard deviation of their log.
 
-        The probe measured `probed` ranks; a ring of N ranks takes 2 (N - 1) hops of s / N bytes each. If `ranks` equals
-        `probed`, the result also follows the readings next to this size where they miss the line: the line adds times
-        that may overlap, and a chord between readings lies above it.
+        The all-reduce has `messages` messages with `size_bytes` bytes in total. A ring of N ranks takes 2 (N - 1) hops
+        of s / N bytes each, and the probe measured `probed` ranks. If `ranks` equals `probed`, the result is also
+        corrected by the probe's deviation from the line alpha + beta s, interpolated between the sizes next to this
+        one. The line can deviate because it adds times that may overlap.
         """
         hops = (ranks - 1) / (probed - 1)
         parts = np.exp(self.mean) * [messages * hops, size_bytes * hops * probed / ranks]
@@ -77,9 +78,9 @@ class AllReduceCost:
 
 @dataclass(frozen=True)
 class Fabric:
-    """A probe's measurements over all ranks of its nodes and, if measured separately, over the ranks of one node.
+    """A probe's measurements across all its ranks and, if they were measured separately, across the ranks of one node.
 
-    `launch_s` is the time of launching one kernel in seconds, or None if no device was probed.
+    `launch_s` is the time in seconds to launch one kernel, or None if no device was probed.
     """
 
     num_nodes: int
@@ -89,20 +90,23 @@ class Fabric:
     launch_s: float | None = None
 
     def within(self, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float] | None:
-        """Return the seconds of a node's collectives and the sd of their log.
+        """Return the seconds of the collectives within a node and the standard deviation of their logarithm.
 
-        Returns None for a node with one rank, or if the probe did not measure a node separately.
+        The result is None if the node has one rank, or if the probe did not measure the ranks of one node separately.
         """
         cost = self.all_ranks if self.num_nodes == 1 else self.in_node
         return None if cost is None or ranks < 2 else cost.ring(self.ranks_per_node, ranks, messages, size_bytes)
 
     def whole(self, nodes: int, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float]:
-        """Return the seconds of a collective over `nodes` nodes of `ranks` ranks each, and the sd of their log."""
+        """Return the seconds of a collective across `nodes` nodes of `ranks` ranks, and the deviation of their log."""
         probed = self.num_nodes * self.ranks_per_node
         return self.all_ranks.ring(probed, nodes * ranks, messages, size_bytes)
 
     def between(self, nodes: int, ranks: int, size_bytes: float, messages: int = 1) -> tuple[float, float]:
-        """Return the seconds that `nodes` nodes of `ranks` ranks each add to `within`, and the sd of their log."""
+        """Return the seconds that a collective across nodes takes longer than `within`, and the deviation of the log.
+
+        There are `nodes` nodes of `ranks` ranks each.
+        """
         whole, log_sd = self.whole(nodes, ranks, size_bytes, messages)
         inner = self.within(ranks, size_bytes, messages)
         added = max(whole - (inner[0] if inner else 0.0), _LEAST_BETWEEN_SHARE * whole)
@@ -110,12 +114,14 @@ class Fabric:
 
 
 def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relative_sd: Sequence[float]) -> AllReduceCost:
-    """Fit alpha and beta by Huber's loss on log seconds, weighted by the errors of the medians (`relative_sd`).
+    """Return alpha and beta, fitted by Huber's loss on log seconds.
 
-    A library changes its algorithm with the size, so each reading is assumed to be off by at least 5 %, and the misfit
-    of the readings widens both parameters. Raises ObservationError unless sizes and seconds are positive.
+    The readings are weighted by the relative errors of their medians, `relative_sd`. Each reading is assumed to have an
+    error of at least 5 %, because communication libraries change their algorithm with the size, and both parameters
+    become more uncertain if the readings do not fit the line. Raises ObservationError unless sizes and times are
+    positive.
     """
-    from scipy.optimize import least_squares  # imported on use: most service processes never fit a probe
+    from scipy.optimize import least_squares  # imported here because most service processes never fit a probe
 
     sizes = column("size_bytes", size_bytes, above=0.0)
     log_s = np.log(column("time_s", time_s, sizes.size, above=0.0))
@@ -137,17 +143,17 @@ def fit_all_reduce(size_bytes: Sequence[float], time_s: Sequence[float], relativ
 
 @dataclass(frozen=True)
 class Buckets:
-    """The gradients that a step reduces: `size_bytes` of each bucket in the order of reduction, shape (n,).
+    """The gradient buckets of a step; `size_bytes`, shape (n,), has their sizes in the order of reduction.
 
-    `ready_s`, shape (n,), has the seconds until each bucket was complete in a step of one local batch; without it, the
-    hidden share of the communication is unknown.
+    `ready_s`, shape (n,), has the seconds from the start of the step until each bucket was complete, timed at one local
+    batch. If it is None, it is unknown how much of the communication is hidden.
     """
 
     size_bytes: FloatArray
     ready_s: FloatArray | None = None
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless sizes and any known times are positive and equal in number."""
+        """Raise ObservationError unless all sizes and times are positive and any times have the length of the sizes."""
         object.__setattr__(self, "size_bytes", column("bucket bytes", self.size_bytes, above=0.0))
         if self.ready_s is not None:
             ready = column("ready_s", self.ready_s, self.size_bytes.size, above=0.0)
@@ -155,17 +161,18 @@ class Buckets:
 
     @classmethod
     def of(cls, gradient_bytes: float) -> Buckets:
-        """Return `gradient_bytes` divided into buckets of 25 MiB, or into a limited number of larger buckets.
+        """Return `gradient_bytes` divided equally into buckets of at most 25 MiB.
 
-        The limit takes effect above 2.6 TB, where latency is negligible.
+        More than 2.6 TB are divided into 100,000 larger buckets, since latency is then negligible.
         """
         number = min(max(math.ceil(gradient_bytes / BUCKET_BYTES), 1), _MOST_BUCKETS)
         return cls(np.full(number, gradient_bytes / number))
 
     def end_s(self, reduce_s: FloatArray, pace: float = 1.0) -> float:
-        """Return the time in seconds at which the last bucket is reduced, if they take `reduce_s` one after another.
+        """Return the time in seconds at which the reduction of the last bucket ends.
 
-        The backward pass takes `pace` times as long as the timed one.
+        The buckets are reduced one after another in `reduce_s` seconds each. The backward pass takes `pace` times as
+        long as the timed one.
         """
         end = 0.0
         for ready, seconds in zip(np.asarray(self.ready_s) * pace, reduce_s, strict=True):
@@ -176,11 +183,12 @@ class Buckets:
 def nearest_form(
     buckets: Buckets, fabric: Fabric, nodes: FloatArray, ranks_per_node: int, mean: FloatArray, sd: FloatArray
 ) -> FloatArray:
-    """Return log seconds between two nodes, its growth, and log(g - 1), for the form nearest to simulated steps.
+    """Return the three communication parameters with which the form is nearest to simulated steps, shape (3,).
 
-    `mean` and `sd`, shape (3,), describe the three values before the simulation. In the simulation, a bucket is reduced
-    once it is complete and the previous bucket is done; communication that ends after the backward pass is exposed. It
-    covers half to four times the timed local batch, and the backward pass is scaled accordingly.
+    They are the log seconds of the collective between two nodes, its growth with the nodes, and log(g - 1). `mean` and
+    `sd`, shape (3,), describe them before the simulation. The simulation reduces a bucket once it is complete and the
+    previous bucket has been reduced; communication after the end of the backward pass is exposed. The simulated steps
+    have half to four times the timed compute time, as for other local batches.
     """
     from scipy.optimize import least_squares
 
@@ -204,12 +212,12 @@ def nearest_form(
 def with_fabric(
     prior: StepTimePrior, fabric: Fabric, *, buckets: Buckets, max_nodes: int, ranks_per_node: int
 ) -> StepTimePrior:
-    """Return `prior` with the collectives that a probe of the same nodes knows better replaced by those of the probe.
+    """Return `prior` with its collectives replaced by a probe of the same nodes wherever the probe is more certain.
 
-    A step reduces `buckets` by a ring, T(N) = sum of alpha(N) + beta(N) bytes. s_inter and k_inter come from the line
-    through log T over log n/2 for 2 to `max_nodes` nodes; s_intra is T of one node with the job's ranks. Both are in
-    seconds, so they do not change with readings of compute on one node. If the buckets were timed, the line and g come
-    from `nearest_form`. The basis does not change.
+    A step reduces `buckets` by a ring of N ranks in T(N) seconds, the sum of alpha(N) + beta(N) * bytes over the
+    buckets. s_inter and k_inter come from the line through log T over log n/2 for 2 to `max_nodes` nodes; s_intra is T
+    for one node with the job's ranks. Both are stored in seconds, so measured compute times do not change them. If the
+    buckets were timed, the line and g come from `nearest_form`. The basis of the prior does not change.
     """
     mean, sd = prior.mean.copy(), prior.sd.copy()
     in_seconds = set(prior.in_seconds)

@@ -1,17 +1,18 @@
 """Decides which global batches keep the accuracy of the base batch, by bounds on the number of steps and the noise.
 
-With S(B) = floor(E D / B) steps in all, b the base batch and N the gradient noise scale, a batch B is allowed if
+S(B) = floor(E D / B) is the number of steps of the whole training, b is the base batch and N the gradient noise scale.
+A batch B is allowed if
 
     B <= b,   or   S(B) >= S0  and  ( B <= k (N + 2 b)   if N is known,
-                                      S(B) >= q B / b    if it is not,
+                                      S(B) >= q B / b    if N is not known,
                                       or S(B) >= 5,000   in either case )
 
-In 271 training runs of five small networks, the number of steps predicted a loss of more than a point far better than
-the noise scale did: of 13 pairs (network, epochs), none lost more with these constants, and 12 did without them. The
-constants depend on the rule by which training scales its steps. Of the networks that were not used to choose the
-constants, one lost 2.3 ± 2.2 points. `docs/gradient-scaling.md` has the table. Long training runs lose nothing even far
-beyond the noise scale: ResNet-50 on ImageNet keeps its accuracy at 8,192 examples and 14,000 steps (Goyal et al. 2017),
-so for them the noise only causes a warning.
+In 271 training runs of five small networks, the number of steps predicted a loss of more than one accuracy point far
+better than the noise scale did. None of 13 pairs of network and epochs lost more than one point with these constants,
+but 12 did without them. The constants depend on the rule by which training scales its steps. Of the networks that were
+not used to choose the constants, one lost 2.3 ± 2.2 points. `docs/gradient-scaling.md` has the details. Long training
+runs can keep the accuracy far beyond the noise scale: ResNet-50 on ImageNet keeps it at 8,192 examples and 14,000 steps
+(Goyal et al. 2017). For long runs, a batch beyond the noise scale therefore only causes a warning.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from tula_wire.format import multiple
 
 LONG_STEPS: Final = 5_000
 UNDIVIDED: Final = "keep the learning rate, or take two micro-steps, without which `TulaOptimizer` cannot scale it"
-"""Advice for one rank and one micro-step. Without a warm-up, a rate that is multiplied at once diverges."""
+"""The advice for one rank and one micro-step. The rate is kept because training diverges if it suddenly increases."""
 _SMALL_FLOAT: Final = 1e-9
 
 
 @dataclass(frozen=True)
 class GuardConstants:
-    """S0, k and q of the module's equation, measured with one training rule.
+    """The constants S0, k and q of the module's equation, measured with one training rule.
 
-    lost: pairs of a number of steps and the mean loss of accuracy, in points, of training runs with fewer steps than
-    that, compared with the base batch.
+    lost: pairs of a number of steps, and the mean loss of accuracy in points of training runs with fewer steps,
+    compared with the base batch.
     """
 
     least_steps: int
@@ -43,16 +44,16 @@ class GuardConstants:
 
 _LOST_BY_GAIN: Final = ((40, 39.0), (80, 21.0), (150, 7.5), (186, 3.9), (300, 1.5))
 TURNED: Final = GuardConstants(250, 3.0, 40.0, ((40, 27.0), (80, 17.0), (150, 2.5)))
-"""Measured with SGD under the policy `gain`, which turns the steps of matrices; the default of `TulaOptimizer`."""
+"""Constants for SGD with turned steps of matrices under the policy `gain`, which is the default of `TulaOptimizer`."""
 SGD: Final = GuardConstants(250, 1.0, 100.0, _LOST_BY_GAIN)
-"""Measured with SGD whose learning rate is scaled by the gain, without turned steps."""
+"""Constants for SGD with a learning rate that is scaled by the gain, without turned steps."""
 CAREFUL: Final = GuardConstants(500, 1.0, 150.0, _LOST_BY_GAIN)
-"""Measured with AdamW, and used for every optimizer that is not known to be SGD."""
+"""Constants that were measured with AdamW and are used for all optimizers other than SGD."""
 
 
 @dataclass(frozen=True)
 class AccuracyGuard:
-    """The guard of a training run: `examples` = E D, base batch, and noise scale in examples (None: unknown)."""
+    """The guard of a training run with `examples` = E D; the noise scale is in examples, or None if it is unknown."""
 
     examples: float
     base_batch_size: int
@@ -65,7 +66,7 @@ class AccuracyGuard:
 
     @property
     def supported(self) -> float | None:
-        """Return the largest batch that the noise supports, k (N + 2 b), in examples; None if the noise is unknown."""
+        """Return the largest batch that the noise supports, k (N + 2 b) examples, or None if the noise is unknown."""
         if self.noise_scale is None:
             return None
         return self.constants.noise_factor * (self.noise_scale + 2.0 * self.base_batch_size)
@@ -80,7 +81,7 @@ class AccuracyGuard:
         return steps >= LONG_STEPS or self.within_noise(global_batch_size)
 
     def within_noise(self, global_batch_size: int) -> bool:
-        """Return True if the noise supports a batch or, without a noise scale, if the batch leaves enough steps."""
+        """Return True if the noise supports the batch or, if the noise is unknown, if there are enough steps."""
         if self.supported is not None:
             return global_batch_size <= self.supported
         ratio = global_batch_size / self.base_batch_size
@@ -94,18 +95,18 @@ class AccuracyGuard:
         learning_rate_factor: float | None = None,
         divided: bool = True,
     ) -> str:
-        """Return a recommendation's line on quality.
+        """Return the sentence on quality that accompanies a recommendation.
 
-        refused_larger: True if larger batches were left out. learning_rate_factor: the rate relative to the base
-        batch's, or None if unknown. divided: True if several ranks or micro-steps share a step, so that `TulaOptimizer`
-        can compare their gradients.
+        refused_larger: True if larger batches were rejected. learning_rate_factor: the factor on the learning rate of
+        the base batch, or None if unknown. divided: True if a step has several ranks or micro-steps, whose gradients
+        `TulaOptimizer` can compare.
         """
         batch, base = global_batch_size, self.base_batch_size
         steps = self.steps(batch)
         if batch <= base:
             which = f"the base batch, {base}," if batch == base else f"{batch}, below the base batch of {base},"
             kept = f"{_steps(steps)} at {which} which keeps the accuracy"
-            return f"{kept}; more epochs would allow a larger one." if refused_larger else f"{kept}."
+            return f"{kept}; more epochs would allow a larger batch." if refused_larger else f"{kept}."
         counted = f"{_steps(steps)} (a batch of {base} would take {self.steps(base):,})"
         if self.supported is None:
             noise = "no run of 100 steps has shown the gradient noise yet"
@@ -113,17 +114,19 @@ class AccuracyGuard:
             noise = f"{multiple(batch / self.supported)} times what the gradient noise supports ({self.supported:,.0f})"
         if self.allows(batch):
             if steps >= LONG_STEPS and not self.within_noise(batch):
-                return f"{counted}; {noise}, which long trainings of others bore."
+                return f"{counted}; {noise}, but published training runs of this length kept their accuracy."
             train = "train with `TulaOptimizer`" if divided else UNDIVIDED
             if divided and learning_rate_factor is not None:
                 train += f", rate x {multiple(learning_rate_factor)}"
-            return f"{counted}; {noise}; most such trainings lost at most 1 point in our experiments; {train}."
-        remedy = "Train more epochs, or take a smaller batch."
+            return f"{counted}; {noise}; most such training runs lost at most 1 point in our experiments; {train}."
+        remedy = "Train for more epochs or use a smaller batch."
         if steps >= self.constants.least_steps:
             return f"Accuracy at risk: {counted}; {noise}. {remedy}"
         lost = self.constants.lost
-        said = next((f"networks lost {points:g} points on average below {n}" for n, points in lost if steps < n), "")
-        said = said or f"fewer than {self.constants.least_steps} are too few to be sure"
+        said = next(
+            (f"networks lost {points:g} points on average below {n} steps" for n, points in lost if steps < n), ""
+        )
+        said = said or f"fewer than {self.constants.least_steps} steps may be too few"
         return f"Accuracy at risk: only {counted}; {said}. {remedy}"
 
 

@@ -1,4 +1,4 @@
-"""Prediction intervals: the value type, and how log-normal intervals are computed."""
+"""Defines the type of prediction intervals and computes log-normal intervals."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from scipy import special
 from tula_service.perfmodel.points import FloatArray
 
 LEVEL = 0.9
-"""Share of measurements that every interval should contain."""
+"""The share of measurements that a prediction interval should contain."""
 
-_SDS_TO_THE_END = 1.7  # between the normal's 1.645 and Student's at ten degrees, 1.81
+_SDS_TO_THE_END = 1.7  # between 1.645 for a normal distribution and 1.81 for Student's t with ten degrees of freedom
 _WIDEST_SD = 1.0
-WIDEST_LOG = 50.0  # a factor of 5e21, which means "unknown" and overflows nothing that it multiplies
+WIDEST_LOG = 50.0  # a factor of 5e21, which means "unknown", and whose products with other values do not overflow
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A predicted value (the median) and its prediction interval, in the same unit: low <= mean <= high."""
+    """A predicted value, which is a median although it is named `mean`, with the ends of its prediction interval."""
 
     mean: float
     low: float
@@ -35,7 +35,7 @@ class Interval:
 
     @property
     def expected(self) -> float:
-        """Return the expected value of the log-normal with median `mean`; uncertainty makes it larger."""
+        """Return the expected value of a log-normal variable with the median `mean`, which grows with its deviation."""
         return self.mean * math.exp(0.5 * min(self.log_sd, _WIDEST_SD) ** 2)
 
     def scaled(self, factor: float) -> Interval:
@@ -43,15 +43,15 @@ class Interval:
         return Interval(self.mean * factor, self.low * factor, self.high * factor)
 
     def plus(self, other: Interval) -> Interval:
-        """Return the sum, conservatively, as if both errors had the same direction."""
+        """Return the sum of two values, conservatively assuming errors in the same direction."""
         return Interval(self.mean + other.mean, self.low + other.low, self.high + other.high)
 
     def times(self, other: Interval) -> Interval:
-        """Return the product of two positive values, conservatively, as if both errors had the same direction."""
+        """Return the product of two positive values, conservatively assuming errors in the same direction."""
         return Interval(self.mean * other.mean, self.low * other.low, self.high * other.high)
 
     def over(self, other: Interval) -> Interval | None:
-        """Return the ratio of two amounts, assuming independent errors, or None if either may be zero."""
+        """Return the ratio of two values, assuming independent errors, or None if either may be zero."""
         if min(self.low, other.low) <= 0.0:
             return None
         up = math.hypot(math.log(self.high / self.mean), math.log(other.mean / other.low))
@@ -61,6 +61,9 @@ class Interval:
 
 
 def log_interval(mean: FloatArray, log_sd: FloatArray, dof: float) -> tuple[FloatArray, FloatArray]:
-    """Return the ends mean * exp(-+ q * log_sd), shape (n,), with Student's q at `dof` degrees of freedom."""
+    """Return both ends of the intervals, mean * exp(-+ q * log_sd), shape (n,) each.
+
+    q is the quantile of Student's t with `dof` degrees of freedom.
+    """
     width = np.exp(np.minimum(float(special.stdtrit(dof, 0.5 + LEVEL / 2.0)) * log_sd, WIDEST_LOG))
     return mean / width, mean * width

@@ -1,11 +1,12 @@
-"""Peak memory of a rank by component (equation 3), and the largest local batch that is safe to run.
+"""Predicts the peak memory of a rank (equation 3) and the largest local batch that is safe to run.
 
     M(b) = max(M_static + k b, M_2 + k_2 b)
 
-M_static counts parameters, gradients and optimizer state; k counts activations and batch. A peak is the maximum over
-several moments of a step, and the memory at each moment grows along a different line: the first line is a weighted fit
-to readings and counts, and the second passes through two readings at large batches if these rise faster.
-`tula_wire.memory` has the formula that the agent evaluates.
+M_static is the memory of parameters, gradients and optimizer state; k is the memory of the activations and inputs of
+one example. There are two lines because the memory at different moments of a step grows at different rates, and the
+peak is their maximum. The first line is a weighted fit to readings and to counted bytes. The second line passes through
+two readings at large batches, and is used if they rise faster than the first line. `tula_wire.memory` has the formula
+that the agent evaluates.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from tula_wire.memory import usable_bytes
 from tula_wire.options import Options
 
 _READING_SD = 0.04
-_WORK_SPACE_SD = 0.07  # of the smallest reading: a small batch runs other kernels, with a different work space
-_PREDICTION_SD = 0.05  # how far a reading at any batch lies from the line
-_ANALYSIS_SD = 0.15  # of bytes per sample
-_OVER_ANALYSIS = 1.1  # rounding, fragmentation and work space add to the bytes that can be counted
-_UNCOUNTED_STATIC, _UNCOUNTED_SD = 0.7, 0.7  # of the smallest reading, if nothing was counted
-_ROUNDS = 10  # of reweighting; the weights converge in about five
+_WORK_SPACE_SD = 0.07  # share of the smallest reading, since kernels for a small batch use a different work space
+_PREDICTION_SD = 0.05  # relative deviation of a reading from the line
+_ANALYSIS_SD = 0.15  # relative error of bytes per sample
+_OVER_ANALYSIS = 1.1  # ratio of used to counted bytes, because of rounding, fragmentation and work space
+_UNCOUNTED_STATIC, _UNCOUNTED_SD = 0.7, 0.7  # shares of the smallest reading, if static bytes were not counted
+_ROUNDS = 10  # rounds of reweighting; the weights converge in about five rounds
 _LARGEST_BATCH = 2**30
 _FALL = 0.05
 _DEFAULT_BATCH = 32.0
@@ -41,12 +42,13 @@ _NORMAL_END = float(special.ndtri(0.5 + LEVEL / 2.0))
 
 @dataclass(frozen=True)
 class MemoryObservations:
-    """Readings and counts of one rank's memory in one variant; the columns have shapes (n,), (n,) and (m,).
+    """Readings and counted bytes of one rank's memory in one variant.
 
-    `out_of_memory_batch_sizes` are local batches that did not fit into `capacity_bytes`. `static_bytes` is the part
-    that does not grow with the batch (parameters, gradients, optimizer state), and `static_sd` its relative error.
-    `bytes_per_sample` counts activations and inputs of one example; the fit assumes that the device needs 10 % more.
-    None means not counted.
+    `local_batch_size` and `peak_bytes`, shape (n,), are the readings. `out_of_memory_batch_sizes`, shape (m,), are the
+    local batches that did not fit into `capacity_bytes`. `static_bytes` is the counted memory that does not grow with
+    the batch (parameters, gradients, optimizer state), and `static_sd` its relative error. `bytes_per_sample` is the
+    counted memory of the activations and inputs of one example; the fit assumes that the device needs 10 % more. None
+    means "not counted".
     """
 
     local_batch_size: FloatArray | Sequence[float] = ()
@@ -58,7 +60,7 @@ class MemoryObservations:
     bytes_per_sample: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ObservationError on readings that are not positive and finite."""
+        """Raise ObservationError if a reading or a counted value is not positive and finite."""
         batches = column("local_batch_size", self.local_batch_size, at_least=1.0)
         column("peak_bytes", self.peak_bytes, batches.size, above=0.0)
         column("out_of_memory_batch_sizes", self.out_of_memory_batch_sizes, at_least=1.0)
@@ -69,27 +71,27 @@ class MemoryObservations:
 
 @dataclass(frozen=True)
 class Shards:
-    """Static memory that the ranks share (ZeRO, FSDP), as the total bytes of all shards.
+    """Static memory that is divided among the ranks (ZeRO, FSDP), as the total bytes of all shards.
 
-    The fitted lines apply to `most_ranks` ranks.
+    The fitted lines are for `most_ranks` ranks.
     """
 
     total_bytes: float = 0.0
     most_ranks: int = 1
 
     def extra_bytes(self, world_size: int) -> float:
-        """Return how many more bytes (at least 0) a rank has with `world_size` ranks than with `most_ranks`."""
+        """Return how many more bytes a rank needs with `world_size` ranks than with `most_ranks`, at least 0."""
         return self.total_bytes * max(0.0, 1.0 / world_size - 1.0 / self.most_ranks)
 
 
 @dataclass(frozen=True)
 class Beside:
-    """The memory of the device outside the measured peaks: predictions include it, but readings and lines do not.
+    """The device memory that is used besides the measured peaks.
 
-    `context_bytes` is the memory of context and communicators, and `context_sd_bytes` its standard deviation.
-    `reserved` is the ratio of memory that the allocator takes from a full device to allocated memory, and `reserved_sd`
-    the standard deviation of its logarithm. This factor is used only to decide whether a batch fits, not in
-    predictions.
+    `context_bytes` is the memory of the device context and the communicators, which predictions include but readings
+    and lines do not; `context_sd_bytes` is its standard deviation. `reserved` is the ratio of reserved to allocated
+    memory when the device is full, and `reserved_sd` the standard deviation of its logarithm. This ratio is used only
+    to decide whether a batch fits.
     """
 
     context_bytes: float = 0.0
@@ -100,10 +102,10 @@ class Beside:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The fitted lines of bytes; `notes` describes what the data do not determine.
+    """The two fitted lines; `notes` has warnings about doubtful or missing readings.
 
-    `covariance` covers `static_bytes` and `bytes_per_sample`, shape (2, 2); `upper` is the second line: (bytes, bytes
-    per example).
+    The first line is `static_bytes` plus `bytes_per_sample` per example, with a (2, 2) `covariance`. `upper` is the
+    second line, as (bytes, bytes per example). `failed_from` is the smallest local batch that ran out of memory.
     """
 
     notes: tuple[str, ...]
@@ -116,14 +118,14 @@ class MemoryModel:
     upper: tuple[float, float] = (0.0, 0.0)
 
     def predict(self, local_batch_size: float) -> Interval:
-        """Return the device's peak in bytes at a local batch, including memory outside the allocator."""
+        """Return the peak memory of the device in bytes at a local batch, including memory outside the allocator."""
         allocated, sd = self._allocated(local_batch_size)
         mean = allocated + self.beside.context_bytes
         width = math.exp(min(_NORMAL_END * sd / mean, WIDEST_LOG))
         return Interval(mean, mean / width, mean * width)
 
     def fits(self, local_batch_size: float, capacity_bytes: float) -> float:
-        """Return the probability that this local batch fits into the capacity; 0 from the smallest failed batch on."""
+        """Return the probability that a local batch fits into the capacity; 0 if it or a smaller batch has failed."""
         if local_batch_size >= self.failed_from:
             return 0.0
         allocated, sd = self._allocated(local_batch_size)
@@ -134,13 +136,13 @@ class MemoryModel:
     def max_local_batch_size(self, capacity_bytes: float, *, safety_probability: float = 0.95) -> int:
         """Return the largest local batch that fits with at least this probability, or 0 if not even one example fits.
 
-        Two per cent of the capacity is kept free for the allocator.
+        Two per cent of the capacity are reserved for the allocator.
         """
         batches = range(1, _LARGEST_BATCH)
         return bisect_left(batches, True, key=lambda b: self.fits(b, capacity_bytes) < safety_probability)
 
     def _allocated(self, local_batch_size: float) -> tuple[float, float]:
-        """Return the bytes on the higher line, and the standard deviation of the peak, including the context."""
+        """Return the bytes on the higher line, and the standard deviation of the whole peak including the context."""
         row = np.array([1.0, local_batch_size])
         lines = (self.static_bytes, self.bytes_per_sample), self.upper
         allocated = max(1.0, *(static + slope * local_batch_size for static, slope in lines))
@@ -151,7 +153,7 @@ class MemoryModel:
 def predict_peaks(
     models: Mapping[Variant, MemoryModel], configurations: Sequence[Configuration]
 ) -> list[Interval | None]:
-    """Return a rank's peak bytes for each configuration, or None if its variant has no memory model."""
+    """Return the peak bytes of a rank for each configuration, or None if the variant has no memory model."""
     peaks = {}
     for c in configurations:
         if (model := models.get(c.variant)) is not None:
@@ -161,10 +163,10 @@ def predict_peaks(
 
 
 def switched(model: MemoryModel, start: Options, options: Options) -> MemoryModel:
-    """Return the model of an unmeasured variant with `options` from the model of a variant with the options `start`.
+    """Return the model of an unmeasured variant with `options`, given the model of the variant with options `start`.
 
-    The static bytes are the same, and the bytes per example change by the prior effects of the switches between the
-    two.
+    The static bytes stay the same. The bytes per example change by the assumed effects of the switches between the two
+    variants.
     """
     effects = [believed_effect(switch) for switch in switches(start, options)]
     factor = math.exp(sum(effect.memory for effect in effects))
@@ -180,18 +182,19 @@ def switched(model: MemoryModel, start: Options, options: Options) -> MemoryMode
 
 
 def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), beside: Beside = Beside()) -> MemoryModel:
-    """Fit the lines to the readings, to counted bytes, and to an out-of-memory event.
+    """Return the lines fitted to the readings, to counted bytes, and to batches that ran out of memory.
 
-    Counted static bytes act as a reading at a batch of 0. If nothing was counted, 0.7 of the smallest reading replaces
-    them, with an uncertainty of the same size, so that the growth is undetermined after a single batch; the model then
-    gets a note. A batch that ran out of memory counts as a reading of the capacity if the line is below the capacity
-    there. With `shards`, readings and counted bytes belong to one of `shards.most_ranks` ranks; with `beside`, they
-    exclude the context. Raises ObservationError if there is neither a reading nor bytes per sample.
+    Counted static bytes are treated as a reading at a batch of 0. If they were not counted, they are assumed to be 0.7
+    of the smallest reading, with a standard deviation of the same size. After readings at only one batch, the growth
+    with the batch is then undetermined, and the model has a note. A batch that ran out of memory is treated as a
+    reading of the full capacity if the line predicts less. The readings and counted bytes are those of one of
+    `shards.most_ranks` ranks, and do not include the context of `beside`. Raises ObservationError if there is neither a
+    reading nor a value of bytes per sample.
     """
     batches, peaks, notes = _usable(observed)
     static, counted = observed.static_bytes, observed.bytes_per_sample
     if batches.size == 0 and counted is None:
-        raise ObservationError("no memory was measured; profile one configuration or give bytes per sample.")
+        raise ObservationError("no memory was measured; profile one configuration or provide the bytes per sample.")
     read = zip(batches.tolist(), peaks.tolist(), _reading_sds(peaks).tolist(), strict=True)
     rows: list[tuple[float, float, float, float]] = [(1.0, *reading) for reading in read]
     if counted is not None:
@@ -210,14 +213,14 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
     upper = _upper_line(batches, peaks, float(line[1]))
     ascending = peaks[np.lexsort((peaks, batches))]
     if bool((np.diff(ascending) < -_FALL * ascending[:-1]).any()):
-        notes.append("Memory fell while the batch grew: a reading may stem from a run that ran out of memory.")
+        notes.append("Memory fell while the batch grew; one reading may come from a run that ran out of memory.")
     if batches.size and float(batches.max()) >= failed_from:
         notes.append(
-            f"Batch {failed_from:g} ran out of memory, but batch {batches.max():g} was also read as fitting: one "
-            "of them is wrong, or others used the device too; batches below the failed one are offered."
+            f"Batch {failed_from:g} ran out of memory, but batch {batches.max():g} also has a measured peak. One of "
+            f"them is wrong, or another process used the device. Only batches below {failed_from:g} are recommended."
         )
     if batches.size and np.unique(batches).size == 1 and counted is None and static is None:
-        notes.append("Memory was read at one batch only: how it grows with the batch rests on the prior.")
+        notes.append("Memory was measured at one batch only, so its growth with the batch is an assumption.")
     return MemoryModel(
         tuple(notes), float(failed_from), float(line[0]), float(line[1]), covariance, shards, beside, upper
     )
@@ -226,15 +229,16 @@ def fit_memory(observed: MemoryObservations, *, shards: Shards = Shards(), besid
 def _reading_sds(peaks: FloatArray) -> FloatArray:
     """Return the standard deviation of each reading, shape (n,).
 
-    It combines a share of the reading itself and, for the work space of kernels, a share of the smallest reading.
+    It combines a share of the reading itself with a share of the smallest reading for the work space of kernels.
     """
     return np.hypot(_READING_SD * peaks, _WORK_SPACE_SD * peaks.min()) if peaks.size else peaks
 
 
 def _upper_line(batches: FloatArray, peaks: FloatArray, slope_of_all: float) -> tuple[float, float]:
-    """Return (bytes, bytes per example) of the line through the largest batch and the next of at most half that size.
+    """Return (bytes, bytes per example) of the line through the readings at two large batches.
 
-    Returns (0, 0) unless there is a third, smaller batch and this line rises clearly faster than the line through all.
+    These are the largest batch and the largest of at most half its size. The result is (0, 0) unless there is a third,
+    smaller batch and the line rises clearly faster than the line through all readings.
     """
     read = {batch: float(np.median(peaks[batches == batch])) for batch in np.unique(batches).tolist()}
     halves = [batch for batch in read if 2.0 * batch <= max(read)]
@@ -247,12 +251,12 @@ def _upper_line(batches: FloatArray, peaks: FloatArray, slope_of_all: float) -> 
 
 
 def _weighted_line(rows: Sequence[tuple[float, float, float, float]]) -> tuple[FloatArray, FloatArray]:
-    """Return the non-negative pair (static, per example) that fits the rows best, and its covariance.
+    """Return the non-negative pair (static bytes, bytes per example) that fits the rows best, and its covariance.
 
-    A row is (factor of static, factor of per example, value, sd). The weights come from Student's t with one degree of
-    freedom, so that an outlier among three rows counts least.
+    A row is (factor of static bytes, factor of bytes per example, value, standard deviation). The weights come from
+    Student's t with one degree of freedom, which gives an outlier among three rows the least weight.
     """
-    from scipy.optimize import nnls  # imported on use: it slows the start of the service
+    from scipy.optimize import nnls  # imported here because it slows the start of the service
 
     table = np.array(rows, dtype=np.float64)
     scale = np.array([table[:, 2].max(), table[:, 2].max() / max(table[:, 1].max(), 1.0)])
@@ -272,10 +276,10 @@ def _usable(observed: MemoryObservations) -> tuple[FloatArray, FloatArray, list[
     if observed.capacity_bytes is None or not above.any():
         return batches, peaks, []
     capacity = f"the capacity of {size(observed.capacity_bytes)}"
-    remedy = "check the capacity (cluster.memory_bytes_per_rank) and that both count bytes."
+    remedy = "check that the capacity (cluster.memory_bytes_per_rank) and the readings are in bytes."
     if above.all():
         raise ObservationError(
-            f"peak_bytes: every reading is above {capacity}, the least at {size(peaks.min())}; {remedy}"
+            f"peak_bytes: every reading is above {capacity}, and the smallest is {size(peaks.min())}; {remedy}"
         )
-    note = f"{int(above.sum())} memory reading(s) above {capacity} are left out; {remedy}"
+    note = f"{int(above.sum())} memory reading(s) above {capacity} were ignored; {remedy}"
     return batches[~above], peaks[~above], [note]

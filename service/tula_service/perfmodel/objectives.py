@@ -1,11 +1,11 @@
-"""Defines the objectives: how each ranks candidates, which candidate it chooses and why, and its inputs.
+"""Defines the objectives, each of which ranks the candidates, chooses one and explains the choice.
 
-To add an objective, write a class in this file with an entry in `OBJECTIVES`, add its name to `tula_wire/enums.py` and
-`docs/commands.md`, and write a test. Inputs beyond time and cost become fields of `Goal`, which `analysis/job_data.py:
-build_goal` fills.
+To add an objective, write a class in this file, add it to `OBJECTIVES`, add its name to `tula_wire/enums.py` and
+`docs/commands.md`, and write a test. If it needs inputs beyond time and cost, add them to `Goal` as fields, and fill
+them in `analysis/job_data.py:build_goal`.
 """
 
-# ruff: noqa: ARG002 - each objective ignores arguments that others use
+# ruff: noqa: ARG002 - an objective may ignore arguments that other objectives use
 
 from __future__ import annotations
 
@@ -33,28 +33,29 @@ from tula_wire.format import multiple
 from tula_wire.options import Options
 
 _NEARLY_BEST = 1.1
-"""`balanced` accepts a tenth more than the best for a smaller batch, which generalises better, and fewer nodes.
+"""`balanced` accepts a value up to 10 % above the best if the batch is smaller, which generalises better, or if there
+are fewer nodes.
 """
 _KNEE_WITHIN = 3.0
-"""The search for a knee ends at this multiple of the least time, since nobody would choose slower candidates, and
-they would shift the knee.
+"""The search for a knee ends at this multiple of the shortest time, because slower candidates would shift the knee
+although nobody would choose them.
 """
 _FEWEST_FOR_A_KNEE = 3
-_ROUNDING = 1e-6  # share of the range of log cost: a curve that bends less counts as straight
+_ROUNDING = 1e-6  # share of the range of log cost; a curve that bends by less is treated as straight
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The goal of a choice: the amount of training, the prices, the limits, and how many steps a candidate needs.
+    """The goal of a choice: the objective, the amount of training, the prices and the limits.
 
-    `offers` are on-demand prices and `spot_offers` prices of interruptible capacity, both by instance type; every
-    instance type needs one of the two. `steps_factor` is the factor on the number of steps that a candidate needs for
-    the same quality, 1 for a candidate without an entry. `priced` is True if costs are money; else they are node-hours.
-    `usd_per_hour_of_waiting` is the cost of an hour of training time to its owner. `guard` decides which batches keep
-    the accuracy; None allows all. `batch_normalization` is True if the network has such layers, which lose accuracy
-    when they normalize over many examples. `sharded` is True if ranks share the optimizer's work. `power_w` is the
-    power of a rank's device by instance type, for every type or for none. `options` has the values of each option of
-    the job, beginning with the value with which the script runs today.
+    `offers` has on-demand prices and `spot_offers` the prices of interruptible capacity, both by instance type; every
+    instance type needs one of the two. `steps_factor` is the factor by which a candidate needs more steps for the same
+    quality, and 1 for a candidate without an entry. `priced` is True if costs are in dollars rather than node-hours.
+    `usd_per_hour_of_waiting` is what an hour of training time costs the person who waits for it. `guard` decides which
+    batches keep the accuracy; None allows all batches. `batch_normalization` is True if the network has batch
+    normalization layers, which lose accuracy if they normalize over many examples. `sharded` is True if ranks share the
+    optimizer's work. `power_w` is the power of a rank's device by instance type; it has either all types or none.
+    `options` has the values of each option of the job, starting with the value that the script uses today.
     """
 
     objective: Name
@@ -72,39 +73,39 @@ class Goal:
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def normalized_too_widely(self, local_batch_size: int) -> int:
-        """Return by how many examples a rank's micro-step exceeds batch normalization's limit, twice the base batch."""
+        """Return by how many examples a micro-step exceeds twice the base batch, the limit for batch normalization."""
         if not self.batch_normalization or self.guard is None:
             return 0
         return max(0, local_batch_size - 2 * self.guard.base_batch_size)
 
     def value(self, estimate: Estimate) -> Interval:
-        """Return the value by which the objective ranks: the smaller, the better."""
+        """Return the value by which the objective ranks an estimate; a smaller value is better."""
         return OBJECTIVES[self.objective].value(self, estimate)
 
     def changes(self, chosen: Options) -> tuple[int, list[int]]:
-        """Return how many options differ from today's values, and the index of each value (0 is today's)."""
+        """Return how many options differ from today's values, and the index of each value (0 is today's value)."""
         places = [list(self.options[name]).index(word) for name, word in chosen]
         return sum(place > 0 for place in places), places
 
     def may_choose(self, configuration: Configuration) -> bool:
-        """Return False if the objective rejects the global batch, regardless of the candidate's time and cost."""
+        """Return False if the objective rejects the configuration's global batch, whatever its time and cost."""
         return OBJECTIVES[self.objective].may_choose(self, configuration.global_batch_size)
 
 
 @dataclass(frozen=True)
 class KneeFinding:
-    """The candidate at the knee of the frontier of cost over time, or None; `reason` explains either result."""
+    """The candidate at the knee of the frontier of cost over time, or None if there is no knee, with the reason."""
 
     estimate: Estimate | None
     reason: str
 
 
 class Objective:
-    """The objective of least time, and the base of the other objectives.
+    """The objective that minimises time, and the base class of the other objectives.
 
-    `needs_prices` is True if the objective requires prices. `needs_efficiency` is True if estimates count the steps
-    that a batch needs for the quality of the smallest batch. `by_cost` is True if tables list candidates by cost.
-    `is_compromise` is True if the explanation compares the choice with the fastest candidate.
+    `needs_prices` is True if the objective requires prices. `needs_efficiency` is True if estimates include the
+    additional steps that a batch needs to match the quality of the smallest batch. `by_cost` is True if tables sort
+    candidates by cost. `is_compromise` is True if the explanation compares the choice with the fastest candidate.
     """
 
     needs_prices = False
@@ -113,23 +114,23 @@ class Objective:
     is_compromise = False
 
     def value(self, goal: Goal, estimate: Estimate) -> Interval:
-        """Return the value by which the objective ranks: the smaller, the better."""
+        """Return the value by which the objective ranks an estimate; a smaller value is better."""
         return estimate.time_s
 
     def may_choose(self, goal: Goal, global_batch_size: int) -> bool:
-        """Return False for a global batch that the objective rejects."""
+        """Return False if the objective rejects this global batch."""
         return True
 
     def rank(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
-        """Return the estimates, best first; `allowed` has at least one."""
+        """Return the estimates with the best first; `allowed` must not be empty."""
         return sorted(allowed, key=lambda e: (e.time_s.expected, e.cost_usd.expected, tie_break(e)))
 
     def next_best(self, ranked: Sequence[Estimate]) -> Estimate | None:
-        """Return the estimate that would be chosen if the first did not exist."""
+        """Return the estimate that would be chosen if the best did not exist, or None if it is the only one."""
         return ranked[1] if len(ranked) > 1 else None
 
     def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
-        """Return the end of a sentence on what the best estimate is best at."""
+        """Return the end of a sentence that says why the best estimate is best."""
         return "it is expected to be the fastest of the candidates within the limits."
 
 
@@ -148,8 +149,8 @@ class _Cost(Objective):
         return sorted(allowed, key=lambda e: (e.cost_usd.expected, e.time_s.expected, tie_break(e)))
 
     def next_best(self, ranked: Sequence[Estimate]) -> Estimate | None:
-        # The ranking is by expected cost, so a cheaper but less certain estimate may come after the chosen one. Users
-        # see the predicted costs side by side, so the next best is the next estimate whose predicted cost is not lower.
+        # Since the ranking is by expected cost, an estimate after the best may have a lower predicted cost that is less
+        # certain. Users see both predicted costs, so estimates with a lower predicted cost than the best are skipped.
         return next((e for e in ranked[1:] if e.cost_usd.mean >= ranked[0].cost_usd.mean), None)
 
     def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
@@ -157,7 +158,7 @@ class _Cost(Objective):
 
 
 class _Compromise(Objective):
-    """Minimises the product of time and cost, which needs no scale; without prices, minimises time."""
+    """Minimises the product of time and cost, which needs no weights, or the time if there are no prices."""
 
     is_compromise = True
 
@@ -175,7 +176,7 @@ class _Compromise(Objective):
 
 
 class _Balanced(_Compromise):
-    """A compromise among the batches that keep the accuracy; with a price of waiting, minimises the total cost."""
+    """A compromise among the batches that keep the accuracy; if waiting has a price, minimises the total cost."""
 
     def value(self, goal: Goal, estimate: Estimate) -> Interval:
         if goal.priced and goal.usd_per_hour_of_waiting is not None:
@@ -183,7 +184,7 @@ class _Balanced(_Compromise):
         return super().value(goal, estimate)
 
     def may_choose(self, goal: Goal, global_batch_size: int) -> bool:
-        # A user who sets a largest batch has decided which batches are acceptable.
+        # If the user has set a largest batch, all batches up to it are acceptable.
         if goal.guard is None or goal.limits.max_global_batch_size is not None:
             return True
         return goal.guard.allows(global_batch_size)
@@ -203,22 +204,20 @@ class _Balanced(_Compromise):
         return [chosen, *(e for e in ranked if e is not chosen)]
 
     def _near(self, goal: Goal, ranked: Sequence[Estimate]) -> list[Estimate]:
-        """Return the estimates that are nearly as good as the best, in the given order."""
+        """Return the estimates whose values are within 10 % of the best, in the given order."""
         best = min(self.value(goal, e).expected for e in ranked)
         return [e for e in ranked if self.value(goal, e).expected <= _NEARLY_BEST * best]
 
     def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
         kept = self._kept(goal, allowed)
-        among = "" if len(kept) == len(allowed) else ", of the batches that keep the accuracy"
+        among = "" if len(kept) == len(allowed) else ", considering only batches that keep the accuracy"
         if goal.priced and goal.usd_per_hour_of_waiting is not None:
-            return f"it has the least expected cost with waiting counted in{among}."
+            return f"it has the lowest expected cost including the cost of waiting{among}."
         ranked = self.rank(goal, allowed)
         if self.value(goal, ranked[0]).expected > min(self.value(goal, e).expected for e in ranked):
             what = "time multiplied by cost is" if goal.priced else "time is"
             local = self._of_a_smaller_local_batch(goal, ranked)
-            return (
-                f"it has the smallest batch of the candidates whose {what} within 10 % of the smallest{among}{local}."
-            )
+            return f"it has the smallest batch of the candidates whose {what} within 10 % of the minimum{among}{local}."
         return super().merit(goal, allowed)[:-1] + f"{among}."
 
     def _of_a_smaller_local_batch(self, goal: Goal, ranked: Sequence[Estimate]) -> str:
@@ -228,8 +227,8 @@ class _Balanced(_Compromise):
         if goal.normalized_too_widely(most) <= goal.normalized_too_widely(chosen.local_batch_size):
             return ""
         return (
-            f", made of {chosen.local_batch_size} examples a rank and micro-step, since batch normalization over more "
-            "than twice the base batch loses accuracy"
+            f", with {chosen.local_batch_size} examples per rank and micro-step because batch normalization loses "
+            "accuracy over more than twice the base batch"
         )
 
     def _kept(self, goal: Goal, allowed: Sequence[Estimate]) -> list[Estimate]:
@@ -252,7 +251,7 @@ class _Knee(_Compromise):
 
 
 class _Energy(Objective):
-    """Minimises the energy of the accelerators; until a run has reported power, minimises time."""
+    """Minimises the energy of the accelerators, or the time if no run has reported energy yet."""
 
     def value(self, goal: Goal, estimate: Estimate) -> Interval:
         return estimate.energy_kwh or estimate.time_s
@@ -262,8 +261,8 @@ class _Energy(Objective):
 
     def merit(self, goal: Goal, allowed: Sequence[Estimate]) -> str:
         if goal.power_w:
-            return "it is expected to take the least energy of the candidates within the limits."
-        return f"no run has reported energy (NVML counts it on NVIDIA devices), so {super().merit(goal, allowed)}"
+            return "it is expected to use the least energy of the candidates within the limits."
+        return f"no run has reported energy (NVML measures it on NVIDIA devices), so {super().merit(goal, allowed)}"
 
 
 OBJECTIVES: Final[Mapping[Name, Objective]] = {
@@ -277,10 +276,11 @@ OBJECTIVES: Final[Mapping[Name, Objective]] = {
 
 
 def find_knee(frontier: Sequence[Estimate]) -> KneeFinding:
-    """Return Kneedle's knee (Satopaa 2011) of log cost over log time on the frontier, up to three times the least time.
+    """Return the knee of log cost over log time on the frontier, found by Kneedle (Satopaa 2011).
 
-    On the frontier, the axes are the job's own trade-off, so the knee is where more time stops saving much money. On a
-    curve of time over batch, the job's coefficients would cancel in Kneedle's normalised axes.
+    The search covers the frontier up to three times the shortest time. On the frontier, more time saves much money
+    before the knee and little after it. A curve of time over batch would be unsuitable, because Kneedle normalises both
+    axes, which cancels the coefficients of the job.
     """
     near = [e for e in frontier if e.time_s.mean <= _KNEE_WITHIN * frontier[0].time_s.mean and e.cost_usd.mean > 0.0]
     if len(near) < _FEWEST_FOR_A_KNEE:
@@ -288,7 +288,7 @@ def find_knee(frontier: Sequence[Estimate]) -> KneeFinding:
             None,
             "no knee: cost over time has fewer than three points on its frontier within three times the least time.",
         )
-    from kneed import KneeLocator  # imported on use: it needs scipy.signal, which takes a while
+    from kneed import KneeLocator  # imported here because it imports scipy.signal, which is slow
 
     log_time = np.log([e.time_s.mean for e in near])
     log_cost = np.log([e.cost_usd.mean for e in near])
@@ -296,7 +296,7 @@ def find_knee(frontier: Sequence[Estimate]) -> KneeFinding:
     row = 0 if at is None else int(np.argmin(np.abs(log_time - at)))
     chord = np.interp(log_time, log_time[[0, -1]], log_cost[[0, -1]])
     if (chord - log_cost)[row] <= _ROUNDING * (log_cost[0] - log_cost[-1]):
-        return KneeFinding(None, "no knee: along the frontier of cost over time, each saving of time costs alike.")
+        return KneeFinding(None, "no knee: the frontier of cost over time has no bend.")
     knee = near[row]
     saved = math.exp(float(log_cost[0])) / knee.cost_usd.mean
     return KneeFinding(

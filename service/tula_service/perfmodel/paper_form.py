@@ -1,9 +1,12 @@
-"""The paper's step-time forms (equation 2), for jobs that select them: compute and communication add up.
+"""Fits the paper's step-time forms (equation 2), which are used for jobs that select them.
+
+In these forms, the step time is the sum of the time for compute and the time for communication:
 
     t = m (a + A b) + s phi(N)      phi(N) = 1 - 1/N for a ring, N for a parameter server (equation 2c)
 
-In equation 2b, compute is proportional to b, and so it is in a fit to two configurations. From three configurations on,
-the line has the constant a, which may be 0. The fit is non-negative least squares on relative errors.
+Compute is proportional to b (a = 0) in the paper's equation 2b and in a fit to two configurations. With three or more
+configurations, the constant a is also fitted, but may be 0. The fit minimises squared relative errors and allows only
+non-negative coefficients.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ _LARGEST_LEVERAGE = 100.0
 
 @dataclass(frozen=True)
 class PaperFit:
-    """The least-squares fit of one variant: (a, A, s), the inverse of their Gram matrix, and the relative error."""
+    """The least-squares fit of one variant: the coefficients (a, A, s), their inverse Gram matrix, and the error."""
 
     form: StepTimeForm
     coefficients: FloatArray
@@ -34,7 +37,7 @@ class PaperFit:
     dof: float
 
     def predict_step(self, points: Points) -> LogStepTimes:
-        """Predict the measurements of one run at n points; intervals widen away from the data (leverage)."""
+        """Return the predicted measurement of one run at each of n points; deviations grow with the leverage."""
         columns = _columns(points, self.form)
         parts = columns * self.coefficients
         mean = np.maximum(parts.sum(axis=1), _LEAST)
@@ -51,8 +54,8 @@ class PaperFit:
 
 
 def fit_paper_form(observations: StepTimeObservations, form: StepTimeForm) -> PaperFit | None:
-    """Return the fit to the rows of one variant, or None if there is only one row. With two rows, a is 0."""
-    from scipy.optimize import nnls  # imported on use: only jobs that ask for these forms need it
+    """Return the fit to the rows of one variant, or None if there is only one row; a is 0 if there are two rows."""
+    from scipy.optimize import nnls  # imported here because only jobs that select these forms need it
 
     if len(observations) < _TERMS - 1:
         return None

@@ -1,4 +1,4 @@
-"""Measurements as columns: points in the configuration space, and step times with and without repeats."""
+"""Represents measurements as columns: points in the configuration space, and the step times measured at them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tula_wire.configurations import Configuration, Variant
 
 FloatArray = npt.NDArray[np.float64]
 _LEAST_REST = 0.02  # of a step
-_SD_PER_DEVIATION = 1.48  # standard deviation over the median absolute deviation, of normal values
+_SD_PER_DEVIATION = 1.48  # ratio of the standard deviation to the median absolute deviation for a normal distribution
 PointKey: TypeAlias = tuple[Variant, float, float, float, float]
-"""Variant, nodes, world size, local batch and accumulation, which are equal for equal points."""
+"""The variant, number of nodes, world size, local batch and micro-steps of a point, which identify it."""
 
 
 class ObservationError(ValueError):
-    """A measurement or a request cannot be used; the message names the column, the row and the remedy."""
+    """Raised if a measurement or a request cannot be used; the message names the column, the row and the remedy."""
 
 
 def column(
@@ -34,13 +34,16 @@ def column(
     above: float | None = None,
     nan_allowed: bool = False,
 ) -> FloatArray:
-    """Check one column and return it as a read-only float array of shape (rows,).
+    """Return a checked column as a read-only float array of shape (rows,).
 
-    Raises ObservationError on a wrong length, NaN (unless allowed), infinity, or a value below its bound.
+    Raises ObservationError if the length is wrong, or if a value is infinite, below its bound, or NaN without
+    `nan_allowed`.
     """
     array = np.array(values, dtype=np.float64).reshape(-1)
     if rows is not None and array.size != rows:
-        raise ObservationError(f"{name}: {array.size} values for {rows} observations; give one value for each.")
+        raise ObservationError(
+            f"{name} has {array.size} values for {rows} observations; provide one value for each observation."
+        )
     bad = np.isinf(array) | (np.isnan(array) & (not nan_allowed))
     if at_least is not None:
         bad |= array < at_least
@@ -48,14 +51,14 @@ def column(
         bad |= array <= above
     if bad.any():
         row = int(np.argmax(bad))
-        want = f"above {above:g}" if above is not None else f"at least {at_least:g}" if at_least is not None else "any"
-        raise ObservationError(f"{name}[{row}] is {array[row]!r}; give a finite number, {want}.")
+        want = f" above {above:g}" if above is not None else f", at least {at_least:g}" if at_least is not None else ""
+        raise ObservationError(f"{name}[{row}] is {array[row]!r}; provide a finite number{want}.")
     array.flags.writeable = False
     return array
 
 
 class Points:
-    """Configurations as columns, each of shape (n,); `world_size` need not be a multiple of `num_nodes`."""
+    """Configurations as columns of shape (n,); `world_size` does not have to be a multiple of `num_nodes`."""
 
     COLUMNS: ClassVar = ("num_nodes", "world_size", "local_batch_size", "grad_accum_steps")
 
@@ -67,7 +70,7 @@ class Points:
         grad_accum_steps: Sequence[float] | FloatArray | None = None,
         variant: Sequence[Variant] | None = None,
     ) -> None:
-        """By default, use an accumulation of 1, and the default instance type without options as the variant.
+        """Check the columns; by default, points have one micro-step and the default instance type without options.
 
         Raises ObservationError if the columns are not valid configurations.
         """
@@ -81,7 +84,7 @@ class Points:
 
     @classmethod
     def of(cls, configurations: Points | Sequence[Configuration]) -> Points:
-        """Return the columns of a sequence of configurations, in its order."""
+        """Return the columns of the configurations, in the same order."""
         if isinstance(configurations, Points):
             return configurations
         columns = {name: [float(getattr(c, name)) for c in configurations] for name in cls.COLUMNS}
@@ -93,9 +96,9 @@ class Points:
 
     @cached_property
     def logarithms(self) -> FloatArray:
-        """Return natural logarithms, shape (5, n), cached because a fit uses them a hundred times.
+        """Return natural logarithms, shape (5, n), which are cached because a fit uses them a hundred times.
 
-        The rows are local batch, ranks in a node, nodes, micro-steps, and micro-steps before the last (-69 for none).
+        The rows are: local batch, ranks per node, nodes, micro-steps, and micro-steps before the last (-69 if none).
         """
         ranks, earlier = self.world_size / self.num_nodes, np.maximum(self.grad_accum_steps - 1.0, 1e-30)
         return np.asarray(np.log([self.local_batch_size, ranks, self.num_nodes, self.grad_accum_steps, earlier]))
@@ -110,14 +113,14 @@ class Points:
 
     @cached_property
     def _rows_by_variant(self) -> dict[Variant, npt.NDArray[np.intp]]:
-        """Return row numbers by variant; with up to 64 variants per instance type, a scan for each would be slow."""
+        """Return the row numbers of each variant, since scanning all rows for each of many variants would be slow."""
         rows = defaultdict[Variant, list[int]](list)
         for row, variant in enumerate(self.variant):
             rows[variant].append(row)
         return {variant: np.array(numbers, np.intp) for variant, numbers in rows.items()}
 
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Points:
-        """Return the points at these row numbers, or the points for which this mask is true."""
+        """Return the points at these row numbers, or the points for which the mask is true."""
         columns = {name: getattr(self, name)[rows] for name in self.COLUMNS}
         chosen = np.arange(len(self))[rows].tolist()
         return Points(**columns, variant=[self.variant[row] for row in chosen])
@@ -125,12 +128,12 @@ class Points:
 
 @dataclass(frozen=True)
 class StepTimeObservations:
-    """Measured step times; every column has shape (n,), and NaN, if allowed, means "not measured".
+    """Measured step times as columns of shape (n,); in optional columns, NaN means "not measured".
 
-    `relative_sd` is the standard error of a row's mean step time divided by the mean (0.02 = 2 %). There may be several
-    rows for a configuration; contradictions widen the intervals. `compute_time_s` excludes the waits for data,
-    `input_time_s`, which are a part of the step; `optimizer_time_s` is the part of the compute that occurs once per
-    step.
+    `relative_sd` is the standard error of a row's mean step time divided by the mean (0.02 means 2 %). A configuration
+    may have several rows; if they contradict one another, intervals become wider. `input_time_s` is the part of a step
+    that waits for data, which `compute_time_s` does not include. `optimizer_time_s` is the part of the compute that
+    occurs once per step.
     """
 
     OPTIONAL: ClassVar = ("relative_sd", "compute_time_s", "exposed_comm_time_s", "input_time_s", "optimizer_time_s")
@@ -158,7 +161,7 @@ class StepTimeObservations:
         step_time_s: Sequence[float] | FloatArray,
         **columns: Sequence[float] | FloatArray | None,
     ) -> StepTimeObservations:
-        """Return step times measured at these points; `columns` may contain any of OPTIONAL."""
+        """Return the observations of step times at these points; `columns` may contain any columns of OPTIONAL."""
         where = Points.of(points)
         given = {name: values for name, values in columns.items() if values is not None}
         filled = dict.fromkeys(cls.OPTIONAL, np.full(len(where), np.nan)) | given
@@ -170,25 +173,25 @@ class StepTimeObservations:
         return len(self.points)
 
     def take(self, rows: Sequence[int] | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> StepTimeObservations:
-        """Return the observations at these row numbers, or the observations for which this mask is true."""
+        """Return the observations at these row numbers, or the observations for which the mask is true."""
         columns = {name: getattr(self, name)[rows] for name in ("step_time_s", *self.OPTIONAL)}
         return StepTimeObservations(points=self.points.take(rows), **columns)
 
     def without_waits(self) -> StepTimeObservations:
-        """Return the observations without their waits for data, which the forms do not include in a step.
+        """Return the observations with the waits for data subtracted, because the forms describe steps without them.
 
-        The absolute error stays the same, so the relative error of the shorter step is larger.
+        The absolute error of a step time stays the same, so its relative error increases.
         """
         rest_s = self.step_time_s - np.nan_to_num(self.input_time_s)
         step_s = np.maximum(rest_s, _LEAST_REST * self.step_time_s)
         return replace(self, step_time_s=step_s, relative_sd=self.relative_sd * self.step_time_s / step_s)
 
     def merge_repeats(self) -> tuple[StepTimeObservations, FloatArray, FloatArray]:
-        """Merge the rows of each configuration into one, by the median of three or more rows or the geometric mean of
-        two.
+        """Return the observations with the rows of each configuration merged, and two facts about the original rows.
 
-        Returns the merged rows, the number of original rows of each, shape (n,), and the least and largest step time of
-        these rows in seconds, shape (n, 2).
+        The merged step time is the median of three or more rows, or the geometric mean of two. The second result is the
+        number of original rows of each merged row, shape (n,). The third is the shortest and the longest step time of
+        the original rows in seconds, shape (n, 2).
         """
         groups = defaultdict[PointKey, list[int]](list)
         for row, key in enumerate(self.points.rows()):
@@ -201,7 +204,7 @@ class StepTimeObservations:
                 values = getattr(self, name)[group]
                 values = values[np.isfinite(values)]
                 columns[name].append(float(np.median(values)) if values.size else math.nan)
-            # The error of the merged value combines the errors within the runs and the spread between them.
+            # The error of the merged value combines the errors within the runs with the spread between the runs.
             middle = float(np.median(np.log(times)))
             between = _SD_PER_DEVIATION * float(np.median(np.abs(np.log(times) - middle)))
             within = float(np.nan_to_num(columns["relative_sd"].pop()))
@@ -211,5 +214,5 @@ class StepTimeObservations:
         return merged, np.array([float(len(group)) for group in groups.values()]), np.array(extremes)
 
     def by_variant(self) -> dict[Variant, StepTimeObservations]:
-        """Return the observations of each variant, sorted by its names."""
+        """Return the observations of each variant, sorted by variant."""
         return {variant: self.take(self.points.find_rows(variant)) for variant in sorted(set(self.points.variant))}

@@ -1,4 +1,4 @@
-"""Computes the time and cost of candidates (equations 4a and 4b, with spot interruptions), limits, and the frontier."""
+"""Computes the time and the cost of candidates (equations 4a and 4b), their distance to limits, and the frontier."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SECONDS_PER_HOUR = 3600.0
 _BYTES_PER_GB = 1e9
 JOULES_PER_KWH = 3.6e6
 _HOPELESS_EXPONENT = 50.0
-_MENU = 5  # points: more would be no menu
+_MENU = 5  # estimates; more would be hard to compare at a glance
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Interruptible capacity with Poisson interruptions per node; each loses the work since the last checkpoint."""
+    """Interruptible capacity. Each node has Poisson interruptions, which lose the work since the last checkpoint."""
 
     interruptions_per_node_hour: float
     checkpoint_interval_s: float = 600.0
@@ -29,7 +29,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class Offer:
-    """The prices of one instance type, which add up; zero means "not charged this way"."""
+    """The prices of one instance type; the cost is the sum of all charges, and a price of zero means no such charge."""
 
     usd_per_node_hour: float = 0.0
     usd_per_gb_hour: float = 0.0
@@ -37,7 +37,7 @@ class Offer:
     spot: Spot | None = None
 
     def usd_per_s(self, configuration: Configuration, *, gb_per_rank: float = 0.0) -> float:
-        """Return the cost of a configuration in dollars per second, with `gb_per_rank` gigabytes of memory per rank."""
+        """Return the cost of a configuration in dollars per second if each rank uses `gb_per_rank` GB of memory."""
         per_rank = self.usd_per_rank_hour + gb_per_rank * self.usd_per_gb_hour
         hourly = configuration.num_nodes * self.usd_per_node_hour + configuration.world_size * per_rank
         return hourly / SECONDS_PER_HOUR
@@ -45,7 +45,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Training:
-    """The amount of training: E epochs over D examples (equation 4a)."""
+    """The amount of training: E epochs over a dataset of D examples (equation 4a)."""
 
     dataset_size: float
     epochs: float = 1.0
@@ -53,11 +53,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate with everything that a choice considers; `terms` are the parts of the mean step time, in seconds.
+    """A candidate with everything that a choice considers; `terms` has the parts of the mean step time, in seconds.
 
-    `known_sd` is the standard deviation of the logarithm of its mean time, to which intervals add the noise of a run.
-    `energy_kwh` is the energy of the accelerators, or None if no run reported power. A candidate has an estimate on
-    demand and one on interruptible capacity (`spot`), if both have a price.
+    `known_sd` is the standard deviation of the logarithm of the mean time, which does not include the noise of a run as
+    the intervals do. `energy_kwh` is the energy of the accelerators, or None if no run reported power. If on-demand and
+    interruptible capacity both have a price, a candidate has one estimate for each; `spot` tells them apart.
     """
 
     configuration: Configuration
@@ -74,7 +74,7 @@ class Estimate:
     energy_kwh: Interval | None = None
 
     def narrowed(self, value: Interval, log_sd: float) -> Interval:
-        """Return this estimate as if the logarithm of its time had at most this standard deviation."""
+        """Return the interval `value` as if the logarithm of the time had at most this standard deviation."""
         if log_sd >= self.time_s.log_sd or value.low <= 0.0:
             return value
         share = log_sd / self.time_s.log_sd
@@ -89,14 +89,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a recommendation, each None if unset. Deadline and budget apply to the whole training."""
+    """The limits of a recommendation, each None if it is not set. Deadline and budget apply to the whole training."""
 
     deadline_s: float | None = None
     budget_usd: float | None = None
     max_global_batch_size: int | None = None
 
     def of_totals(self, estimate: Estimate) -> list[tuple[str, Interval, float]]:
-        """Return the deadline and the budget, if set, as (name, time or cost of the candidate, limit)."""
+        """Return (name, time or cost of the candidate, limit) for the deadline and the budget if they are set."""
         both = (
             ("deadline_s", estimate.time_s, self.deadline_s),
             ("budget_usd", estimate.cost_usd, self.budget_usd),
@@ -104,16 +104,20 @@ class Limits:
         return [(name, value, limit) for name, value, limit in both if limit is not None]
 
     def margin(self, estimate: Estimate) -> float:
-        """Return the distance from mean to tighter limit, in standard deviations of the log; negative if exceeded."""
+        """Return the distance from the mean to the tighter limit, negative if the mean exceeds it.
+
+        The unit is the standard deviation of the logarithm.
+        """
         both = [(value, limit) for _, value, limit in self.of_totals(estimate) if value.mean > 0]
         return min((math.log(limit / value.mean) / max(value.log_sd, 1e-9) for value, limit in both), default=math.inf)
 
 
 def spot_slowdown(spot: Spot | None, num_nodes: int) -> float:
-    """Return the ratio of expected to uninterrupted wall time of a synchronous job on `num_nodes` interruptible nodes.
+    """Return the expected wall time of a synchronous job on `num_nodes` spot nodes, relative to uninterrupted nodes.
 
-    With rate L = num_nodes * rate, an interval of length tau between checkpoints takes (1/L + R) * (exp(L tau) - 1) in
-    expectation (Daly 2006, without checkpoint cost). The ratio is infinite if the job would practically never finish.
+    With L = num_nodes * (rate of interruptions per node), an interval of length tau between checkpoints is expected to
+    take (1/L + R) * (exp(L tau) - 1), where R is the time of a restart (Daly 2006, without the cost of checkpoints).
+    The ratio is infinite if the job would practically never finish.
     """
     if spot is None:
         return 1.0
@@ -121,7 +125,7 @@ def spot_slowdown(spot: Spot | None, num_nodes: int) -> float:
     expected = rate * spot.checkpoint_interval_s
     if expected > _HOPELESS_EXPONENT:
         return math.inf
-    # The same, written so that a rate near 0 causes no division by zero.
+    # This is the same expression in a form that avoids a division by zero for a rate near 0.
     growth = math.expm1(expected) / expected if expected > 0.0 else 1.0
     return (1.0 + rate * spot.restart_s) * growth
 
@@ -136,12 +140,13 @@ def price(
     steps_factor: float = 1.0,
     power_w: Interval | None = None,
 ) -> Estimate:
-    """Return the estimate of one candidate with its time (4a) and cost (4b).
+    """Return the estimate of one candidate, with its time (equation 4a) and its cost (equation 4b):
 
-    T = E * D / B * t_step * spot slowdown * steps factor; C = T * (n * usd_per_node_hour + world_size *
-    (usd_per_rank_hour + peak_GB * usd_per_gb_hour)). `steps_factor` is the factor on the number of steps that the
-    candidate needs for the same quality; `power_w` is the power of a rank's device during training. Raises
-    ObservationError if a price depends on an unknown peak.
+        T = E * D / B * t_step * spot slowdown * steps factor
+        C = T * (n * usd_per_node_hour + world_size * (usd_per_rank_hour + peak_GB * usd_per_gb_hour))
+
+    `steps_factor` is the factor by which the candidate needs more steps for the same quality; `power_w` is the power of
+    a rank's device during training. Raises ObservationError if there is a price per GB but no peak.
     """
     slowdown = spot_slowdown(offer.spot, configuration.num_nodes)
     epoch_steps = training.dataset_size / configuration.global_batch_size * steps_factor
@@ -150,7 +155,9 @@ def price(
     cost = time_s.scaled(offer.usd_per_s(configuration))
     if offer.usd_per_gb_hour > 0.0:
         if peak_bytes is None:
-            raise ObservationError("usd_per_gb_hour needs predicted memory; profile a run that reports its peak.")
+            raise ObservationError(
+                "usd_per_gb_hour needs predicted memory; profile a configuration whose run reports its peak memory."
+            )
         gb_usd = configuration.world_size * offer.usd_per_gb_hour / SECONDS_PER_HOUR / _BYTES_PER_GB
         cost = cost.plus(time_s.times(peak_bytes).scaled(gb_usd))
     return Estimate(
@@ -166,9 +173,10 @@ def price(
 
 
 def pareto_frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
-    """Return the estimates that no other estimate dominates in mean time and cost, fastest first.
+    """Return the estimates that no other estimate dominates in mean time and mean cost, fastest first.
 
-    An estimate is dominated if another is not worse in either and better in one; among equals, the first is kept.
+    An estimate dominates another if it is better in one of the two and not worse in the other. Of several estimates
+    with the same time and cost, only the first is returned.
     """
     frontier: list[Estimate] = []
     for estimate in sorted(estimates, key=lambda e: (e.time_s.mean, e.cost_usd.mean)):
@@ -178,10 +186,10 @@ def pareto_frontier(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
 
 
 def build_menu(frontier: Sequence[Estimate], chosen: Estimate) -> tuple[Estimate, ...]:
-    """Return up to five points to choose from, the fastest first.
+    """Return up to five estimates for the user to choose from, fastest first.
 
-    They include the ends of the frontier and the chosen point. Each further point is the one farthest from the selected
-    points, in the logarithm of time.
+    They include both ends of the frontier and the chosen estimate. Each further estimate is the one that is farthest
+    from the estimates selected before, measured by the logarithm of time.
     """
     points = sorted({e.key: e for e in (*frontier, chosen)}.values(), key=lambda e: (e.time_s.mean, tie_break(e)))
     times = [math.log(max(e.time_s.mean, 1e-300)) for e in points]
@@ -193,12 +201,12 @@ def build_menu(frontier: Sequence[Estimate], chosen: Estimate) -> tuple[Estimate
 
 
 def usd_per_hour_saved(faster: Estimate, slower: Estimate) -> float | None:
-    """Return the price of each hour that `faster` saves over `slower`; None if it saves no time or costs no more."""
+    """Return the additional cost of `faster` per hour that it saves, or None if it saves no time or costs no more."""
     saved_s, more = slower.time_s.mean - faster.time_s.mean, faster.cost_usd.mean - slower.cost_usd.mean
     return more / saved_s * SECONDS_PER_HOUR if saved_s > 0.0 and more > 0.0 else None
 
 
 def tie_break(estimate: Estimate) -> tuple[int, int, str, int, int, Options]:
-    """Return a key that breaks ties: fewer nodes first, then the smaller batch, so that the choice is deterministic."""
+    """Return a sort key that makes the choice deterministic: fewer ranks first, then the smaller global batch."""
     c = estimate.configuration
     return (c.world_size, c.global_batch_size, c.instance_type, c.local_batch_size, c.grad_accum_steps, c.options)

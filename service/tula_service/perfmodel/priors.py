@@ -1,4 +1,4 @@
-"""Priors of the step-time parameters before a job's own runs: generic, from hardware figures, or from earlier jobs."""
+"""Computes priors of the step-time parameters: a generic prior, one from hardware figures, or one from earlier jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tula_wire.options import Options
 _UNKNOWN_SCALE_SD = 5.0
 _ABSENT_SD = 0.01
 ROOFLINE_SD = 0.35
-UNKNOWN_PRECISION_SD = 0.8  # the root of the sum of squares of the three widths of `scale_from_jobs`
+UNKNOWN_PRECISION_SD = 0.8  # root of the sum of the three variances in `scale_from_jobs`
 _LINK_SHARE = 0.5
 _BYTES_PER_PARAMETER = 4.0
 _ALL_REDUCE_VOLUMES = 2.0
@@ -33,47 +33,49 @@ _UNKNOWN_TFLOPS, _UNKNOWN_GB_PER_S, _UNKNOWN_DEVICE_SD = 20.0, 900.0, 1.0
 _UNKNOWN_GBPS = 10.0
 _BETWEEN_JOBS_SD = 0.25
 _TAUGHT_CLUSTERS = 2
-_LEAST_TAUGHT = 0.05  # of what the generic prior knows: below it, a rounding difference would be an estimate
-_WORTH_OF_BETWEEN_SD = 2.0  # the number of jobs that the usual spread weighs as much as
+_LEAST_TAUGHT = 0.05  # share of the generic prior's precision; a smaller gain may be only a rounding difference
+_WORTH_OF_BETWEEN_SD = 2.0  # number of jobs whose weight equals that of the usual spread between jobs
 _BETWEEN_TYPES_SD, _UNKNOWN_TYPE_SD = 0.5, 1.0
 _EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD = 0.5, 0.4, 0.5  # of log(c / guess)
-_WORTH_OF_NETWORK_SD = 6.0  # the number of jobs that the prior of _NETWORK_SD weighs as much as
+_WORTH_OF_NETWORK_SD = 6.0  # number of jobs whose weight equals that of the prior of _NETWORK_SD
 _BELIEVED_SDS = 4.0
 _OF_ARITHMETIC, _OF_ACTIVATIONS, _OF_PARAMETERS = 0.634, 18.5, 30.7
-"""Fitted to timm's table (Apache-2.0: 765 rows, one RTX 3090 with AMP) and the tables of Lambda, TensorFlow, DLPerf
-and mxnet-finetuner (BSD-3-Clause, Apache-2.0: eleven devices), and scored with each network or device left out in
-turn.
+"""The factors on arithmetic, activations and parameters in the roofline.
+
+They were fitted to timm's table (Apache-2.0: 765 rows, one RTX 3090 with AMP) and to the tables of Lambda, TensorFlow,
+DLPerf and mxnet-finetuner (BSD-3-Clause, Apache-2.0: eleven devices). They were scored by leaving out each network or
+device.
 """
 _OF_ACTIVATIONS_ALONE = 16.2
-"""For half precision, if the bytes that convolutions convert are counted separately; fitted to timm's rows in two
-layouts with the other two numbers unchanged.
+"""The factor on activations in half precision if the bytes that convolutions convert are counted separately.
 
-With each family left out in turn, the result is also 16.2.
+It was fitted to timm's rows in two layouts, with the other two factors unchanged. The result is the same if any one
+family of networks is left out.
 """
 FLOOR_S: Final = 0.03
-"""Seconds that launches and the optimizer take on any accelerator if operations were not counted.
+"""The seconds of launches and the optimizer on any accelerator, used if operations were not counted.
 
 Batch sweeps on one device in the tables of Pollux and DLPerf (Apache-2.0) have floors of 7 to 215 ms, around 30. No
-table has small batches on another class of devices.
+table has small batches on other classes of devices.
 """
 LAUNCH_S: Final = 30e-6
-"""Seconds that the host of an accelerator takes to launch one operation in PyTorch without compilation, if no probe
-timed it.
+"""The seconds in which a host launches one operation in PyTorch without compilation, used if no probe timed it.
 
 On an H100, steps of 8 examples took 23 to 50 us per counted operation.
 """
 _LOG_BEND_OF_A_QUEUE: Final = math.log(3.0)
-"""The bend h = 4: the host queues operations while the device computes, so the longer time dominates.
+"""The logarithm of h - 1 for h = 4, with which the longer time dominates, as when a host queues operations for a
+computing device.
 """
 
 
 @dataclass(frozen=True)
 class StepTimePrior:
-    """A Gaussian over the parameters of the form `overlap`, in the order and encoding of `step_time_form`.
+    """A Gaussian prior of the parameters of the form `overlap`, in the order and encoding of `step_time_form`.
 
     `absolute` is True if c is known; otherwise a fit needs at least one measurement. `reference_batch_size` is b_ref;
-    None stands for the largest batch in question. `in_seconds` lists entries that are known in seconds although the
-    form has them relative to c: their `sd` is the deviation of log(entry * c), even if c itself is uncertain.
+    None means the largest batch among the candidates and runs. `in_seconds` lists entries that are known in seconds
+    although they are relative to c in the form: the `sd` of such an entry is the standard deviation of log(entry * c).
     `slow_from` is the smallest local batch at which convolutions are slower.
     """
 
@@ -87,7 +89,7 @@ class StepTimePrior:
     slow_from: float = math.inf
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless each parameter has a finite mean and a positive deviation."""
+        """Raise ObservationError unless each parameter has a finite mean and a positive standard deviation."""
         object.__setattr__(self, "mean", column("prior mean", self.mean, NUM_PARAMETERS))
         object.__setattr__(self, "sd", column("prior sd", self.sd, NUM_PARAMETERS, above=0.0))
 
@@ -98,9 +100,9 @@ class StepTimePrior:
         return np.asarray(transform.T @ (transform / self.sd[:, None] ** 2))
 
     def without_accumulation(self) -> StepTimePrior:
-        """Return this prior for steps that never accumulate.
+        """Return this prior for a job whose steps never accumulate gradients.
 
-        The compute of such a step includes the once-per-step part, since no measurement can separate the two.
+        The compute of its steps includes the once-per-step part, since no measurement can separate the two.
         """
         mean, sd = self.mean.copy(), self.sd.copy()
         mean[AT.once], sd[AT.once] = ABSENT, _ABSENT_SD
@@ -109,19 +111,19 @@ class StepTimePrior:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts of a network that are known without running it.
+    """The facts about a network that are known without running it.
 
-    `flops_per_sample` counts one forward pass, and a multiplication and an addition as two.
-    `activation_bytes_per_sample` is the number of bytes that a sample leaves on one device for the backward pass, and
-    `parameter_bytes` the bytes of the parameters on one device in single precision. `flops_sd` is the uncertainty of
-    the logarithm of the compute due to guesses, 0 if everything was counted. `rule_sd` is the remaining error of the
-    roofline in that logarithm, which is larger if the precision is unknown. `volumes` is how often the bytes of the
-    parameters cross a link in a step: 2 for an all-reduce, or a reduce-scatter and an all-gather; 3 if the backward
-    pass gathers the parameters again. `idle_samples` is the number of examples for whose compute a device of a pipeline
-    is idle: with m micro-batches and p stages, a step takes the time of m + p - 1 micro-batches. `operations` is the
-    number of operations of a micro-step that start a kernel, or None if they were not counted.
-    `transposed_bytes_per_sample` is the number of bytes of a sample's images that are read and written because
-    convolutions in half precision change the memory layout; None if they were not counted, or in single precision.
+    `flops_per_sample` is the number of floating-point operations of one forward pass, with a multiplication and an
+    addition counted as two. `activation_bytes_per_sample` is the number of bytes that one device keeps of a sample for
+    the backward pass, and `parameter_bytes` the size of the parameters on one device in single precision. `flops_sd` is
+    the uncertainty of log compute time due to guessed counts, and 0 if nothing was guessed. `rule_sd` is the remaining
+    error of the roofline in log compute time, which is larger if the precision is unknown. `volumes` is how often the
+    bytes of the parameters cross a link in a step: twice for an all-reduce, or for a reduce-scatter and an all-gather;
+    three times if the backward pass gathers the parameters again. `idle_samples` expresses the idle time of a pipeline
+    as a number of examples: with m micro-batches and p stages, a step takes the time of m + p - 1 micro-batches.
+    `operations` is the number of operations per micro-step that start a kernel, or None if they were not counted.
+    `transposed_bytes_per_sample` is the number of bytes of a sample's images that convolutions in half precision read
+    and write to change the memory layout, or None for single precision or if they were not counted.
     """
 
     parameter_count: float
@@ -136,19 +138,19 @@ class ModelFacts:
     transposed_bytes_per_sample: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ObservationError unless the counts are positive and finite; a third of a tiny number may be 0."""
+        """Raise ObservationError unless the counts of parameters and FLOPs are positive and finite."""
         for name in ("parameter_count", "flops_per_sample"):
             column(name, [getattr(self, name)], above=0.0)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The figures of an instance type; None stands for an unknown figure.
+    """The hardware figures of an instance type; None means that a figure is unknown.
 
-    Network bandwidths are in gigabits per second. The peak in teraflop per second and the memory bandwidth in gigabytes
-    per second describe one rank's device. `figures_sd` is the uncertainty of the logarithms of these two, 0 for a data
-    sheet. Equal devices have the same name in `device`. `launch_s` is how many seconds the host takes to start an
-    operation, if a probe timed it.
+    `peak_tflops` (teraflop per second) and `memory_gb_per_s` (gigabytes per second) describe the device of one rank,
+    and `figures_sd` is the uncertainty of their logarithms, which is 0 for figures from a data sheet.
+    `inter_node_gbps` is the network bandwidth in gigabits per second. `device` is a name that equal devices share.
+    `launch_s` is the time in seconds in which the host starts an operation, if a probe timed it.
     """
 
     peak_tflops: float | None = None
@@ -160,18 +162,18 @@ class Hardware:
 
     @property
     def device_sd(self) -> float:
-        """Return the uncertainty of the logarithm of the device's speed, which is a guess if the peak is unknown."""
+        """Return the uncertainty of the logarithm of the device's speed, which is guessed if the peak is unknown."""
         return _UNKNOWN_DEVICE_SD if self.peak_tflops is None else self.figures_sd
 
 
 @dataclass(frozen=True)
 class Priors:
-    """The prior of each instance type before a job's own runs; a type that is not in `believed` starts from the generic
-    prior.
+    """The priors of a job's instance types before its own runs.
 
-    The fit uses `hardware` to transfer the measurements of one type to a type without any. `probed` lists the types
-    whose links between nodes a probe measured. `slow_from` is the smallest local batch of a type at which convolutions
-    are slower. `base` has the options of the variants in `believed`: the first value of each.
+    `believed` has the prior of each type; a type without an entry starts from the generic prior. The fit uses
+    `hardware` to transfer measurements from one type to a type without measurements. `probed` lists the types for which
+    a probe has measured the links between nodes. `slow_from` is the smallest local batch of each type at which
+    convolutions are slower. `base` has the first value of each option, to which the priors in `believed` apply.
     """
 
     believed: Mapping[str, StepTimePrior] = field(default_factory=dict)
@@ -182,13 +184,13 @@ class Priors:
 
 
 def generic_prior() -> StepTimePrior:
-    """Return the prior of any synchronous data-parallel job, made from 43 measured grids.
+    """Return the prior of any synchronous data-parallel job, which was derived from 43 measured grids.
 
     Means and deviations were chosen by the error of held-out predictions on grids of Pollux (Apache-2.0), Gavel (MIT),
-    ElasticFlow, DLPerf and TensorFlow's benchmarks (Apache-2.0), and then rounded: at the largest batch, a third of
-    compute is floor, two ranks of a node add 4 % of compute, two nodes add 30 %, and about a third of the communication
-    that could overlap does not. The once-per-step share, 3 % of compute, comes from tables of training with
-    accumulation that are not in the project.
+    ElasticFlow, DLPerf and TensorFlow's benchmarks (Apache-2.0), and then rounded. On average, the floor is a third of
+    the compute at the largest batch, the collective takes 4 % of the compute for two ranks of a node and 30 % for two
+    nodes, and about a third of the communication that could overlap does not. The once-per-step part is 3 % of the
+    compute, which comes from tables of training with gradient accumulation that are not in the project.
     """
     return StepTimePrior(
         mean=np.array(
@@ -199,24 +201,23 @@ def generic_prior() -> StepTimePrior:
 
 
 def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batch_size: float) -> StepTimePrior:
-    """Return a prior with a scale (basis `prior`) for a job without runs.
+    """Return a prior with a compute scale (basis `prior`) for a job without runs.
 
-    The compute of a step on one device comes from a roofline, within a factor of about 1.3,
+    The compute time of a step on one device comes from a roofline, which is accurate to a factor of about 1.3:
 
         t(b) = b (arithmetic 3 F / peak + (activations A + X) / W) + parameters P / W + floor
 
-    or, if the operations of a step were counted, (g^4 + l^4)^(1/4): g has the terms in b, and l the term of the
-    parameters and `operations` launches. F is the FLOPs of one forward pass per sample, A the bytes that one sample
-    keeps for the backward pass, X the bytes that one sample moves because convolutions in half precision change the
-    memory layout of its images, P the bytes of parameters, and W the memory bandwidth. Between nodes, s_inter = volumes
-    * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c (a ring over two). An unknown figure of the hardware is
-    replaced by a guess, which makes c less certain.
+    If the operations of a step were counted, it is instead (g^4 + l^4)^(1/4), where g is the part that is proportional
+    to b, and l is the sum of the term with P and the time of `operations` launches. F is the number of FLOPs per sample
+    of one forward pass, A the bytes per sample that are kept for the backward pass, X the bytes per sample that are
+    moved because convolutions in half precision change the memory layout of images, P the bytes of the parameters, and
+    W the memory bandwidth. Between nodes, s_inter = volumes * (1 - 1/2) * gradient bytes * 8 / (0.5 * bandwidth) / c,
+    for a ring of two nodes. An unknown hardware figure is replaced by a guess, which makes c less certain.
     """
     base = generic_prior()
     b_ref = float(column("reference_batch_size", [reference_batch_size], above=0.0)[0])
     peak, bandwidth = hardware.peak_tflops or _UNKNOWN_TFLOPS, hardware.memory_gb_per_s or _UNKNOWN_GB_PER_S
-    # This computes in logarithms, since a specification may have any finite number of FLOPs, and ratios could
-    # underflow.
+    # All terms are logarithms, because a job may specify any finite number of FLOPs, and ratios could underflow.
     log_bandwidth = math.log(bandwidth * 1e9)
     arithmetic = math.log(3.0 * _OF_ARITHMETIC) + math.log(facts.flops_per_sample) - math.log(peak * 1e12)
     transposed = facts.transposed_bytes_per_sample
@@ -245,11 +246,11 @@ def prior_from_hardware(facts: ModelFacts, hardware: Hardware, *, reference_batc
 
 @dataclass(frozen=True)
 class ScaleError:
-    """The error of the hardware-based prior for a job with any network, at its reference batch size.
+    """The error of the prior from hardware figures for one job, at the job's reference batch size.
 
-    `log_ratio` is log(fitted c / c of `prior_from_hardware`), 0 before a fit, and `sd` its own uncertainty (guessed
-    FLOPs, runs that did not determine c). `device_sd` is the uncertainty due to the figures of `device`
-    (`Hardware.device_sd`), and `rule_sd` the uncertainty of the rule.
+    `log_ratio` is log(fitted c / c of `prior_from_hardware`), and 0 before a fit. `sd` is the uncertainty of this ratio
+    due to guessed FLOPs and to the uncertainty of the fitted c. `device_sd` is the uncertainty due to the figures of
+    `device` (`Hardware.device_sd`), and `rule_sd` the uncertainty of the roofline.
     """
 
     log_ratio: float
@@ -261,7 +262,7 @@ class ScaleError:
 
 @dataclass(frozen=True)
 class Lesson:
-    """The posterior of a network's runs on one instance type, and the facts that are known without a run."""
+    """What a job has learned: the posterior of a network's runs on one instance type, with its known facts."""
 
     learned: StepTimePrior
     facts: ModelFacts
@@ -269,7 +270,7 @@ class Lesson:
 
     @property
     def scale_error(self) -> ScaleError:
-        """Return the error of the prior from hardware figures compared with the posterior of the runs."""
+        """Return the error of the prior from hardware figures, relative to the posterior of the runs."""
         b_ref = self.learned.reference_batch_size or 1.0
         guess = prior_from_hardware(self.facts, self.hardware, reference_batch_size=b_ref)
         return ScaleError(
@@ -283,12 +284,12 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Lessons:
-    """The results of earlier jobs, grouped by what they have in common with a job.
+    """The results of earlier jobs, grouped by their similarity to a new job.
 
-    `same_network` and `other_networks` come from runs on the job's hardware, by instance type. Each prior of another
-    network is paired with the ratio of the job's parameter count to that network's, or None if a count is unknown.
-    `other_hardware` comes from runs of the same network on hardware that the job does not have. `scales` covers any
-    network on any hardware.
+    `same_network` and `other_networks` are from runs on the new job's hardware, by instance type. The prior of another
+    network is paired with the ratio of the new job's parameter count to the network's count, or with None if one of the
+    two is unknown. `other_hardware` is from runs of the same network on hardware that the new job does not have.
+    `scales` is from runs of any network on any hardware.
     """
 
     same_network: Mapping[str, tuple[StepTimePrior, ...]] = field(default_factory=dict)
@@ -307,12 +308,12 @@ def prior_of_type(
     measured: bool,
     measured_clusters: int = 0,
 ) -> StepTimePrior | None:
-    """Return the prior of a network on the instance type `name`, or None for the generic prior.
+    """Return the prior of a network on the instance type `name`, or None if the generic prior should be used.
 
-    `hardware` covers every type of the job. `measured` is True if the job has runs: they determine its scale better
-    than the scales of other jobs, so the result is None unless earlier jobs ran on this hardware. `measured_clusters`
-    is the number of cluster sizes of this type that have runs: from three on, the job's own collectives are better than
-    those of other networks, which would then do harm.
+    `hardware` has all instance types of the job. `measured` is True if the job has runs. Its own runs determine its
+    scale better than other jobs do, so the result is then None unless earlier jobs ran on the same hardware.
+    `measured_clusters` is the number of cluster sizes of this type that have runs. If there are three or more, the
+    collectives of other networks are ignored, because they would make predictions worse than the job's own runs do.
     """
     if name in lessons.same_network:
         return prior_from_jobs(lessons.same_network[name])
@@ -326,15 +327,15 @@ def prior_of_type(
         for learned, other in (*near, *lessons.other_hardware)
         if other.memory_gb_per_s is not None and hardware[name].memory_gb_per_s is not None
     ]
-    # This is the more certain of two guesses: the same network on other hardware, scaled by the ratio of the data
-    # sheets, or the hardware figures, corrected by the speed of earlier jobs. A run on hardware of uncertain speed says
-    # less about a device than its data sheet does.
+    # Of two kinds of guesses, the most certain one is used: the same network on other hardware, scaled by the ratio of
+    # the hardware figures, or this hardware's figures, corrected by the speed of earlier jobs. A run on hardware of
+    # uncertain speed predicts a device less accurately than the device's data sheet.
     scale = min((guess, *moved), key=lambda prior: float(prior.sd[AT.compute]))
     if scale is guess:
         error = ScaleError(0.0, hardware[name].device, facts.flops_sd, hardware[name].device_sd, facts.rule_sd)
         scale = scale_from_jobs(guess, error, () if measured else [lesson.scale_error for lesson in lessons.scales])
     else:
-        scale = replace(scale, basis="prior")  # only earlier jobs on the same hardware make a `transfer`
+        scale = replace(scale, basis="prior")  # the basis is `transfer` only for earlier jobs on the same hardware
     if related is None:
         return scale
     learned, ratios = zip(*related, strict=True)
@@ -342,17 +343,19 @@ def prior_of_type(
 
 
 def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[ScaleError]) -> StepTimePrior:
-    """Return `guess` (from `prior_from_hardware`, with this error) with its compute scale corrected by errors of other
-    jobs.
+    """Return `guess` with its compute scale corrected by the errors of such guesses for earlier jobs.
 
-    log(c / guess) = everywhere + device + network: the effect of a team's framework, precision and kernels on every
-    network, their effect on one device, and the effect of the network itself. The first two are normal around 0 (sd 0.5
-    and 0.4, plus `device_sd`); the sd of the third is estimated from the jobs, and is 0.5 before any job. All three
-    shrink with the `rule_sd` of the guess, the first two with its square, since a rule that knows precision and memory
-    traffic leaves less in common. Jobs with a larger `rule_sd` count less. `earlier` has each network at most once per
-    device, since a repetition would count as another job that agrees. A job that is off by more than four sd is
-    ignored, since it was described wrongly (FLOPs in another unit). The deviations come from step times of six networks
-    on eight devices in two precisions (Lambda's TensorFlow benchmark, BSD-3-Clause).
+    `guess` is a result of `prior_from_hardware`, and `error` describes its uncertainty. The correction log(c / guess)
+    is the sum of three effects: of a team's framework, precision and kernels on all networks, of the device, and of the
+    network. The first two have a normal prior around 0, with standard deviations of 0.5 and 0.4, to which the latter
+    adds `device_sd`. The standard deviation of the third is estimated from the jobs, starting from 0.5. All three are
+    proportional to the `rule_sd` of the guess, and the first two to its square, because the errors of a rule that
+    includes precision and memory traffic have less in common.
+
+    Jobs with a larger `rule_sd` have less weight. `earlier` must have each network at most once per device, since a
+    repetition would be treated as the confirmation by another job. A job whose error exceeds four standard deviations
+    is ignored, because its description is probably wrong, for example with FLOPs in another unit. The deviations come
+    from step times of six networks on eight devices in two precisions (Lambda's TensorFlow benchmark, BSD-3-Clause).
     """
     widths, share = (_EVERYWHERE_SD, _DEVICE_SD, _NETWORK_SD), error.rule_sd / UNKNOWN_PRECISION_SD
     everywhere_sd, on_device_sd = share**2 * _EVERYWHERE_SD, share**2 * _DEVICE_SD
@@ -363,7 +366,7 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
     ]
     if not usable:
         return guess
-    from sklearn.linear_model import BayesianRidge  # imported on use: it takes half a second, and few starts need it
+    from sklearn.linear_model import BayesianRidge  # imported here because the import takes half a second
 
     devices = [error.device, *sorted({job.device for job in usable} - {error.device})]
     same = np.array([[job.device == device for device in devices] for job in usable])
@@ -371,7 +374,8 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
     parts = np.column_stack([np.full(len(usable), everywhere_sd), on[:, None] * same])
     own = [job.sd**2 + max(job.rule_sd**2 - error.rule_sd**2, 0.0) for job in usable]
     certainty = network_sd**2 / (network_sd**2 + np.array(own))
-    # The columns are scaled by their sd, so the weights have a sd of 1; a prior worth 1e6 jobs keeps lambda at 1.
+    # Each column is multiplied by its standard deviation, so the weights have a standard deviation of 1. Since
+    # lambda_1 and lambda_2 have the weight of 1e6 jobs, lambda stays at 1.
     ridge = BayesianRidge(
         fit_intercept=False,
         alpha_init=network_sd**-2,
@@ -386,18 +390,18 @@ def scale_from_jobs(guess: StepTimePrior, error: ScaleError, earlier: Sequence[S
     shift, spread = ridge.predict(this_job, return_std=True)
     mean, sd = guess.mean.copy(), guess.sd.copy()
     mean[AT.compute] += shift[0]
-    mean[[AT.floor, AT.intra, AT.inter]] -= shift[0]  # launches and links take as long as before, relative to another c
+    mean[[AT.floor, AT.intra, AT.inter]] -= shift[0]  # they are relative to c; their seconds stay the same
     sd[AT.compute] = math.hypot(float(spread[0]), error.sd)
     return replace(guess, mean=mean, sd=sd)
 
 
 def prior_from_other_type(learnt: StepTimePrior, measured: Hardware, other: Hardware) -> StepTimePrior:
-    """Return the prior of a network on one instance type from its runs on another (basis `transfer`).
+    """Return the prior of a network on one instance type, given its runs on another type (basis `transfer`).
 
-    The shape is kept. With W the memory bandwidth of a device and L the bandwidth of a link, c' = c W / W', a' = a c /
-    c' and s' = s (c / c') (L / L'): step times of networks follow memory bandwidth more closely than peak arithmetic,
-    since each generation of devices reaches a different share of its peak. If a figure of either type is unknown, the
-    means do not change and c is less certain; c is also less certain if the figures are.
+    The shape is kept. If W is the memory bandwidth of a device and L the bandwidth of a link, then c' = c W / W',
+    a' = a c / c' and s' = s (c / c') (L / L'). The memory bandwidth is used because step times follow it more closely
+    than the arithmetic peak, of which each generation of devices reaches a different share. If a figure of either type
+    is unknown, the means do not change and c is less certain. Uncertain figures also make c less certain.
     """
 
     def times(name: str) -> float | None:
@@ -425,18 +429,19 @@ def prior_from_jobs(
     scale: StepTimePrior | None = None,
     gradient_ratios: Sequence[float | None] = (),
 ) -> StepTimePrior:
-    """Return the prior of the next job (basis `transfer`) from k earlier jobs on the same hardware.
+    """Return the prior of the next job (basis `transfer`), given the posteriors of k earlier jobs on the same hardware.
 
-    Each posterior (`Posterior.without_prior`) includes the generic prior, which is divided out before they are
-    combined, so that a job contributes nothing about what it did not measure. The next job differs from the others as
-    they differ from one another, so its deviation is sqrt(between^2 + own^2 / k), never the error of the mean alone.
-    Collectives carry over in seconds.
+    Each posterior (`Posterior.without_prior`) includes the generic prior, which is divided out before the posteriors
+    are combined, so that a job does not contribute to parameters that it did not measure. The next job is assumed to
+    differ from the earlier jobs as much as these differ from one another, so its standard deviation is sqrt(between^2 +
+    own^2 / k), which is more than the error of their mean. Collectives are transferred in seconds.
 
-    The compute scale c belongs to one network: it comes from `scale` (from `prior_from_hardware`) or, if the jobs are
-    runs of the same network, from these runs. With `scale`, the jobs are other networks, and their collectives are
-    transferred as seconds per gradient byte, c s / (4 P). `gradient_ratios` are the ratios of this network's parameters
-    to theirs, one for each posterior; a job with None, whose count is unknown, contributes nothing about collectives.
-    Parameters about which no job contributes come from `scale` or, without it, from the generic prior.
+    The compute scale c is specific to one network. If `scale` (from `prior_from_hardware`) is given, the earlier jobs
+    are of other networks, c comes from `scale`, and collectives are transferred as seconds per gradient byte,
+    c s / (4 P). Otherwise, the earlier jobs are of the same network, and c comes from them. `gradient_ratios` has for
+    each posterior the ratio of the next job's parameter count to the earlier job's count; a job whose ratio is None
+    does not contribute to the collectives. Parameters to which no job contributes come from `scale` or, if it is not
+    given, from the generic prior.
     """
     generic, base, collectives = generic_prior(), scale or generic_prior(), list(COLLECTIVES)
     b_ref = base.reference_batch_size
@@ -446,7 +451,7 @@ def prior_from_jobs(
     precision = np.where(now > (1.0 + _LEAST_TAUGHT) * before, now - before, 0.0)
     parted = (means * now - generic.mean * before) / np.maximum(precision, 1e-12)
     means = np.where(precision > 0.0, parted, means)
-    # For another reference batch, c grows with it, and values relative to c shrink.
+    # c increases with the reference batch, and values relative to c decrease.
     times = [b_ref / p.reference_batch_size if b_ref and p.reference_batch_size else 1.0 for p in posteriors]
     shift = np.exp(means[:, 2]) * np.log(times)
     means[:, AT.compute] = log_c[:, 0] + shift
@@ -477,22 +482,22 @@ def prior_from_jobs(
 def _predictive(
     means: FloatArray, precision: FloatArray, centre: FloatArray, sd: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the mean and deviation of the next job's parameters, shape (11,) each.
+    """Return the mean and the standard deviation of the next job's parameters, shape (11,) each.
 
-    `means` and `precision`, shape (k, 11), are estimates from k other jobs; `centre` and `sd`, shape (11,), are the
+    `means` and `precision`, shape (k, 11), are estimates from k earlier jobs; `centre` and `sd`, shape (11,), are the
     prior without these estimates.
     """
     usual = np.minimum(_BETWEEN_JOBS_SD, 0.5 * sd)
     informed = precision > 0.0
     own = np.where(informed, 1.0 / np.maximum(precision, 1e-12), 0.0)
-    share = informed * usual**2 / (own + usual**2)  # how much of a job a vague estimate counts for
+    share = informed * usual**2 / (own + usual**2)  # weight of an estimate, less than 1 if it is uncertain
     count = share.sum(axis=0)
     middle = np.sum(share * means, axis=0) / np.maximum(count, 1e-12)
     excess = np.maximum(np.sum(share * ((means - middle) ** 2 - own), axis=0), 0.0)
     between = (_WORTH_OF_BETWEEN_SD * usual**2 + excess) / (_WORTH_OF_BETWEEN_SD + np.maximum(count - 1.0, 0.0))
     weight = np.where(informed, 1.0 / (own + between), 0.0)
     prior_weight = 1.0 / (sd**2 - usual**2)
-    prior_weight[AT.compute] = 1e-6  # c has a unit: it is known from jobs of the same network, or not at all
+    prior_weight[AT.compute] = 1e-6  # c has a unit, so only jobs of the same network determine it
     total = weight.sum(axis=0) + prior_weight
     mean = (np.sum(weight * means, axis=0) + prior_weight * centre) / total
     return mean, np.sqrt(np.where(informed.any(axis=0), between, usual**2) + 1.0 / total)

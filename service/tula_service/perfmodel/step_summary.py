@@ -1,4 +1,4 @@
-"""Summarises a run's steps as robust figures for a fit."""
+"""Summarises the steps of a run as robust means for a fit."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from tula_service.domain import SampleColumns
 from tula_service.perfmodel.points import FloatArray
 
 _OF_ONE_STEP = 0.3
-_OF_TWO_OR_THREE = 3.0  # the variance of t with two degrees of freedom or fewer is infinite
+_OF_TWO_OR_THREE = 3.0  # for two or three steps, since Student's t with one or two degrees of freedom has no variance
 
 
 def summarise(samples: SampleColumns) -> dict[str, float | int | None]:
-    """Return the figures of a run by name: the robust mean of each column, which fully includes recurring slow steps.
+    """Return the summary of a run by name: the robust mean of each column, and figures of its steps.
 
-    Times are in seconds, or None if nothing was measured. `samples` has one row for each step and rank. Step times are
-    first averaged over the ranks: the ranks of a step wait for each other, so only steps count as independent in
-    `relative_sd`, the standard error of `step_time_s` divided by its mean. A straggler is named if it was the slowest
-    rank in more than half of the steps.
+    Times are in seconds, or None if nothing was measured; recurring slow steps are fully included. `samples` has one
+    row per step and rank. Step times are first averaged over the ranks. Because the ranks of a step wait for each
+    other, only steps are treated as independent in `relative_sd`, which is the standard error of `step_time_s` divided
+    by its mean. `straggler_rank` is the rank that was slowest in more than half of the steps, or None.
     """
     steps, which = np.unique(samples.step, return_inverse=True)
     mean, error = robust_mean(np.bincount(which, weights=samples.step_time_s) / np.maximum(np.bincount(which), 1))
     ranks = np.zeros(0, np.int64) if samples.straggler_rank is None else samples.straggler_rank
     ranks = ranks[ranks >= 0]
-    slowest, times = np.unique(ranks, return_counts=True)  # never an array as long as the highest rank
+    slowest, times = np.unique(ranks, return_counts=True)  # bincount would need an array as long as the highest rank
     return {name: known_mean(values) for name, values in vars(samples).items() if name.endswith("_s")} | {
         "num_steps": int(steps.size),
         "step_time_s": mean,
@@ -33,10 +33,9 @@ def summarise(samples: SampleColumns) -> dict[str, float | int | None]:
 
 
 def _relative_sd(mean: float, error: float | None, steps: int) -> float:
-    """Return the relative standard error, widened by the sd of Student's t, since few steps say little about their
-    spread.
+    """Return the relative standard error, multiplied by the standard deviation of Student's t.
 
-    Compared with a known spread, the error is 1.7 times as large for four steps and 1.07 times for sixteen.
+    The factor is 1.7 for four steps and 1.07 for sixteen, because the spread of few steps is uncertain.
     """
     if error is None:
         return _OF_ONE_STEP
@@ -44,10 +43,10 @@ def _relative_sd(mean: float, error: float | None, steps: int) -> float:
 
 
 def robust_mean(values: FloatArray) -> tuple[float | None, float | None]:
-    """Return the mean of `values`, robust against one outlier, and its standard error.
+    """Return the mean of `values`, which is robust against one outlier, and its standard error.
 
-    If the largest value is farther above the second largest than the spread of all others, it is replaced by the second
-    largest, since it was probably a checkpoint or a garbage collection. Two such values are a pattern and are kept.
+    The largest value is replaced by the second largest if the gap between the two exceeds the spread of the other
+    values, since the step probably included a checkpoint or a garbage collection. Two outliers are kept as a pattern.
     """
     if values.size == 0:
         return None, None
@@ -59,5 +58,5 @@ def robust_mean(values: FloatArray) -> tuple[float | None, float | None]:
 
 
 def known_mean(values: FloatArray | None) -> float | None:
-    """Return the robust mean of the finite values, or None if there are none."""
+    """Return the robust mean of the finite values, or None if no value is finite."""
     return None if values is None else robust_mean(values[np.isfinite(values)])[0]

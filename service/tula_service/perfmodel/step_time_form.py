@@ -1,29 +1,29 @@
-"""The step-time form `overlap`, in logarithms: saturating compute, two levels of network, overlap, and accumulation.
+"""Defines the step-time form `overlap`, which is computed in logarithms.
 
-    t        = (m - 1) * T_g + (T_g^g + T_s^g)^(1/g) + T_o    m micro-steps, only the last one waits for gradients
+    t        = (m - 1) * T_g + (T_g^g + T_s^g)^(1/g) + T_o    m micro-steps; only the last one communicates
     T_g      = c * (a^h + x^h)^(1/h),  x = (b / b_ref)^q      compute of a micro-step: a floor, then growth with b;
-                                                              times 1.28 if convolutions are too large (`slow_from`)
-    T_s      = c * (s_intra * phi(r)^k_intra  [r > 1]         r ranks in a node
+                                                              multiplied by 1.28 from the batch `slow_from`
+    T_s      = c * (s_intra * phi(r)^k_intra  [r > 1]         collectives: r ranks in a node
                   + s_inter * phi(n)^k_inter * r^k_share [n > 1])   n nodes; the ranks of a node share its link
-    phi(x)   = x / 2                                          so that s is the cost of two participants
-    T_o      = c * o                                          once a step: the optimizer; no communication hides it
+    phi(x)   = x / 2                                          so that s is the cost for two participants
+    T_o      = c * o                                          once per step: the optimizer, which overlaps nothing
 
-theta has the eleven parameters in this order (`AT` has their indices). All except c are dimensionless, so one Gaussian
-prior fits both a phone-sized network and a language model.
+theta has eleven parameters in the following order (`AT` has their indices). All except c are dimensionless, so the same
+Gaussian prior can be used for a phone-sized network and for a language model.
 
-    compute       log c        c in seconds: compute of one micro-step at b_ref, were there no floor
-    floor         log a        floor of compute: launch overhead, a device that small batches leave idle
+    compute       log c        c in seconds: compute of one micro-step at b_ref if there were no floor
+    floor         log a        floor of compute, due to launch overhead and the idle part of a device at small batches
     growth        log q        growth of compute with the batch
-    bend          log(h - 1)   sharpness of the bend between floor and growth (h = 1: they add)
-    intra         log s_intra  collective between two ranks of a node, over c
-    intra_growth  k_intra      its growth with the ranks of a node
-    inter         log s_inter  collective between two nodes, over c
-    inter_growth  k_inter      its growth with the nodes
-    shared_link   k_share      its growth with the ranks that share a node's link
-    overlap       log(g - 1)   overlap (g = 1: none; large: communication hides behind compute)
-    once          log o        the once-a-step part, over c; only if steps accumulate can it be told from T_g
+    bend          log(h - 1)   sharpness of the bend between floor and growth (h = 1 means their sum)
+    intra         log s_intra  collective between two ranks of a node, relative to c
+    intra_growth  k_intra      growth of this collective with the ranks of a node
+    inter         log s_inter  collective between two nodes, relative to c
+    inter_growth  k_inter      growth of this collective with the nodes
+    shared_link   k_share      growth of this collective with the ranks that share a node's link
+    overlap       log(g - 1)   overlap of communication with compute (g = 1 means none; a large g hides communication)
+    once          log o        once-per-step part, relative to c; T_g includes it unless steps accumulate gradients
 
-The residual of the form is a Gaussian process on log t over batch, cluster, and their product (`ResidualScales`).
+The residual of the form is a Gaussian process on log t over the batch, the cluster, and both (`ResidualScales`).
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ COLLECTIVES: Final = (AT.intra, AT.inter)
 """The entries of theta that are proportional to the times of collectives: s_intra and s_inter."""
 
 ABSENT: Final = -60.0
-"""The logarithm of a part that a step does not have."""
+"""The logarithm that represents an absent part of a step, which takes no time."""
 LOG_SLOWER: Final = math.log(1.28)
-"""The slowdown of compute from a convolution of 2^31 elements on: 18 to 39 % for VGG11 and AlexNet on an H100."""
+"""The slowdown of compute if a convolution has 2^31 or more elements; VGG11 and AlexNet on an H100 had 18 to 39 %."""
 _LARGEST_EXPONENT: Final = 20.0
-"""The form does not change above this exponent, since far from the data a step of the search may need exp(700)."""
+"""The limit of exponents, since the search may try values far from the data, such as exp(700), which would overflow."""
 _LOG_2 = math.log(2.0)
 
 
@@ -78,9 +78,9 @@ def to_seconds(entries: Sequence[int]) -> FloatArray:
 
 @dataclass(frozen=True)
 class Terms:
-    """Logs of the parts of a step in seconds, shape (n,), and their slopes in theta, shape (n, 11).
+    """Logarithms of the parts of a step in seconds, shape (n,): whole step, compute, collectives, once-per-step part.
 
-    The parts are the whole step, its compute, its collectives, and the once-per-step part; the first two have slopes.
+    The slopes, shape (n, 11), are the derivatives of the whole step and of its compute by theta.
     """
 
     step: FloatArray
@@ -93,10 +93,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class LogStepTimes:
-    """Natural logarithms of predicted seconds, shape (n,): mean of a whole step, its compute, and its communication.
+    """Natural logarithms of predicted seconds, shape (n,): the mean step time, its compute, and its communication.
 
-    `sd` is the standard deviation of the log step time around `mean`, for Student's t with `dof` degrees of freedom;
-    `known_sd` is the same without the noise of a run.
+    `sd` is the scale of log step time around `mean`, for Student's t with `dof` degrees of freedom; `known_sd` is this
+    scale without the noise of a run.
     """
 
     mean: FloatArray
@@ -108,9 +108,9 @@ class LogStepTimes:
 
 
 def log_terms(theta: FloatArray, points: Points, reference_batch_size: float, slow_from: float = math.inf) -> Terms:
-    """Return the terms of the form at `theta`, shape (11,), for n points; `communication` is -60 on a single rank.
+    """Return the terms of the form at `theta`, shape (11,), for n points; `communication` is -60 for a single rank.
 
-    `slow_from` is the smallest local batch at which a convolution is so large that its kernels are slower.
+    `slow_from` is the smallest local batch at which a convolution is so large that it needs slower kernels.
     """
     c, a, log_q, log_bend, s_intra, k_intra, s_inter, k_inter, k_share, log_overlap, log_once = theta.tolist()
     log_q, log_bend, log_overlap = (min(entry, _LARGEST_EXPONENT) for entry in (log_q, log_bend, log_overlap))
@@ -128,7 +128,7 @@ def log_terms(theta: FloatArray, points: Points, reference_batch_size: float, sl
     last, once = overlapped / overlap, np.full(len(points), c + log_once)
     repeated = np.logaddexp(last, micro_step + earlier)
     step, compute = np.logaddexp(repeated, once), np.logaddexp(micro_step + micro_steps, once)
-    # In a sum of logarithms log(e^x + e^y), the slope in x is the share of e^x.
+    # The derivative of log(e^x + e^y) by x is the share of e^x in the sum.
     floor, inner = np.exp(bend * a - bent), np.exp(within - collective) * several
     hidden, waits = np.exp(overlap * micro_step - overlapped), np.exp(last - repeated)
     outer = several - inner
@@ -157,9 +157,10 @@ def log_terms(theta: FloatArray, points: Points, reference_batch_size: float, sl
 class ResidualScales:
     """Prior standard deviations of log step time around the form, and their correlation lengths in doublings.
 
-    `batch` is shared by all clusters at one batch (kernel choice), `cluster` by all batches on one cluster (link
-    contention), `both` by a configuration and its neighbours; `own` belongs to a single configuration and `noise` to a
-    single run. With this noise, if runs differ by 3 %, the intervals of choices have the stated coverage.
+    All clusters share the deviation `batch` at one batch, for example due to the choice of a kernel. All batches share
+    the deviation `cluster` on one cluster, for example due to link contention. Neighbouring configurations share
+    `both`, each configuration has its own deviation `own`, and each run `noise`. The default `noise` gives the
+    intervals of choices the stated coverage if runs differ by 3 %.
     """
 
     batch: float = 0.041
@@ -172,30 +173,29 @@ class ResidualScales:
 
 
 RUN_NOISE: Final = ResidualScales().noise
-"""Standard deviation of the log of one run's step time; measured points are this precise, however far others stray.
-"""
+"""The standard deviation of one run's log step time, and the largest deviation of a measured point."""
 _STRAYING, _STRAYING_SHARE = 3.5, 0.25
-"""A quarter of the jobs stray 3.5 times as far.
+"""A quarter of the jobs is assumed to deviate 3.5 times as far from the form.
 
-On one half of the public grids, intervals of irregular grids then contain 87 % of the configurations that were not run,
-as intended.
+With these values, on one half of the public grids, the intervals of irregular grids contained 87 % of the
+configurations that were not run, as intended.
 """
 
 
 def hypotheses(scales: ResidualScales) -> tuple[tuple[ResidualScales, float], ...]:
-    """Return two hypotheses on how far a job strays from the form, each with its share of jobs.
+    """Return two hypotheses about how far a job deviates from the form, each with its share of jobs.
 
-    Most jobs follow the form; in some, step time jumps with the batch (another kernel is chosen) or with the cluster (a
-    congested link). The measurements decide between the two.
+    Most jobs follow the form. For the others, the step time jumps with the batch, if another kernel is chosen, or with
+    the cluster, if a link is congested. The measurements determine the weights of the two hypotheses.
     """
     far = {name: _STRAYING * getattr(scales, name) for name in ("batch", "cluster", "both", "own")}
     return (scales, 1.0 - _STRAYING_SHARE), (replace(scales, **far), _STRAYING_SHARE)
 
 
 def residual_covariance(first: Points, second: Points, scales: ResidualScales) -> FloatArray:
-    """Return the covariance without `own` and `noise`, shape (len(first), len(second)).
+    """Return the covariance of the residuals without `own` and `noise`, shape (len(first), len(second)).
 
-    The covariance is exponential in log2 distance.
+    The covariance decreases exponentially with the distance of the points in doublings.
     """
     ranks, nodes = _distance(first.world_size, second.world_size), _distance(first.num_nodes, second.num_nodes)
     batch = np.exp(-_distance(first.local_batch_size, second.local_batch_size) / scales.batch_doublings)
@@ -209,7 +209,7 @@ def residual_variance(scales: ResidualScales) -> float:
 
 
 def same_points(first: Points, second: Points) -> npt.NDArray[np.bool_]:
-    """Return a mask of equal configurations, shape (len(first), len(second)); variants are not compared."""
+    """Return which pairs of points are equal, shape (len(first), len(second)); their variants are not compared."""
     same = np.ones((len(first), len(second)), dtype=np.bool_)
     for name in Points.COLUMNS:
         same &= getattr(first, name)[:, None] == getattr(second, name)[None, :]

@@ -94,7 +94,7 @@ def test_an_out_of_memory_where_readings_say_there_is_room_caps_the_batch_and_is
     answer = recommended(client, job_id)
     assert before > 64
     assert answer.max_local_batch_size["default"] == 63
-    assert any("64 ran out of memory" in w and "was also read as fitting" in w for w in answer.model.warnings)
+    assert any("64 ran out of memory" in w and "also has a measured peak" in w for w in answer.model.warnings)
     assert answer.chosen is not None
     assert answer.chosen.configuration.local_batch_size == 32
 

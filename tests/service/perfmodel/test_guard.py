@@ -105,7 +105,7 @@ def test_the_line_of_quality_names_steps_noise_and_the_rate():
     guard = AccuracyGuard(30 * 6144, 64, 67.0, TURNED)
     assert guard.sentence(512, refused_larger=False, learning_rate_factor=4.1) == (
         "360 steps (a batch of 64 would take 2,880); 0.88 times what the gradient noise supports (585); most such "
-        "trainings lost at most 1 point in our experiments; train with `TulaOptimizer`, rate x 4.1."
+        "training runs lost at most 1 point in our experiments; train with `TulaOptimizer`, rate x 4.1."
     )
     assert guard.sentence(512, refused_larger=False).endswith("; train with `TulaOptimizer`.")
     alone = guard.sentence(512, refused_larger=False, learning_rate_factor=4.1, divided=False)
@@ -135,13 +135,13 @@ def test_balanced_takes_the_largest_batch_that_keeps_the_accuracy():
     assert batch_of(chosen("balanced", None)) == 512
     assert batch_of(chosen("balanced", AccuracyGuard(300 * 128, 32, 1e4, SGD))) == 128
     choice = chosen("balanced", AccuracyGuard(300 * 128, 32, 1e4, SGD))
-    assert "of the batches that keep the accuracy" in choice.merit
+    assert "only batches that keep the accuracy" in choice.merit
 
 
 def test_balanced_takes_the_base_batch_where_nothing_passes_and_more_epochs_allow_more():
     short = AccuracyGuard(100 * 32, 32, None, SGD)
     assert batch_of(chosen("balanced", short)) == 32
-    assert "more epochs would allow a larger one" in short.sentence(32, refused_larger=True)
+    assert "more epochs would allow a larger batch" in short.sentence(32, refused_larger=True)
     assert batch_of(chosen("balanced", replace(short, examples=1000 * short.examples))) == 512
 
 

@@ -140,7 +140,7 @@ def test_memory_that_falls_while_the_batch_grows_is_called_suspicious():
 def test_an_out_of_memory_at_a_batch_that_was_also_read_as_fitting_is_said_and_the_cap_holds():
     observed = MemoryObservations([16, 32], [line(16), line(32)], [32], capacity_bytes=16 * GIB)
     model = fit_memory(observed)
-    assert any("ran out of memory" in note and "was also read" in note for note in model.notes)
+    assert any("ran out of memory" in note and "also has a measured peak" in note for note in model.notes)
     assert model.max_local_batch_size(16 * GIB) == 31
     # Three GiB were read, on 16 that ran out: no curve explains it, and none becomes wild.
     assert model.predict(16.0).mean == pytest.approx(line(16), rel=0.25)
