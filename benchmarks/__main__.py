@@ -1,8 +1,8 @@
-"""Runs every benchmark in turn and keeps its JSON under benchmarks/results: `make bench`.
+"""Runs the benchmarks one after another and stores their JSON files in benchmarks/results (`make bench`).
 
     python -m benchmarks [--smoke] [--out FOLDER] [NAME...]
 
-`--smoke` runs each for seconds, to check that it works; its figures are meaningless and are not kept.
+`--smoke` runs each benchmark for a few seconds, to check that it works; the figures are meaningless and are not stored.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def names() -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks named on the command line, or all; return the number that failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a benchmark; all without it")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a benchmark to run (default: all)")
     parser.add_argument("--out", type=Path, default=FOLDER / "results", help="folder for the JSON files")
-    parser.add_argument("--smoke", action="store_true", help="run each for seconds and keep nothing")
+    parser.add_argument("--smoke", action="store_true", help="run each benchmark for a few seconds and store nothing")
     options = parser.parse_args(arguments)
     today = datetime.date.today().isoformat()
     failed = []

@@ -1,8 +1,8 @@
 """The training job of `benchmarks.cluster`: real DDP over gloo between namespaces, with simulated compute.
 
-It is started once per run and forks one rank per node, which enters the node's namespace. The network's parameters are
-real and their gradients cross the links. Compute is a wait that saturates at small batches and grows with b, so that
-eight nodes do not compete for the cores of one machine.
+The job is started once per run and forks one rank per node; each rank enters its node's namespace. The network's
+parameters are real and their gradients cross the links. Compute is simulated by waiting, so that eight nodes do not
+compete for the cores of one machine. The time to wait grows with the batch, down to a minimum for small batches.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tula_agent
-import tula_wire  # noqa: F401 - see load
+import tula_wire  # noqa: F401 - imported before the fork, see `load`
 from benchmarks.support.gloo import fork_ranks, leave_group
 from tula_agent.ship.transport import Transport
 
 LAYERS = 8
 FLOOR_S, PER_EXAMPLE_S, SHARPNESS = 0.015, 0.0005, 4.0
-"""Device time of a step: (floor^k + (per example * b)^k)^(1/k)."""
+"""The device time of a step with batch b is (floor^k + (per example * b)^k)^(1/k)."""
 BACKWARD_SHARE = 2 / 3
 
 
@@ -99,11 +99,10 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 def load() -> None:
-    """Import, before the fork, the modules that ranks would import in an optimizer's first step and on the shipping
-    thread.
+    """Import modules before the fork that ranks would otherwise import at the optimizer's first step or on shipping.
 
-    On separate nodes, these imports end within the warm-up. Eight ranks on the few cores of one machine would import
-    for longer than a profiling run measures, so its steps would appear slow.
+    On separate nodes, these imports end within the warm-up. Eight ranks on the few cores of one machine would still be
+    importing when a profiling run measures, so its steps would appear slow.
     """
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)

@@ -1,13 +1,12 @@
-"""Adds the results of `estimate_memory` for the same networks to a table of memory readings, without a device or a
-launch.
+"""Adds a column with the results of `estimate_memory` to a table of memory readings; needs no device and no launch.
 
     python -m benchmarks._count_memory --grids FILE --out FILE [--models N]
     python -m benchmarks.memory --grids FILE
 
 The second command then scores `memory.analytic.*` (the two smallest batches and the counted slope) and
-`memory.counted_one.*` (the smallest batch alone and the counted slope). Only networks that timm knows by the name in
-the table have rows; their images have timm's size, and their optimizer is SGD with momentum. This needs timm and a
-torchvision that matches torch; the repository's own environment has neither.
+`memory.counted_one.*` (the smallest batch alone and the counted slope). The output has rows only for networks whose
+name in the table is a name of timm. Images have the size that timm uses, and the optimizer is SGD with momentum. This
+program needs timm and a torchvision that matches torch; the repository's own environment has neither.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ import torch
 from benchmarks.support.grids import read_rows
 from tula_agent import MemoryEstimate, estimate_memory
 
-LARGEST = 90_000_000  # parameters: one more takes minutes to count
+LARGEST = 90_000_000  # parameters; counting a larger network takes minutes
 SEED = 3
 
 
 def count(timm: ModuleType, network: str) -> MemoryEstimate | None:
-    """Return the estimate for training `network`; None if timm does not know it, or it is too large to count
-    quickly.
-    """
+    """Return the estimate for training `network`, or None if timm has no such network or counting takes too long."""
     if not timm.is_model(network):
         return None
     model = timm.create_model(network)
@@ -60,13 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Count, write the table, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks._count_memory", description=__doc__)
     parser.add_argument("--grids", type=Path, required=True, help="table of memory readings (CSV)")
-    parser.add_argument("--out", type=Path, required=True, help="the same table, with a column analytic_bytes")
-    parser.add_argument("--models", type=int, default=80, help="networks to count (80)")
+    parser.add_argument("--out", type=Path, required=True, help="file for this table with a column analytic_bytes")
+    parser.add_argument("--models", type=int, default=80, help="number of networks to count (80)")
     options = parser.parse_args(arguments)
     try:
         timm = importlib.import_module("timm")
     except ImportError:
-        parser.error("timm is not installed: pip install timm, with a torchvision that fits torch.")
+        parser.error("timm is not installed. Install it with pip, together with a torchvision that matches torch.")
     rows = read_rows(options.grids)
     with options.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], "analytic_bytes"], lineterminator="\n")

@@ -1,8 +1,8 @@
 """Records when each step of rank 0 ends; the training scripts of `benchmarks.ease` import it.
 
-This is a clock that is independent of the agent's. Two runs of a script differ because of other work on the machine,
-but the agent's measurements and this clock cover the same steps. If there are several optimizers (a GAN has two, ZeRO
-has one within another), the last one ends a step.
+This clock is independent of the agent. Other work on the machine makes two runs of a script differ, but the agent's
+measurements and this clock cover the same steps of one run. If there are several optimizers (a GAN has two, and ZeRO
+has one within another), the last optimizer ends a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _ended_at_s: dict[int, list[float]] = {}  # by optimizer
-_skipped: set[int] = set()  # places in the list of the scaled optimizer
+_skipped: set[int] = set()  # indices in the scaled optimizer's list
 _last = 0
 
 
@@ -38,7 +38,7 @@ def _write() -> None:
 
 
 def _scaled(scaler: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """End a step even if the scaler skips it, except before the first step that is not skipped, as in the agent."""
+    """Record the end of a skipped step, too, but not before the first step that is not skipped, as the agent does."""
     steps = len(_ended_at_s.get(id(optimizer), ()))
     result = _scaler_step(scaler, optimizer, *args, **kwargs)
     if steps and len(_ended_at_s[id(optimizer)]) == steps:

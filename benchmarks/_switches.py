@@ -1,11 +1,12 @@
-"""Compares `tula tune` over four options of a real script on this machine's CPU with a launch of all combinations.
+"""Compares the result of `tula tune` for a real script with four options with a measurement of all combinations.
 
     python -m benchmarks._switches [--options compile,checkpointing,precision,num_workers] [--ranks 2] [--json OUT]
 
 `tula tune` chooses nodes (ranks on this machine), batch and values of the options for `examples/switches_ddp.py`, whose
-ranks use gloo. A second job then measures every candidate. `switches.regret` is how much longer the choice takes than
-the best candidate, both by that measurement; `switches.launches` and `switches.exhaustive` count the launches. The exit
-status is 1 if the choice is more than 5 % off or took more than half of the launches. The benchmark needs idle cores.
+ranks run on the CPU and use gloo. A second job then measures every candidate. `switches.regret` is how much longer
+training takes with the choice than with the best candidate, both as measured by the second job; `switches.launches` and
+`switches.exhaustive` are the launches of the two jobs. The exit status is 1 if the regret is above 5 % or the first job
+needed more than half as many launches as the second. The benchmark needs idle cores.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ MOST_SHARE: Final = 0.5
 
 
 def main() -> int:
-    """Tune, measure all, compare and print; return 1 if the choice is too far off or took too many launches."""
+    """Tune, measure all candidates, and print; return 1 if the regret is too large or tuning took too many launches."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks._switches")
     parser.add_argument("--options", default=",".join(OPTIONS), help="names of the options to vary")
-    parser.add_argument("--ranks", type=int, default=2, help="most ranks on this machine")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--ranks", type=int, default=2, help="largest number of ranks on this machine")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     chosen_options = {name: OPTIONS[name] for name in arguments.options.split(",")}
     with tempfile.TemporaryDirectory() as folder, Server(str(Path(folder) / "tula.db")) as server:
@@ -83,7 +84,7 @@ def main() -> int:
 
 
 def tune(server: Server, folder: Path, search: str, options: dict[str, tuple[str, list[str]]], ranks: int) -> Any:
-    """Return the output of `tula tune --json` for a job with this search."""
+    """Return the output of `tula tune --json` for a job with the given search."""
     spec = folder / f"{search}.toml"
     values = "\n".join(f"{name} = {json.dumps(words)}" for name, (_, words) in options.items())
     spec.write_text(JOB.format(search=search, size=SIZE, ranks=ranks, options=values))
@@ -109,7 +110,7 @@ def tune(server: Server, folder: Path, search: str, options: dict[str, tuple[str
 
 
 def hours(run: Run) -> float:
-    """Return the hours of the whole training at a run's measured step time."""
+    """Return how many hours the whole training takes at a run's measured step time."""
     assert run.step_time_s is not None
     return 1000 * SIZE / run.configuration.global_batch_size * run.step_time_s / 3600
 

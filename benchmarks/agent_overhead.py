@@ -1,15 +1,16 @@
-"""Measures the cost of the agent: a ResNet-50-sized training with and without it, in turn, on the same machine.
+"""Measures the agent's cost by alternating between training with and without it, for a model of ResNet-50's size.
 
 python -m benchmarks.agent_overhead [--pairs N] [--smoke] [--json OUT]
 
-Two processes do the same fixed work on 161 tensors of 25.6 M parameters; one has the agent, which reports to a real
-HTTP server. They take turns of a few steps, each stopped (SIGSTOP) while the other runs. `step.overhead` is the median
-over pairs of turns of the difference between the median step times, plus the time of the gradient norm: the time of a
-pair of norms divided by the steps from one pair to the next (pairs are too rare to show in a median, or to fall into
-the measured steps for certain). The interval is a bootstrap over pairs of turns. The shipping thread sends by the
-clock, which continues while a process is stopped, so its CPU time is measured in two long turns: in the first 30 s of
-the run, when it sends every second (`agent.thread_begin_us_per_step`), and afterwards, when it sends every ten seconds
-(`agent.thread_us_per_step`).
+Two processes do the same fixed work on 161 tensors with 25.6 million parameters in total; one process has the agent,
+which reports to a real HTTP server. The processes take turns of a few steps on the same machine, and each is stopped
+(SIGSTOP) while the other runs. `step.overhead` is the difference between the median step times of a pair of turns, as
+the median over pairs, plus the cost of the gradient norms per step. Norms are computed in pairs, which are too rare to
+show in a median or to be certain to occur in the measured steps, so their cost is the time of a pair divided by the
+number of steps from one pair to the next. The interval is a bootstrap over pairs of turns. The shipping thread sends at
+fixed times, even if its process was stopped in between, so its CPU time is measured in two long turns: in the first 30
+s of the run, when it sends every second (`agent.thread_begin_us_per_step`), and afterwards, when it sends every ten
+seconds (`agent.thread_us_per_step`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TARGETS = {
 
 
 class Training:
-    """The fixed work: `work` multiplies a matrix a given number of times and steps the optimizer."""
+    """The fixed work of a step: a given number of matrix products, and a step of the optimizer."""
 
     def __init__(self, parameters_of_all: int) -> None:
         torch.set_num_threads(1)
@@ -70,7 +71,7 @@ class Training:
         self.optimizer.step()
 
     def count_rounds(self, step_s: float) -> int:
-        """Return the number of rounds that take `step_s` seconds in total."""
+        """Return the number of rounds with which a step takes `step_s` seconds."""
 
         def least(rounds: int) -> float:
             times = []
@@ -85,7 +86,7 @@ class Training:
 
 
 class Agent:
-    """The agent in a training process; `spent` has the CPU time of its calls on the training thread, by part."""
+    """The agent in a training process; `spent` collects the CPU times of its calls on the training thread, by part."""
 
     def __init__(self, training: Training, spent: dict[str, list[float]]) -> None:
         import tula_agent
@@ -113,13 +114,13 @@ class Agent:
         training.batches = self.run.steps(training.batches)
 
     def warmed_up(self) -> None:
-        """Start counting."""
+        """Start counting norms and sent bytes after the warm-up."""
         self._warm_norms = len(self._norms)
         self._sent_bytes = 0
 
     def _noting_interval(self, read: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `read` of the gradients, and record the steps between two pairs, which the second step of a pair
-        decides.
+        """Wrap `read` of the gradients to record how many steps lie between two pairs; a pair's second step determines
+        this.
         """
 
         def noting(step: int, *rest: Any) -> Any:
@@ -138,19 +139,19 @@ class Agent:
         return counting
 
     def shipping_cpu_s(self) -> float:
-        """Return the CPU seconds of the shipping thread so far."""
+        """Return the CPU seconds that the shipping thread has used so far."""
         thread = next(thread for thread in threading.enumerate() if thread.name == "tula-agent")
         assert thread.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
     def report(self, measured: int) -> dict[str, float]:
         """Return the cost of the agent per step, over `measured` steps."""
-        calls = {"timing": 2, "gradients": 1}  # each pays for reading the clock, which is not the agent's
+        calls = {"timing": 2, "gradients": 1}  # each call includes reading the clock, which is not a cost of the agent
         clock = sum(self._spent["clock"])
         report = {
             f"{part}_us": 1e6 * (sum(self._spent[part]) - number * clock) / measured for part, number in calls.items()
         }
-        # The first pair of norms also loads kernels. Whether a later one fell into the steps measured is chance.
+        # The first pair of norms also loads kernels. Whether a later pair occurs in the measured steps is random.
         report["norms_us"] = 2e6 * statistics.mean(self._norms[2:]) / self._norms_every
         report["gradients_us"] += report["norms_us"] - 1e6 * sum(self._norms[self._warm_norms :]) / measured
         report["sent_bytes"] = self._sent_bytes / measured
@@ -160,9 +161,9 @@ class Agent:
 def child(turns: Connection, environment: dict[str, str], parameters: int) -> None:
     """Run as one of the two processes: do the requested turns, and send the seconds of each step.
 
-    The first number is the rounds of a step (0: as many as take STEP_S), and each further one is a number of steps; 0
-    ends the process. The answer to a negative number of steps is the CPU time of the shipping thread meanwhile, in
-    seconds.
+    The first number received is the number of rounds in a step (0: as many as take STEP_S). Each further number is the
+    number of steps to take; 0 ends the process. After a negative number of steps, the process sends the CPU time that
+    the shipping thread used during these steps, in seconds.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -216,7 +217,7 @@ def resident() -> int:
 
 
 class Process:
-    """A forked child, which is stopped whenever it is not its turn; both children begin with the same imports."""
+    """A forked child process that is stopped except during its turns; all children start with the same imports."""
 
     def __init__(self, environment: dict[str, str], parameters: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -225,7 +226,7 @@ class Process:
         self._process.start()
 
     def ask(self, number: int) -> Any:
-        """Request a turn and return its answer."""
+        """Send a number to the child, let it run until it sends a result, and return the result."""
         pid = self._process.pid
         assert pid is not None
         os.kill(pid, signal.SIGCONT)
@@ -241,7 +242,7 @@ class Process:
 
 
 def import_ms(repeats: int) -> float:
-    """Return the milliseconds to import `tula_agent` after torch: the minimum over a few fresh interpreters."""
+    """Return the milliseconds to import `tula_agent` after torch: the minimum over `repeats` new interpreters."""
     code = "import time, torch; t = time.perf_counter(); import tula_agent; print((time.perf_counter() - t) * 1e3)"
     command = [PYTHON, "-c", code]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(repeats)]
@@ -256,9 +257,10 @@ def measure(
     long: tuple[int, int] = (BEGIN_STEPS, LONG_STEPS),
     parameters: int = PARAMETERS,
 ) -> dict[str, float]:
-    """Measure all figures in the module's docstring, with `rounds` of work in a step (0: as many as take STEP_S).
+    """Measure all figures of the module's docstring, with `rounds` rounds of work per step (0: as many as take STEP_S).
 
-    `long` is the number of steps in the long turns, and `parameters` the number of the model's parameters.
+    `long` contains the numbers of steps in the two long turns, and `parameters` is the number of the model's
+    parameters.
     """
     with tempfile.TemporaryDirectory() as spool, Sink() as server:
         reporting = {"TULA_URL": server.url, "TULA_RUN_ID": "bench", "TULA_SPOOL_DIR": spool}
@@ -305,17 +307,17 @@ def measure(
 
 
 def main() -> None:
-    """Measure, print, and compare with the target."""
+    """Measure the figures, and print them with their targets."""
     parser = make_parser("agent_overhead", __doc__)
     parser.add_argument("--pairs", type=int, default=60)
-    parser.add_argument("--turn", type=int, default=8, help="steps before the other process has its turn")
+    parser.add_argument("--turn", type=int, default=8, help="number of steps in a turn of one process")
     options = parser.parse_args()
     if options.smoke:
         figures = measure(2, 4, rounds=1, imports=1, long=(4, 4), parameters=64 * TENSORS)
     else:
         figures = measure(options.pairs, options.turn)
     for name, value in figures.items():
-        target = f"  (to reach: at most {TARGETS[name]:g})" if name in TARGETS else ""
+        target = f"  (target: at most {TARGETS[name]:g})" if name in TARGETS else ""
         print(f"{name:32} {value:.6g}{target}")
     write_json(options.json, figures)
 

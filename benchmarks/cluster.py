@@ -1,18 +1,19 @@
-"""Tests the entire product on a cluster of namespaces: the regret of its recommendation, and its alarm after a change.
+"""Tests the entire product on a cluster of namespaces: its recommendations, and its alarm when the links slow down.
 
     python -m benchmarks.cluster [--smoke] [--json OUT]        (root, iproute2)
 
-Tunes over N = 2, 4, 8 nodes and five batches with adaptive and with partial search. Before and after, a full search
-without early ends measures every candidate. The smaller of the two times is taken as the truth, because other work on
-the machine can only slow a step; their difference is the machine's uncertainty. Each search is a separate project, so
-that it does not learn from the others. It prints, per search: the median error of predicted step times over the
-candidates that it did not profile, the regret of its recommendation in measured time, and the fraction of the full
-search's node-seconds that it spent. Then it trains with the links at full speed, cuts them to a quarter, and counts the
-steps until the service raises the alarm, and the alarms before the cut. `--only launches` tunes twice, with one launch
-for each run and with launches that measure every batch of a cluster, and compares wall-clock time, node-seconds, the
-choice, and the step times that both have measured, and then the wall-clock time of `examples/digits_ddp.py` under
-torchrun on the cores of this machine. A full benchmark does the same. `--smoke` uses two candidates on two nodes
-without a full search; its figures only show that the benchmark works.
+The benchmark tunes over N = 2, 4, 8 nodes and five batches with adaptive and with partial search. Before and after
+these searches, a full search without early ends measures every candidate. The smaller of the two measured times is
+taken as the true step time, because other work on the machine can only slow a step; their difference is the machine's
+uncertainty. Each search has a separate project, so that it cannot use the results of the others. For each search, the
+benchmark prints the median error of predicted step times over the candidates that the search did not profile, the
+regret of the recommendation in measured time, and the node-seconds of the search as a fraction of those of the full
+search. It then trains with the links at full speed, reduces their bandwidth to a quarter, and counts the steps until
+the service raises the alarm, and the false alarms before the reduction. `--only launches` tunes twice, with one launch
+for each run and with launches that measure every batch of a cluster, and compares the wall-clock times, node-seconds,
+choices and step times of both. It then compares the wall-clock times in the same way for `examples/digits_ddp.py` under
+torchrun on the cores of this machine. A full benchmark includes these comparisons. `--smoke` uses two candidates on two
+nodes without a full search; its figures only show that the benchmark works.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ RATE_MBIT = 200.0
 SLOWER = 4.0
 DATASET, EPOCHS = 100_000, 1
 STEPS_TO_NOTICE = 600
-"""Steps after the cut within which an alarm counts."""
+"""Number of steps after the links slow down within which an alarm counts."""
 PROGRESS_S = 2.0
 RUNS_COMPARED = 6
 
@@ -82,7 +83,7 @@ dataset = { size = 1437 }
 cluster = { max_nodes = 2, price = { usd_per_node_hour = 1.0 } }
 batch = { min_local_batch_size = 16, max_local_batch_size = 128 }
 """
-"""The job of the example, with a rank for each of two cores, so that no rank waits for another's imports."""
+"""The job of the example, with at most one rank for each of two cores, so that no rank waits for another's imports."""
 DIGITS_COMMAND = [
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{world_size}",
     str(ROOT / "examples" / "digits_ddp.py"), "--batch-size", "{local_batch_size}", "--epochs", "1000",
@@ -91,11 +92,11 @@ DIGITS_COMMAND = [
 
 @dataclass(frozen=True)
 class Size:
-    """The size of the benchmark: N = 2, 4, ... `max_nodes`, b = 8, 16, ... `max_batch`, and the steps before the cut.
+    """The size of the benchmark: N = 2, 4, ... `max_nodes`, b = 8, 16, ... `max_batch`; `steady_steps` at full speed.
 
-    `max_runs` limits the compared searches; by default, the service's limit applies. With `full`, every candidate is
-    measured before and after the searches; otherwise the partial search, which measures both of two candidates, is the
-    truth.
+    `max_runs` limits the runs of the compared searches; by default, the service's limit applies. With `full`, every
+    candidate is measured before and after the searches; without it, the partial search, which measures both of two
+    candidates, gives the true step times.
     """
 
     max_nodes: int = 8
@@ -114,14 +115,14 @@ SMOKE = Size(max_nodes=2, max_batch=16, steady_steps=30, max_runs=1, full=False)
 
 
 def main() -> int:
-    """Run everything; return 1 if no cluster can be built on this machine."""
+    """Run the benchmark; return 1 if no cluster can be built on this machine."""
     parser = make_parser("cluster", __doc__)
     parser.add_argument("--steady-steps", type=int, help="steps before the links slow down")
     parser.add_argument("--only", choices=("tune", "drift", "launches"))
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="of each link, where the kernel has netem")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="delay of each link; needs netem in the kernel")
     options = parser.parse_args()
     if (reason := why_no_delay() if options.delay_ms else why_not()) is not None:
-        print(f"{reason}: run it where root may make them", file=sys.stderr)
+        print(f"{reason}: run the benchmark as root on a machine where namespaces can be created", file=sys.stderr)
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster is taken down
     figures: dict[str, float] = {}
@@ -149,7 +150,7 @@ def main() -> int:
 
 
 class Bench:
-    """One service, one cluster, and the command lines between them."""
+    """A service, a cluster, and the commands that connect them."""
 
     def __init__(self, cluster: Cluster, client: Client, environment: dict[str, str], folder: Path, size: Size) -> None:
         self.cluster, self.client, self.environment, self.folder, self.size = (
@@ -158,7 +159,7 @@ class Bench:
         self.projects: dict[str, Project] = {}
 
     def project(self, name: str) -> Project:
-        """Return the project of this name, which is created with its token at the first call."""
+        """Return the project with this name; the first call for a name creates the project and its token."""
         if name not in self.projects:
             self.client.create_project(ProjectCreate(name=name))
             token = self.client.create_token(TokenCreate(name=name, scope="user", project=name))
@@ -213,7 +214,9 @@ class Bench:
         return figures
 
     def shared_launches(self) -> dict[str, float]:
-        """Return the cost of shared launches compared with a launch per run, and the agreement of their step times."""
+        """Compare shared launches with one launch per run; return the ratios of their costs, and how much step times
+        differ.
+        """
         shared, single, repeat = self.both_ways("waits", self.job_command(10_000), self.waits, repeats=2)
         joint, apart, again = map(_step_times, (shared, single, repeat))
         chosen = [_key(tuned["recommendation"]["chosen"]["configuration"]) for tuned in (shared, single, repeat)]
@@ -241,15 +244,15 @@ class Bench:
         return figures
 
     def both_ways(self, name: str, command: list[str], space: str, *, repeats: int) -> list[dict[str, Any]]:
-        """Execute a plan with shared launches, and `repeats` times with a separate launch for each of its runs."""
+        """Execute a plan with shared launches, and then `repeats` times the same runs with one launch each."""
         budget = min(RUNS_COMPARED, self.size.num_candidates)
         jobs = [self.work(name, command, space, budget)]
         shapes = sorted(_step_times(jobs[0]), reverse=True)  # largest first, so that one launch probes the links
         jobs += [self.work(f"{name}-{i}", command, space, len(shapes), shapes) for i in range(repeats)]
         times = [_step_times(answers) for answers in jobs]
         print_table(
-            f"{name}: every configuration in a shared launch, and by itself",
-            ["configuration", "shared launch", *["own launch"] * repeats],
+            f"{name}: step time in a shared launch and in a separate launch",
+            ["configuration", "shared launch", *["separate launch"] * repeats],
             [
                 [f"{nodes} nodes, {batch}", *(f"{t[nodes, batch] * 1e3:.1f} ms" for t in times)]
                 for nodes, batch in sorted(shapes)
@@ -258,7 +261,7 @@ class Bench:
         return jobs
 
     def drift(self) -> dict[str, float]:
-        """Return the number of steps from the cut of the links to the alarm, and the number of earlier alarms."""
+        """Return the number of steps from the slowdown of the links to the alarm, and the number of earlier alarms."""
         client, clean = self.project("adaptive")
         jobs = [job.id for job in client.jobs().jobs]
         job_id = jobs[0] if jobs else self.tune("adaptive")["job"]["id"]
@@ -302,11 +305,11 @@ class Bench:
         }
 
     def drifts(self, job_id: str, run_id: str) -> list[dict[str, Any]]:
-        """Return the drift events of a run so far."""
+        """Return the drift events that a run has had so far."""
         return [event for event in self.events(job_id, run_id) if event["kind"] == "drift"]
 
     def events(self, job_id: str, run_id: str) -> list[dict[str, Any]]:
-        """Return the drift and advice events of a run so far, from the same stream as the dashboard's."""
+        """Return the drift and advice events that a run has had so far, from the stream that the dashboard uses."""
         import httpx
 
         client, environment = self.project("adaptive")
@@ -326,7 +329,7 @@ class Bench:
         return read
 
     def tune(self, search: str, *, project: str = "") -> dict[str, Any]:
-        """Run `tula tune` over the whole space, in the project of its name or another; return its JSON."""
+        """Run `tula tune` over all candidates; return its JSON. The default project has the name of the search."""
         client, environment = self.project(project or search)
         folder = self.folder / (project or search)
         spec = self.spec(folder, search, self.waits)
@@ -339,7 +342,7 @@ class Bench:
             try:
                 show_progress(search, client, tuning)
             finally:
-                tuning.terminate()  # Ctrl-C reaches it too; an error in this process does not
+                tuning.terminate()  # Ctrl-C ends the child process, too, but an error in this process does not
                 tuning.wait()
             if tuning.returncode != 0:
                 error.seek(0)
@@ -349,7 +352,7 @@ class Bench:
         tuned["wall_s"] = time.monotonic() - began
         print(
             f"{search}: tuned in {tuned['wall_s']:.0f} s; "
-            f"{stolen_share(clock):.0%} of the processors went to other machines of the host",
+            f"{stolen_share(clock):.0%} of the processor time went to other machines on the host",
             flush=True,
         )
         return tuned
@@ -357,7 +360,7 @@ class Bench:
     def work(
         self, project: str, command: list[str], space: str, budget: int, again: Sequence[tuple[int, int]] = ()
     ) -> dict[str, Any]:
-        """Work as `tula tune` does, with shared launches or a launch for each of `again`; return its output."""
+        """Do what `tula tune` does, with shared launches or with one launch for each of `again`; return its output."""
         client, environment = self.project(project)
         folder = self.folder / project
         configurations = tuple(Configuration(num_nodes=nodes, local_batch_size=batch) for nodes, batch in again)
@@ -378,7 +381,7 @@ class Bench:
 
     @property
     def waits(self) -> str:
-        """Return the candidates of the job of `job_command`."""
+        """Return the part of the specification that defines the candidates for `job_command`."""
         return WAITS.format(
             epochs=EPOCHS, dataset=DATASET, max_nodes=self.size.max_nodes, max_batch=self.size.max_batch
         )
@@ -416,14 +419,14 @@ class Bench:
 
 
 class Project(NamedTuple):
-    """The project of a search: its client, and the environment of its commands."""
+    """The project of a search, as its client and the environment of its commands."""
 
     client: Client
     environment: dict[str, str]
 
 
 def show_progress(search: str, client: Client, tuning: subprocess.Popen[bytes]) -> None:
-    """Print a line for each run that ends, until `tula tune` ends; poll rarely, since the runs share the cores."""
+    """Print a line for each run that ends, until `tula tune` ends; poll rarely, since the runs use the same cores."""
     printed: set[str] = set()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -449,19 +452,19 @@ def served(cluster: Cluster) -> Iterator[tuple[Client, dict[str, str]]]:
     with tempfile.TemporaryDirectory() as folder:
         database = f"{folder}/tula.db"
         migrate(database)
-        secret = make_token(database, "admin")  # before the service: without one it listens on the loopback only
+        secret = make_token(database, "admin")  # without a token, a service listens only on the loopback
         with Server(database, host=cluster.host) as server, Client(server.url, secret) as client:
             yield client, clean_environment(TULA_URL=server.url, PYTHONPATH=str(ROOT))
 
 
 def stolen_share(since: tuple[int, int]) -> float:
-    """Return the share of all processors' time that the host gave to others since the given `processor_clock`."""
+    """Return the share of the processor time that the host gave to other machines since `since`, a `processor_clock`."""
     stolen, rest = (late - early for early, late in zip(since, processor_clock(), strict=True))
     return stolen / max(stolen + rest, 1)
 
 
 def processor_clock() -> tuple[int, int]:
-    """Return the ticks of all processors so far: those that the host gave to others, and the rest (proc(5), stat)."""
+    """Return the ticks of all processors so far, as (ticks given to other machines, other ticks); see proc(5), stat."""
     user, nice, system, idle, waiting, hard, soft, stolen, *_ = map(
         int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     )
@@ -496,7 +499,7 @@ def _node_seconds(tuned: dict[str, Any]) -> float:
 
 
 def _launch_node_seconds(tuned: dict[str, Any]) -> float:
-    """Return the node-seconds if each cluster had one launch, whose runs overlap in time."""
+    """Return the node-seconds of the launches, if each cluster has had one launch whose runs overlap in time."""
     spans = _spans(tuned)
     total = 0.0
     for nodes in {count for count, _, _ in spans}:

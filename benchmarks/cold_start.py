@@ -1,18 +1,19 @@
-"""Measures the error of the first prediction of a step time, from hardware figures alone and after earlier jobs.
+"""Measures the error of the first prediction of a step time, from hardware figures alone and with earlier jobs.
 
     python -m benchmarks.cold_start [--steps FILE] [--json OUT] [--draws 20] [--smoke]
 
-FILE has single-device step times (columns as tests/data/single_device.csv, and `activation_elements_per_sample`, the
-outputs of layers, and others of `model` in job.toml, where they are known). The product's own prior predicts every row,
-with and without histories that are drawn at random (the same in every run) from other networks of the same source:
-`here` is the number of earlier jobs on the same GPU, `elsewhere` the number on others; they have the `same` precision,
-or `any`. Keys are `cold.<precision>.<here>.<elsewhere>.median` and `.p90` of the factor by which the guess is off, less
-1 (0.5: half as long again, or by a third too short), and `.coverage` of its 90 % intervals. `.without` is the median
-factor of the same targets from hardware figures alone. Histories for which there are no rows are left out.
-`cold.all.median` and `.p90` cover every batch in FILE, without history, and `cold.small.*` batches up to 32; all other
-figures cover the largest batch of each network. `cold.mixed.0.0.median` and `.p90` cover the mixed-precision rows of
-FILE without history; without FILE, they cover timm's 765 rows on one RTX 3090, to which the product's numbers were
-fitted.
+FILE contains step times on a single device. It has the columns of tests/data/single_device.csv, and optionally
+`activation_elements_per_sample` (the number of outputs of layers) and other fields of `model` in job.toml. The
+product's own prior predicts every row, with and without a history of earlier jobs. Histories are drawn at random (the
+same in every run) from other networks of the same source: `here` is the number of earlier jobs on the same GPU, and
+`elsewhere` the number on other GPUs. The jobs have the `same` precision as the target, or `any`. The keys
+`cold.<precision>.<here>.<elsewhere>.median` and `.p90` are the factor by which the guess is off, less 1 (0.5: the true
+time is half as long again as the guess, or a third shorter), and `.coverage` is the coverage of its 90 % intervals.
+`.without` is the median factor for the same targets from hardware figures alone. Histories for which there are too few
+rows are left out. Without history, `cold.all.median` and `.p90` cover every batch in FILE, and `cold.small.*` cover
+batches of up to 32; all other figures cover the largest batch of each network. `cold.mixed.0.0.median` and `.p90` cover
+the mixed-precision rows of FILE without history; if FILE is not given, they cover timm's 765 rows on one RTX 3090, to
+which the product's constants were fitted.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ HISTORIES = ((0, 0), (0, 1), (0, 5), (1, 0), (2, 0), (3, 0), (3, 5))  # jobs on 
 _NORMAL_90 = 1.645
 _SMALL_BATCH = 32.0
 KEPT_PER_OUTPUT = 2.0
-"""Numbers that autograd keeps for each output of a layer: a convolution's and its activation's."""
+"""Number of elements that autograd keeps for each output of a layer: one of a convolution and one of its activation."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One network on one device: its guess, and log(measured / guess)."""
+    """The guess for one network on one device, and the logarithm of the measured time over the guessed one."""
 
     source: str
     gpu: str
@@ -65,9 +66,9 @@ class Timing:
 
 
 def parse_precision(row: Mapping[str, str]) -> Precision:
-    """Return the precision by the name in a specification. Raises ValueError for an unknown name."""
+    """Return the row's precision, as a specification names it. Raises ValueError for an unknown name."""
     if row["precision"] not in PRECISIONS:
-        raise ValueError(f"precision {row['precision']!r} is not known: give one of {', '.join(PRECISIONS)}.")
+        raise ValueError(f"precision {row['precision']!r} is unknown: use one of {', '.join(PRECISIONS)}.")
     return PRECISIONS[row["precision"]]
 
 
@@ -87,7 +88,7 @@ def read(path: Path) -> list[Timing]:
         model = wire.ModelSpec(
             name=row["network"],
             parameters=round(float(row["parameters"])),
-            # A table includes recomputation by checkpointing, and a specification does not.
+            # The FLOPs in a table include recomputation by checkpointing; the FLOPs in a specification do not.
             flops_per_sample=3.0 * float(row["flops_per_sample"]) / (RECOMPUTED if checkpointing else 1.0),
             precision=precision,
             activation_bytes_per_sample=kept or None,
@@ -105,7 +106,7 @@ def read(path: Path) -> list[Timing]:
 
 
 def of_largest_batch(timings: Sequence[Timing]) -> list[Timing]:
-    """Return the rows of the largest batch of each network and precision on a device, in order."""
+    """Return the rows with the largest batch of each network and precision on each device, in the given order."""
     largest: dict[tuple[str, ...], float] = {}
     for timing in timings:
         largest[_of(timing)] = max(timing.batch, largest.get(_of(timing), 0.0))
@@ -117,7 +118,7 @@ def _of(timing: Timing) -> tuple[str, ...]:
 
 
 def every_batch(timings: Sequence[Timing]) -> dict[str, float]:
-    """Return the errors without history, over all batches and over the small ones."""
+    """Return the errors without history, over all batches and over small batches."""
     figures: dict[str, float] = {}
     for name, most in (("all", math.inf), ("small", _SMALL_BATCH)):
         factors = [math.exp(abs(timing.log_ratio)) - 1.0 for timing in timings if timing.batch <= most]
@@ -127,14 +128,14 @@ def every_batch(timings: Sequence[Timing]) -> dict[str, float]:
 
 
 def log_step_s(guess: StepTimePrior) -> float:
-    """Return the log step time at the reference batch size on one device."""
+    """Return the logarithm of the guessed step time on one device, at the guess's reference batch size."""
     batch = float(guess.reference_batch_size or 1.0)
     point = Points(num_nodes=[1.0], world_size=[1.0], local_batch_size=[batch])
     return float(log_terms(guess.without_accumulation().mean, point, batch, guess.slow_from).compute[0])
 
 
 def mixed(timings: Sequence[Timing]) -> dict[str, float]:
-    """Return the errors of the rows in mixed precision without history; empty if there are none."""
+    """Return the errors without history of the rows in mixed precision; empty if there are no such rows."""
     factors = [math.exp(abs(timing.log_ratio)) - 1.0 for timing in timings if timing.precision in MIXED]
     if not factors:
         return {}
@@ -144,7 +145,7 @@ def mixed(timings: Sequence[Timing]) -> dict[str, float]:
 def histories(
     timings: Sequence[Timing], num_same_gpu: int, num_other_gpu: int, same: bool, draws: int, every: int = 1
 ) -> Iterator[tuple[Timing, list[Timing]]]:
-    """Yield each `every`-th row with `draws` histories of other networks, if there are enough to draw from."""
+    """Yield every `every`-th row with `draws` histories of other networks, if there are enough jobs to draw from."""
     dice = random.Random(SEED)
     for target in timings[::every]:
         others = [
@@ -190,8 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser("cold_start", __doc__)
     parser.add_argument("--steps", type=Path, help="table of single-device step times (CSV)")
-    parser.add_argument("--only", action="append", default=[], help="only rows of this source")
-    parser.add_argument("--draws", type=int, default=20, help="histories drawn for each row (20)")
+    parser.add_argument("--only", action="append", default=[], help="use only rows of this source (repeatable)")
+    parser.add_argument("--draws", type=int, default=20, help="number of histories drawn for each row (20)")
     options = parser.parse_args(arguments)
     draws, every = (1, 5) if options.smoke else (options.draws, 1)
     try:
@@ -201,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--steps: {error}")
     timings = [timing for timing in timings if not options.only or timing.source in options.only]
     if not timings:
-        parser.error("no row is left; check --steps and --only.")
+        parser.error("no row matches: check --steps and --only.")
     figures = mixed(of_largest_batch(families)) | every_batch(timings)
     timings = of_largest_batch(timings)
     rows = []
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ]
             )
     header = ["precision", "jobs here", "elsewhere", "cases", "median", "p90", "without", "coverage"]
-    print_table("first guess of a step time: off by a factor of", header, rows)
+    print_table("factor by which the first guess of a step time is off", header, rows)
     for key in (key for key in figures if key.startswith(("cold.mixed.0.0.", "cold.all.", "cold.small."))):
         print(f"{key}: x {1.0 + figures[key]:.2f}")
     write_json(options.json, figures)

@@ -1,19 +1,20 @@
-"""Measures what users get without editing their scripts, and the time to a first recommendation.
+"""Measures how accurate step times are without an edit of the script, and the time to a first recommendation.
 
     python -m benchmarks.ease [--fresh] [--rounds 3] [--json OUT] [--smoke]
 
-Each script of tests/e2e/scripts/unedited trains with two ranks on this machine, once through the start-up hook and
-once with the lines of docs/embed.md written into it, in turn. Both have one more line, which imports a clock that
-notes when each optimizer step ends (benchmarks/_step_clock.py): two runs of a script differ by up to a third on a
-shared machine, so each measured step is compared with the clock on the same step. Keys: `no_edit.scripts_measured`, of
-fourteen, is how many were measured with their own batch, accumulation and world size;
-`no_edit.<script>.step_time_error` is how far the times of steps without an edit, over the clock's, are off those with
-the agent's lines, over the clock's (0.03: 3 %), each the median over the steps, then over the rounds;
-`no_edit.step_time_error.median` and `.max` are those over the scripts; `no_edit.across_runs.median` compares the
-medians of the runs themselves. `seconds_to_recommendation.digits` is the wall-clock time of `tula tune` on
-examples/digits_ddp.py as examples/demo.py describes it, from the command to its recommendation; its service is running.
-`--fresh` builds a wheel and measures in a new virtual environment that holds it, what its extras `agent` and `service`
-bring, and the scripts' frameworks. The smoke run takes one script, and leaves the digits out.
+Each script of tests/e2e/scripts/unedited trains with two ranks on this machine, alternately with the start-up hook and
+with the lines of docs/embed.md added to the script. Two runs of a script differ by up to a third on a shared machine.
+Therefore one more line in both variants imports a clock that records when each optimizer step ends
+(benchmarks/_step_clock.py), and each measured step time is divided by the clock's time of the same step. Keys:
+`no_edit.scripts_measured` is how many of the fourteen scripts were measured with their own batch, accumulation and
+world size. `no_edit.<script>.step_time_error` is the relative difference of this ratio between runs without an edit and
+runs with the agent's lines (0.03: 3 %); each ratio is the median over the steps, and then over the rounds.
+`no_edit.step_time_error.median` and `.max` summarise the errors of all scripts, and `no_edit.across_runs.median` is the
+median error if step times of the two variants are compared directly. `seconds_to_recommendation.digits` is the
+wall-clock time of `tula tune` on examples/digits_ddp.py with the job of examples/demo.py, from the command to its
+recommendation; the service is already running. `--fresh` builds a wheel and measures in a new virtual environment with
+this wheel, its extras `agent` and `service`, and the scripts' frameworks. The smoke run measures only one script, and
+not the digits.
 """
 
 from __future__ import annotations
@@ -62,9 +63,11 @@ _ACCUMULATES = re.compile(r"ACCUMULATE = 2|gradient_accumulation_steps=2")
 
 @dataclass(frozen=True)
 class Measured:
-    """The first rank's data after warm-up: the seconds of each step, and its (local batch, accumulation, world size).
+    """The first rank's data after warm-up: step times in seconds, and each (local batch, accumulation, world size)
+    seen.
 
-    `by_the_clock` is the median ratio of a step's time to the independent clock's time of the same step.
+    `by_the_clock` is the ratio of a step's measured time to the independent clock's time of the same step, in the
+    median.
     """
 
     step_time_s: list[float]
@@ -78,7 +81,7 @@ class Measured:
 
 
 def embedded(source: str) -> str:
-    """Return the script with the agent's lines for a callback, a loop, or a loop without a loader."""
+    """Return the script with the agent's lines added: those for a callback, a loop, or a loop without a loader."""
     if "pl.Trainer(" in source:
         call = "pl.Trainer(callbacks=[__import__('tula_agent.callbacks.lightning').callbacks.lightning.TulaCallback()],"
         return source.replace("pl.Trainer(", call)
@@ -94,19 +97,19 @@ def embedded(source: str) -> str:
         pattern, lines = r"((?: in |enumerate\(|iter\())loader\b", r"\1run.steps(loader)"
     edited, loops = re.subn(pattern, lines, edited, flags=re.M)
     if loops != 1:
-        raise ValueError("no loop over `loader` was found, and none over `get_batch`")
+        raise ValueError("the script must have exactly one loop, over `loader` or `get_batch`")
     return edited
 
 
 def clocked(source: str) -> str:
-    """Return the script with the clock's import before its first import."""
+    """Return the script with an import of the clock before the script's first import."""
     return re.sub(
         r"^(import|from) (?!__future__)", r"import benchmarks._step_clock  # noqa\n\1 ", source, count=1, flags=re.M
     )
 
 
 class Bench:
-    """Starts scripts as ranks that report to a sink."""
+    """Starts the ranks of scripts, which report to a sink."""
 
     def __init__(self, forks: ForkServer, folder: Path) -> None:
         self._forks, self._folder = forks, folder
@@ -120,13 +123,13 @@ class Bench:
         """Measure the script once; kill it if it does not end within two minutes."""
         self._runs += 1
         name = f"run{self._runs}"
-        spawns = script.stem.startswith("mp_spawn")  # it starts its ranks, which start with the hook
+        spawns = script.stem.startswith("mp_spawn")  # the script itself starts its ranks, with the hook
         start = [str(WITH_HOOK), str(script)] if hook and not spawns else [str(script)]
         env = clean_environment(
             TULA_URL=self._sink.url,
             TULA_RUN_ID=name,
             TULA_KIND="profile",
-            TULA_LOCAL_BATCH_SIZE=str(BATCH),  # as `tula` does: without a DataLoader nothing else says it
+            TULA_LOCAL_BATCH_SIZE=str(BATCH),  # as `tula` does, for scripts without a DataLoader
             TULA_WARMUP_STEPS=str(WARMUP_STEPS),
             TULA_MEASURE_STEPS=str(MEASURE_STEPS),
             TULA_SPOOL_DIR=str(self._folder / "spool"),
@@ -144,14 +147,15 @@ class Bench:
                 if process.wait(max(0.0, ends - time.monotonic())):
                     print(f"{script.name} failed:\n{log.read_text()[-2000:]}", file=sys.stderr)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)  # it is in a separate session
+                os.killpg(process.pid, 9)  # the process is in a separate session
         return self._measured(name, hook=hook, callback="pl.Trainer(" in script.read_text())
 
     def _measured(self, run_id: str, *, hook: bool, callback: bool) -> Measured:
         """Compare the agent's steps with the clock's, whose first step begins when the script's first step ends.
 
-        Loops that the hook watches also begin there; loops with the agent's lines or callback begin earlier. With the
-        agent's lines, a step that a scaler skips is a separate step; without them, it is part of the next one.
+        The agent's first step begins at the same time if the hook watches the loop, and earlier with the agent's lines
+        or callback. With the agent's lines, a step that a scaler skips is a separate step; without them, it is part of
+        the next step.
         """
         clock = json.loads((self._folder / f"{run_id}.clock").read_text())
         skipped = set(clock["skipped"]) if hook else set()
@@ -183,7 +187,7 @@ def _places() -> list[dict[str, str]]:
 
 
 def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]) -> dict[str, float]:
-    """Measure every script with and without the agent's lines, in turn."""
+    """Measure every script alternately with and without the agent's lines; return the figures."""
     figures: dict[str, float] = {}
     rows, across, measured = [], [], 0
     forks = ForkServer(modules, PYTHON)
@@ -221,7 +225,7 @@ def without_an_edit(scripts: Sequence[Path], rounds: int, modules: Sequence[str]
 
 
 def tuned(spec: str, script: Sequence[str], read: Callable[[Client], T]) -> tuple[float, T]:
-    """Return the seconds of `tula tune` on a script, and the result of `read`. Raises RuntimeError if it fails."""
+    """Run `tula tune` on a script; return its seconds and the result of `read`. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as name, Server(f"sqlite:///{name}/tula.db") as server:
         start = ["--launcher", "torchrun", "--", *script]
         Path(name, "job.toml").write_text(spec)
@@ -253,8 +257,8 @@ def tuned(spec: str, script: Sequence[str], read: Callable[[Client], T]) -> tupl
 
 
 def fresh(folder: Path) -> Path:
-    """Return the interpreter of a new virtual environment with a new wheel, its dependencies and those of the
-    scripts.
+    """Create a virtual environment with a new wheel, its dependencies and the scripts' frameworks; return its
+    interpreter.
     """
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(build, stdout=subprocess.DEVNULL, check=True)
@@ -278,8 +282,8 @@ def fresh(folder: Path) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser("ease", __doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each script, with and without the lines (3)")
-    parser.add_argument("--fresh", action="store_true", help="in a new virtual environment with a new wheel")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each script in each of the two variants (3)")
+    parser.add_argument("--fresh", action="store_true", help="measure in a new virtual environment with a new wheel")
     options = parser.parse_args(arguments)
     if options.fresh and Path(sys.prefix).name != ENVIRONMENT:
         given = sys.argv[1:] if arguments is None else arguments
@@ -294,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         figures = without_an_edit(scripts, options.rounds, [*AGENT, *FRAMEWORKS])
         figures["seconds_to_recommendation.digits"] = took_s = tuned(SPEC.replace("MOST", "2"), [str(DIGITS)], bool)[0]
-        print(f"\n`tula tune` on the digits: {took_s:.1f} s to a recommendation")
+        print(f"\n`tula tune` on the digits took {took_s:.1f} s until its recommendation")
     write_json(options.json, figures)
     return 0
 

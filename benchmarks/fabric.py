@@ -1,17 +1,18 @@
-"""Predicts eight nodes from one rank's timeline and a probe of the links: real DDP over gloo between namespaces.
+"""Measures predictions for eight nodes from one rank's timeline and a probe of the links, with DDP between namespaces.
 
     python -m benchmarks.fabric [--smoke] [--json OUT]        (root, iproute2)
 
-For each of three bandwidths and two sizes of network, in a separate project, the steps are: a profiling run on one
-node, whose agent times when each bucket of gradients is ready; a probe between two nodes; the service's prediction for
-eight nodes; a probe of all eight, and another prediction; and finally the truth, a run on eight nodes. Compute is a
-wait (`benchmarks._cluster_job`) and ranks run before other programs, so that eight of them on the cores of one machine
-take the time that each would take on a whole node.
+For each combination of three bandwidths and two network sizes, the benchmark creates a project and does the following:
+a profiling run on one node, whose agent records when each bucket of gradients is ready; a probe between two nodes; the
+service's prediction for eight nodes; a probe of all eight nodes; a second prediction; and a run on eight nodes, which
+measures the true step time. Compute is simulated by waiting (`benchmarks._cluster_job`), and ranks have priority over
+other programs, so that eight ranks on the cores of one machine take as long as ranks on separate nodes.
 
-Keys: `from_two.median_error`, `from_two.worst` and `from_all.median_error` (0.1: 10 %), `added.median_error` for
-compute and an all-reduce of all bytes after each other, by the probe of two, `from_all.worst`, and `within_interval`
-for the share of the predictions from two whose 90 % interval holds the truth. The smoke run takes one bandwidth, one
-size and two nodes.
+The keys `from_two.*` and `from_all.*` are the errors of the predictions after the probe of two and of all nodes, as
+`median_error` and `worst` (0.1: 10 %). `added.median_error` is the error of a prediction that adds the compute time and
+the time of an all-reduce of all bytes, according to the probe of two nodes. `within_interval` is the share of
+predictions after the probe of two whose 90 % interval contains the true step time. The smoke run uses one bandwidth,
+one size and two nodes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ RUN_S = 120.0
 
 @dataclass(frozen=True)
 class Size:
-    """Bandwidths of the links in Mbit/s, sizes of the network in bytes, nodes, and seconds of a probe."""
+    """The links' bandwidths in Mbit/s, network sizes in bytes, the number of nodes, and the seconds of a probe."""
 
     rates: tuple[float, ...] = (100.0, 200.0, 400.0)
     parameter_bytes: tuple[int, ...] = (2**19, 2**21)
@@ -55,7 +56,7 @@ SMOKE = Size((400.0,), (2**19,), nodes=2, probe_s=1.0)
 
 @dataclass(frozen=True)
 class Case:
-    """A network on links of one bandwidth, with predicted and measured step times in seconds."""
+    """The predicted and measured step times, in seconds, of one network on links of one bandwidth."""
 
     from_two: Estimate
     from_all: Estimate
@@ -64,10 +65,10 @@ class Case:
 
 
 def main() -> int:
-    """Run every case; return 1 if no cluster can be built on this machine."""
+    """Run all cases; return 1 if no cluster can be built on this machine."""
     options = make_parser("fabric", __doc__).parse_args()
     if (reason := why_not()) is not None:
-        print(f"{reason}: run it where root may make them", file=sys.stderr)
+        print(f"{reason}: run the benchmark as root on a machine where namespaces can be created", file=sys.stderr)
         return 1
     size = SMOKE if options.smoke else Size()
     cases, rows = [], []
@@ -83,8 +84,8 @@ def main() -> int:
             estimates = case.from_two.value, case.from_all.value, case.added_s
             errors = [f"{1e3 * estimate:.1f} ms ({estimate / case.truth_s - 1:+.1%})" for estimate in estimates]
             rows.append([f"{rate:g} Mbit/s, {parameter_bytes / 2**20:g} MiB", f"{1e3 * case.truth_s:.1f} ms", *errors])
-    print(f"{stolen_share(clock):.0%} of the processors went to other machines of the host")
-    header = ["links, gradients", "measured", "from two", "from all", "added"]
+    print(f"{stolen_share(clock):.0%} of the processor time went to other machines on the host")
+    header = ["links, gradients", "measured", "after probe of two", "after probe of all", "times added"]
     print_table(f"step time on {size.nodes} nodes", header, rows)
     two, every, added = (
         [abs(predicted / case.truth_s - 1.0) for case, predicted in zip(cases, estimated, strict=True)]
@@ -114,7 +115,7 @@ class Bench:
     size: Size
 
     def measure(self, rate: float, parameter_bytes: int) -> Case:
-        """Measure one node, probe two, predict, probe all, predict again, and measure the truth."""
+        """Profile one node, probe two nodes, predict, probe all nodes, predict again, and measure all nodes."""
         nodes = self.size.nodes
         spec = {
             "name": "fabric",
@@ -136,7 +137,7 @@ class Bench:
         return Case(from_two, from_all, added_s, truth_s=self.step_time_s(job.id, nodes, parameter_bytes))
 
     def predicted(self, job_id: str) -> Estimate:
-        """Return the service's predicted step time on all nodes."""
+        """Return the step time on all nodes that the service predicts."""
         answer = self.client.predictions(job_id, num_nodes=self.size.nodes, local_batch_size=LOCAL_BATCH)
         return answer.candidates[0].step_time_s
 
@@ -157,7 +158,7 @@ class Bench:
         self.run("benchmarks._cluster_job", words, environment)
         measured = self.client.run(run.id).step_time_s
         if measured is None:
-            raise RuntimeError(f"the run on {nodes} nodes sent no step time")
+            raise RuntimeError(f"the run on {nodes} nodes reported no step time")
         return measured
 
     def probe(self, nodes: int, rate: float) -> FabricProbe:
@@ -171,7 +172,7 @@ class Bench:
         return probe
 
     def run(self, module: str, words: list[str], environment: dict[str, str]) -> str:
-        """Return the output of a program over ranks in namespaces. Raises CalledProcessError if it fails."""
+        """Run a program whose ranks are in namespaces; return its output. Raises CalledProcessError if it fails."""
         places = [f"--{name}={value}" for name, value in self.cluster.for_ranks.items()]
         command = [PYTHON, "-m", module, *words, *places]
         done = subprocess.run(

@@ -1,16 +1,17 @@
-"""Sends telemetry and samples through real HTTP with tokens and durable commits, and through the driver alone.
+"""Measures how fast the service stores telemetry and samples sent over HTTP, compared with the database driver alone.
 
     python -m benchmarks.ingest [--json OUT] [--seconds 6] [--smoke]
 
-A step value is one number of one column of one step. The load comes from separate processes on the same machine, so the
-service and its clients share the cores. `raw` writes the same rows through the database driver alone, with one commit
-per chunk, before and after each case; fractions are relative to the mean of both. `cpu_s_per_million` is the user and
-system time of the service's processes per million step values, on which other work on the machine has less effect than
-on rates. `agents` sends the requests of agents, samples and telemetry of ten steps in turn; the number of requests per
-second is the number of agents that send one per second. It is measured with one, two and four workers, and with two
-replicas on one Postgres. `alone` and `beside_fits` measure an agent that sends one request after another, without and
-with four users who constantly ask what-if questions with 924 candidates (`--only fits` measures nothing else).
-`--smoke` sends a few requests of every case to one worker, which only shows that the benchmark works.
+Requests have tokens, and commits are durable. A step value is one value of one column at one step. The requests come
+from separate processes on the same machine, so the service and its clients share the cores. `raw` writes the same rows
+with the database driver alone, with one commit per chunk, before and after each case; fractions are relative to the
+mean of both. `cpu_s_per_million` is the user and system time of the service's processes per million step values, which
+other work on the machine affects less than rates. `agents` sends the requests of agents, alternately samples and
+telemetry of ten steps; the number of requests per second is the number of agents that can each send one request per
+second. It is measured with one, two and four workers, and with two replicas on one Postgres. `alone` and `beside_fits`
+measure an agent that sends one request after another, without and with four users who constantly ask what-if questions
+about 924 candidates (`--only fits` measures only these cases). `--smoke` sends a few requests of every case to one
+worker, which only shows that the benchmark works.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SMOKE = Load(processes=1, connections=1, measure_s=0.4, requests=4)
 
 
 def wide_job(name: str, instance_types: int) -> dict[str, object]:
-    """Return a job of 77 candidates for each instance type."""
+    """Return the specification of a job with 77 candidates for each instance type."""
     types = [
         {"instance_type": f"type-{place}", "max_nodes": 64, "ranks_per_node": 8} for place in range(instance_types)
     ]
@@ -64,7 +65,7 @@ def wide_job(name: str, instance_types: int) -> dict[str, object]:
 
 
 def series(steps: int, seed: int) -> np.ndarray:
-    """Return float64 columns with noise in every digit, as a training run would send them; shape (columns, steps)."""
+    """Return columns like those of a training run, with noise in every digit: float64 of shape (columns, steps)."""
     noise = np.random.default_rng(seed)
     at = np.arange(steps)
     return np.stack(
@@ -78,7 +79,7 @@ def series(steps: int, seed: int) -> np.ndarray:
 
 
 def telemetry_requests(run_ids: list[str], steps: int) -> list[Request]:
-    """Return telemetry as agents send it: columnar JSON, six significant digits."""
+    """Return requests with telemetry as agents send it, in columnar JSON with six significant digits."""
     requests = []
     for variant in range(VARIANTS):
         columns = ",".join(
@@ -93,7 +94,7 @@ def telemetry_requests(run_ids: list[str], steps: int) -> list[Request]:
 
 
 def sample_requests(run_ids: list[str], samples: int) -> list[Request]:
-    """Return batches of step samples with five measured columns, as JSON, numbered like the samples of a process."""
+    """Return requests with batches of step samples as JSON, with five measured columns, numbered as a process does."""
     requests = []
     for variant in range(VARIANTS):
         noise = np.random.default_rng(variant)
@@ -107,15 +108,13 @@ def sample_requests(run_ids: list[str], samples: int) -> list[Request]:
 
 
 def agent_requests(run_ids: list[str], steps: int) -> list[Request]:
-    """Return an agent's requests for some steps: its samples, then its telemetry."""
+    """Return requests of agents that cover `steps` steps each, alternately with samples and with telemetry."""
     pairs = zip(sample_requests(run_ids, steps), telemetry_requests(run_ids, steps), strict=True)
     return [request for pair in pairs for request in pair]
 
 
 def prepare(database: str) -> tuple[list[str], str]:
-    """Migrate, register a job with training runs, and create a token; return the runs' ids and the authorization
-    header.
-    """
+    """Migrate the database; create a job with training runs, and a token; return run ids and authorization header."""
     migrate(database)
     store = Store.open(database)
     with store.transaction() as tx:
@@ -127,7 +126,7 @@ def prepare(database: str) -> tuple[list[str], str]:
 
 
 class Databases:
-    """Databases of one engine, all copied from the one that `prepare` made."""
+    """Databases of one engine, all copied from the database that `prepare` has filled."""
 
     def __init__(self, folder: Path, postgres: PostgresServer | None) -> None:
         self._folder, self._postgres = folder, postgres
@@ -136,7 +135,7 @@ class Databases:
         self.run_ids, self.header = prepare(self._template)
 
     def copy(self) -> str:
-        """Create another database and return its URL for Tula."""
+        """Create another copy and return its URL for Tula."""
         name = f"copy_{next(self._numbers)}"
         if self._postgres:
             return self._postgres.create_database(name, template="template")
@@ -144,12 +143,12 @@ class Databases:
         return f"sqlite:///{self._folder}/{name}.db"
 
     def serve(self, workers: int) -> Server:
-        """Start a service on another database."""
+        """Start a service on another copy."""
         return Server(self.copy(), workers=workers, ingest_per_minute=10**9)
 
 
 def measure(databases: Databases, server: Server, load: Load, kind: str, steps: int) -> tuple[Measured, float]:
-    """Load the service; return the measurements and the CPU seconds per request."""
+    """Send load to the service; return the measurements and the CPU seconds per request."""
     requests = KINDS[kind](databases.run_ids, steps)
     before = cpu_s(server)
     measured = drive("127.0.0.1", server.port, databases.header, requests, load)
@@ -161,9 +160,7 @@ KINDS = {"telemetry": telemetry_requests, "samples": sample_requests, "agents": 
 
 @contextmanager
 def questions(server: Server, header: str, instance_types: int) -> Iterator[list[int]]:
-    """Let four users ask what-if questions about three jobs with many candidates; yield the statuses of their
-    answers.
-    """
+    """Let four users ask what-if questions about three jobs with many candidates; yield the responses' statuses."""
     headers = dict([header.strip().split(": ", 1)])
     statuses: list[int] = []
     ended = threading.Event()
@@ -189,7 +186,7 @@ def questions(server: Server, header: str, instance_types: int) -> Iterator[list
 def beside_fits(
     engine: str, databases: Databases, load: Load, figures: dict[str, float], rows: list[tuple[str, ...]]
 ) -> None:
-    """Measure one agent alone, and again while users ask questions that each take a fit."""
+    """Measure one agent alone, and again while users ask questions each of which requires a fit."""
     single = replace(load, processes=1, connections=1)
     with databases.serve(1) as server:
         alone, _ = measure(databases, server, single, "agents", AGENT_STEPS)
@@ -203,7 +200,7 @@ def beside_fits(
 
 
 def replicas(databases: Databases, servers: Sequence[Server], load: Load) -> list[Measured]:
-    """Measure agents of several services at once."""
+    """Measure the agents of several services at the same time."""
     requests = agent_requests(databases.run_ids, AGENT_STEPS)
     load = replace(load, processes=max(1, load.processes // len(servers)))
     with ThreadPoolExecutor() as threads:
@@ -212,14 +209,14 @@ def replicas(databases: Databases, servers: Sequence[Server], load: Load) -> lis
 
 
 def cpu_s(server: Server) -> float:
-    """Return the user and system seconds of the processes that answer requests."""
+    """Return the user and system seconds of the processes that handle requests."""
     times = [psutil.Process(worker).cpu_times() for worker in server.worker_ids()]
     return float(sum(cpu.user + cpu.system for cpu in times))
 
 
 def raw_commits_per_s(databases: Databases, steps: int, seconds: float) -> float:
-    """Write the same rows as the service through the driver alone, with one statement and one commit each; return
-    the rate.
+    """Write the service's rows with the driver alone, one statement and one commit per chunk; return commits per
+    second.
     """
     database = databases.copy()
     store = Store.open(database)
@@ -254,7 +251,7 @@ def raw_commits_per_s(databases: Databases, steps: int, seconds: float) -> float
 
 @contextmanager
 def all_databases(engines: Sequence[str]) -> Iterator[dict[str, Databases]]:
-    """Yield databases of each engine."""
+    """Yield the `Databases` of each engine by name."""
     with tempfile.TemporaryDirectory(prefix="tula-bench-") as name, ExitStack() as stack:
         folder, databases = Path(name), {}
         if "sqlite" in engines:
@@ -268,7 +265,7 @@ def all_databases(engines: Sequence[str]) -> Iterator[dict[str, Databases]]:
 
 
 def main() -> None:
-    """Measure, print a table, and write the figures."""
+    """Measure all cases, print a table, and write the figures."""
     parser = make_parser("ingest", __doc__)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--engines", nargs="*", default=["sqlite", "postgres"], choices=["sqlite", "postgres"])
@@ -314,7 +311,7 @@ def _engine(
         return raw_commits_per_s(databases, steps, load.measure_s / 2)
 
     with databases.serve(1) as single:
-        limits = [raw()]  # the driver alone between and around the cases, since a machine's pace changes
+        limits = [raw()]  # the driver alone between and around the cases, since the machine's speed changes
         measured = {engine: case(single, engine, "1,000 x 4, 1 worker", "telemetry", 1000)}
         limits.append(raw())
         with nullcontext(single) if workers == 1 else databases.serve(workers) as two:

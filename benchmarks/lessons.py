@@ -1,13 +1,14 @@
-"""Measures what a job that has only used one GPU gains from earlier jobs of other networks on the same cluster.
+"""Measures how much earlier jobs of other networks on a cluster improve predictions for a job profiled on one GPU.
 
     python -m benchmarks.lessons [--grids FILE] [--json OUT] [--smoke]
 
-FILE has grids of step times with the columns of tests/data/grids/step_time.csv and optionally `parameters`, the
-network's count. On every cluster with at least three networks, each is held out in turn: it has been profiled on one
-GPU, and every other network is an earlier job that was fitted to its whole grid. `lessons` predicts its configurations
-on eight or more GPUs from both, and `without` from its own rows and the generic prior. Figures over all these
-configurations are `median_error` and `p90_error` of |predicted / measured - 1|, and `coverage` of the 90 % intervals.
-`--smoke` uses only networks that were measured on two or more GPUs, since the repository's grids have no others.
+FILE contains grids of step times with the columns of tests/data/grids/step_time.csv and optionally `parameters`, the
+network's number of parameters. On every cluster with at least three networks, each network is held out in turn: it has
+been profiled on one GPU, and each other network is an earlier job that was fitted to its whole grid. `lessons` predicts
+the held-out network's configurations on eight or more GPUs from its own rows and the earlier jobs, and `without`
+predicts them from its own rows and the generic prior. The figures over all these configurations are the `median_error`
+and `p90_error` of |predicted / measured - 1|, and the `coverage` of the 90 % intervals. `--smoke` uses only networks
+that were measured on two or more GPUs, since the repository's grids contain no others.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior, 
 from tula_service.perfmodel.step_time_model import fit_step_time
 
 FEWEST_NETWORKS = 3
-LARGE = 8  # ranks, from which a prediction is scored
+LARGE = 8  # smallest number of ranks at which predictions are scored
 _OWN_SCALE_SD = 1.0
 PARAMETERS = {
     "BERT": 110e6, "DeepSpeech2": 38e6, "InceptionV3": 23.8e6, "NeuMF": 1.6e6, "ResNet-18": 11.2e6,
     "ResNet-50": 25.6e6, "YOLOv3": 61.9e6,
 }  # fmt: skip
-"""Parameter counts from the networks' publications; only their ratios within a cluster matter."""
+"""The networks' published parameter counts; only the ratios within a cluster matter."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Job:
     parameters: float | None
 
     def small(self, ranks: int) -> list[Placement]:
-        """Return the configurations on at most `ranks` ranks, which the job has profiled."""
+        """Return the configurations that the job has profiled, which have at most `ranks` ranks."""
         return [c for c in self.workload.candidates if c.world_size <= ranks]
 
     def learned(self) -> StepTimePrior:
-        """Return the lesson of this job for later ones."""
+        """Return the lesson that later jobs can use."""
         candidates = self.workload.candidates
         model = fit_step_time(self.workload.measure(candidates), candidates=candidates)
         return model.posterior_for(candidates[0].variant).without_prior()
@@ -56,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Score:
-    """Errors and hits of the intervals at every large configuration of one job."""
+    """The errors of predictions for one job's large configurations, and whether their intervals contain the truth."""
 
     errors: Sequence[float]
     inside: Sequence[float]
@@ -68,7 +69,7 @@ def read(path: Path, ranks: int) -> dict[str, list[Job]]:
     best: dict[tuple[str, str], Job] = {}
     for workload in read_step_time(path):
         row = about[workload.name]
-        # BERT in two frameworks counts as one network, and says less about the other than its name suggests.
+        # BERT in two frameworks counts as one network, although one framework says little about the other.
         network = next((name for name in PARAMETERS if row["model"].startswith(name)), row["model"])
         counted = float(row.get("parameters") or 0.0) or PARAMETERS.get(network)
         job = Job(workload, row["cluster"], network, counted)
@@ -82,7 +83,7 @@ def read(path: Path, ranks: int) -> dict[str, list[Job]]:
 
 
 def score(job: Job, others: Sequence[Job], ranks: int, learned: Mapping[str, StepTimePrior]) -> Iterator[Score]:
-    """Yield the scores of predictions of the large configurations, first with the lessons of `others`, then without."""
+    """Yield the scores of predictions for large configurations, first with the lessons of `others`, then without."""
     few, candidates = job.small(ranks), job.workload.candidates
     large = [c for c in candidates if c.world_size >= LARGE]
     truth = np.array([job.workload.step_time_s[c] for c in large])
@@ -97,7 +98,9 @@ def score(job: Job, others: Sequence[Job], ranks: int, learned: Mapping[str, Ste
 
 
 def _scale(job: Job) -> StepTimePrior:
-    """Return a guess of compute: the step time of the largest batch on the fewest ranks, within a factor of e."""
+    """Return a prior for compute, centred on the step time of the largest batch on the fewest ranks (within a factor
+    e).
+    """
     base = generic_prior()
     where = max(job.workload.candidates, key=lambda c: (-c.world_size, c.local_batch_size))
     centre, sd = base.mean.copy(), base.sd.copy()
@@ -110,13 +113,13 @@ def _size(job: Job) -> int:
 
 
 def main() -> None:
-    """Score every job of every cluster, print, and write the figures."""
+    """Score every job of every cluster, and print and write the figures."""
     parser = grids_parser("lessons", __doc__, STEP_TIME_TABLE)
     options = parser.parse_args()
     ranks = 2 if options.smoke else 1
     clusters = read(options.grids, ranks)
     if not clusters:
-        parser.error(f"--grids {options.grids} has no cluster with {FEWEST_NETWORKS} networks on one GPU.")
+        parser.error(f"--grids {options.grids}: no cluster has {FEWEST_NETWORKS} or more networks on one GPU.")
     rows, total = [], {"lessons": Score([], []), "without": Score([], [])}
     for name, jobs in sorted(clusters.items()):
         learned = {job.workload.name: job.learned() for job in jobs}
@@ -133,7 +136,7 @@ def main() -> None:
             total[kind] = Score([*total[kind].errors, *on_cluster.errors], [*total[kind].inside, *on_cluster.inside])
             rows.append([name, str(len(jobs)), kind, *_cells(on_cluster)])
     rows += [["all", "", kind, *_cells(all_)] for kind, all_ in total.items()]
-    print_table("networks beyond one GPU", ["cluster", "networks", "", "median", "p90", "coverage"], rows)
+    print_table("many GPUs predicted from one", ["cluster", "networks", "", "median", "p90", "coverage"], rows)
     figures = {}
     for kind, all_ in total.items():
         figures[f"{kind}.median_error"] = median(all_.errors)

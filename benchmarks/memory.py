@@ -2,25 +2,26 @@
 
     python -m benchmarks.memory [--grids FILE] [--json OUT] [--smoke]
 
-Only the readings, never the model, decide which readings count. A device that runs out of memory reports the level it
-had reached, so a workload's readings end before the first one that does not rise, that is within 5 % of the device's
-capacity, or that is above 70 % of it and rose per example by less than 0.7 of the previous rise (work space shrinks
-when memory is short). Workloads with fewer than three readings left are counted but not scored. `memory.raw.*` are the
-same figures without the last two rules. Where the table has a column `analytic_bytes` (a count of tensors),
-`memory.analytic.*` are the figures with its slope as prior, and `memory.counted_one.*` those from the smallest batch
-alone and that slope (`python -m benchmarks._count_memory` makes such a table). `memory.three.*` are those from the
-three smallest batches, `memory.apart.*` those from a batch and its fourfold, for the largest that is four times as
-large again.
+Which readings are valid depends only on the readings, never on the model. A device that runs out of memory reports the
+level that it had reached. Therefore a workload's readings end before the first reading that (1) does not rise, (2) is
+within 5 % of the device's capacity, or (3) is above 70 % of the capacity and rose per example by less than 0.7 times
+the previous rise (work space shrinks when memory is short). Workloads with fewer than three valid readings are counted
+but not scored. `memory.raw.*` are the same figures without rules 2 and 3. If the table has a column `analytic_bytes` (a
+count of tensors), `memory.analytic.*` are the figures with the slope of this count as prior, and `memory.counted_one.*`
+are the figures with only the smallest batch and this slope (`python -m benchmarks._count_memory` writes such a table).
+`memory.three.*` are predicted from the three smallest batches, and `memory.apart.*` from a batch and four times this
+batch, for a largest batch that is four times as large again.
 
-The agent counts parameters, gradients, optimizer state and context. Where the table has a column `parameters`, static
-memory is what the networks of all other families on the device need apart from what grows: a share of their parameters'
-bytes and a constant (the context), fitted to the lines through their readings. `memory.uncounted.*` are the figures
-without it. A family is the letters that a network's name begins with.
+The agent counts static memory: parameters, gradients, optimizer state and context. If the table has a column
+`parameters`, static memory is estimated as a multiple of the parameters' bytes plus a constant (the context), which are
+fitted to the lines through the readings of networks of all other families on the device. `memory.uncounted.*` are the
+figures without static memory. Networks whose names begin with the same letters are a family.
 
-`ceiling.*` take the largest reading as the capacity and the two smallest as read: `ceiling.median` and `ceiling.worst`
-are the errors of the largest batch that is as likely to fit as not; `ceiling.unsafe` is the share of workloads whose
-promised batch (with a safety of 95 %) is larger than the batch of that reading, and `ceiling.used` is the median of the
-promised batch over that batch. All figures are fractions.
+For `ceiling.*`, the largest reading is taken as the capacity, and the two smallest batches are read. `ceiling.median`
+and `ceiling.worst` are the errors of the largest batch that is as likely to fit as not. `ceiling.unsafe` is the share
+of workloads whose promised batch (which fits with a probability of 95 %) is larger than the batch of the largest
+reading, and `ceiling.used` is the median of the promised batch divided by the batch of the largest reading. All figures
+are fractions.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ _GIB = 2.0**30
 _FULL, _CROWDED, _FLATTENED = 0.95, 0.7, 0.7
 _SAFETY = 0.95
 _SMOKE = 4  # workloads of a smoke run
-_FEWEST_OTHERS = 10  # networks of other families, or static memory stays uncounted
+_FEWEST_OTHERS = 10  # networks of other families that are needed to estimate static memory
 _APART = 4
 
 
 def capacity_bytes(gpu: str) -> float:
-    """Return the capacity in the GPU's name ("A100-40GB"); infinite if the name has none."""
+    """Return the capacity that the GPU's name states (as in "A100-40GB"), or infinity if the name states none."""
     match = re.search(r"(\d+)GB", gpu)
     return float(match.group(1)) * _GIB if match else float("inf")
 
 
 def valid_readings(workload: MemoryWorkload, *, near_capacity: bool = True) -> int:
-    """Return how many of the ascending batches have a reading that is unaffected by an out-of-memory error."""
+    """Return the number of batches, in ascending order, whose readings are not affected by a lack of memory."""
     batches, read, capacity = workload.local_batch_size, workload.memory_bytes, capacity_bytes(workload.gpu)
     for row in range(1, len(read)):
         if read[row] <= read[row - 1]:
@@ -67,7 +68,7 @@ def valid_readings(workload: MemoryWorkload, *, near_capacity: bool = True) -> i
 
 
 def analytic_slope(workload: MemoryWorkload) -> float | None:
-    """Return the counted bytes per example between the two smallest batches; None without counts."""
+    """Return the counted bytes per example between the two smallest batches, or None without counts."""
     if workload.analytic_bytes is None:
         return None
     first, second = workload.analytic_bytes[:2]
@@ -76,11 +77,11 @@ def analytic_slope(workload: MemoryWorkload) -> float | None:
 
 
 def static_bytes(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
-    """Return the bytes at a batch of 0 by workload, from other families of networks on the device, if there are enough.
+    """Return each workload's bytes at a batch of 0, estimated from other families on the device, if there are enough.
 
-    The fit minimises the sum of relative errors, since lines through readings that jump are far off.
+    The fit minimises the sum of absolute relative errors, since some lines are far off because their readings jump.
     """
-    from sklearn.linear_model import QuantileRegressor  # two seconds, which nothing else of this module needs
+    from sklearn.linear_model import QuantileRegressor  # takes two seconds, and only this function needs it
 
     rows = []
     for workload in workloads:
@@ -103,9 +104,9 @@ def static_bytes(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
 
 
 def _family(name: str) -> str:
-    """Return the letters that a network's name begins with.
+    """Return the letters at the beginning of a network's name.
 
-    A workload is SOURCE/.../NETWORK/PRECISION or SOURCE/NETWORK.
+    A workload's name is SOURCE/.../NETWORK/PRECISION or SOURCE/NETWORK.
     """
     parts = name.lower().split("/")
     letters = re.match("[a-z]+", parts[-2] if len(parts) > 2 else parts[-1])
@@ -113,7 +114,7 @@ def _family(name: str) -> str:
 
 
 def first_readings(batches: Sequence[int], known: int, *, apart: bool) -> list[int]:
-    """Return the rows to read: the `known` smallest or, if `apart`, a batch and four times that batch."""
+    """Return the rows to read: the `known` smallest batches or, if `apart`, a batch and four times this batch."""
     if not apart:
         return list(range(known)) if len(batches) > known else []
     for row, batch in enumerate(batches):
@@ -132,7 +133,7 @@ def score(
     known: int = 2,
     apart: bool = False,
 ) -> dict[str, float]:
-    """Return the errors at the largest batch and at all that are not read, and the coverage of 90 % intervals."""
+    """Return the errors at the largest batch and at all unread batches, and the coverage of the 90 % intervals."""
     largest, beyond, inside, linear = [], [], [], []
     for workload in workloads:
         valid = valid_readings(workload, near_capacity=near_capacity)
@@ -167,9 +168,7 @@ def score(
 
 
 def ceiling(workloads: Sequence[MemoryWorkload], static: Mapping[str, float]) -> dict[str, float]:
-    """Return the error of the largest batch predicted from the two smallest, and how often the promise fails and
-    what it uses.
-    """
+    """Predict the largest batch from the two smallest; return the errors, and how often the promise fails."""
     offs, shares = [], []
     for workload in workloads:
         valid = valid_readings(workload)
@@ -195,13 +194,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     workloads = read_memory(options.grids)[: _SMOKE if options.smoke else None]
     if not workloads:
-        parser.error("the table has no workload; check --grids.")
+        parser.error("the table has no workload: check --grids.")
     static = static_bytes(workloads)
     figures = score(workloads, "memory", static) | score(workloads, "memory.raw", static, near_capacity=False)
     figures |= score(workloads, "memory.three", static, known=3) | score(workloads, "memory.uncounted", {})
     figures |= score(workloads, "memory.apart", static, apart=True) | ceiling(workloads, static)
-    kinds = [("valid readings", "memory"), ("all that rise", "memory.raw"), ("three smallest", "memory.three")]
-    kinds += [("static not counted", "memory.uncounted"), ("a batch and its fourfold", "memory.apart")]
+    kinds = [("valid readings", "memory"), ("all rising readings", "memory.raw"), ("three smallest", "memory.three")]
+    kinds += [("static not counted", "memory.uncounted"), ("a batch and four times it", "memory.apart")]
     counted = [workload for workload in workloads if analytic_slope(workload) is not None]
     if counted:
         figures |= score(counted, "memory.analytic", static, analytic=True)

@@ -1,4 +1,4 @@
-"""All measurements that need a GPU, in one command for a few minutes of GPU time; see `__main__`."""
+"""All measurements that need a GPU, in one command that takes a few minutes; see `__main__`."""
 
 import os
 import sys
@@ -6,9 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / "build" / "gpu-packages"
-"""Folder with the packages that `--packages` packed for a machine without an index; searched last."""
+"""Folder with the packages that `--packages` packed for a machine without a package index; it is searched last."""
 
-# The machine has this checkout but no installed Tula; processes that the parts start inherit the environment.
+# Tula is not installed on the machine; processes that the parts start inherit the environment.
 _SOURCES = [str(ROOT / name) for name in ("agent", "client", "service", ".")]
 sys.path[:0] = [path for path in _SOURCES if path not in sys.path]
 sys.path += [str(PACKAGES)]

@@ -1,13 +1,13 @@
-"""Runs all measurements that need a GPU, in order of value, each part in a process with a time limit.
+"""Runs all measurements that need a GPU. Each part is a process with a time limit; the most valuable parts run first.
 
     python -m benchmarks.gpu [--minutes 9] [--out DIR] [--resume [DIR]]
-    python -m benchmarks.gpu --device cpu --smoke      rehearses it without a GPU; its figures are worth nothing
-    python -m benchmarks.gpu --packages 3.12           packs what a machine with that Python and no index needs
+    python -m benchmarks.gpu --device cpu --smoke      rehearses all parts without a GPU; the figures are meaningless
+    python -m benchmarks.gpu --packages 3.12           packs the packages for a machine with Python 3.12 and no index
 
-The command needs this checkout, torch, and torchvision for all networks. It first lists other missing packages, and
-skips the parts that need them. `make test-gpu` tests the features on which the agent depends. DIR gets a JSON file for
-each part, written row by row, `report.md`, three tables and a log. `--resume` makes the missing measurements of an
-earlier run; if that run has another DIR, its results are copied first.
+The command needs this checkout, torch, and (for all networks) torchvision. It first lists the other packages that are
+missing, and skips the parts that need them. `make test-gpu` tests the features on which the agent depends. The command
+writes to DIR a JSON file for each part (row by row), `report.md`, three tables and a log. `--resume` makes the missing
+measurements of an earlier run; if the earlier run used another DIR, its results are copied first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = {
     "tune": 0.25, "memory": 0.15, "first_guess": 0.08, "tables": 0.12, "switches": 0.14, "overhead": 0.06,
     "scaling": 0.08, "accuracy": 0.1, "ranks": 0.04,
 }  # fmt: skip
-"""Parts in order of value, each with its share of the time; time that a part does not use goes to the others."""
+"""The parts, the most valuable first, and each part's share of the time; unused time is available to later parts."""
 AGENT = ("numpy", "pydantic", "httpx", "pynvml")
 SERVICE = (
     "platformdirs", "rich", "typer", "fastapi", "fastapi_offline", "pydantic_settings", "uvicorn", "httptools",
@@ -48,21 +48,22 @@ SERVICE = (
 NEEDS = {"tune": (*AGENT, *SERVICE), "accuracy": (*AGENT, "sklearn", "PIL", "pytorch_optimizer")}
 """Modules that a part needs in addition to torch; a part that is not listed needs the agent's modules."""
 DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "sklearn": "scikit-learn", "PIL": "pillow"}
-"""Name of a module's distribution, where it differs from the module's."""
+"""The names of distributions that differ from the names of their modules."""
 WITHOUT_DEPENDENCIES = {"pytorch_optimizer"}
-"""Modules that are packed without dependencies, since they need only torch."""
+"""Modules that are packed without their dependencies, since they need only torch."""
 WITH_TORCH = ("numpy", "PIL", "pillow")
-"""Packages that machines with torch and torchvision have."""
+"""Packages that are present on every machine with torch and torchvision."""
 GRACE_S, MAX_CRASHES = 10.0, 3
 
 
 def lacking(part: str) -> list[str]:
-    """Return the modules that `part` needs and that are missing on this machine."""
+    """Return the modules that `part` needs but that this machine lacks."""
     return [name for name in NEEDS.get(part, AGENT) if importlib.util.find_spec(name) is None]
 
 
 def download_packages(python: str) -> int:
-    """Pack the packages that the parts need on Linux with that Python into PACKAGES (tar.xz); return pip's exit status.
+    """Pack the packages that all parts need on Linux with Python `python` into PACKAGES.tar.xz; return pip's exit
+    status.
 
     The file must be small enough to transfer, so torch, its dependencies, and tests are left out.
     """
@@ -88,7 +89,7 @@ def download_packages(python: str) -> int:
 
 
 def run_part(part: str, options: argparse.Namespace, seconds: float) -> str:
-    """Measure `part` in another process, repeated after a crash, for at most `seconds`; return how it ended."""
+    """Measure `part` in another process for at most `seconds`, and again after a crash; return how it ended."""
     ends = time.monotonic() + seconds
     for _ in range(MAX_CRASHES):
         left = ends - time.monotonic()
@@ -102,20 +103,20 @@ def run_part(part: str, options: argparse.Namespace, seconds: float) -> str:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 Results(options.out, part).end_row(None)
-                return "ended by its time limit"
+                return "stopped at its time limit"
         if code == 0:
-            return "measured" if time.monotonic() < ends else "the time was over: --resume measures the rest"
+            return "measured" if time.monotonic() < ends else "ran out of time: --resume measures the missing rows"
         Results(options.out, part).end_row(f"the process ended with status {code}; see log.txt")
     return f"gave up after {MAX_CRASHES} crashes: see log.txt"
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Measure all parts; return the number that did not finish."""
+    """Measure all parts; return the number of parts that did not finish."""
     options.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60.0 * options.minutes
     lack = {part: missing for part in options.parts if (missing := lacking(part))}
     for part, missing in lack.items():
-        print(f"{part} is left out: this machine has no {', '.join(missing)} (see --packages)", flush=True)
+        print(f"{part} is skipped because {', '.join(missing)} is missing on this machine (see --packages)", flush=True)
     parts = {part: PARTS[part] for part in options.parts if part not in lack}
     failed, left = len(lack), sum(parts.values())
     for part, share in parts.items():
@@ -131,32 +132,32 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options; end the process with a sentence if they are invalid."""
+    """Parse the options; end the process with a message if they are invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="time for all parts (9)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="minutes for all parts together (9)")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS), help="parts to measure (all)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu" / "new")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--smoke", action="store_true", help="small networks, few steps")
-    parser.add_argument("--resume", nargs="?", type=Path, const=Path(), metavar="DIR", help="continue (from DIR)")
-    parser.add_argument("--packages", metavar="PYTHON", help="only pack packages for that Python")
+    parser.add_argument("--smoke", action="store_true", help="use small networks and few steps")
+    parser.add_argument("--resume", nargs="?", type=Path, const=Path(), metavar="DIR", help="continue a run (in DIR)")
+    parser.add_argument("--packages", metavar="PYTHON", help="only pack the packages for this Python version")
     parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.out = options.out.absolute()
     if options.packages is None and options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device: give --device cpu --smoke to rehearse without one.")
+        parser.error("torch finds no CUDA device: use --device cpu --smoke to rehearse without one.")
     if options.device == "cpu" and not options.smoke and options.packages is None:
-        parser.error("--device cpu would exhaust this machine's memory: add --smoke.")
+        parser.error("--device cpu would exhaust this machine's memory without --smoke: add --smoke.")
     if options.part or options.packages is not None:
         return options
     if options.resume is None and any((options.out / f"{part}.json").exists() for part in PARTS):
-        parser.error(f"{options.out} has results: add --resume to continue them, or give another --out.")
+        parser.error(f"{options.out} already contains results: add --resume to continue them, or use another --out.")
     if options.resume is not None and options.resume != Path():
         if not options.resume.is_dir():
-            parser.error(f"--resume {options.resume} is no folder: give the --out of the earlier run.")
+            parser.error(f"--resume {options.resume} is not a folder: use the --out of the earlier run.")
         shutil.copytree(options.resume, options.out, dirs_exist_ok=True)
     return options
 
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.part:
         device = torch.device(options.device)
         options.out.mkdir(parents=True, exist_ok=True)
-        # A context of this process would take memory from the processes that these parts start.
+        # A CUDA context in this process would take memory from the processes that these parts start.
         alone = options.part in ("memory", "tune")
         machine = memory.in_fresh_process(machine_of, device) if alone else machine_of(device)
         results = Results(options.out, options.part, machine)

@@ -1,6 +1,6 @@
-"""Accuracy at large batches on cases that no CPU can train: runs `experiments.generalization --gpu` while time is left.
+"""Measures accuracy at large batches on cases that are too large for a CPU, with `experiments.generalization --gpu`.
 
-Each run is stored in `generalization.jsonl` when it ends; a later session continues from there.
+Each training run is stored in `generalization.jsonl` when it ends; a later session trains only the missing runs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks.support import PYTHON
 
 NAME = "runs"
 WORKERS = 12
-"""Number of concurrent training runs, since a device waits for the host's launches in each."""
+"""Number of concurrent training runs; in each run, the device waits for the host to launch operations."""
 METHODS = ("Tula default", "linear, cut", "linear", "Muon")
 
 
 def tests_of(runs: Path) -> Row:
-    """Return the test accuracies by method, in per cent, of the runs in `runs`."""
+    """Return the test accuracies of the runs in the file `runs` by method, in percent."""
     tests: dict[str, list[float]] = defaultdict(list)
     for line in runs.read_text(encoding="utf-8").splitlines() if runs.exists() else []:
         run = json.loads(line)
@@ -35,8 +35,8 @@ def tests_of(runs: Path) -> Row:
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Train the missing runs, and add a row with their accuracies; a rehearsal trains the two tiny cases."""
-    del device  # the mode decides on it
+    """Train the missing runs, and add a row with the accuracies of all runs; a smoke run trains the two tiny cases."""
+    del device  # the experiment's mode determines the device
     mode = ["--quick", "--smoke"] if smoke else ["--gpu", "--workers", str(WORKERS)]
     runs = results.folder / "generalization.jsonl"
     methods = METHODS[:1] if smoke else METHODS
@@ -47,9 +47,9 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
             try:
                 code = process.wait(seconds)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # with the processes that train
+                os.killpg(process.pid, signal.SIGKILL)  # including the processes that train
                 process.wait()
-                results.end_row(None)  # the next lease trains the rest
+                results.end_row(None)  # the next session trains the missing runs
                 return
             log.seek(0)
             results.add(name, {"failed": log.read().decode()[-1000:]} if code else tests_of(runs))

@@ -1,23 +1,24 @@
-"""Compares predictions of a device's largest batch, from readings and without a run, with its report.
+"""Compares predictions of the largest batch on a device, from memory readings and without a run, with its report.
 
     python -m benchmarks.gpu.estimates [benchmarks/results/gpu/DEVICE] [--only NAME] [--json FILE]
 
-The truth is the largest batch of which three steps fitted in an empty allocator whose segments grow, as `tula tune` and
-`tula run` set them (`memory.json` of the report, to a 32nd).
+The true largest batch is the largest batch with which three steps fitted into an empty allocator with growing segments,
+as set by `tula tune` and `tula run` (`memory.json` of the report, to within 1/32).
 
-`ceiling.*` come from readings of a batch and its fourfold, the larger one as near to a quarter of the memory as was
-measured, with what `estimate_memory` counts of parameters, gradients and optimizer. `ceiling.launch.*` come from the
-batches that the first launch of a plan reads: the smallest, its eightfold and its 32-fold, as far as they ran.
-`ceiling.counted.*` come from `estimate_memory` alone. `ceiling.replayed.*` compare its replay of an allocator whose
-segments do not grow with the largest batch of the older tables, which took one step after smaller ones.
-`peak.*` are the errors of what is allocated at the largest batch of those tables, by `estimate_memory`, and
-`peak.read.*` by the readings of `ceiling.*`. `median` and `worst` of a ceiling are the errors of the largest batch that
-is expected to fit. `unsafe` is the share of rows where the promised batch (with a probability of 95 %, or
-`safe_local_batch_size`) is no smaller than the smallest batch that failed. `used` is the median of promised over
-largest, and `least_used` the least.
+`ceiling.*` are predicted from readings at a batch and at four times this batch, and from the bytes of parameters,
+gradients and optimizer that `estimate_memory` counts; the peak of the larger batch is as near to a quarter of the
+memory as the measured batches allow. `ceiling.launch.*` are predicted from the batches that the first launch of a plan
+reads: the smallest batch and 8 and 32 times this batch, as far as they ran. `ceiling.counted.*` are predicted by
+`estimate_memory` alone. `ceiling.replayed.*` are predicted by its replay of an allocator whose segments do not grow,
+and compared with the largest batch of the older tables, which took one step after steps of smaller batches. `peak.*`
+are the errors of the allocated bytes at the largest batch of the older tables, as predicted by `estimate_memory`, and
+`peak.read.*` those predicted from the readings of `ceiling.*`. For each ceiling, `median` and `worst` are the errors of
+the largest batch that is expected to fit, and `unsafe` is the share of rows where the promised batch (with a
+probability of 95 %, or `safe_local_batch_size`) is no smaller than the smallest batch that failed. `used` and
+`least_used` are the median and the minimum of the promised batch divided by the true largest batch.
 
-This checkout counts each network again, whereas the report has the counts of its own commit. Networks of torchvision
-are left out if torchvision is missing.
+Each network is counted again with the code of this checkout; the counts in the report come from the report's commit.
+Networks of torchvision are left out if torchvision is missing.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ _AS_LIKELY_AS_NOT, _SAFETY = 0.5, 0.95
 class Ceiling:
     """Batches of one row as fractions of the largest batch that ran.
 
-    `expected` is the batch that is expected to be the largest, `promised` the largest batch that is promised to fit,
-    and `failed` the smallest batch that failed.
+    `expected` is the predicted largest batch, `promised` is the largest batch that is promised to fit, and `failed` is
+    the smallest batch that failed.
     """
 
     expected: float
@@ -59,13 +60,13 @@ class Ceiling:
 
 
 def counted(row: Row, estimate: MemoryEstimate, truth: Row) -> Ceiling:
-    """Return the prediction of `estimate_memory` without a run."""
+    """Return the ceiling that `estimate_memory` predicts without a run."""
     capacity = row["capacity_bytes"]
     return _ceiling(truth, estimate.largest_local_batch_size(capacity), estimate.safe_local_batch_size(capacity))
 
 
 def read(row: Row, estimate: MemoryEstimate, batches: Sequence[int], truth: Row) -> tuple[Ceiling, float]:
-    """Return the service's prediction from readings of `batches`, and the relative error of the peak at the largest."""
+    """Return the ceiling that the service predicts from readings of `batches`, and the peak's relative error at it."""
     at = [row["batches"][str(batch)] for batch in batches]
     static = estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes
     observed = MemoryObservations(batches, [float(reading["peak_bytes"]) for reading in at], static_bytes=float(static))
@@ -80,9 +81,7 @@ def read(row: Row, estimate: MemoryEstimate, batches: Sequence[int], truth: Row)
 
 
 def batches_to_read(row: Row) -> list[int]:
-    """Return a batch and four times that batch, whose peak is at most about a quarter of the memory; else the first
-    two.
-    """
+    """Return a batch and four times this batch, with a peak of at most about a quarter of the memory if possible."""
     batches = sorted(map(int, row["batches"]))
     small = [b for b in batches if row["batches"][str(b)]["peak_bytes"] <= _QUARTER * row["capacity_bytes"]]
     larger = max(small[1:], default=batches[1])
@@ -90,7 +89,7 @@ def batches_to_read(row: Row) -> list[int]:
 
 
 def batches_of_launch(row: Row) -> list[int]:
-    """Return the smallest batch and 8 and 32 times that batch, as far as they were measured."""
+    """Return the smallest batch and 8 and 32 times this batch, as far as they were measured."""
     batches = sorted(map(int, row["batches"]))
     return [batch for batch in batches if batch in (batches[0], 8 * batches[0], 32 * batches[0])]
 
@@ -101,7 +100,7 @@ def _ceiling(truth: Row, expected: int, promised: int) -> Ceiling:
 
 
 def _of_tables(row: Row) -> Row:
-    """Return the largest batch of the tables, and the smallest that is known to fail."""
+    """Return the largest batch in the tables, and the smallest batch that is known to fail."""
     largest = row["largest_measured"]
     return {"largest": largest, "failed_at": largest + max(1, max(map(int, row["batches"])) >> BISECTIONS)}
 
@@ -110,9 +109,9 @@ def _of_tables(row: Row) -> Row:
 class Errors:
     """Errors of one network in one precision.
 
-    `peak` and `peak_read` are relative errors of the peak at its largest batch, counted and from readings. `read`,
-    `launch` and `counted` are its ceilings from readings, from the readings of a launch, and counted, where segments
-    grow; `replayed` is the counted one where they do not.
+    `peak` and `peak_read` are the relative errors of the predicted peak at the largest batch, as counted and from
+    readings. `read`, `launch` and `counted` are the ceilings with growing segments, from readings, from the readings of
+    a launch, and as counted. `replayed` is the counted ceiling with segments that do not grow.
     """
 
     peak: float
@@ -125,9 +124,7 @@ class Errors:
 
 @contextmanager
 def segments_growing() -> Iterator[None]:
-    """Let the estimates inside the context assume an allocator whose segments grow, as in a run that `tula`
-    launches.
-    """
+    """Make estimates within this context assume that the allocator's segments grow, as in a run that `tula` launches."""
     before = os.environ.get(ALLOCATOR_VARIABLES[0])
     os.environ[ALLOCATOR_VARIABLES[0]] = GROWING_SEGMENTS
     try:
@@ -140,7 +137,7 @@ def segments_growing() -> Iterator[None]:
 
 
 def errors(folder: Path, only: str = "") -> dict[str, Errors]:
-    """Return the errors of a device's report by network and precision."""
+    """Return the errors of predictions for a device's report, by network and precision."""
     rows, fitting = {}, Results(folder, "memory").rows
     known, cpu = networks(smoke=False), torch.device("cpu")
     for name, row in Results(folder, "tables").rows.items():
@@ -162,7 +159,7 @@ def errors(folder: Path, only: str = "") -> dict[str, Errors]:
 
 
 def figures_of(prefix: str, ceilings: Sequence[Ceiling]) -> dict[str, float]:
-    """Return the figures of `ceilings` that the module's docstring names."""
+    """Return the figures of `ceilings` that the module's docstring lists."""
     offs, used = [abs(each.expected - 1.0) for each in ceilings], [each.promised for each in ceilings]
     return {
         f"{prefix}.median": median(offs),
@@ -176,13 +173,13 @@ def figures_of(prefix: str, ceilings: Sequence[Ceiling]) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the errors; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.estimates", description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=H100, help="a device's report")
-    parser.add_argument("--only", default="", help="only rows whose name has this in it")
-    parser.add_argument("--json", type=Path, help="keep the figures in this file")
+    parser.add_argument("folder", type=Path, nargs="?", default=H100, help="folder with a device's report")
+    parser.add_argument("--only", default="", help="use only rows whose name contains this")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
     of_rows = errors(options.folder, options.only)
     if not of_rows:
-        parser.error(f"{options.folder} has no row whose network is known here and that --only names.")
+        parser.error(f"{options.folder} has no row with a known network and a name that contains {options.only!r}.")
     scored = [*of_rows.values()]
     figures: dict[str, float] = {}
     for prefix, off in (("peak", [row.peak for row in scored]), ("peak.read", [row.peak_read for row in scored])):
@@ -194,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = [[name, *(f"{100 * off:+.1f} %" for off in _parts(row))] for name, row in of_rows.items()]
     header = ["network", "peak", "from readings", "readings: expected", "promised"]
     header += ["launch: expected", "promised", "no run: expected", "promised", "replayed: expected", "promised"]
-    print_table("against the device", header, cells)
+    print_table("errors compared with the device", header, cells)
     print("; ".join(f"{name} {value:.3f}" for name, value in figures.items()))
     write_json(options.json, figures)
     return 0

@@ -1,4 +1,4 @@
-"""Measures the basis of the first prediction of a step time: kernel launches, memory layouts and large convolutions."""
+"""Measures what the first guess of a step time is based on: kernel launches, memory layouts and large convolutions."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from tula_agent.measure.launches import launch_time_s
 
 SIZES = (16, 128)
 LARGE = 64 * 224 * 224
-"""Elements of one example's output of VGG's first convolution: 668 examples are just below 2^31."""
+"""Number of outputs of VGG's first convolution for one example; 668 examples have just below 2^31 outputs."""
 EXAMPLES = (512, 640, 668, 670, 704, 768, 1024)
 
 
 def layout(name: str, size: int, channels_last: bool, device: torch.device, smoke: bool) -> Row:
-    """Return the median seconds of a step of `size` examples, with channels last or first in images and weights."""
+    """Return the median seconds of a step with `size` examples; images and weights are channels-last or channels-first."""
     network, precision = name.split()
     trainer = Trainer(networks(smoke)[network], precision, device)
     return {"step_time_s": trainer.step_time_s(size, channels_last=channels_last, smoke=smoke)}
 
 
 def convolution(examples: int, device: torch.device, smoke: bool) -> Row:
-    """Return the seconds per example of both passes of a convolution of 64 channels at `examples` images, in bf16."""
+    """Return the seconds per example of both passes through a convolution of 64 channels with `examples` images in
+    bf16.
+    """
     side = 8 if smoke else 224
     layer = nn.Conv2d(64, 64, 3, padding=1).to(device, torch.bfloat16)
     images = torch.randn(2 if smoke else examples, 64, side, side, device=device, dtype=torch.bfloat16)
@@ -45,7 +47,7 @@ def convolution(examples: int, device: torch.device, smoke: bool) -> Row:
 
 
 def _seconds(work: Callable[[], object], times: int, device: torch.device) -> float:
-    """Return the mean seconds of a call of `work`, over `times` consecutive calls."""
+    """Return the mean seconds of a call to `work` over `times` consecutive calls."""
     began = now(device)
     for _ in range(times):
         work()
@@ -53,7 +55,7 @@ def _seconds(work: Callable[[], object], times: int, device: torch.device) -> fl
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add a row for a launch, each network's layouts, and each number of images."""
+    """Add rows for the launch of an operation, for each network's layouts, and for each number of images."""
     ends = time.monotonic() + seconds
     rows: dict[str, Callable[[], Row]] = {"launch of an operation": lambda: {"seconds": launch_time_s(device)}}
     sizes = (2,) if smoke else SIZES

@@ -1,8 +1,8 @@
-"""Finds the largest batch that takes three steps from an empty allocator, with growing segments and without.
+"""Finds the largest batch with which three steps fit into an empty allocator, with and without growing segments.
 
 One process for each kind of segments tries all networks; before each attempt it frees all its memory, so that the
-device is as at the start of a training with that batch. The search starts at the largest batch in the stored H100
-report and ends within a 32nd of it.
+device is in the same state as at the start of training. The search starts at the largest batch in the stored H100
+report and ends when the result is known to within 1/32 of this batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tula_wire.memory import GROWING_SEGMENTS
 
 T = TypeVar("T")
 SEGMENTS = {"growing": GROWING_SEGMENTS, "fixed": "expandable_segments:False"}
-"""The value of PYTORCH_CUDA_ALLOC_CONF by kind; the value that `tula tune` and `tula run` set comes first."""
+"""The values of PYTORCH_CUDA_ALLOC_CONF; the first is the value that `tula tune` and `tula run` set."""
 WITHIN, SMOKE_LARGEST = 32, 5
 READ = {
     "reserved_bytes": "reserved_bytes.all.peak",
@@ -35,8 +35,9 @@ READ = {
 
 
 def in_fresh_process(work: Callable[..., T], *arguments: Any) -> T:
-    """Return the result of `work` in a process that has imported torch but used no device; the caller must not have
-    either.
+    """Return the result of `work` in a new process that has imported torch but has not used a device.
+
+    The caller must not have used a device, either.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.gpu.memory"])
@@ -45,10 +46,10 @@ def in_fresh_process(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def largest_fitting(fits: Callable[[int], bool], start: int, ends: float) -> tuple[int, int] | None:
-    """Return the largest batch known to fit (0: none) and the smallest known to fail, within a 32nd of `start`.
+    """Return the largest batch known to fit (0: none) and the smallest known to fail, less than 1/32 of `start` apart.
 
-    Steps away from `start` double until both sides are known, and then the interval is halved. Returns None if `ends`
-    (monotonic) comes first.
+    The distance from `start` doubles until a batch that fits and a batch that fails are known; then their interval is
+    halved repeatedly. Returns None if the search is not finished at `ends` (monotonic time).
     """
     step = finest = max(1, start // WITHIN)
     fitted, failed = 0, 0
@@ -67,7 +68,7 @@ def largest_fitting(fits: Callable[[int], bool], start: int, ends: float) -> tup
 
 
 def measure(name: str, start: int, device: torch.device, ends: float, smoke: bool) -> Row | None:
-    """Return the largest batch, the smallest that failed, and the allocator's memory at the largest."""
+    """Return the largest batch that fits, the smallest that failed, and the allocator's statistics at the largest."""
     network, precision = name.split()
     known = networks(smoke)[network]
     held: Row = {}
@@ -75,7 +76,7 @@ def measure(name: str, start: int, device: torch.device, ends: float, smoke: boo
     def fits(size: int) -> bool:
         nonlocal held
         if smoke and size > SMOKE_LARGEST:
-            return False  # a host's memory is not exhausted to find its end
+            return False  # never exhaust the memory of a host
         free_memory(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -93,7 +94,7 @@ def measure(name: str, start: int, device: torch.device, ends: float, smoke: boo
 
 
 def measure_all(folder: Path, segments: str, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add a row for each network and precision whose largest batch is stored, or for one in a rehearsal."""
+    """Add a row for each network and precision whose largest batch is stored, or only one row in a smoke run."""
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = SEGMENTS[segments]  # read when CUDA is first used
     ends, results = time.monotonic() + seconds, Results(folder, "memory")
     stored = {} if smoke else Results(H100, "tables").rows
@@ -104,14 +105,14 @@ def measure_all(folder: Path, segments: str, device: torch.device, seconds: floa
         name = rows[label]
         row = measure(name, starts[name], device, ends, smoke)
         if row is None:
-            results.end_row(None)  # the next lease measures it
+            results.end_row(None)  # the next session measures this row
             return
         results.add(label, row)
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Measure all networks with one kind of segments, then with the other."""
+    """Measure all networks with growing segments and then with fixed segments."""
     ends = time.monotonic() + seconds
-    results.end_row(None)  # writes the machine, which the other processes keep
+    results.end_row(None)  # writes a description of the machine, which the other processes keep
     for segments in SEGMENTS:
         in_fresh_process(measure_all, results.folder, segments, device, ends - time.monotonic(), smoke)

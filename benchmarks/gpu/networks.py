@@ -1,4 +1,4 @@
-"""The networks to measure: four of torchvision if it is installed, GPT-2 small and ViT-B."""
+"""The networks to measure: four from torchvision (if it is installed), GPT-2 small and ViT-B."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batches = Callable[[int, torch.device], tuple[torch.Tensor, torch.Tensor]]
 
 
 class WithLoss(nn.Module):
-    """A network whose forward pass ends in its loss, so that the loss's memory is included."""
+    """A network whose forward pass ends with the loss, so that the memory of the loss is included."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -35,9 +35,9 @@ class WithLoss(nn.Module):
 class Transformer(nn.Module):
     """Encoder layers after `embedding`, which returns (examples, positions, width).
 
-    `causal`: every position has an output that depends on its predecessors, and input and output share weights;
-    otherwise the output is computed from the mean. With `checkpointing`, the backward pass recomputes each layer from
-    its input.
+    With `causal`, every position has an output that depends on the preceding positions, and input and output share
+    weights; otherwise the output is computed from the mean over positions. With `checkpointing`, the backward pass
+    recomputes each layer from the layer's input.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class _Patches(nn.Module):
 
 @dataclass(frozen=True)
 class Network:
-    """How to build a network, and a batch of any number of examples for it."""
+    """Functions that build a network and a batch of any number of examples for it."""
 
     build: Callable[[], nn.Module]
     batch: Batches
@@ -124,9 +124,9 @@ def _vit_b(smoke: bool, checkpointing: bool) -> Network:
 
 
 def networks(smoke: bool) -> dict[str, Network]:
-    """Return the networks by name, the most informative first; `+checkpointing` recomputes activations.
+    """Return the networks by name, the most informative first; those with `+checkpointing` recompute activations.
 
-    With `smoke`, they are small.
+    With `smoke`, the networks are small.
     """
     have = VISION if importlib.util.find_spec("torchvision") is not None and not smoke else VISION[:1]
     images = _images(32 if smoke else SIDE)

@@ -1,4 +1,4 @@
-"""The agent's CPU on the training thread, to ten microseconds, and the energy counter against power samples."""
+"""Measures the agent's CPU time on the training thread to within 10 us, and compares energy counter and power samples."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tula_agent.run import Run
 
 STEPS, WARMUP = 600, 5
 ENOUGH_S, MIN_PAIRS, MAX_PAIRS = 10e-6, 9, 200
-"""Half-width of the interval, in seconds, at which no more pairs are needed; fewest and most pairs."""
+"""The half-width of the interval, in seconds, at which measuring ends, and the minimum and maximum numbers of pairs."""
 LOAD_S, BETWEEN_SAMPLES_S = 5.0, 0.02
 
 
 def thread_s(url: str | None, device: torch.device, steps: int) -> float:
-    """Return CPU seconds of the training thread for one small step, with an agent that reports to `url`, if given."""
+    """Return the training thread's CPU seconds for one small step, with an agent if there is a `url` to report to."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -72,9 +72,9 @@ def agent_cpu(device: torch.device, ends: float, smoke: bool) -> Row:
 
 
 def energy(device: torch.device) -> Row:
-    """Return the joules of a few busy seconds by the counter and by the integral of power samples."""
+    """Return the energy of a few busy seconds in joules, from the counter and from the integral of power samples."""
     if device.type != "cuda":
-        return {"verdict": "a CPU has no such counter"}
+        return {"verdict": "a CPU has no energy counter"}
     matrix = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     samples: list[tuple[float, float]] = []
     done = threading.Event()
@@ -94,12 +94,12 @@ def energy(device: torch.device) -> Row:
     sampler.join()
     moments, watts = np.asarray(samples).T
     if before is None or after is None:
-        return {"verdict": "the device has no such counter"}
+        return {"verdict": "the device has no energy counter"}
     return {"counter_j": after - before, "samples_j": float(np.trapezoid(watts, moments)), "seconds": LOAD_S}
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add a row for the CPU of the training thread and one for energy."""
+    """Add one row for the training thread's CPU time and one row for energy."""
     ends = time.monotonic() + seconds
     rows: dict[str, Any] = {
         "energy": lambda: energy(device),

@@ -1,6 +1,4 @@
-"""Tests several ranks: on two or more GPUs, the agent's split of NCCL's time against `no_sync`; else only
-correctness.
-"""
+"""Tests several ranks and, with two or more GPUs, compares the agent's exposed communication with `no_sync`."""
 
 from __future__ import annotations
 
@@ -30,11 +28,11 @@ from tula_agent.torch_private import ddp_statistics
 
 PROBE_S = 1.0
 MAX_SPLIT_ERROR = 0.1
-"""Largest error of the exposed communication, as a share of the step."""
+"""The largest allowed error of the exposed communication, as a share of the step."""
 
 
 def rank_main(rank: int, world_size: int, port: int, device_type: str, smoke: bool, out: Path) -> None:
-    """Run one rank; the first writes the results to `out`."""
+    """Run one rank; the first rank writes the results to `out`."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {name: str(value) for name, value in variables.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -49,13 +47,13 @@ def rank_main(rank: int, world_size: int, port: int, device_type: str, smoke: bo
     row = measure(device, smoke)
     if rank == 0:
         out.write_text(json.dumps(row), encoding="utf-8")
-    gc.collect()  # the model must be freed before its process group
+    gc.collect()  # the model must be freed before the process group
     dist.barrier()
     leave_group()
 
 
 def measure(device: torch.device, smoke: bool) -> Row:
-    """Train with communication, compare the ranks' weights, and train without communication; on every rank."""
+    """Train with communication, compare the ranks' weights, and train without communication; every rank calls this."""
     big = (50, 32, 224, 60) if dist.get_backend() == "nccl" else (50, 8, 224, 20)
     depth, size, side, steps = (18, 2, 32, 6) if smoke else big
     width = 8 if smoke else 64
@@ -87,7 +85,7 @@ def measure(device: torch.device, smoke: bool) -> Row:
 def _train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor], steps: int
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of each step except the first, and of exposed communication if the agent measured it."""
+    """Return the seconds of each step except the first, and of its exposed communication if the agent measured it."""
     split, timer = CommSplit([model], profiling=True), StepTimer(grad_accum_steps=1)
     times, exposed = [], []
     for _ in range(steps + 1):
@@ -108,7 +106,7 @@ def _train(
 def _timeline(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> dict[str, list[float]] | None:
-    """Return when each bucket of DDP is ready in the backward pass, as the agent reports it."""
+    """Return the times in the backward pass at which each bucket of DDP is ready, as the agent reports them."""
     timer = BucketTimer(model)
     found = None
     for _ in range(2 * TIMED_STEPS):  # the same number of steps on every rank
@@ -131,7 +129,7 @@ def _equal_on_all_ranks(model: nn.Module) -> bool:
 
 
 def judge(row: Row) -> str:
-    """Return a verdict in words, which judges the split only if each rank has a GPU."""
+    """Return a verdict as a text; it includes the split only if each rank has a GPU."""
     if not row["weights_equal"]:
         return "fail: the ranks' weights differ"
     if row["backend"] != "nccl":
@@ -152,7 +150,7 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
             out = Path(folder) / "row.json"
             world_size = int(name.split()[0])
             arguments = (world_size, free_port(), device.type, smoke, out)
-            # Spawned: this process may have initialised CUDA, which does not survive a fork.
+            # Ranks are spawned, since this process may have initialised CUDA, which cannot be used after a fork.
             method = "spawn" if device.type == "cuda" else "fork"
             start_processes(rank_main, arguments, nprocs=world_size, start_method=method)
             row = json.loads(out.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The results of all parts as one page of Markdown."""
+"""Writes the results of all parts as one page of Markdown."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Measures the cost of gradient scaling in a step of ResNet-50, by policy, in turns with the bare optimizer.
+"""Measures how much time each policy of gradient scaling adds to a step of ResNet-50, by alternating with the
+optimizer.
 
 A step has two micro-steps, since a single rank measures the noise between micro-steps. Several ranks need only one
-micro-step each and share the directions of the matrices, so `cost_of_micro_step`, the added time relative to one
-micro-step, is more than their cost.
+micro-step each and share the work of turning matrices, so `cost_of_micro_step`, the added time relative to one
+micro-step, is an upper bound of their relative cost.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tula_agent.scaling.direction import corrections, matrix_shape
 
 TURNS, MICRO_STEPS = 5, 2
 SIZES = {32: 16, 128: 6}
-"""Steps in a turn, by examples of a micro-step; with the smaller one, a GPU waits for the host's launches."""
+"""Steps in a turn, by the examples of a micro-step; with 32, a GPU waits for the host to launch operations."""
 
 
 WATCHED = 8
@@ -46,17 +47,17 @@ POLICIES: dict[str, Policy] = {
     "gain and direction, every eighth step measured": EveryEighth(),
     "gain without direction, every step measured": MeasureAlone(),
 }
-"""The first policy is the default in its first 512 steps, the second is the default in the long run."""
+"""The first policy is the default during its first 512 steps; the second is the default in later steps."""
 
 
 def measure(policy: Policy, size: int, device: torch.device, smoke: bool) -> Row:
-    """Return the seconds of a step with the bare optimizer and with `policy`, medians of turns on the same model."""
+    """Return the median seconds of a step with the optimizer alone and with `policy`, alternating on the same model."""
     torch.manual_seed(0)
     depth, size, side, steps = (18, 2, 32, 1) if smoke else (50, size, 224, SIZES[size])
     model = resnet(depth, channels=3, num_classes=1000, width=8 if smoke else 64).to(device)
     batches = [
         (torch.randn(size, 3, side, side, device=device), torch.randint(1000, (size,), device=device))
-        for _ in range(MICRO_STEPS)  # one batch twice would be without noise, and no step would turn
+        for _ in range(MICRO_STEPS)  # with the same batch twice, there would be no noise and nothing to turn
     ]
     times: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(1 if smoke else TURNS):
@@ -95,7 +96,7 @@ def _waits(
     policy: Policy,
     device: torch.device,
 ) -> list[str]:
-    """Return the operations of eight steps at which the host waits for all work that is queued on the device."""
+    """Return the operations in eight steps at which the host waits for all work that is queued on the device."""
     bare = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     optimizer = TulaOptimizer(bare, global_batch_size=MICRO_STEPS * len(batches[0][0]), policy=policy)
     with warnings.catch_warnings(record=True) as caught:
@@ -114,7 +115,7 @@ def _waits(
 
 
 def measure_turning(precision: str, device: torch.device, smoke: bool) -> Row:
-    """Return the seconds of turning all matrices of ResNet-50 once, on the host and until the device is done."""
+    """Return the seconds to turn all matrices of ResNet-50 once, on the host and until the device has finished."""
     network = resnet(18 if smoke else 50, channels=3, num_classes=1000, width=8 if smoke else 64)
     shapes = [shape for parameter in network.parameters() if (shape := matrix_shape(parameter)) is not None]
     shapes.sort(key=lambda shape: (shape.rows, shape.columns))
@@ -134,7 +135,7 @@ def measure_turning(precision: str, device: torch.device, smoke: bool) -> Row:
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add rows for turning alone, and one for each policy and micro-step."""
+    """Add rows for turning alone, and one row for each policy and size of a micro-step."""
     ends = time.monotonic() + seconds
     rows = {
         f"{name}, {size} examples": (name, size) for size in list(SIZES)[: 1 if smoke else None] for name in POLICIES

@@ -1,6 +1,4 @@
-"""Stores results as they are measured: one JSON file per part, written after each row, so that a killed part loses
-one row.
-"""
+"""Stores results in one JSON file per part, written after each row, so that a killed part loses only one row."""
 
 from __future__ import annotations
 
@@ -19,21 +17,21 @@ from benchmarks.gpu import ROOT
 
 Row = dict[str, Any]
 H100 = ROOT / "benchmarks" / "results" / "gpu" / "nvidia-h100-80gb-hbm3"
-"""The stored report of a device."""
+"""The folder of the stored report of an H100."""
 
 
 def now(device: torch.device) -> float:
-    """Wait until `device` has finished its work, and return the seconds of a clock."""
+    """Wait until `device` has finished its work, and return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class Results:
-    """The rows of one part by name, in `FOLDER/PART.json`, and the machine on which they were measured.
+    """The rows of one part by name, stored in `FOLDER/PART.json`, and the machine on which they were measured.
 
-    `under_way` names a row that began and has no result, because its process ended or was ended before. Raises
-    ValueError if the file comes from another device.
+    `under_way` is the name of a row that was begun but has no result, because its process ended or was killed. Raises
+    ValueError if the file was written for another device.
     """
 
     def __init__(self, folder: Path, part: str, machine: Row | None = None) -> None:
@@ -45,12 +43,12 @@ class Results:
         self.under_way: str | None = read.get("under_way")
         if machine and self.machine["device"] != machine["device"]:
             raise ValueError(
-                f"{self._path.name} was measured on {self.machine['device']}, this is {machine['device']}: "
-                "give another folder as --out"
+                f"{self._path.name} was measured on {self.machine['device']}, but this machine has "
+                f"{machine['device']}: use another folder for --out"
             )
 
     def missing(self, names: Iterable[str], ends: float = math.inf) -> Iterator[str]:
-        """Yield the names that have no row, in order, until `ends` (monotonic); first mark each as under way."""
+        """Yield the names that have no row, in order, until `ends` (monotonic time); mark each as under way before."""
         for name in names:
             if time.monotonic() > ends:
                 return
@@ -65,7 +63,7 @@ class Results:
         self._write()
 
     def end_row(self, why: str | None) -> None:
-        """Close the row in which the process ended; `why` is its failure, or None to measure it again."""
+        """Close the row that was under way when its process ended; `why` is the failure, or None to repeat it."""
         if self.under_way is not None and why is not None:
             self.rows[self.under_way] = {"failed": why}
         self.under_way = None
@@ -79,7 +77,7 @@ class Results:
 
 
 def machine_of(device: torch.device) -> Row:
-    """Return the machine's device, driver and versions."""
+    """Return the names of the machine's device and driver, and the versions of its software."""
     found: Row = {
         "device": platform.processor() or platform.machine(),
         "torch": torch.__version__,
@@ -105,5 +103,5 @@ def _driver() -> str:
 
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception as error:  # NVML may be missing or of another driver
+    except Exception as error:  # NVML may be missing or may belong to another driver
         return f"unknown ({error})"

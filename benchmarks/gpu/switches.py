@@ -1,8 +1,7 @@
-"""Measures the effects of a script's switches on time and memory in all combinations, against the sum of single
-effects.
+"""Measures time and memory with all combinations of a script's switches, and compares them with sums of single effects.
 
 The switches are precision, compilation, memory layout and checkpointing of ResNet-50 and GPT-2 small, at two batches.
-`predicted_s` is the prediction from a base and one launch for each switch: the logarithms of the single effects add up.
+`predicted_s` is predicted from the base and one launch for each switch, by adding the logarithms of the single effects.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from benchmarks.gpu.store import Results, Row
 from benchmarks.gpu.tables import Trainer, free_memory
 
 SIZES = {"resnet50": (64, 512), "gpt2": (8, 32)}
-"""Batches; compiled networks run only at the first one, for which several processes can compile concurrently."""
+"""Batches by network; compiled networks run only at the first batch, for which several processes compile at once."""
 SWITCHES = {
     "resnet50": {"precision": ("tf32", "bf16"), "layout": ("first", "last"), "checkpointing": ("off", "on")},
     "gpt2": {"precision": ("tf32", "bf16"), "checkpointing": ("off", "on")},
 }
 COMPILE = ("off", "on")
-"""Compiling takes most of a minute, so its combinations come after all others."""
+"""The values of the switch for compilation; compiling takes most of a minute, so compiled combinations come last."""
 COMPILERS = 8
-"""Processes that fill the compiler's cache before anything compiled is timed."""
+"""Number of processes that fill the compiler's cache before any compiled network is timed."""
 
 
 class InSegments(nn.Module):
-    """A network whose layers are recomputed in the backward pass, in four segments."""
+    """A network that recomputes its layers in the backward pass, in four segments."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
         for module in network.modules():
             if isinstance(module, nn.ReLU):
-                module.inplace = False  # it would overwrite the input that a segment keeps to be computed again
+                module.inplace = False  # would overwrite the input from which a segment is recomputed
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         layers = list(self.network.children())
@@ -58,7 +57,7 @@ def _in_segments(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def trainer_of(name: str, words: dict[str, str], device: torch.device, smoke: bool) -> Trainer:
-    """Return a network whose switches have the values `words`."""
+    """Return a trainer of the network `name` whose switches have the values in `words`."""
     checkpointed = words["checkpointing"] == "on"
     network = networks(smoke)[f"{name}+checkpointing" if checkpointed and name == "gpt2" else name]
     if checkpointed and name == "resnet50":
@@ -70,7 +69,7 @@ def trainer_of(name: str, words: dict[str, str], device: torch.device, smoke: bo
 
 
 def measure(name: str, words: dict[str, str], device: torch.device, smoke: bool) -> Row:
-    """Return the median seconds of a step and the peak bytes by batch, where the switches have the values `words`."""
+    """Return the median seconds of a step and the peak bytes, by batch, with the switches set as in `words`."""
     trainer = trainer_of(name, words, device, smoke)
     row: Row = {}
     for size in (2,) if smoke else SIZES[name][: 1 if words["compile"] == "on" else None]:
@@ -86,7 +85,7 @@ def measure(name: str, words: dict[str, str], device: torch.device, smoke: bool)
 
 
 def fill_cache(device: torch.device, smoke: bool) -> None:
-    """Compile every combination in concurrent processes, so that the kernels are in the compiler's cache."""
+    """Compile all combinations in concurrent processes, so that their kernels are in the compiler's cache."""
     with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile, combinations(COMPILE[1:]), itertools.repeat(device), itertools.repeat(smoke)))
 
@@ -98,7 +97,7 @@ def _compile(combination: tuple[str, dict[str, str]], device: torch.device, smok
 
 
 def combinations(compiled: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
-    """Return networks with values of their switches, the most informative first."""
+    """Return each network with each combination of values of its switches, the most informative first."""
     return [
         (name, dict(zip(SWITCHES[name], values, strict=True)) | {"compile": word})
         for word, name in itertools.product(compiled, SWITCHES)
@@ -107,7 +106,7 @@ def combinations(compiled: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
 
 
 def predictions(rows: dict[str, Row]) -> dict[str, dict[str, float]]:
-    """Return, by row and batch, the step time in seconds that the network's base and single switches predict."""
+    """Return, by row and batch, the step time in seconds predicted from the network's base and its single switches."""
     found: dict[str, dict[str, float]] = {}
     for label, row in rows.items():
         if "failed" in row:
@@ -136,7 +135,7 @@ def _key(words: dict[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add a row for each network and combination; combinations that compile come last."""
+    """Add a row for each network and combination; compiled combinations come last."""
     ends = time.monotonic() + seconds
     rows = {
         f"{name} {' '.join(f'{switch}={word}' for switch, word in words.items())}": (name, words)

@@ -1,4 +1,4 @@
-"""Measures step time by phase and memory by batch, up to an out-of-memory error, and makes the tables."""
+"""Measures step time by phase, and memory, for growing batches until memory runs out, and writes the tables."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ from tula_agent.oom_watch import is_out_of_memory
 
 T = TypeVar("T")
 PRECISIONS = {"bf16": "bf16", "tf32": "tf32", "fp32": "single", "fp16": "mixed"}
-"""Value in the column `precision` of tests/data/single_device.csv, by name."""
+"""The value of each precision in the column `precision` of tests/data/single_device.csv."""
 SMOKE_PRECISIONS = ("fp16",)
 KEPT_BYTES = {"bf16": 4, "fp16": 4, "tf32": 8, "fp32": 8}
-"""Bytes that autograd keeps of each output of a layer: two numbers (`benchmarks.cold_start.KEPT_PER_OUTPUT`)."""
+"""Bytes that autograd keeps for each output of a layer: two elements (`benchmarks.cold_start.KEPT_PER_OUTPUT`)."""
 FITS_STEPS = 3
-"""Steps after which a batch counts as fitting; the optimizer's state and the next batch exist from the second step
-on.
-"""
+"""Steps after which a batch counts as fitting; the optimizer's state and the next batch exist after the first step."""
 FIRST_BATCH, SMOKE_BATCHES, BISECTIONS, MEASURED_S = 8, 2, 4, 0.3
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 STEP_COLUMNS = (
@@ -39,7 +37,7 @@ STEP_COLUMNS = (
     "activation_elements_per_sample", "operations_per_step", "convolution_elements_per_sample",
     "transposed_elements_per_sample", "activation_checkpointing",
 )  # fmt: skip
-"""Columns of tests/data/single_device.csv and five more, for `python -m benchmarks.cold_start --steps FILE`."""
+"""The columns of tests/data/single_device.csv and five others, for `python -m benchmarks.cold_start --steps FILE`."""
 FACTS = (
     "parameters", "flops_per_sample", "operations_per_step", "convolution_elements_per_sample",
     "transposed_elements_per_sample",
@@ -57,14 +55,14 @@ ONE_DEVICE = {"cluster": "one device", "cnn": 1, "grid": "regular", "num_nodes":
 
 
 class Stopwatch:
-    """Marks moments of a step, on CUDA by events, so that nothing waits between them."""
+    """Records points in time during a step; on CUDA it uses events, so that the host does not wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """End a phase and begin the next."""
+        """End a phase and begin the next phase."""
         if self._device.type != "cuda":
             self._marks.append(time.perf_counter())
             return
@@ -73,7 +71,7 @@ class Stopwatch:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Return the seconds between the marks; waits for the device."""
+        """Return the seconds between consecutive marks, after waiting for the device."""
         if self._device.type != "cuda":
             return [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
         torch.cuda.synchronize(self._device)
@@ -83,7 +81,7 @@ class Stopwatch:
 
 @dataclass
 class Trainer:
-    """One network under one precision on one device."""
+    """One network in one precision on one device."""
 
     network: Network
     precision: str
@@ -92,15 +90,15 @@ class Trainer:
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.precision == "tf32"
-        with self.device:  # which draws the weights faster
+        with self.device:  # random weights are drawn faster on the device
             self.model: nn.Module = WithLoss(self.network.build())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6, momentum=0.9)
-        fp16 = self.precision == "fp16" and self.device.type == "cuda"  # a CPU trains in bfloat16 instead
+        fp16 = self.precision == "fp16" and self.device.type == "cuda"  # on a CPU, bfloat16 is used instead
         self.scaler: Any = torch.cuda.amp.GradScaler() if fp16 else None
         self.dtype = torch.float16 if fp16 else torch.bfloat16
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the autocast context of mixed precision, or a null context."""
+        """Return an autocast context for mixed precision, or a null context for other precisions."""
         if self.precision in ("fp32", "tf32"):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
@@ -108,7 +106,7 @@ class Trainer:
     def step(
         self, batch: tuple[torch.Tensor, torch.Tensor], at_optimizer: Callable[[], None] | None = None
     ) -> Stopwatch:
-        """Take one step; call `at_optimizer` while the gradients exist."""
+        """Take one step; call `at_optimizer` before the optimizer's step, when all gradients exist."""
         watch = Stopwatch(self.device)
         watch.mark()
         self.optimizer.zero_grad()
@@ -128,7 +126,7 @@ class Trainer:
         return watch
 
     def step_time_s(self, size: int, *, channels_last: bool, smoke: bool) -> float:
-        """Return the median seconds of a step of `size` examples, the first of several steps left out."""
+        """Return the median seconds of several steps with `size` examples, without the first step."""
         inputs, targets = self.network.batch(size, self.device)
         if channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -143,12 +141,12 @@ class Trainer:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        self.optimizer.zero_grad()  # outside the handler: its traceback keeps the activations
+        self.optimizer.zero_grad()  # outside the handler, whose traceback keeps the activations
         free_memory(self.device)
         return None
 
     def fits(self, size: int) -> bool:
-        """Return True if FITS_STEPS steps with `size` examples do not run out of memory."""
+        """Return whether FITS_STEPS steps with `size` examples succeed without running out of memory."""
 
         def steps(size: int) -> bool:
             batch = self.network.batch(size, self.device)
@@ -159,9 +157,9 @@ class Trainer:
         return self.attempt(steps, size) is not None
 
     def measure(self, size: int, monitor: MemoryMonitor, measured_s: float) -> Row:
-        """Measure the median times of a step by phase, and the memory at its peak."""
+        """Return the median times of a step by phase, and the peak memory."""
         batch = self.network.batch(size, self.device)
-        self.step(batch).seconds()  # kernels are chosen, and the optimizer's state is made
+        self.step(batch).seconds()  # chooses kernels and creates the optimizer's state
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         monitor.saw_batch(size, batch, None)
@@ -192,8 +190,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def measure_network(network: Network, precision: str, device: torch.device, ends: float, smoke: bool) -> Row:
-    """Measure all figures of one network under one precision;
-    `complete` is False where `ends` (monotonic) cut it short."""
+    """Return all figures of one network in one precision; `complete` is False if `ends` (monotonic time) came first."""
     trainer, monitor = Trainer(network, precision, device), MemoryMonitor(1)
     monitor.before_training([trainer.model])
     with trainer.autocast():
@@ -201,7 +198,7 @@ def measure_network(network: Network, precision: str, device: torch.device, ends
     capacity = capacity_bytes(device) or 0
     row: Row = {
         "parameters": estimate.parameters,
-        "flops_per_sample": estimate.flops_per_sample / 3.0,  # of one forward pass, as the table has them
+        "flops_per_sample": estimate.flops_per_sample / 3.0,  # of one forward pass, as in the table
         "operations_per_step": estimate.operations_per_step,
         "convolution_elements_per_sample": estimate.convolution_elements_per_sample,
         "transposed_elements_per_sample": estimate.transposed_elements_per_sample,
@@ -219,7 +216,7 @@ def measure_network(network: Network, precision: str, device: torch.device, ends
     while time.monotonic() < ends:
         read = trainer.attempt(measure, size)
         if read is None:
-            del trainer, monitor, measure  # their blocks would be in the way of a fresh start
+            del trainer, monitor, measure  # frees their blocks for the attempt with an empty allocator
             fits = partial(fits_afresh, network, precision, device)
             row["largest_measured"] = _bisect(fits, size // 2 if row["batches"] else 0, size, ends)
             row["complete"] = True
@@ -228,20 +225,20 @@ def measure_network(network: Network, precision: str, device: torch.device, ends
         if len(row["batches"]) == 2:
             row["largest_from_two"] = monitor.largest_local_batch_size()
         if smoke and len(row["batches"]) == SMOKE_BATCHES:
-            row["complete"] = True  # a host's memory is not exhausted to find its end
+            row["complete"] = True  # never exhaust the memory of a host
             break
         size *= 2
     return row
 
 
 def fits_afresh(network: Network, precision: str, device: torch.device, size: int) -> bool:
-    """Return True if a training that begins with an empty allocator takes three steps with `size` examples."""
+    """Return whether training with `size` examples can take three steps from an empty allocator."""
     free_memory(device)
     return Trainer(network, precision, device).fits(size)
 
 
 def _bisect(fits: Callable[[int], bool], fitted: int, failed: int, ends: float) -> int:
-    """Return the largest batch that fits, between `fitted` (0: none did) and `failed`, to a 32nd of `failed`."""
+    """Return the largest batch that fits between `fitted` (0: none did) and `failed`, to within 1/32 of `failed`."""
     for _ in range(BISECTIONS):
         middle = (fitted + failed) // 2
         if middle == fitted or time.monotonic() > ends:
@@ -260,7 +257,7 @@ def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> 
         row = measure_network(found[network], precision, device, ends, smoke)
         free_memory(device)
         if not row["complete"] and not smoke:
-            results.end_row(None)  # the next lease measures it whole
+            results.end_row(None)  # the next session measures the whole row again
             return
         results.add(name, row)
 

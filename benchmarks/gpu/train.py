@@ -1,4 +1,4 @@
-"""A user's script without any line of Tula: ResNet-50 under DDP for one epoch, in TF32.
+"""A user's script without any line of Tula, which trains ResNet-50 under DDP in TF32 for one epoch.
 
 torchrun --nproc-per-node 1 benchmarks/gpu/train.py --batch-size 64 --examples 20000
 """
@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-sys.path.append(str(Path(__file__).parents[2]))  # a script's own folder is on its path, the checkout is not
+sys.path.append(str(Path(__file__).parents[2]))  # the path contains the script's folder, but not the checkout
 
 from benchmarks.support.resnet import resnet
 
@@ -24,7 +24,7 @@ DIFFERENT = 64
 
 
 class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Random images on the device, so that no loader limits the speed; a few are used repeatedly."""
+    """Random images on the device, so that no loader limits the speed; a few images are used repeatedly."""
 
     def __init__(self, examples: int, side: int, device: torch.device) -> None:
         self.examples = examples
@@ -41,8 +41,8 @@ class Images(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, required=True)
-    parser.add_argument("--examples", type=int, default=1_281_167, help="of the epoch")
-    parser.add_argument("--smoke", action="store_true", help="ResNet-18, small images, on the CPU")
+    parser.add_argument("--examples", type=int, default=1_281_167, help="number of examples in the epoch")
+    parser.add_argument("--smoke", action="store_true", help="train ResNet-18 with small images on the CPU")
     args = parser.parse_args()
     device = torch.device("cpu") if args.smoke else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if args.smoke else "nccl")

@@ -1,4 +1,4 @@
-"""Runs `tula tune` on a script without a line of Tula, then `tula run`, and compares both step times."""
+"""Runs `tula tune` and then `tula run` for a script without a line of Tula, and compares their step times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ profiling = {{ profiling_warmup_steps = 3, measuring_steps = 12 }}
 
 
 def measure(seconds: float, smoke: bool) -> Row:
-    """Serve, tune, and train one short epoch as recommended; return step times in seconds by local batch."""
+    """Start a service, tune, and train one short epoch as recommended; return step times in seconds by local batch."""
     from benchmarks.support.server import Server
     from tula_client import Client
 
@@ -83,7 +83,7 @@ def measure(seconds: float, smoke: bool) -> Row:
 def _tula(folder: Path, url: str, ends: float, *arguments: str) -> dict[str, Any]:
     """Return the output of a `tula` command.
 
-    Raises RuntimeError with the command's output if it fails, and TimeoutError if it still runs at `ends`.
+    Raises RuntimeError with the command's output if the command fails, and TimeoutError if it still runs at `ends`.
     """
     path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
     sources = f"{STARTUP}{os.pathsep}{os.environ['PYTHONPATH']}"
@@ -97,7 +97,7 @@ def _tula(folder: Path, url: str, ends: float, *arguments: str) -> dict[str, Any
             timeout=max(0.0, ends - time.monotonic()),
         )
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"tula {arguments[0]} did not end in the time of this part") from None
+        raise TimeoutError(f"tula {arguments[0]} did not end within the time of this part") from None
     if done.returncode:
         logs = [path.read_text(errors="replace")[-2000:] for path in folder.glob(".tula/*/logs/*.log")]
         raise RuntimeError(f"tula {arguments[0]}: {done.stdout[-1500:]}{done.stderr[-1500:]}{''.join(logs)}")
@@ -106,13 +106,13 @@ def _tula(folder: Path, url: str, ends: float, *arguments: str) -> dict[str, Any
 
 
 def run(results: Results, device: torch.device, seconds: float, smoke: bool) -> None:
-    """Add one row."""
+    """Add one row with the times of both commands."""
     for name in results.missing([NAME]):
         free_memory(device)
         try:
             results.add(name, measure(seconds, smoke))
         except TimeoutError as error:
-            results.end_row(None)  # the next lease measures it
+            results.end_row(None)  # the next session measures this row
             print(error, flush=True)
         except RuntimeError as error:
             results.add(name, {"failed": str(error)})

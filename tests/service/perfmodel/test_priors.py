@@ -74,7 +74,7 @@ def test_a_row_of_unknown_precision_is_refused_by_name(tmp_path, capsys):
     table.write_text(text.replace(",mixed,", ",int4,", 1), encoding="utf-8")
     with pytest.raises(SystemExit):
         cold_start.main(["--steps", str(table)])
-    assert "precision 'int4' is not known: give one of" in capsys.readouterr().err
+    assert "precision 'int4' is unknown: use one of" in capsys.readouterr().err
 
 
 def test_intervals_hold_with_any_history(figures):
