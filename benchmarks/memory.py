@@ -99,7 +99,8 @@ def static_bytes(workloads: Sequence[MemoryWorkload]) -> dict[str, float]:
         parameters, starts = np.array(others).T
         fit = QuantileRegressor(alpha=0.0).fit(parameters[:, None] / 1e6, starts / _GIB, sample_weight=_GIB / starts)
         for workload in (w for w, f, _ in rows if (w.gpu, f) == (gpu, family)):
-            by_workload[workload.name] = float(fit.predict([[workload.parameters / 1e6]])[0]) * _GIB  # type: ignore[operator]
+            millions = workload.parameters / 1e6  # type: ignore[operator]
+            by_workload[workload.name] = float(fit.predict([[millions]])[0]) * _GIB
     return by_workload
 
 

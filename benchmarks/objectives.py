@@ -1,27 +1,30 @@
-"""Measures what each objective costs and saves: time and cost relative to the least of each, on measured grids.
+"""Measures the time and cost of the choice for each objective, relative to the least time and cost, on measured grids.
 
     python -m benchmarks.objectives [--grids FILE] [--noise 0.03] [--json OUT] [--jobs N] [--smoke]
 
-For each workload and objective the planner spends at most six runs, which see the table's step times with `--noise`
-(standard deviation of their logarithm); what it then recommends is judged by the table. A rank-hour has one price. The
-training has `--examples` in all (1.28e8: a hundred epochs of ImageNet). The guard of `balanced` allows the batches that
-keep the accuracy of the smallest, as for a job of unknown noise and optimizer; the least is over all batches. Figures
-are over five draws of the noise, since an answer at the edge of a rule turns on a few percent. Keys, for
-`balanced`, `time`, `cost`, `knee` and `kneedle`: `<objective>.time_over_least.mean`, `.geometric` and `.p90`, the same
-of `.cost_over_least`, `.dominated` (share of answers with a candidate that is both faster and cheaper by more than the
-noise), `.place` (mean place of the batch in the range: 0 smallest, 1 largest, in log). `kneedle` is the rule of Kneedle
-(Satopaa 2011) on log time over log batch, given the same fit as `knee`; without a knee it is the least time. `known` is
-the rule of `balanced` where every step time is known without noise, `measured` where each was measured with it: what
-`balanced` would take if six runs were as good as all.
+For each workload and objective, the planner makes at most six runs, which measure the table's step times with the noise
+`--noise` (the standard deviation of their logarithm). The planner's recommendation is then evaluated with the step
+times in the table. All rank-hours have the same price. The training has `--examples` examples in total (1.28e8: a
+hundred epochs of ImageNet). The guard of `balanced` allows the batches that keep the accuracy of the smallest batch, as
+for a job with unknown noise and optimizer; the least time and cost are over all batches. Figures are over five draws of
+the noise, since a few percent of noise can change a choice.
 
-`sensitivity.balanced.p90`: the factor by which time or cost of the answer changes, whichever changes more, when either
-end of the range of local batches or of ranks moves by one doubling: inwards from the whole table, and outwards from the
-table less one doubling at all four ends, since no table has rows beyond its own. `.inward.p90` and `.outward.p90` are
-its two halves, `.allowed.p90` counts only the moves after which the earlier answer is still a candidate, and
-`.answer_kept.p90` only the inward moves among them, which take away nothing but other candidates. `sensitivity.time.*`
-say the same of the answers of `time`. Three more say what the truth imposes where every step time is known:
-`.balanced.known` by the rule of `balanced`, `.balanced.product` by the least time x cost, and `.balanced.least` by the
-least time alone.
+The keys for `balanced`, `time`, `cost`, `knee` and `kneedle` are `<objective>.time_over_least.mean`, `.geometric` and
+`.p90`, the same for `.cost_over_least`, `.dominated` (the share of choices for which another candidate is both faster
+and cheaper by more than the noise), and `.place` (the mean position of the batch in the logarithmic range, from 0 for
+the smallest to 1 for the largest). `kneedle` is the rule of Kneedle (Satopaa 2011) on log time over log batch, with the
+same fit as `knee`; if there is no knee, it chooses the least time. `known` is the rule of `balanced` if every step time
+is known without noise. `measured` is the rule of `balanced` if every step time is measured with noise, which shows what
+more than six runs could gain.
+
+`sensitivity.balanced.p90` is the factor by which the time or the cost of the choice changes, whichever changes more,
+when one end of the range of local batches or ranks moves by one doubling. Ends move inwards from the whole table, and
+outwards from the table without one doubling at each of the four ends, since no table has rows outside its range.
+`.inward.p90` and `.outward.p90` cover only the moves in one direction. `.allowed.p90` covers only the moves after which
+the earlier choice is still a candidate, and `.answer_kept.p90` only the inward ones among these moves, which remove
+only other candidates. `sensitivity.time.*` are the same figures for the choices of `time`. Three more figures show the
+changes that occur even if every step time is known: with the rule of `balanced` (`.balanced.known`), with the least
+product of time and cost (`.balanced.product`), and with the least time (`.balanced.least`).
 """
 
 from __future__ import annotations
@@ -60,9 +63,9 @@ _CURVE_POINTS = 129
 class Judged:
     """The figures of one workload.
 
-    `answers`: by objective, (time over least, cost over least, dominated, place) of each draw of the noise.
-    `moved`: of each move of the range, whether it goes inwards and, by rule, (factor, earlier answer allowed) in the
-    first draw.
+    `answers` contains, by objective, (time over least, cost over least, dominated, place) for each draw of the noise.
+    `moved` contains, for each move of the range, whether it goes inwards and, by rule, (factor, whether the earlier
+    choice is still allowed) in the first draw.
     """
 
     answers: dict[str, list[tuple[float, float, float, float]]] = field(
@@ -72,13 +75,13 @@ class Judged:
 
 
 def goal_for(objective: Objective, workload: Workload, examples: float) -> Goal:
-    """Return the goal of a training at one price per rank-hour, with batches that keep the accuracy of the smallest."""
+    """Return the goal of a training at one price per rank-hour; its guard keeps the smallest batch's accuracy."""
     guard = AccuracyGuard(examples, min(c.global_batch_size for c in workload.candidates))
     return Goal(objective, Training(examples), {"default": Offer(usd_per_rank_hour=3600.0)}, guard=guard)
 
 
 def noisy(workload: Workload, noise: float, draw: int) -> Workload:
-    """Return the workload with the noise of profiling, which is the same for the same name and draw."""
+    """Return the workload with profiling noise added, which is always the same for a name and draw."""
     dice = np.random.default_rng((zlib.crc32(workload.name.encode()), draw))
     factors = np.exp(noise * dice.standard_normal(len(workload.candidates)))
     seen = {c: workload.step_time_s[c] * float(f) for c, f in zip(workload.candidates, factors, strict=True)}
@@ -86,7 +89,7 @@ def noisy(workload: Workload, noise: float, draw: int) -> Workload:
 
 
 def answer(seen: Workload, name: Objective | Literal["kneedle"], examples: float) -> Placement:
-    """Return the configuration that is recommended after at most six runs."""
+    """Return the configuration that the planner recommends after at most six runs."""
     runs, choice = recommended(seen, goal_for("knee" if name == "kneedle" else name, seen, examples))
     if name == "kneedle":
         return kneedle(seen, runs)
@@ -95,7 +98,7 @@ def answer(seen: Workload, name: Objective | Literal["kneedle"], examples: float
 
 
 def kneedle(seen: Workload, runs: Sequence[Placement]) -> Placement:
-    """Return the fastest candidate nearest to Kneedle's knee in log-log; without a knee, the fastest of all."""
+    """Return the fastest candidate nearest to Kneedle's knee in log-log; if there is no knee, the fastest candidate."""
     from kneed import KneeLocator
 
     model = fit_step_time(seen.measure(runs), candidates=seen.candidates)
@@ -111,9 +114,7 @@ def kneedle(seen: Workload, runs: Sequence[Placement]) -> Placement:
 
 
 def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[FloatArray, FloatArray]:
-    """Return evenly spaced global batches (in log), and the predicted time per example on the fastest cluster for
-    each.
-    """
+    """Return global batches, evenly spaced in log, and each one's predicted time per example on the fastest cluster."""
     sizes = [c.global_batch_size for c in candidates]
     batches = np.geomspace(min(sizes), max(sizes), _CURVE_POINTS)
     times = np.full(batches.size, np.inf)
@@ -128,7 +129,7 @@ def dense_curve(candidates: Sequence[Placement], model: StepTimeModel) -> tuple[
 
 
 def judge(workload: Workload, noise: float, examples: float) -> Judged:
-    """Judge every objective on one workload, and how much the default's answer changes with the range of candidates."""
+    """Evaluate every objective on one workload, and how the candidates' range affects the choice of the default."""
     time = {c: workload.step_time_s[c] * examples / c.global_batch_size for c in workload.candidates}
     cost = {c: time[c] * c.world_size for c in workload.candidates}
     batches = [c.global_batch_size for c in workload.candidates]
@@ -161,12 +162,12 @@ def judge(workload: Workload, noise: float, examples: float) -> Judged:
 
 
 def _change(old: Placement, new: Placement, *measures: dict[Placement, float]) -> float:
-    """Return the largest factor, above 1, by which one of the measures changes from one configuration to another."""
+    """Return the largest factor, at least 1, by which one of the measures differs between two configurations."""
     return max(max(measure[new] / measure[old], measure[old] / measure[new]) for measure in measures)
 
 
 def known(workload: Workload, examples: float) -> Placement:
-    """Return the recommendation by the rule of `balanced` if every step time in the table is known."""
+    """Return the choice by the rule of `balanced` if every step time in the table is known."""
     goal = goal_for("balanced", workload, examples)
     exact = [(c, Interval(t, t, t)) for c, t in sorted(workload.step_time_s.items())]
     choice = choose(goal, [price(c, t, goal.training, goal.offers["default"]) for c, t in exact])
@@ -180,9 +181,9 @@ def only(seen: Workload, rows: Sequence[Placement]) -> Workload:
 
 
 def moves(candidates: Sequence[Placement]) -> list[tuple[bool, list[Placement], list[Placement]]]:
-    """Return (inward, rows before, rows after) of each end that moves by one doubling; see above for their ranges.
+    """Return (inward, rows before, rows after) for each end of a range that moves, as the module's docstring describes.
 
-    Moves that add no row, and moves from or to fewer than four rows, do not count.
+    Moves that change no row, and moves from or to fewer than four rows, are left out.
     """
     batches, ranks = [c.local_batch_size for c in candidates], [c.world_size for c in candidates]
     inside: list[Callable[[Placement], bool]] = [
@@ -201,7 +202,7 @@ def moves(candidates: Sequence[Placement]) -> list[tuple[bool, list[Placement], 
 
 
 def sensitivity(moved: Sequence[tuple[bool, dict[str, tuple[float, bool]]]]) -> dict[str, list[float]]:
-    """Return the factors of all moves by key, as described in the module's docstring."""
+    """Return the factors of all moves, by the keys that the module's docstring describes."""
     figures = {}
     for name in SENSITIVE:
         every = [(inward, *factors[name]) for inward, factors in moved]
@@ -217,8 +218,8 @@ def sensitivity(moved: Sequence[tuple[bool, dict[str, tuple[float, bool]]]]) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = workloads_parser("objectives", __doc__)
-    parser.add_argument("--noise", type=float, default=0.03, help="of profiled step times (0.03)")
-    parser.add_argument("--examples", type=float, default=_EXAMPLES, help=f"of a training ({_EXAMPLES:g})")
+    parser.add_argument("--noise", type=float, default=0.03, help="noise of profiled step times (0.03)")
+    parser.add_argument("--examples", type=float, default=_EXAMPLES, help=f"examples of a training ({_EXAMPLES:g})")
     known_options = parser.parse_known_args(arguments)[0]
     measure = partial(judge, noise=known_options.noise, examples=known_options.examples)
     options, pairs = over_workloads(parser, measure, arguments)
@@ -234,8 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures[f"{name}.dominated"], figures[f"{name}.place"] = mean(dominated), mean(places)
         rows.append([name, *(f"{value:.2f}" for key, value in figures.items() if key.split(".")[0] == name)])
     header = ["objective", "time: mean", "geometric", "p90", "cost: mean", "geometric", "p90", "dominated", "place"]
-    print_table(f"over {len(results)} workloads, times the least", header, rows)
-    print(f"the least-time answers are dominated as often by noise alone: {figures['time.dominated']:.3f}")
+    print_table(f"time and cost over the least, {len(results)} workloads", header, rows)
+    print(f"share of dominated choices for least time, which is due to noise alone: {figures['time.dominated']:.3f}")
     for key, factors in sensitivity([move for judged in results for move in judged.moved]).items():
         figures[key] = percentile(factors, 0.9)
         print(f"{key}: {figures[key]:.3f} ({len(factors)} moves)")

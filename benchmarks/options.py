@@ -1,37 +1,41 @@
-"""One choice over nodes, batch and options: regret and launches of plans, and how well effects of options are known.
+"""Measures the regret and launches of plans over nodes, batch and options, and the errors of effects of options.
 
     python -m benchmarks.options [--tables FOLDER] [--draws 5] [--noise 0.03] [--json OUT] [--smoke]
 
-`--tables` is a folder with dlperf_v100.csv, lambda_tf2021.csv and tf_cnn_2017.csv, which are not in the repository:
-step times of one network with precision, XLA, graph fusion, gradient clipping or synthetic data switched, on several
-clusters. This project's tables of one H100 have precision and checkpointing switched, over batches, with memory. The
-planner launches up to three batches of a cluster and a variant at a time and sees the table's step times with
-`--noise` (standard deviation of their logarithm); what it recommends is judged by the table without noise. Only
-measured configurations are candidates, so that the planner knows which batches fit. A rank-hour has one price.
+`--tables` is a folder with dlperf_v100.csv, lambda_tf2021.csv and tf_cnn_2017.csv, which are not in the repository.
+They contain step times of networks on several clusters, with different values of precision, XLA, graph fusion, gradient
+clipping or synthetic data. This project's tables of one H100 contain step times and memory for several batches, with
+different precisions, and with and without checkpointing. A launch of the planner measures up to three batches of a
+cluster and a variant. It returns the table's step times with the noise `--noise` (the standard deviation of their
+logarithm). The recommendation is then evaluated with the table's step times without noise. Only measured configurations
+are candidates, so all candidates fit into memory. All rank-hours have the same price.
 
-Synthetic jobs have five options (precision, compile, checkpointing, num_workers and one of an unknown name): 32
-variants on 1 to 8 nodes with up to six batches. Their effects are drawn wider than the planner believes them, some make
-a step slower, pairs of them interact, and in every third job the loader is slower than the compute, which runs report
-as a wait for data. Half precision and checkpointing shrink what an example needs of memory; static bytes differ by 10 %
-from one variant to another, and a peak has two lines.
+Synthetic jobs have five options (precision, compile, checkpointing, num_workers and one with an unknown name): 32
+variants on 1 to 8 nodes with up to six batches. The effects are drawn from a wider distribution than the planner
+assumes. Some effects make a step slower, pairs of effects interact, and in every third job the loader is slower than
+the compute, so runs report a wait for data. Half precision and checkpointing reduce the memory per example; static
+bytes differ by 10 % between variants, and the peak is the larger of two linear functions of the batch.
 
-`options.regret.time.mean`, `.cost.mean` and `.max`: how much more the recommendation takes or costs than the best of
-all combinations, over tables and synthetic jobs; `source.*` the same of each table. `.everything.*` are of the least of
-all readings where every configuration was measured once, with the same noise, in 100 draws of it: `.mean` over draws
-and jobs, `.max` of the worst job, its median over draws, and `.above_ten` the share of draws in which a job is above
-10 %. `options.launches.one`, `.two`, `.five`: mean launches with one, two and five options, and `options.exhaustive.*`
-how many there are in all.
-`options.effect.one_launch.*`: |log(predicted / measured)| of a variant of one switch on the clusters where it was not
-launched, after launches of the base on the smallest and the largest cluster and one of the variant on the smallest, of
-dlperf, in five draws of the noise; `options.effect.all.*` the same of all tables; `options.effect.end.*` after one more
-launch, on the largest. With `.noiseless` these launches have no noise, and with `.base_thrice` the base was launched on
-a third cluster, between its ends: how much of the error noise makes, and how much the base.
-`options.coverage`: share of the latter two that is within their 90 % intervals. `options.largest_batch.*`:
-|log(predicted / true)| of the largest batch of a launched variant of the synthetic jobs, by its memory model.
+`options.regret.time.mean`, `.cost.mean` and `.max` are how much more time or cost the recommendation needs than the
+best of all combinations, over tables and synthetic jobs; `source.*` are the same figures for each table.
+`.everything.*` are the regrets of the configuration with the least reading if every configuration is measured once with
+the same noise, in 100 draws: `.mean` over draws and jobs, `.max` for the worst job of each draw (the median over
+draws), and `.above_ten` the share of draws in which a job's regret is above 10 %. `options.launches.one`, `.two` and
+`.five` are the mean numbers of launches with one, two and five options, and `options.exhaustive.*` the numbers of
+launches that measure all combinations. `options.effect.one_launch.*` are the errors |log(predicted / measured)| for
+dlperf's variants of one switch on the clusters where the variant was not launched, in five draws of the noise, after
+launches of the base on the smallest and the largest cluster and one launch of the variant on the smallest cluster.
+`options.effect.all.*` are the same errors for all tables; for `options.effect.end.*`, the variant was also launched on
+the largest cluster. To show how much of the error is due to noise and how much to the base, the launches have no noise
+in the keys with `.noiseless`, and in the keys with `.base_thrice` the base was also launched on a third cluster between
+the two. `options.coverage` is the share of step times in `options.effect.all.*` and `options.effect.end.*` that are
+within their 90 % intervals. `options.largest_batch.*` are the errors |log(predicted / true)| of the largest batch of
+launched variants of the synthetic jobs, as predicted by the memory model.
 
-`options.h100.*` are of one device: each combination takes one launch there, so that these jobs count in no other key.
-`effect` is of the batches of a variant that its launch did not measure, after a launch of the base and one of it, and
-`largest_batch` is predicted from readings below it, where the device has as much as the largest measured batch took.
+`options.h100.*` are for one device, on which each combination needs one launch, so these jobs are in no other key.
+`effect` is the error for those batches of a variant that its launch did not measure, after one launch of the base and
+one of the variant. `largest_batch` is predicted from readings at smaller batches, for a device with as much memory as
+the largest measured batch needed.
 """
 
 from __future__ import annotations
@@ -69,7 +73,7 @@ _OBJECTIVES: Final[tuple[Objective, ...]] = ("time", "cost")
 _EXAMPLES = 1.28e8
 _BATCHES_OF_A_LAUNCH = 3
 _EXHAUSTIVE_DRAWS = 100
-_EFFECT_DRAWS = 5  # of the noise: from one draw to another, medians over DLPerf's variants differ by a fifth
+_EFFECT_DRAWS = 5  # draws of the noise; medians over DLPerf's variants differ by a fifth between draws
 _ORDERED: Final[Mapping[str, tuple[str, ...]]] = {
     "precision": ("fp32", "fp16"),
     "compile": ("off", "on"),
@@ -77,12 +81,12 @@ _ORDERED: Final[Mapping[str, tuple[str, ...]]] = {
     "clipping": ("on", "off"),
     "loader": ("real", "synthetic"),
 }
-"""Options of the tables; the first value of each is the base."""
+"""The options in the tables and their values; the first value of each option is the base."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The measured configurations of one job with its options: seconds per step, and the waits for data in them."""
+    """The measured configurations of a job with options: seconds per step, and how much of them is a wait for data."""
 
     name: str
     source: str
@@ -105,7 +109,7 @@ class Job:
         return self.step_time_s[c] / c.global_batch_size * (c.world_size if objective == "cost" else 1)
 
     def measure(self, configurations: Sequence[Configuration], factors: Mapping[Configuration, float]) -> Measured:
-        """Return the measurements of profiling these configurations; `factors` are the noise of each."""
+        """Return the measurements of these configurations; `factors` contains the noise of each configuration."""
         step_s = [self.step_time_s[c] * factors[c] for c in configurations]
         input_s = [self.input_time_s.get(c, math.nan) * factors[c] for c in configurations]
         return StepTimeObservations.at(configurations, step_s, input_time_s=input_s)
@@ -115,7 +119,7 @@ Measured = StepTimeObservations
 
 
 def table_jobs(folder: Path) -> Iterator[Job]:
-    """Yield the jobs of the tables in which the base and another variant were measured on several clusters."""
+    """Yield the jobs of the tables whose base and at least one other variant were measured on several clusters."""
     rows: dict[tuple[str, str], dict[tuple[Configuration, tuple[tuple[str, str], ...]], list[float]]] = {}
     for name, parse in (("dlperf_v100", _of_dlperf), ("lambda_tf2021", _of_lambda), ("tf_cnn_2017", _of_tf_cnn)):
         for row in read_rows(folder / f"{name}.csv"):
@@ -135,7 +139,7 @@ def table_jobs(folder: Path) -> Iterator[Job]:
 def _job(
     source: str, name: str, times: Mapping[tuple[Configuration, tuple[tuple[str, str], ...]], float]
 ) -> Iterator[Job]:
-    """Yield the job of these step times, if the base and another variant have at least two clusters."""
+    """Yield the job with these step times, if its base and another variant were measured on at least two clusters."""
     seen = {option: {dict(chosen)[option] for _, chosen in times} for option, _ in next(iter(times))[1]}
     options = {
         option: [word for word in _ORDERED[option] if word in words] for option, words in seen.items() if len(words) > 1
@@ -152,9 +156,10 @@ def _job(
 
 
 def h100_jobs() -> Iterator[tuple[Job, dict[Configuration, float]]]:
-    """Yield the jobs of one H100 with the peak bytes of each configuration.
+    """Yield the jobs of one H100, each with the peak bytes of its configurations.
 
-    The precision of a network is switched without checkpointing, and its checkpointing in the precision that has both.
+    A network's precision is varied without checkpointing, and checkpointing is varied in the precision that has both
+    values.
     """
     steps = {
         (row["network"].removesuffix("+checkpointing"), row["precision"], bool(int(row["activation_checkpointing"])),
@@ -180,7 +185,7 @@ def h100_jobs() -> Iterator[tuple[Job, dict[Configuration, float]]]:
 
 
 def _of_dlperf(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
-    """Return the network in its framework, and the precision and other switches in the name and the notes."""
+    """Return the network with its framework, and the switches according to the row's name and notes."""
     found = re.fullmatch(r"(\S+) (\S+) (FP32|FP16)(?:\(inferred\))?", row["model"])
     if found is None:
         return None
@@ -194,12 +199,12 @@ def _of_dlperf(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
     if framework.startswith("OneFlow") and "clip" in notes:
         options["clipping"] = "off" if "without clip" in notes else "on"
     if "dali" in notes or "loss_scaling" in notes or "static loss scale" in notes or "with amp" in notes:
-        return None  # further variants of one framework, without a base of their own
+        return None  # further variants of a framework that have no base
     return f"{network} {framework}{' clipping' if 'clipping' in options else ''}", options
 
 
 def _of_lambda(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
-    """Return network and machine, precision, and whether XLA compiled, according to the machine's name."""
+    """Return the network with its machine, the precision, and whether XLA compiled (from the machine's name)."""
     network, _, precision = row["model"].rpartition(" ")
     if precision not in ("fp16", "fp32") or "trt2" in row["network"]:  # near-duplicates of `trt`
         return None
@@ -208,7 +213,7 @@ def _of_lambda(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
 
 
 def _of_tf_cnn(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
-    """Return network and cluster, and whether data were real or synthetic."""
+    """Return the network with its cluster, and whether the data was real or synthetic."""
     if row["notes"] not in ("real data", "synthetic data"):
         return None
     return f"{row['model']} {row['network']}", {"loader": row["notes"].split()[0]}
@@ -216,11 +221,10 @@ def _of_tf_cnn(row: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a synthetic job in bytes, by variant: the static part, the part per example, and the device's
-    capacity.
+    """The memory of a synthetic job in bytes, by variant: static bytes, bytes per example, and the device's capacity.
 
-    A peak is the larger of two moments of a step, the second of which grows faster from fewer bytes; `second` is its
-    slope over that of the first.
+    The peak is the larger of the bytes at two points in a step. The bytes at the second point grow faster with the
+    batch, from a lower start; `second` is the ratio of their slope to the slope at the first point.
     """
 
     static_bytes: Mapping[Options, float]
@@ -229,19 +233,17 @@ class Memory:
     capacity_bytes: float
 
     def peak(self, options: Options, batch: int) -> float:
-        """Return the peak of a local batch."""
+        """Return the peak bytes of a local batch."""
         static, slope = self.static_bytes[options], self.bytes_per_sample[options]
         return max(static + slope * batch, 0.6 * static + self.second[options] * slope * batch)
 
     def largest(self, options: Options) -> int:
-        """Return the largest local batch that fits."""
+        """Return the largest local batch that fits into the device's memory."""
         return bisect_left(range(1, 4096), True, key=lambda batch: self.peak(options, batch) > self.capacity_bytes)
 
 
 def synthetic_job(number: int) -> tuple[Job, Memory]:
-    """Return a job with five options, drawn by its number, and its memory; in every third job, the loader is the
-    bottleneck.
-    """
+    """Return a random job with five options, and its memory; in every third job, the loader is the bottleneck."""
     dice = np.random.default_rng((35, number))
     options = {
         "precision": ["fp32", "bf16"],
@@ -305,7 +307,7 @@ class Planned:
 
 
 def replay(job: Job, objective: Objective, factors: Mapping[Configuration, float]) -> Planned:
-    """Follow the planner until it stops, as the service does."""
+    """Make the launches that the planner requests, as the service does, until the planner stops."""
     offers = {"default": Offer(usd_per_rank_hour=3600.0)}
     goal = Goal(objective, Training(_EXAMPLES), offers, options=job.options)
     budget = PlanBudget(max_runs=4 + 2 * len(job.options), share_launches=True)
@@ -335,12 +337,12 @@ def replay(job: Job, objective: Objective, factors: Mapping[Configuration, float
 
 
 def regret(job: Job, chosen: Configuration, objective: Objective) -> float:
-    """Return how much more a configuration takes or costs than the best in the table (0.1 = 10 %)."""
+    """Return how much more time or cost a configuration needs than the best one in the table (0.1 = 10 %)."""
     return job.value(chosen, objective) / min(job.value(c, objective) for c in job.candidates) - 1.0
 
 
 def regrets_of_everything(job: Job, objective: Objective, noise: float) -> list[float]:
-    """Return the regret of the least reading if each configuration was measured once, for each draw of the noise."""
+    """Return, for each draw of the noise, the regret of choosing the configuration with the least of all readings."""
     values = {c: job.value(c, objective) for c in job.candidates}
     draws = (draw_noise(job, noise, draw) for draw in range(_EXHAUSTIVE_DRAWS))
     least = [min(values, key=lambda c: values[c] * factors[c]) for factors in draws]
@@ -348,20 +350,20 @@ def regrets_of_everything(job: Job, objective: Objective, noise: float) -> list[
 
 
 def draw_noise(job: Job, sd: float, draw: int) -> dict[Configuration, float]:
-    """Return the factor of each configuration's measurement; the same for the same job and draw."""
+    """Return the noise factor of each configuration's measurement, which is always the same for a job and draw."""
     dice = np.random.default_rng((zlib.crc32(job.name.encode()), draw))
     return {c: float(np.exp(sd * dice.standard_normal())) for c in job.candidates}
 
 
 @dataclass
 class Errors:
-    """Errors of predictions, |log|, and whether each interval contains the measured step time."""
+    """The errors of predictions, |log(predicted / measured)|, and whether each interval contains the measured time."""
 
     errors: list[float] = field(default_factory=list)
     within: list[bool] = field(default_factory=list)
 
     def add(self, model: StepTimeModel, job: Job, at: Sequence[Configuration]) -> None:
-        """Judge the predictions at these configurations."""
+        """Add the errors of the predictions for the configurations `at`."""
         predicted = model.predict(at)
         for row, c in enumerate(at):
             truth = job.step_time_s[c]
@@ -377,9 +379,10 @@ class Errors:
 def judge_effects(
     job: Job, factors: Mapping[Configuration, float], *, third_of_base: bool = False
 ) -> tuple[Errors, Errors]:
-    """Predict each variant with one switch on clusters where it was not launched, from one launch of it and from two.
+    """Return the errors for each variant of one switch on the other clusters, after one launch of the variant and after
+    two.
 
-    The base was launched on its smallest and its largest cluster, and with `third_of_base` on one between.
+    The base was launched on the smallest and the largest cluster and, with `third_of_base`, on a cluster between them.
     """
     priors, after_one, after_two = Priors(base=job.base), Errors(), Errors()
     for options in sorted({c.options for c in job.candidates} - {job.base}):
@@ -398,7 +401,7 @@ def judge_effects(
 
 
 def judge_batches(job: Job, factors: Mapping[Configuration, float], errors: Errors) -> None:
-    """Predict the other batches of the variant of a job of one device from three batches of the base and of it."""
+    """Add the errors for a variant's other batches on one device, after three batches each of base and variant."""
     of_base, of_variant = ([c for c in job.candidates if (c.options == job.base) is base] for base in (True, False))
     shared = [c for c in of_variant if c.local_batch_size == of_base[-1].local_batch_size]
     own = list(dict.fromkeys([of_variant[0], of_variant[-1], *shared, of_variant[len(of_variant) // 2]]))[:3]
@@ -408,18 +411,18 @@ def judge_batches(job: Job, factors: Mapping[Configuration, float], errors: Erro
 
 
 def _ends(candidates: Sequence[Configuration]) -> list[Launch]:
-    """Return the launches of the smallest and the largest cluster, the smallest first."""
+    """Return the launches on the smallest and on the largest cluster, in this order."""
     return list(reversed(end_launches(candidates)))
 
 
 def _batches(job: Job, launch: Launch) -> list[Configuration]:
-    """Return up to three batches of a launch: the smallest, the middle and the largest."""
+    """Return the configurations that a launch measures: those of the smallest, the middle and the largest batch."""
     batches = [c for c in job.candidates if find_launch(c) == launch]
     return sorted({batches[0], batches[len(batches) // 2], batches[-1]})[:_BATCHES_OF_A_LAUNCH]
 
 
 def largest_batches(planned: Planned, memory: Memory, job: Job) -> list[float]:
-    """Return |log(predicted / true)| of the largest batch of each launched variant but the base."""
+    """Return |log(predicted / true)| for the largest batch of each launched variant except the base."""
     errors = []
 
     def readings(options: Options) -> dict[int, float]:
@@ -437,10 +440,10 @@ def largest_batches(planned: Planned, memory: Memory, job: Job) -> list[float]:
 
 
 def largest_batch_below(job: Job, peaks: Mapping[Configuration, float]) -> float:
-    """Return |log(predicted / measured)| of the variant's largest batch on a device that has its bytes.
+    """Return |log(predicted / measured)| for the variant's largest batch on a device with as much memory as it needs.
 
-    The base was read at three batches, and the variant at its smallest and at the largest batch of the base, or at its
-    middle one where the base's is no smaller than its own largest.
+    The base was read at three batches. The variant was read at its smallest batch and at the largest batch of the base
+    or, if that is not smaller than the variant's largest batch, at the variant's middle batch.
     """
     of_base, of_variant = ([c for c in job.candidates if (c.options == job.base) is base] for base in (True, False))
     base = fit_memory(_read(_batches(job, find_launch(of_base[0])), peaks))
@@ -459,7 +462,7 @@ def _read(at: Sequence[Configuration], peaks: Mapping[Configuration, float]) -> 
 
 @dataclass
 class Figures:
-    """The results so far: regrets by source and objective, launches by the number of options, and errors."""
+    """The collected results: regrets by source and objective, launches by the number of options, and errors."""
 
     regrets: dict[str, dict[Objective, list[float]]] = field(default_factory=dict)
     everything: dict[Objective, list[list[float]]] = field(default_factory=lambda: {name: [] for name in _OBJECTIVES})
@@ -472,7 +475,7 @@ class Figures:
     h100_regrets: list[float] = field(default_factory=list)
 
     def judge_choice(self, job: Job, memory: Memory | None, noise: float, draws: int) -> None:
-        """Follow the planner for each objective and draw."""
+        """Add the regret and launches of the planner for each objective and draw."""
         regrets = self.regrets.setdefault(job.source, {name: [] for name in _OBJECTIVES})
         for objective in _OBJECTIVES:
             self.everything[objective].append(regrets_of_everything(job, objective, noise))
@@ -485,7 +488,7 @@ class Figures:
                 self.largest_batch += largest_batches(planned, memory, job)
 
     def judge_effects(self, job: Job, noise: float, draws: int) -> None:
-        """Predict the variants of one switch of a table's job."""
+        """Add the errors of predictions for the variants of one switch in a table's job."""
         for suffix, sd, num_draws in (("", noise, draws), (".noiseless", 0.0, 1), (".base_thrice", noise, draws)):
             for draw in range(num_draws):
                 factors = draw_noise(job, sd, draw)
@@ -496,7 +499,7 @@ class Figures:
                     self.effects[f"one_launch{suffix}"].extend(after_one)
 
     def judge_device(self, job: Job, peaks: Mapping[Configuration, float], noise: float, draws: int) -> None:
-        """Follow the planner on one device, and predict batches and memory that were not measured."""
+        """Add the planner's regret on one device, and the errors for batches and memory that were not measured."""
         for draw in range(draws):
             factors = draw_noise(job, noise, draw)
             self.h100_regrets.append(regret(job, replay(job, "time", factors).chosen, "time"))
@@ -504,7 +507,7 @@ class Figures:
         self.h100_largest_batch.append(largest_batch_below(job, peaks))
 
     def as_json(self) -> dict[str, float | str]:
-        """Return the figures by key."""
+        """Return all figures by key."""
         figures: dict[str, float | str] = {}
         for objective in _OBJECTIVES:
             values = [value for of_source in self.regrets.values() for value in of_source[objective]]
@@ -545,8 +548,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the figures that the module's docstring describes."""
     parser = make_parser("options", __doc__)
     parser.add_argument("--tables", type=Path, metavar="FOLDER", help="folder with the three tables (default: none)")
-    parser.add_argument("--noise", type=float, default=0.03, help="standard deviation of a run's log step time")
-    parser.add_argument("--draws", type=int, default=5, help="draws of the noise for each job of the tables")
+    parser.add_argument("--noise", type=float, default=0.03, help="standard deviation of a run's log step time (0.03)")
+    parser.add_argument("--draws", type=int, default=5, help="number of draws of the noise for each job of the tables")
     parser.add_argument("--synthetic", type=int, default=18, metavar="N", help="synthetic jobs")
     options = parser.parse_args(arguments)
     figures = Figures()
@@ -560,7 +563,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures.judge_effects(job, options.noise, 1 if options.smoke else _EFFECT_DRAWS)
     printed = figures.as_json()
     print_table(
-        "One choice over nodes, batch and options", ("key", "value"), [(k, f"{v:.4g}") for k, v in printed.items()]
+        "choices over nodes, batch and options", ("key", "value"), [(k, f"{v:.4g}") for k, v in printed.items()]
     )
     write_json(options.json, printed)
 

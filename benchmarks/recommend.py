@@ -1,10 +1,11 @@
-"""Recommendations, lists and pages with 10,000 jobs and 1,000,000 samples stored, through real HTTP.
+"""Measures the latency of recommendations, lists and pages over HTTP, with 10,000 jobs and 1,000,000 samples stored.
 
     python -m benchmarks.recommend [--json OUT] [--jobs 10000] [--samples 1000000] [--smoke]
 
-`cached` repeats questions about unchanged data; `fresh` sends one sample before each question, so that every answer is
-a new fit. Everything is measured with 100 jobs stored and with all of them; growth is the ratio of the p99s. Keys of
-the figures name the sizes of a full run. `--smoke` stores a few jobs: its figures only show that the benchmark works.
+`cached` repeats requests about unchanged data; `fresh` sends one sample before each request, so that every request
+needs a new fit. Everything is measured with 100 jobs stored and with all jobs stored; growth is the ratio of the two
+p99 latencies. The keys of the figures contain the sizes of a full run. `--smoke` stores a few jobs; its figures only
+show that the benchmark works.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tula_wire import Configuration, JobSpec, SampleBatch, routes
 
 FEW = 100
 FLAT = ("cached", "fresh", "list", "job page", "front page")
-"""Latencies that must not grow with the number of jobs; among a hundred jobs, a search finds less than a full page."""
+"""Requests whose latency must not grow with the number of jobs; not a search, for which 100 jobs do not fill a page."""
 
 RUNS = 5
 COPIED_AT_ONCE = 500
@@ -42,7 +43,7 @@ CONFIGURATIONS = [
 
 
 def spec(name: str) -> JobSpec:
-    """Return a job of ordinary size: eight nodes, prices, a few hundred candidates."""
+    """Return the specification of a job of ordinary size, with eight nodes, prices and a few hundred candidates."""
     return JobSpec.model_validate(
         {
             "name": name,
@@ -56,17 +57,17 @@ def spec(name: str) -> JobSpec:
 
 
 def step_times(configuration: Configuration, count: int, seed: int) -> np.ndarray:
-    """Return the step times of a ring of this size, with 2 % noise."""
+    """Return `count` step times of an all-reduce ring over the configuration's nodes, with 2 % noise."""
     share = 1 - 1 / configuration.world_size
     truth = 0.02 + 0.0011 * configuration.local_batch_size + 0.06 * share
     return truth * np.random.default_rng(seed).lognormal(0, 0.02, count)
 
 
 def fill(store: Store, jobs: range, samples_per_run: int) -> list[tuple[str, str]]:
-    """Create jobs with profiled runs and their samples; return (job, one of its runs) for each.
+    """Create jobs with profiled runs and their samples; return (job id, id of one of its runs) for each job.
 
-    The first is created by the service; the others are copies of its rows with different names and times, many in one
-    transaction, since a transaction for each would take longer than the whole measurement.
+    The service creates the first job. All other jobs are copies of the first job's rows with different names and times,
+    with many copies in one transaction, since one transaction per job would take longer than the whole measurement.
     """
     made = [made_by_the_service(store, jobs[0], samples_per_run)]
     for first in range(jobs[1], jobs.stop, COPIED_AT_ONCE) if len(jobs) > 1 else ():
@@ -77,7 +78,7 @@ def fill(store: Store, jobs: range, samples_per_run: int) -> list[tuple[str, str
 
 
 def made_by_the_service(store: Store, number: int, samples_per_run: int) -> tuple[str, str]:
-    """Create a job with profiled runs and their samples; return the job and one of its runs."""
+    """Create a job with profiled runs and their samples; return the ids of the job and of one of its runs."""
     steps = list(range(samples_per_run))
     with store.transaction() as tx:
         specification = spec(f"job-{number}")
@@ -94,7 +95,7 @@ def made_by_the_service(store: Store, number: int, samples_per_run: int) -> tupl
 
 
 def copies(connection: sa.Connection, job_id: str, numbers: range, samples_per_run: int) -> list[tuple[str, str]]:
-    """Create jobs like this one, by their numbers; return (job, one of its runs) for each."""
+    """Create a copy of the job for each number; return (job id, id of one of its runs) for each copy."""
 
     def rows(table: sa.Table, condition: sa.ColumnElement[bool]) -> list[dict[str, Any]]:
         return [dict(row) for row in connection.execute(sa.select(table).where(condition)).mappings()]
@@ -134,7 +135,7 @@ def copies(connection: sa.Connection, job_id: str, numbers: range, samples_per_r
 
 
 def latencies_ms(ask: Callable[[int], None], times: int) -> list[float]:
-    """Return the duration of each of `times` questions, after a few that are not counted."""
+    """Return the milliseconds of each of `times` requests, after a few requests that are not counted."""
     for number in range(5):
         ask(number)
     times_ms = []
@@ -146,7 +147,7 @@ def latencies_ms(ask: Callable[[int], None], times: int) -> list[float]:
 
 
 def measure(client: httpx.Client, made: list[tuple[str, str]], times: int) -> dict[str, list[float]]:
-    """Measure the milliseconds of each kind of question, about jobs from all over the table."""
+    """Measure the milliseconds of each kind of request, about jobs from all parts of the table."""
     chosen = [made[place] for place in np.linspace(0, len(made) - 1, 20).astype(int)]
     numbers = itertools.count(10**6)
 
@@ -181,7 +182,7 @@ def measure(client: httpx.Client, made: list[tuple[str, str]], times: int) -> di
 
 
 def main() -> None:
-    """Fill, measure with few jobs and with all, print and write."""
+    """Fill the database, measure with few jobs and with all jobs, and print and write the figures."""
     parser = make_parser("recommend", __doc__)
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=1_000_000)

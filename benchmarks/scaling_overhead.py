@@ -1,17 +1,18 @@
-"""Measures the cost of gradient scaling as a share of the step time of a ResNet-50-sized model under DDP, by policy.
+"""Measures the time that each policy of gradient scaling adds to a step of ResNet-50 under DDP, as a share of the step.
 
     python -m benchmarks.scaling_overhead [--ranks 2] [--batch 4] [--side 128] [--json FILE] [--smoke]
 
-Each part that Tula adds is timed by itself: the leaf hooks (run again on the finished gradients, armed or not as each
-configuration left them), and the time of `step` outside the wrapped optimizer's `step`. A difference of two whole step
-times would hide one percent in noise. `overhead.fraction` is the default policy's share after its first 512 steps, when
-it measures every eighth step and clips spikes in all; `overhead.direction_fraction` is what turning the steps of
-matrices adds to every step, of those matrices that the default turns at this batch; `overhead.first_steps_fraction` is
-its share while every step is measured; `overhead.measure_fraction` is the share of policy `measure`, which measures at
-every eighth step.
-`operations.*`: floating-point operations of turning the steps, on a GPU, over those of forward and backward passes of
-so many images of 224 x 224 a rank, on so many ranks; and of the forward and backward passes on this machine.
-`--smoke` takes two steps of a narrow ResNet-18 on tiny images: its figures only show that the benchmark works.
+Each part that Tula adds is timed separately: the leaf hooks (which run again on the finished gradients, active or
+inactive as at the end of the step), and the time that `step` spends outside the wrapped optimizer's `step`. The
+difference of two whole step times would be too noisy to show one percent. `overhead.fraction` is the share of the
+default policy after its first 512 steps, when it measures every eighth step and clips spikes at every step.
+`overhead.direction_fraction` is what turning the updates of matrices adds to every step, for those matrices that the
+default turns at this batch. `overhead.first_steps_fraction` is the share of the default policy while it measures every
+step, and `overhead.measure_fraction` the share of the policy `measure`, which measures every eighth step.
+`operations.*` are the floating-point operations of turning as a share of the operations of the forward and backward
+passes: for GPUs, by the number of images of 224 x 224 per rank and the number of ranks, and for the passes measured on
+this machine. `--smoke` takes two steps of a narrow ResNet-18 on tiny images; its figures only show that the benchmark
+works.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from tula_agent.scaling.direction import Directions, affordable, matrix_shape
 from tula_agent.scaling.ranks import Ranks
 from tula_agent.scaling.rule import SPARSE_EVERY
 
-MEASURED_SHARE = 1.0 / SPARSE_EVERY  # of the steps, after the first DENSE_STEPS
+MEASURED_SHARE = 1.0 / SPARSE_EVERY  # share of measured steps after the first DENSE_STEPS
 
 
 def measure(*, depth: int, width: int, batch: int, side: int, steps: int) -> dict[str, float]:
-    """Measure on every rank; seconds are medians over `steps`, of the slowest rank."""
+    """Measure on every rank; return the slowest rank's seconds for each part, as medians over `steps` steps."""
     torch.manual_seed(0)
     device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_available() else torch.device("cpu")
     network = resnet(depth, channels=3, num_classes=1000, width=width)
@@ -99,13 +100,13 @@ def measure(*, depth: int, width: int, batch: int, side: int, steps: int) -> dic
 
 
 def _every(steps: int, kind: type[Gain]) -> Gain:
-    """Return the policy `kind` that measures once in `steps` steps and turns no steps."""
+    """Return a policy of type `kind` that measures once in `steps` steps and turns no updates."""
     policy: Gain = type("Every", (kind,), {"measure_every": steps, "damping": None})()
     return policy
 
 
 class _Clock:
-    """Times the wrapped optimizer's step, and the hooks on finished gradients."""
+    """Measures the time of the wrapped optimizer's step, and of the hooks on finished gradients."""
 
     def __init__(self, optimizer: TulaOptimizer) -> None:
         self._optimizer = optimizer
@@ -134,7 +135,7 @@ class _Clock:
 
 
 def operations(depth: int, *, images: int, ranks: int, side: int = 224, host: bool = False) -> float:
-    """Return the operations of turning all affordable matrices on one of `ranks`, relative to those of both passes."""
+    """Return one rank's operations for turning the affordable matrices, as a share of the operations of both passes."""
     with torch.device("meta"):
         model, image = resnet(depth, channels=3, num_classes=1000), torch.empty(1, 3, side, side)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -142,7 +143,7 @@ def operations(depth: int, *, images: int, ranks: int, side: int = 224, host: bo
     shapes = tuple(shape for p in model.parameters() if (shape := matrix_shape(p)) is not None)
     turned = affordable(shapes, images * ranks, host=host)
     cost = sum(shape.operations(host=host) for shape, use in zip(shapes, turned, strict=True) if use)
-    passes = 3.0 * float(counter.get_total_flops()) * images  # a backward pass takes twice the forward pass
+    passes = 3.0 * float(counter.get_total_flops()) * images  # a backward pass takes twice as many
     return cost / ranks / passes
 
 
@@ -153,7 +154,7 @@ def _now(device: torch.device) -> float:
 
 
 def summarise(seconds: dict[str, float]) -> dict[str, float]:
-    """Return the costs as fractions of the step time without Tula."""
+    """Return each part's time as a fraction of the step time without Tula."""
     step = seconds["measure.step"] - seconds["measure.added"]
     added = {
         name: seconds[f"{name}.added"] + seconds[f"{name}.hooks"]
@@ -178,7 +179,7 @@ def summarise(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    """Run one rank; the first prints and writes the figures."""
+    """Run one rank; the first rank prints and writes the figures."""
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     seconds = measure(
         depth=options.depth, width=options.width, batch=options.batch, side=options.side, steps=options.steps
@@ -202,17 +203,17 @@ def rank_main(options: argparse.Namespace) -> None:
         for name, value in figures.items():
             print(f"{name} = {value}")
         write_json(options.json, figures)
-    gc.collect()  # the clocks hold the model in reference cycles; it must be freed before its process group
+    gc.collect()  # reference cycles of the clocks keep the model, which must be freed before the process group
     dist.barrier()
     leave_group()
 
 
 def main() -> None:
-    """Start the ranks and wait for them."""
+    """Start the ranks and wait until they end."""
     parser = make_parser("scaling_overhead", __doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4, help="examples per rank")
-    parser.add_argument("--side", type=int, default=128, help="pixels; 224 is ImageNet's")
+    parser.add_argument("--side", type=int, default=128, help="width and height of images in pixels (ImageNet: 224)")
     parser.add_argument("--steps", type=int, default=9)
     parser.set_defaults(depth=50, width=64)
     options = parser.parse_args()

@@ -1,13 +1,14 @@
-"""Tests whether training with unequal steps takes as long as predicted, with real processes and a real service.
+"""Tests whether training whose steps differ in length takes as long as predicted, with real processes and service.
 
     python -m benchmarks.stalls [--steps N] [--json OUT] [--smoke]
 
-For each scenario, a job is profiled as by `tula tune`, and then its recommended configuration trains for 400 steps. A
-step sleeps for a time that grows with the batch. In addition, `stall2`, `stall4` and `stall8` wait for data at every
-second, fourth and eighth step, as with a loader of 2, 4 or 8 slow workers; `evaluation` evaluates for half a
-second at every 50th step, under `run.paused()`; `bimodal` takes three times as long at a random half of its steps (the
-worst of three seeds). The truth is taken inside the script: the loop's time without the evaluations, over its steps.
-`<scenario>.error` is how far the prediction is off, `stalls.worst_error` the largest.
+For each scenario, a job is profiled as `tula tune` does it, and then trains for 400 steps with the recommended
+configuration. A step sleeps for a time that grows with the batch. In addition, `stall2`, `stall4` and `stall8` wait for
+data at every second, fourth and eighth step, as a loader with 2, 4 or 8 slow workers does; `evaluation` evaluates for
+half a second at every 50th step, within `run.paused()`; and `bimodal` takes three times as long at a random half of its
+steps (the worst of three seeds is reported). The true step time is measured in the script: the loop's time without the
+evaluations, divided by the number of steps. `<scenario>.error` is the relative error of the prediction, and
+`stalls.worst_error` is the largest of these errors.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tula_wire import ClaimRequest, Configuration, JobSpec, Run, RunCreate
 
 TO_REACH = 0.1
 FLOOR_S, EXAMPLE_S = 0.03, 0.0005
-STALL_S = 0.0008  # for each example that the stalled workers load
+STALL_S = 0.0008  # per example that the slow workers load
 EVALUATION_S, EVALUATE_EVERY = 0.5, 50
 SLOW_TIMES = 3.0
 SEEDS, STEPS = 3, 400
@@ -64,7 +65,7 @@ SCENARIOS = [
 
 
 def batches(scenario: Scenario, size: int, steps: int) -> Iterator[torch.Tensor]:
-    """Yield batches of `size` as the loader does, some of them late."""
+    """Yield batches of `size` examples as a loader does, some of them late."""
     for number in range(1, steps + 1):
         if scenario.stall_every and number % scenario.stall_every == 0:
             time.sleep(scenario.pace * STALL_S * size * scenario.stall_every)
@@ -72,7 +73,7 @@ def batches(scenario: Scenario, size: int, steps: int) -> Iterator[torch.Tensor]
 
 
 def train(scenario: Scenario, variables: dict[str, str], steps: int, seed: int, result: Connection) -> None:
-    """Train as the script does, in a process of the run; send the mean seconds per step."""
+    """Train as a user's script does, in a process of the run; send the mean seconds per step to `result`."""
     os.environ.update(variables)
     size, dice = int(variables["TULA_LOCAL_BATCH_SIZE"]), random.Random(seed)
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -96,7 +97,7 @@ def train(scenario: Scenario, variables: dict[str, str], steps: int, seed: int, 
 
 
 class Bench:
-    """One service, and the processes that report to it."""
+    """A service, and the processes that report to it."""
 
     def __init__(self, client: Client, url: str, token: str, folder: Path, steps: int, smoke: bool) -> None:
         self.client, self.url, self.token, self.folder, self.steps, self.smoke = (
@@ -104,7 +105,7 @@ class Bench:
         )  # fmt: skip
 
     def launch(self, scenario: Scenario, run: Run, steps: int, seed: int) -> float:
-        """Run the script in a process of the run; return its mean seconds per step."""
+        """Train in a process of the run; return the mean seconds per step."""
         folder = self.folder / run.id
         variables = run_variables(
             run, url=self.url, token=self.token, spool=folder, checkpoints=folder, restart=0
@@ -119,7 +120,7 @@ class Bench:
         return took_s
 
     def profile(self, job_id: str, scenario: Scenario, seed: int) -> int:
-        """Work through the plan; return the number of runs."""
+        """Make all runs of the job's plan; return their number."""
         done = 0
         while True:
             claimed = self.client.claim(job_id, ClaimRequest(holder=HOLDER))
@@ -132,7 +133,7 @@ class Bench:
                 time.sleep(min(claimed.retry_after_s, 0.5))
 
     def error(self, scenario: Scenario, seed: int) -> list[float]:
-        """Return the number of runs, the predicted and the actual milliseconds per step, and the error."""
+        """Return the number of runs, the predicted and the measured milliseconds per step, and the relative error."""
         body = {
             "name": f"{scenario.name}-{seed}",
             "model": {"name": f"sleeps-{scenario.name}-{seed}", "parameters": 1},
@@ -153,7 +154,7 @@ class Bench:
 
 
 def measure(steps: int, smoke: bool) -> dict[str, float]:
-    """Measure every scenario, on one service."""
+    """Measure all scenarios with one service."""
     figures, rows = {}, []
     with tempfile.TemporaryDirectory() as name:
         database = f"sqlite:///{name}/stalls.db"
@@ -167,19 +168,19 @@ def measure(steps: int, smoke: bool) -> dict[str, float]:
                 figures[f"{scenario.name}.error"] = error
                 rows.append([scenario.name, f"{runs:.0f}", f"{predicted:.1f}", f"{true:.1f}", f"{error:.1%}"])
                 print(*rows[-1], flush=True)
-    print_table("ms a step", ["scenario", "runs", "predicted", "trained", "error"], rows)
+    print_table("milliseconds per step", ["scenario", "runs", "predicted", "trained", "error"], rows)
     return {"stalls.worst_error": max(figures.values())} | figures
 
 
 def main() -> None:
-    """Measure, print, and compare with the target."""
+    """Measure all scenarios, and print the largest error with its target."""
     parser = make_parser("stalls", __doc__)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each training")
+    parser.add_argument("--steps", type=int, default=STEPS, help="number of steps of each training run")
     options = parser.parse_args()
     for name in [name for name in os.environ if name.startswith("TULA_")]:
         del os.environ[name]
     figures = measure(SMOKE_STEPS if options.smoke else options.steps, options.smoke)
-    print(f"stalls.worst_error {figures['stalls.worst_error']:.3f}  (to reach: at most {TO_REACH})")
+    print(f"stalls.worst_error {figures['stalls.worst_error']:.3f}  (target: at most {TO_REACH})")
     write_json(options.json, figures)
 
 

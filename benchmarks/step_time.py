@@ -1,25 +1,24 @@
-"""Replays measured workloads through the product's own planner and model: errors, coverage, regret, fit time.
+"""Measures errors, coverage, regret and fit time by replaying measured workloads with the product's planner and model.
 
     python -m benchmarks.step_time [--grids FILE] [--sync FILE]... [--json OUT] [--jobs N] [--only SOURCE]
                                    [--without SOURCE] [--noise SD] [--draws N] [--smoke]
 
-`--only` and `--without` a source are not a held-out test: constants of the search and of the residual were chosen on
-these grids (docs/model.md lists which).
-Runs report the split of a step into compute and exposed communication where the source has it (`--sync`). `random4`
-and `random6` are runs drawn at random, one of them on the largest cluster, in five draws. For each plan, `median`,
-`p90` and `geometric` (the geometric mean) summarise the median errors of the workloads, and `coverage` is the mean over
-workloads. `by_configuration.*` cover all configurations of all workloads, and `by_configuration.coverage.extrapolated`
-only configurations outside of what was measured. `regret.*.geometric` is the geometric mean of 1 + regret, less 1.
-`columns`: a launch measures up to three batches of a cluster; `columns.launches` and `columns.batches` count what the
-planner asked for, where a cluster that is launched twice counts twice. `columns1`, `columns2` and `columns3` are the
-errors on the other clusters after launches with every batch: on the largest cluster, on the smallest as well, and on
-one between them too.
-`noise.*`: what profiling reads differs from the truth by `--noise` (a log standard deviation, one value a run), in
-`--draws` draws. The true times give the regret, and `noise.coverage.chosen` is how often the true time of the
-configuration that was chosen for least time or cost lies inside its 90 % interval. For every mean M, M.low and M.high
-are the ends of a 90 % interval by resampling workloads. `plan_ms.4096` and `plan_mib.4096` are the time and the memory
-of the first plan of a job of 4,096 candidates.
-All figures are fractions (0.04 = 4 %) except `plan_ms`, `plan_mib`, `fit_ms`, launches and runs.
+Results with `--only` or `--without` are not a held-out test, because some constants of the search and of the residual
+were chosen on these grids (docs/model.md lists these constants). Runs report the split of a step into compute and
+exposed communication if the source has it (`--sync`). `random4` and `random6` are plans of 4 and 6 runs drawn at
+random, one of them on the largest cluster, in five draws. For each plan, `median`, `p90` and `geometric` (the geometric
+mean) summarise the median errors of the workloads, and `coverage` is the mean over workloads. `by_configuration.*`
+cover all configurations of all workloads, and `by_configuration.coverage.extrapolated` covers only configurations
+outside the measured range. `regret.*.geometric` is the geometric mean of 1 + regret, less 1. For `columns`, a launch
+measures up to three batches of a cluster; `columns.launches` and `columns.batches` count the launches and batches that
+the planner requested, and a cluster that is launched twice counts twice. `columns1`, `columns2` and `columns3` are the
+errors on the other clusters after launches with every batch: on the largest cluster, on the largest and the smallest,
+and on these two and one between them. For `noise.*`, profiled step times differ from the true step times by `--noise`
+(a standard deviation of the logarithm, with one value per run), in `--draws` draws. The regret is computed from the
+true times, and `noise.coverage.chosen` is how often the 90 % interval of the configuration chosen for least time or
+cost contains its true time. For every mean M, M.low and M.high are the ends of a 90 % interval from resampled
+workloads. `plan_ms.4096` and `plan_mib.4096` are the time and the memory that the first plan of a job with 4,096
+candidates takes. All figures are fractions (0.04 = 4 %) except `plan_ms`, `plan_mib`, `fit_ms`, launches and runs.
 """
 
 from __future__ import annotations
@@ -67,16 +66,16 @@ _SAME_BATCH = 1.03
 _TIMED_CANDIDATES = 64
 _NOISE, _DRAWS = 0.03, 3
 _RANDOM_DRAWS = 5
-_LEAST_ERROR = 1e-4  # in a geometric mean
-_PLANNED_SIDE = 64  # clusters, and batches
-_NEVER = 1e30  # times as many steps: such a candidate may be profiled and is never chosen
+_LEAST_ERROR = 1e-4  # smallest error in a geometric mean
+_PLANNED_SIDE = 64  # number of clusters, and of batches
+_NEVER = 1e30  # factor on the number of steps with which a candidate may be profiled but is never chosen
 
 
 class HeldOut(NamedTuple):
     """Predictions for the configurations that were not profiled.
 
-    `errors` are relative. `inside` is 1.0 where the measured time is inside its 90 % interval, and `extrapolated` is
-    1.0 where the configuration is outside of what was measured; both are 0.0 elsewhere.
+    `errors` are relative. `inside` is 1.0 if the 90 % interval contains the measured time, and `extrapolated` is 1.0 if
+    the configuration is outside the measured range; otherwise both are 0.0.
     """
 
     errors: Sequence[float] = ()
@@ -90,7 +89,7 @@ class HeldOut(NamedTuple):
 
 @dataclass
 class Figures:
-    """The results of one workload: errors and coverage of held-out predictions by plan, and the regret by choice."""
+    """The results of one workload: errors and coverage of held-out predictions by plan, and regrets by choice."""
 
     workload: str
     grid: str
@@ -118,10 +117,10 @@ def profile(
     share_launches: bool = False,
     launches: list[Launch] | None = None,
 ) -> list[Placement]:
-    """Return the configurations that the planner requests, in order; the table answers each request.
+    """Return the configurations that the planner requests, in order; their measurements come from the table.
 
-    `runs` is the most runs, or the most launches with `share_launches`. `launches` collects every launch; a cluster
-    that is launched again is in it twice.
+    `runs` is the largest number of runs, or of launches with `share_launches`. All launches are appended to `launches`;
+    a cluster that is launched twice is in it twice.
     """
     done: list[Placement] = []
     model: StepTimeModel | None = None
@@ -131,7 +130,7 @@ def profile(
         if step.stop_reason is not None or not step.runs:
             return done
         asked = [run.configuration for run in step.runs]
-        if share_launches:  # one launch at a time, as `tula tune` works through a plan
+        if share_launches:  # one launch at a time, as in `tula tune`
             asked = [c for c in asked if find_launch(c) == find_launch(asked[0])]
         done += asked  # type: ignore[arg-type]
         if launches is not None:
@@ -140,7 +139,7 @@ def profile(
 
 
 def designed(workload: Workload, runs: int) -> list[Placement]:
-    """Return the configurations that say most about all others; the planner's first four have no goal."""
+    """Return the configurations that are most informative about all others; the planner always starts with them."""
     return design(workload.candidates, Priors(), runs)  # type: ignore[return-value]
 
 
@@ -159,7 +158,7 @@ def at_random(workload: Workload, runs: int, draw: int) -> list[Placement]:
 
 
 def held_out(workload: Workload, profiled: Sequence[Placement], form: StepTimeForm = "overlap") -> HeldOut:
-    """Return the predictions of all other configurations by a fit to `profiled`."""
+    """Fit a model to `profiled`; return its predictions for all other configurations."""
     seen = set(profiled)
     rest = [c for c in workload.candidates if c not in seen]
     if not rest:
@@ -173,7 +172,7 @@ def held_out(workload: Workload, profiled: Sequence[Placement], form: StepTimeFo
 
 
 def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
-    """Measure everything on one workload; `noise` is the log standard deviation of a run in each draw."""
+    """Measure all figures of one workload; `noise` is the standard deviation of the logarithm of a run's step time."""
     figures = Figures(workload.name, workload.grid)
     profiled = {
         "ring": corners(workload),
@@ -201,7 +200,7 @@ def replay(workload: Workload, *, noise: float, draws: int) -> Figures:
 
 
 def noisy_choices(workload: Workload, figures: Figures, noise: float, draws: int) -> None:
-    """Add the regret of choices from noisy runs, by true times, and how often their intervals contain the true time."""
+    """Add the regret in true times of choices from noisy runs, and how often the intervals contain the true time."""
     regrets, inside = [], []
     for draw in range(draws):
         table = workload.noisy(noise, np.random.default_rng([draw, zlib.crc32(workload.name.encode())]))
@@ -211,7 +210,8 @@ def noisy_choices(workload: Workload, figures: Figures, noise: float, draws: int
             _, choice = recommended(table, make_goal(name))
             chosen = choice.chosen
             assert chosen is not None
-            drawn.regret[name] = value[name][chosen.configuration] / min(value[name].values()) - 1.0  # type: ignore[index]
+            least = min(value[name].values())
+            drawn.regret[name] = value[name][chosen.configuration] / least - 1.0  # type: ignore[index]
             truth = value["time"][chosen.configuration]  # type: ignore[index]
             inside.append(float(chosen.time_s.low <= truth <= chosen.time_s.high))
         best_num_nodes(table, designed(table, _RUNS), drawn)
@@ -223,19 +223,19 @@ def noisy_choices(workload: Workload, figures: Figures, noise: float, draws: int
 
 
 def training_values(workload: Workload) -> dict[str, dict[Placement, float]]:
-    """Return the time and cost of a whole training at each configuration, at a price of 1 per GPU-second."""
+    """Return the time and the cost of a whole training with each configuration, at a price of 1 per GPU-second."""
     spent = {c: seconds * _DATASET / c.global_batch_size for c, seconds in workload.step_time_s.items()}
     return {"time": spent, "cost": {c: spent[c] * c.world_size for c in spent}}
 
 
 def make_goal(name: str, limits: Limits | None = None) -> Goal:
-    """Return the goal of that name; prices are per GPU-hour."""
+    """Return the goal with the given name; prices are per GPU-hour."""
     objective: Objective = "time" if name == "time" else "cost"
     return Goal(objective, Training(_DATASET), {"default": Offer(usd_per_rank_hour=3600.0)}, limits or Limits())
 
 
 def shared_launches(workload: Workload, figures: Figures) -> None:
-    """Add the errors after one, two and three launches with every batch, and regret and number of planned launches."""
+    """Add the errors after one, two and three launches with every batch, and the regret and number of those planned."""
     ordered = [*end_launches(workload.candidates), *middle_launch(workload.candidates)]
     for number, name in enumerate(LAUNCHES, 1):
         chosen = {*ordered[:number]}
@@ -257,7 +257,7 @@ def shared_launches(workload: Workload, figures: Figures) -> None:
 
 
 def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
-    """Return the milliseconds to fit and to predict 64 candidates, the best of three, since others share the core."""
+    """Return the milliseconds to fit and to predict 64 candidates: the best of three, as others use the core."""
     observed = workload.measure(profiled)
     candidates = [workload.candidates[i % len(workload.candidates)] for i in range(_TIMED_CANDIDATES)]
     taken = []
@@ -269,9 +269,9 @@ def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
 
 
 def time_plan(clusters: int) -> dict[str, float]:
-    """Return the milliseconds (best of three) and MiB of the first plan for least time of a job of 4,096 candidates.
+    """Return the milliseconds (best of three) and MiB of a job's first plan for the least time with 4,096 candidates.
 
-    It has as many batches as `clusters`; a smoke run has fewer of both, under the keys of a full one.
+    The job has as many batches as `clusters`; a smoke run has fewer candidates but the same keys.
     """
     side = range(1, clusters + 1)
     candidates = [Placement(num_nodes=n, local_batch_size=8 * batch, ranks=n) for n in side for batch in side]
@@ -289,7 +289,7 @@ def time_plan(clusters: int) -> dict[str, float]:
 
 
 def regret(workload: Workload, planned: Sequence[Placement], figures: Figures) -> None:
-    """Measure how much worse than the best in the table the recommended configurations are; prices are per GPU-hour."""
+    """Add how much worse the recommended configurations are than the best in the table; prices are per GPU-hour."""
     values = training_values(workload)
     spent, paid = values["time"], values["cost"]
     largest = max(workload.candidates, key=lambda c: (c.world_size, c.local_batch_size))
@@ -320,8 +320,9 @@ def recommended(
 def best_num_nodes(workload: Workload, planned: Sequence[Placement], figures: Figures) -> None:
     """Score the choice of the fastest cluster, for every global batch that several clusters can run.
 
-    `best_num_nodes`: each batch is a separate job that may profile any configuration, at most six in all, the
-    verification of its choice included. `best_num_nodes_planned`: six planned runs serve all batches, none is verified.
+    For `best_num_nodes`, each batch is a separate job that may profile any configuration, with at most six runs,
+    including a run that verifies the choice. For `best_num_nodes_planned`, all batches use the same six planned runs,
+    and no choice is verified.
     """
     model = fit_step_time(workload.measure(planned), candidates=workload.candidates)
     mean_s = dict(zip(workload.candidates, model.predict(workload.candidates).mean_s, strict=True))
@@ -344,7 +345,7 @@ def best_num_nodes(workload: Workload, planned: Sequence[Placement], figures: Fi
 
 
 def same_batch(candidates: Sequence[Placement]) -> list[list[Placement]]:
-    """Return the groups of candidates with equal global batch (within 3 %) on at least two cluster sizes."""
+    """Return groups of candidates with an equal global batch (within 3 %) on at least two cluster sizes."""
     groups: list[list[Placement]] = []
     for candidate in sorted(candidates, key=lambda c: c.global_batch_size):
         if groups and candidate.global_batch_size <= _SAME_BATCH * groups[-1][0].global_batch_size:
@@ -410,7 +411,7 @@ def summarise(results: Sequence[Figures]) -> dict[str, float]:
 
 
 def show(figures: dict[str, float]) -> None:
-    """Print the figures for people."""
+    """Print the figures as tables."""
 
     def percent(key: str) -> str:
         value = f"{100 * figures[key]:.1f} %" if key in figures else "-"
@@ -443,11 +444,11 @@ def show(figures: dict[str, float]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = workloads_parser("step_time", __doc__)
-    parser.add_argument("--noise", type=float, default=_NOISE, help=f"log standard deviation of a run ({_NOISE})")
-    parser.add_argument("--draws", type=int, default=_DRAWS, help=f"draws of that noise ({_DRAWS})")
+    parser.add_argument("--noise", type=float, default=_NOISE, help=f"standard deviation of the noise ({_NOISE})")
+    parser.add_argument("--draws", type=int, default=_DRAWS, help=f"number of draws of the noise ({_DRAWS})")
     options = parser.parse_args(arguments)
     if options.noise < 0.0 or options.draws < 1:
-        parser.error("--noise: give at least 0, and --draws: at least 1.")
+        parser.error("--noise must be at least 0 and --draws at least 1.")
     measured = functools.partial(replay, noise=options.noise, draws=options.draws)
     smoke = functools.partial(replay, noise=options.noise, draws=1)
     _, pairs = over_workloads(parser, measured, arguments, smoke=smoke)

@@ -124,7 +124,7 @@ class Errors:
 
 @contextmanager
 def segments_growing() -> Iterator[None]:
-    """Make estimates within this context assume that the allocator's segments grow, as in a run that `tula` launches."""
+    """Make estimates in this context assume that the allocator's segments grow, as in runs that `tula` launches."""
     before = os.environ.get(ALLOCATOR_VARIABLES[0])
     os.environ[ALLOCATOR_VARIABLES[0]] = GROWING_SEGMENTS
     try:
