@@ -1,15 +1,15 @@
-"""Tests how well the agent separates compute from communication: real DDP over gloo against a truth from inside the
-script.
+"""Tests how well the agent separates compute from communication, by comparison with times measured in the script.
 
 python -m benchmarks.sync_split [--steps N] [--smoke] [--json OUT]
 
-Two ranks spin for a known time in forward and backward, one of them at random longer (the injected skew), and reduce
-their gradients over a link limited by `tc tbf` between two network namespaces (root and iproute2; without them over the
-loopback, which the output says). The truth is taken step by step inside the script, on a clock that both processes
-share (CLOCK_MONOTONIC): communication is exposed on the rank that has its last gradient last (it waits for no other),
-from that gradient to the return of its backward; compute is all of the step but each rank's own waiting, the median
-over ranks. It is compared with what the bare link takes for all gradients, between barriers, with nothing to hide
-behind. `compute.error` and `exposed_comm.error` are the worst relative errors of the mean over all scenarios.
+Two ranks of DDP over gloo spin for a known time in the forward and backward pass, and at each step one of them, chosen
+at random, spins longer (the injected skew). They reduce their gradients over a link between two network namespaces,
+limited by `tc tbf`; without root and iproute2 they use the loopback, and the output says so. The true times of each
+step are measured in the script, on a clock that both processes share (CLOCK_MONOTONIC). The exposed communication is
+the time from the last gradient to the return of backward, on the rank whose last gradient is ready last, because this
+rank does not wait for the other. Compute is the time of the step without the rank's own waiting, in the median over
+ranks. For comparison, the output shows how long the link takes to reduce all gradients without any compute.
+`compute.error` and `exposed_comm.error` are the largest relative errors of the mean over all scenarios.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.support.gloo import fork_ranks, free_port, leave_group
 from benchmarks.support.report import make_parser, write_json
 from benchmarks.support.sink import Sink
 
-FLOATS = 500_000  # per layer: two layers, 4 MB of gradients in all
+FLOATS = 500_000  # per layer; two layers have 4 MB of gradients in total
 RATE_MBIT = 400
 WARMUP_STEPS = 5
 SMOKE_STEPS, SMOKE_FASTER = 3, 10.0
@@ -46,7 +46,7 @@ SMOKE_STEPS, SMOKE_FASTER = 3, 10.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """Times in seconds; skew is uniform up to `skew_s` and falls on a random rank at each step."""
+    """The times of a scenario in seconds; at each step, a random rank is late by a uniform time of up to `skew_s`."""
 
     name: str
     forward_s: float
@@ -55,7 +55,7 @@ class Scenario:
     overlapped: bool
 
     def faster(self, times: float) -> Scenario:
-        """Return the same scenario with that much less compute."""
+        """Return the same scenario with compute and skew divided by `times`."""
         return replace(
             self, forward_s=self.forward_s / times, backward_s=self.backward_s / times, skew_s=self.skew_s / times
         )
@@ -72,14 +72,14 @@ SCENARIOS = [
 
 
 def spin(seconds: float) -> None:
-    """Compute for this long."""
+    """Keep a core busy for `seconds` seconds."""
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends:
         pass
 
 
 def build_model(scenario: Scenario, late_s: list[float]) -> Any:
-    """Return two layers that spin as the scenario says; backward takes `late_s[0]` longer."""
+    """Return a model of two layers that spin as the scenario specifies; its backward pass takes `late_s[0]` longer."""
 
     class Spin(torch.autograd.Function):
         @staticmethod
@@ -101,7 +101,7 @@ def build_model(scenario: Scenario, late_s: list[float]) -> Any:
         def forward(self, x: Any) -> Any:
             spin(scenario.forward_s)
             half = scenario.backward_s / 2
-            # In backward: spin, gradient of `second`, spin, gradient of `first`; or both spins first.
+            # Order in the backward pass: spin, gradient of `second`, spin, gradient of `first`; or both spins first.
             if scenario.overlapped:
                 hidden = Spin.apply(self.first * x, half)
                 return (Spin.apply(hidden * self.second, half)).sum()
@@ -111,7 +111,7 @@ def build_model(scenario: Scenario, late_s: list[float]) -> Any:
 
 
 def bare_all_reduce(buckets: int) -> float:
-    """Return the seconds that the link takes for `buckets` buckets, with nothing else going on: the median of a few."""
+    """Return the median seconds that the link takes to reduce `buckets` buckets while nothing else runs."""
     times = []
     for _ in range(9):
         parts = [torch.ones(FLOATS) for _ in range(buckets)]
@@ -124,7 +124,7 @@ def bare_all_reduce(buckets: int) -> float:
 
 
 def rank(scenarios: list[Scenario], steps: int, folder: Path, url: str) -> None:
-    """Run one rank: train under the agent, scenario by scenario, and write the true times."""
+    """Run one rank: train all scenarios with the agent, one after another, and write the true times."""
     os.environ |= {
         "TULA_URL": url,
         "TULA_SPOOL_DIR": str(folder),
@@ -140,14 +140,14 @@ def rank(scenarios: list[Scenario], steps: int, folder: Path, url: str) -> None:
 
 
 def train(scenario: Scenario, steps: int) -> dict[str, Any]:
-    """Train; return each step's begin, last gradient, return of backward, and end."""
+    """Train; return for each step the times of its start, its last gradient, the return of backward, and its end."""
     late_s = [0.0]
     bare = build_model(scenario, late_s)
     marks: dict[str, float] = {}
 
     def mark(name: str) -> Any:
         def ready(_parameter: Any) -> None:
-            marks[name] = time.perf_counter()  # before DDP's own hook sees the gradient
+            marks[name] = time.perf_counter()  # before DDP's own hook receives the gradient
 
         return ready
 
@@ -175,7 +175,7 @@ def train(scenario: Scenario, steps: int) -> dict[str, Any]:
 
 
 def serve(port: int, samples: Path, namespace: str, ready: Barrier) -> None:
-    """Serve the ranks of a node in the node's namespace, so that their reports do not cross the link."""
+    """Run a sink for a node's ranks in the node's namespace, so that their reports do not cross the link."""
     if namespace:
         enter(namespace)
     service = Sink(port, samples)
@@ -185,7 +185,7 @@ def serve(port: int, samples: Path, namespace: str, ready: Barrier) -> None:
 
 @contextmanager
 def link(rate_mbit: float) -> Iterator[Cluster | None]:
-    """Yield two nodes with a limited link; None, with a printed message, if they cannot be made."""
+    """Yield two nodes with a limited link; if they cannot be created, print a message and yield None."""
     if (reason := why_not()) is not None:
         print(f"{reason}: measuring over the loopback")
         yield None
@@ -197,9 +197,9 @@ def link(rate_mbit: float) -> Iterator[Cluster | None]:
 def run_scenarios(
     scenarios: list[Scenario], steps: int, cluster: Cluster | None
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Return for each scenario what the agent reported and the truth, as means over the steps that both have.
+    """Return each scenario's times, as reported by the agent and as measured in the script, as means over common steps.
 
-    One pair of processes goes through all of them.
+    One pair of processes runs all scenarios.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
@@ -226,7 +226,7 @@ def run_scenarios(
 
 
 def read_samples(path: Path) -> dict[str, dict[int, tuple[float, float, float]]]:
-    """Return what the agent reported, by run and step: compute, exposed communication, skew."""
+    """Return the compute, exposed communication and skew that the agent reported, by run and step."""
     reported: dict[str, dict[int, tuple[float, float, float]]] = {}
     for line in path.read_text().splitlines():
         route, _, text = line.partition(" ")
@@ -241,7 +241,7 @@ def read_samples(path: Path) -> dict[str, dict[int, tuple[float, float, float]]]
 def compare(
     truth: list[dict[str, Any]], reported: dict[int, tuple[float, float, float]]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the means of the agent's columns and of the truth over the same steps."""
+    """Return the means of the agent's columns and of the true times over the same steps."""
     agent: dict[str, list[float]] = {"compute": [], "exposed_comm": [], "skew": []}
     true: dict[str, list[float]] = {"compute": [], "exposed_comm": [], "skew": []}
     for step, (compute, exposed, skew) in sorted(reported.items()):
@@ -258,12 +258,12 @@ def compare(
 
 
 def measure(steps: int, groups: list[list[Scenario]], rate_mbit: float) -> dict[str, float]:
-    """Measure every scenario and the worst errors; those of a group share two processes."""
+    """Return the errors of every scenario and the largest errors; the scenarios of a group share two processes."""
     worst = {"compute": 0.0, "exposed_comm": 0.0}
     figures: dict[str, float] = {}
     with link(rate_mbit) as cluster:
         where = f"a link of {rate_mbit:g} Mbit/s" if cluster else "the loopback, not limited"
-        print(f"2 ranks over {where}, {steps} steps each; agent / truth in ms")
+        print(f"2 ranks over {where}, {steps} steps each; times from the agent / true times in ms")
         measured = (pair for group in groups for pair in run_scenarios(group, steps, cluster))
         for scenario, (agent, true) in zip(SCENARIOS, measured, strict=True):
             cells = []
@@ -279,7 +279,7 @@ def measure(steps: int, groups: list[list[Scenario]], rate_mbit: float) -> dict[
 
 
 def main() -> None:
-    """Measure, print, and compare with the target: 5 % for both."""
+    """Measure all scenarios, and print both largest errors with their target of 5 %."""
     parser = make_parser("sync_split", __doc__)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
@@ -291,7 +291,7 @@ def main() -> None:
     else:
         figures = measure(options.steps, [[scenario] for scenario in SCENARIOS], RATE_MBIT)
     for name in ("compute.error", "exposed_comm.error"):
-        print(f"{name:20} {figures[name]:.4f}  (to reach: at most 0.05)")
+        print(f"{name:20} {figures[name]:.4f}  (target: at most 0.05)")
     write_json(options.json, figures)
 
 

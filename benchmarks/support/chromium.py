@@ -1,4 +1,4 @@
-"""The system's Chromium: where it is and how it is started without a display."""
+"""Finds the system's Chromium, and the options that start it without a display."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def chromium_path() -> str | None:
-    """Return the first Chromium on the PATH; None if there is none."""
+    """Return the path of the first Chromium on the PATH, or None if there is none."""
     return next((path for name in _NAMES if (path := shutil.which(name))), None)

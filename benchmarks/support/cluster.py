@@ -1,7 +1,7 @@
-"""A cluster on one machine: nodes are network namespaces on a bridge, and their links have a given bandwidth.
+"""A cluster on one machine, whose nodes are network namespaces on a bridge with links of a given bandwidth.
 
-Needs root, iproute2 and a kernel with network namespaces and the tbf queue; `why_not` says what is missing. A delay on
-top of it needs the netem queue, which not every kernel has: `why_no_delay`.
+The cluster needs root, iproute2 and a kernel with network namespaces and the tbf queue; `why_not` states what is
+missing. Links with a delay also need the netem queue, which not every kernel has; see `why_no_delay`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from types import TracebackType
 _CLONE_NEWNET = 0x40000000
 _BURST_KB = 32
 _SEGMENTS = ("gso_max_size", "16384")
-"""tbf cuts what exceeds its burst into packets, on the cores: eight nodes then share those instead of their links, and
-reduce 512 KiB at 400 Mbit/s in 33 ms instead of 19.5 ms."""
+"""The maximum size of segments. tbf cuts segments above its burst into packets, and this takes so much processor time
+that eight nodes reduce 512 KiB at 400 Mbit/s in 33 ms instead of 19.5 ms.
+"""
 _IN_ORDER = "echo {cores:x} > /sys/class/net/{interface}/queues/rx-0/rps_cpus"
-"""A veth hands packets on where their sender runs: after it changed cores they arrive in another order, and TCP sends
-them again. By the hash of their flow they stay on one core."""
+"""Assigns the packets of a flow to one core. A veth otherwise delivers packets on the sender's core, so they arrive out
+of order after the sender has moved to another core, and TCP sends them again.
+"""
 _STEADY = ("sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
-"""BBR, the default of some machines, leaves a flow four packets for 200 ms every ten seconds: one step in fourteen of
-eight nodes takes 140 ms longer."""
+"""Selects Reno. BBR, the default on some machines, limits a flow to four packets for 200 ms every ten seconds, so one
+in fourteen steps of eight nodes takes 140 ms longer.
+"""
 
 
 def why_not() -> str | None:
-    """Return why no cluster can be built here, in one sentence; None when one can."""
+    """Return in one sentence why no cluster can be built on this machine, or None if a cluster can be built."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a cluster of network namespaces needs root on Linux"
     try:
@@ -41,7 +44,7 @@ def why_not() -> str | None:
 
 
 def why_no_delay() -> str | None:
-    """Return why links can have no delay here, in one sentence; None when they can."""
+    """Return in one sentence why links on this machine cannot have a delay, or None if they can."""
     if (reason := why_not()) is not None:
         return reason
     try:
@@ -62,10 +65,11 @@ def _try_queue(*words: str) -> None:
 
 
 class Cluster:
-    """`num_nodes` namespaces, each with one link of `mbit_per_s` in either direction; this machine is at `host`.
+    """A cluster of `num_nodes` namespaces, each with one link of `mbit_per_s` in either direction.
 
-    `delay_ms` is added once in either direction of every link (netem), so twice on the way from node to node. Node i
-    has the address `address(i)`. Closed by leaving the `with` block; nothing stays behind.
+    `delay_ms` is added once in either direction of every link (netem), so a packet from node to node is delayed twice.
+    Node i has the address `address(i)`, and this machine has the address `host`. Leaving the `with` block removes the
+    cluster completely.
     """
 
     def __init__(self, num_nodes: int, mbit_per_s: float, *, delay_ms: float = 0.0) -> None:
@@ -83,7 +87,7 @@ class Cluster:
 
     @property
     def interface(self) -> str:
-        """Return the name of a node's interface for GLOO_SOCKET_IFNAME, which is the same in every namespace."""
+        """Return the name of the network interface for GLOO_SOCKET_IFNAME, which is the same in every namespace."""
         return "node0"
 
     def address(self, node: int) -> str:
@@ -91,7 +95,7 @@ class Cluster:
         return f"{self._net}.{10 + node}"
 
     def namespace(self, node: int) -> str:
-        """Return a node's namespace."""
+        """Return the name of a node's namespace."""
         return f"tula-{self._tag}-{node}"
 
     @property
@@ -100,11 +104,11 @@ class Cluster:
         return {"namespaces": f"tula-{self._tag}-", "master": self.address(0), "interface": self.interface}
 
     def command(self, node: int, words: Sequence[str]) -> list[str]:
-        """Return `words` as a command on that node."""
+        """Return the command that runs `words` on a node."""
         return ["ip", "netns", "exec", self.namespace(node), *words]
 
     def set_rate(self, mbit_per_s: float) -> None:
-        """Change the bandwidth of every link, while traffic flows."""
+        """Change the bandwidth of every link, even while traffic flows."""
         self.mbit_per_s = mbit_per_s
         for node in range(self.num_nodes):
             self._queue(node, "change", "root", "handle", "1:", "tbf", *_rate(mbit_per_s))
@@ -148,7 +152,7 @@ class Cluster:
                 self._queue(node, "add", "parent", "1:1", "handle", "10:", "netem", "delay", f"{self.delay_ms:g}ms")
 
     def _queue(self, node: int, change: str, *words: str) -> None:
-        """Set the same queue at either end of a node's link."""
+        """Set the same queue at both ends of a node's link."""
         _run("tc", "qdisc", change, "dev", self._outer(node), *words)
         _run(*self.command(node, ["tc", "qdisc", change, "dev", self.interface, *words]))
 
@@ -160,7 +164,7 @@ class Cluster:
 
 
 def enter(namespace: str) -> None:
-    """Move this process into a namespace; raises OSError."""
+    """Move this process into a namespace. Raises OSError if it cannot enter the namespace."""
     with open(f"/var/run/netns/{namespace}") as file:  # noqa: PTH123
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")

@@ -1,7 +1,7 @@
-"""Makes a virtual environment with only the dependencies of a distribution's extras, without an index.
+"""Creates a virtual environment with only the dependencies of a distribution's extras, without a package index.
 
-The distributions come from the running interpreter. Each is linked, not copied, so that nothing is downloaded and
-packages that an extra does not require are truly absent.
+The distributions of the running interpreter are linked, not copied, so nothing is downloaded. Packages that an extra
+does not require are absent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["bring", "closure", "isolated"]
 
 
 def closure(requirements: set[str]) -> dict[str, Distribution]:
-    """Return every distribution that these requirements need, by name, on this machine and interpreter."""
+    """Return all distributions that these requirements need on this machine and interpreter, by name."""
     packages: dict[str, Distribution] = {}
     seen: set[tuple[str, str]] = set()
     todo = [Requirement(line) for line in requirements]
@@ -38,8 +38,8 @@ def closure(requirements: set[str]) -> dict[str, Distribution]:
 
 
 def link(source: str, target: Path) -> None:
-    """Link a file and, of a module, its byte code, which takes longer to make than the tests to run."""
-    if target.is_symlink():  # byte code that came with its module
+    """Link a file and, for a module, its byte code, since compiling takes longer than the tests."""
+    if target.is_symlink():  # byte code that was linked with its module
         return
     target.symlink_to(source)
     if source.endswith(".py") and (cached := Path(cache_from_source(source))).exists():
@@ -50,10 +50,10 @@ def link(source: str, target: Path) -> None:
 
 def bring(requirements: set[str], site: Path) -> None:
     """Link the closure of `requirements` into a folder of packages, file by file."""
-    real: dict[Path, str] = {}  # by folder, the one that its files are in
+    real: dict[Path, str] = {}  # the real folder of each folder
     for package in closure(requirements).values():
         for file in package.files or []:
-            if ".." in file.parts:  # scripts
+            if ".." in file.parts:  # a script outside the folder of packages
                 continue
             folder = site / file.parent
             if folder not in real:
@@ -63,7 +63,7 @@ def bring(requirements: set[str], site: Path) -> None:
 
 
 def isolated(folder: Path, requirements: set[str], wheel: Path) -> Path:
-    """Make a virtual environment with the closure of `requirements` and the wheel, by pip, and return its `bin`."""
+    """Create a virtual environment with the closure of `requirements` and the wheel; return its `bin` folder."""
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     bring(requirements, site)

@@ -1,15 +1,16 @@
-"""Starts Python programs in a fraction of a second: a parent that has imported what they import forks them.
+"""Starts Python programs in a fraction of a second by forking a parent process that has imported their modules.
 
-Run as a program, it is that parent. Its arguments are a folder and the modules to import. It reads one JSON object a
-line: argv (a script, `-c` and its text, or `-m` and a module, then arguments), env, a working folder, files for stdout
-and stderr, files to open under further descriptors, and the interpreter that multiprocessing is to start.
-For each it answers the process id in a line. When a child ends, its exit status goes into the file `<pid>` of the
-folder. The child is what `python ARGV` would have started: a process with a separate session, environment and files,
-whose signals, `atexit` functions and exit status are the program's. Left out is what follows the `atexit` functions: to
-take apart all modules of torch, page by copied page, costs half a second of CPU, more than most programs of the tests.
-The child also leaves a process group a little later than its script asks (`leave_groups_late`): with gloo, the
+The parent process runs this file as a program. Its arguments are a folder and the modules to import. From each line of
+its input, it reads a JSON object with argv (a script, `-c` and a program text, or `-m` and a module, followed by
+arguments), env, a working folder, files for stdout and stderr, files to open under further descriptors, and the
+interpreter for multiprocessing to start. It forks a child and prints the child's process id on a line. When the child
+ends, the parent writes the exit status to the file `<pid>` in the folder. The child behaves like a process that `python
+ARGV` has started: it has a separate session, environment and files, and the signals, `atexit` functions and exit status
+of the program. It only skips the interpreter's clean-up after the `atexit` functions, because to free all modules of
+torch in copied pages would take half a second of CPU time, which is more than most programs of the tests take. The
+child also leaves a process group a little later than its script does (`leave_groups_late`), because with gloo the
 destructor of a DDP model holds the GIL and waits for a thread that may need the GIL to free the last reduction. When
-the input ends, as it does when the tests are killed, the parent ends the children that still run.
+the input ends, which also happens when the tests are killed, the parent ends all children that still run.
 """
 
 from __future__ import annotations
@@ -43,32 +44,32 @@ SERVICE = (
     "uvicorn.protocols.http.httptools_impl",
     "uvloop",
     "altair",
-    "kneed",  # with most of SciPy, for the first answer
+    "kneed",  # with most of SciPy, for the first recommendation
     "scipy.optimize",
     "psycopg",
     "tula_client.cli.app",
 )
 AGENT = (
-    "httpcore",  # what httpx imports when a client is made
+    "httpcore",  # httpx imports it when it creates a client
     "httpx",
-    "torch._dynamo",  # what an optimizer imports when it is made
-    "torch.distributed.checkpoint.state_dict_saver",  # what a sharded checkpoint and a sharded model take
+    "torch._dynamo",  # imported when an optimizer is created
+    "torch.distributed.checkpoint.state_dict_saver",  # for sharded checkpoints and models
     "torch.distributed.fsdp",
     "torch.utils.data",
-    "tula_wire",  # models take longer to build than a training of the tests to run
-    "torch.utils.flop_counter",  # what the agent takes of torch
+    "tula_wire",  # building its models takes longer than a training run of the tests
+    "torch.utils.flop_counter",  # used by the agent
 )
 FRAMEWORKS = ("lightning.pytorch", "accelerate", "transformers.trainer", "transformers.models.bert.modeling_bert")
 ABOVE_ALL = 512
-"""First descriptor that no forked program uses."""
+"""The first file descriptor that no forked program uses."""
 GLOO_RELEASE_S = 0.1
-"""Seconds in which gloo's threads free the last reduction, on cores that other programs share."""
+"""Seconds that gloo's threads need to free the last reduction if other programs use the same cores."""
 GRACE_S = 5.0
-"""Seconds from SIGTERM to SIGKILL for children that outlive the input."""
+"""Seconds between SIGTERM and SIGKILL for children that still run when the input ends."""
 
 
 class ForkedProcess:
-    """A forked process, with the part of `subprocess.Popen` that tests need."""
+    """A forked process, with those methods of `subprocess.Popen` that tests need."""
 
     def __init__(self, pid: int, status: Path) -> None:
         self.pid = pid
@@ -76,14 +77,14 @@ class ForkedProcess:
         self._status = status
 
     def poll(self) -> int | None:
-        """Return the exit status as `subprocess` has it; None while the process runs."""
+        """Return the exit status in the form of `subprocess`, or None while the process runs."""
         if self.returncode is None and self._status.exists() and (text := self._status.read_text()):
             self.returncode = os.waitstatus_to_exitcode(int(text))
             self._status.unlink()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; raises `subprocess.TimeoutExpired`."""
+        """Wait until the process ends, and return its exit status. Raises `subprocess.TimeoutExpired`."""
         ends = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if timeout is not None and ends is not None and time.monotonic() > ends:
@@ -94,7 +95,7 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal unless the process has ended."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended, which `poll` learns a moment later
+            with contextlib.suppress(ProcessLookupError):  # the process has ended before its status is known
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
@@ -103,9 +104,10 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The parent process, which has imported `modules`; ends with `close` or with this process.
+    """A parent process that has imported `modules`; it ends when `close` is called or this process ends.
 
-    `python` starts it: one that forks a process with these imports saves them.
+    `python` is the interpreter that starts the parent. If it is a program that forks a process with these modules, they
+    need not be imported again.
     """
 
     def __init__(self, modules: Sequence[str], python: str = sys.executable) -> None:
@@ -130,10 +132,11 @@ class ForkServer:
         inherited: Mapping[int, str] | None = None,
         spawns: Path | None = None,
     ) -> ForkedProcess:
-        """Fork `python ARGV` in `folder`; it appends its output to these files, without `stderr` all to the first.
+        """Fork `python ARGV` in `folder`; its output is appended to `stdout` and `stderr`, or all to `stdout` without
+        `stderr`.
 
-        `inherited` are the paths below /proc of further open files by descriptor; `spawns` is the interpreter that
-        multiprocessing starts in it.
+        `inherited` maps the descriptors of further open files to their paths below /proc; `spawns` is the interpreter
+        that multiprocessing starts in the program.
         """
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
@@ -146,7 +149,7 @@ class ForkServer:
         return ForkedProcess(pid, Path(self._folder.name) / str(pid))
 
     def close(self) -> None:
-        """End the parent, and children that still run."""
+        """End the parent and all children that still run."""
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
         self._parent.stdin.close()
@@ -156,25 +159,25 @@ class ForkServer:
 
 
 _program: dict[str, Any] = {}
-"""Globals of the program that this fork has become."""
+"""The globals of the program that runs in this fork."""
 _status: int | None = None
-"""Exit status of that program; None while it runs, and in the parent."""
+"""The exit status of the program in this fork; None while the program runs, and in the parent."""
 
 
 def leave() -> None:
-    """Leave a forked program, after its threads and its `atexit` functions, without taking its modules apart."""
+    """End a forked program after its threads and its `atexit` functions, without freeing its modules."""
     if _status is not None:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # nobody reads on, or the program has closed it
+            with suppress(OSError, ValueError):  # the reader has gone, or the program has closed the stream
                 stream.flush()
         os._exit(_status)
 
 
 class Children:
-    """The processes that the parent has forked, whose exit statuses go into files of a folder.
+    """The processes that the parent has forked, whose exit statuses are written to files in a folder.
 
-    `ended` becomes readable when one ends: a signal that comes between a handler's return and the next blocking call
-    would not interrupt that call.
+    `ended` becomes readable when a process ends. The signal alone is not enough, because it does not interrupt a
+    blocking call if it arrives just before the call.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -185,7 +188,7 @@ class Children:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self._wakes)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tests, whereupon the input ends
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tests, and then the input ends
 
     def fork(self) -> int:
         """Fork, and return the process id, or 0 in the child, as `os.fork` does."""
@@ -198,7 +201,7 @@ class Children:
             os.close(self._wakes)
         else:
             self._running.add(pid)
-            (self._folder / str(pid)).unlink(missing_ok=True)  # of an earlier process, for which nobody has waited
+            (self._folder / str(pid)).unlink(missing_ok=True)  # left by an earlier process with this id
         return pid
 
     def keep_statuses(self) -> None:
@@ -208,13 +211,13 @@ class Children:
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 draft = self._folder / f"{ended[0]}.draft"
-                with suppress(FileNotFoundError):  # the folder is gone with the tests
+                with suppress(FileNotFoundError):  # the tests have ended and removed the folder
                     draft.write_text(str(ended[1]))
                     draft.rename(self._folder / str(ended[0]))
                 self._running.discard(ended[0])
 
     def end(self) -> None:
-        """End the processes that still run: SIGTERM, then SIGKILL."""
+        """End the processes that still run, with SIGTERM and then with SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             ends = time.monotonic() + GRACE_S
             for pid in list(self._running):
@@ -226,18 +229,18 @@ class Children:
 
 
 def serve_forks(folder: Path, modules: Sequence[str]) -> None:
-    """Fork a program for each line of standard input, until it ends."""
+    """Fork a program for each line of standard input, until the input ends."""
     for name in modules:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a child does not copy pages that its collector never visits
+    gc.freeze()  # the child's collector then visits no page, and copies none
     children = Children(folder)
     while True:
         ready, _, _ = select.select([sys.stdin, children.ended], [], [])
         children.keep_statuses()
         if sys.stdin not in ready:
             continue
-        if not (line := sys.stdin.readline()):  # one at a time: the next is written after the answer to this one
+        if not (line := sys.stdin.readline()):  # a line is written only after the reply to the line before
             break
         order = json.loads(line)
         pid = children.fork()
@@ -267,7 +270,7 @@ def become(order: dict[str, Any]) -> None:
     sys.argv = order["argv"][is_module:]
     search = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:1] = ["" if is_module or is_text else str(Path(sys.argv[0]).parent), *search]
-    # Kept until the interpreter ends, as a script's globals are.
+    # The globals are kept until the interpreter ends, as for a script.
     global _program, _status
     try:
         if is_module:
@@ -277,16 +280,18 @@ def become(order: dict[str, Any]) -> None:
             exec(compile(sys.argv.pop(1), "<string>", "exec"), _program)
         else:
             _program = runpy.run_path(sys.argv[0], run_name="__main__")
-    except KeyboardInterrupt:  # the interpreter ends itself by SIGINT
+    except KeyboardInterrupt:  # the interpreter then ends itself with SIGINT
         raise
-    except BaseException as error:  # the interpreter prints what it says
+    except BaseException as error:  # the interpreter then prints the error
         _status = exit_status(error)
         raise
     _status = 0
 
 
 def leave_groups_late() -> None:
-    """Let gloo's threads free the last reduction before a script destroys its group, as `gloo.leave_group` does."""
+    """Make scripts wait, as `gloo.leave_group` does, until gloo has freed the last reduction before they destroy a
+    group.
+    """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None:
         return
@@ -300,25 +305,25 @@ def leave_groups_late() -> None:
 
 
 def exit_status(error: BaseException) -> int:
-    """Return the interpreter's exit status if nothing catches `error`."""
+    """Return the exit status that the interpreter would have if nothing caught `error`."""
     if not isinstance(error, SystemExit):
         return 1
     return 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def inherit(paths: Mapping[str, str]) -> None:
-    """Open these files below /proc, as they are open there, under the descriptors that name them."""
+    """Open the given files below /proc, in their present mode, under the descriptors that are their keys."""
     opened: dict[int, int] = {}
     for descriptor, path in paths.items():
         (flags,) = re.findall(r"^flags:\s+(\d+)", Path(path.replace("/fd/", "/fdinfo/")).read_text(), re.MULTILINE)
         mode = int(flags, 8) & os.O_ACCMODE
         opened[int(descriptor)] = fcntl.fcntl(os.open(path, mode | os.O_NONBLOCK), fcntl.F_DUPFD, ABOVE_ALL)
-        fcntl.fcntl(opened[int(descriptor)], fcntl.F_SETFL, 0)  # a pipe without another end would have blocked
+        fcntl.fcntl(opened[int(descriptor)], fcntl.F_SETFL, 0)  # only opening a pipe may not block
     for number, file in opened.items():
         os.dup2(file, number)
         os.close(file)
 
 
 if __name__ == "__main__":
-    atexit.register(leave)  # before all others, and so called after them
+    atexit.register(leave)  # registered first, so called last
     serve_forks(Path(sys.argv[1]), sys.argv[2:])

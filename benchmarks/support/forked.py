@@ -1,4 +1,4 @@
-"""`tula serve`, forked for tests that claim nothing about how the service starts."""
+"""Forks `tula serve` for tests that do not depend on how the service starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.support.forked_programs import programs
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """Return one fork server for all servers of this process, since importing the service takes seconds."""
+    """Return the only fork server for services in this process, since importing the service takes seconds."""
     made = ForkServer(SERVICE, PYTHON)
     atexit.register(made.close)
     return made
@@ -21,15 +21,15 @@ def fork_server() -> ForkServer:
 
 @functools.cache
 def spawns() -> Path:
-    """Return the interpreter that starts the process of fits, whose imports take seconds without a fork."""
+    """Return the program that forks the process for fits, whose imports would take seconds in an interpreter."""
     return programs(fork_server(), {"python": []}) / "python"
 
 
 class Server(server.Server):
-    """A service in a separate process; forked, unless it has several workers or another interpreter."""
+    """A service in a separate process, which is forked unless it has several workers or another interpreter."""
 
     def start_process(self, python: str, arguments: list[str], environment: dict[str, str]) -> server.Process:
-        """Fork the service; a supervisor of several workers is started by the interpreter, as it starts them."""
+        """Fork the service; a supervisor of several workers is started by the interpreter, as are its workers."""
         if python != PYTHON or arguments[-1] != "1":
             return super().start_process(python, arguments, environment)
         words = ["-m", "tula_service", *arguments]

@@ -1,7 +1,8 @@
-"""Programs that stand for forked processes: each asks a `ForkServer` to fork what an interpreter would have started.
+"""Programs that replace an interpreter: each requests from a `ForkServer` the process that it would have started.
 
-A program stands for the forked process as long as that runs: it gives it its output, working directory, environment and
-the files that it inherited, forwards signals, and ends as it ended. When the program is killed, so is that process.
+While the forked process runs, the program represents it: the process uses the program's output, working directory,
+environment and inherited files, and receives the program's signals. The program ends with the exit status of the
+process. If the program is killed, the process is killed, too.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ import itertools, json, os, signal, socket, stat, sys
 def is_passed_on(descriptor):
     try:
         mode = os.fstat(descriptor).st_mode
-    except OSError:  # that of the listing itself
+    except OSError:  # the descriptor of the listing itself
         return False
-    # No socket can be opened anew. Output goes by a way of its own, and input only where another program writes it.
+    # Sockets cannot be opened again, output files are passed separately, and input is passed only from a pipe.
     return stat.S_ISFIFO(mode) if descriptor == 0 else descriptor > 2 and not stat.S_ISSOCK(mode)
 
 words = {words} + [*itertools.dropwhile(("-u", "-B").__contains__, sys.argv[1:])]
@@ -54,9 +55,9 @@ sys.exit(status)
 
 
 def programs(forks: ForkServer, words_of: Mapping[str, Sequence[str]], *, spawns: str | None = None) -> Path:
-    """Make a folder with programs of these names that `forks` forks, each with its first words of `python WORDS...`.
+    """Create a folder with a program for each name, for which `forks` forks `python WORDS...`; return the folder.
 
-    `spawns` names the program that multiprocessing starts in them in place of the interpreter.
+    `spawns` is the name of the program that multiprocessing starts in these processes instead of the interpreter.
     """
     folder = Path(tempfile.mkdtemp(prefix="tula-forked-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -83,7 +84,7 @@ def _serve(listening: socket.socket, forks: ForkServer, spawns: Path | None) -> 
 
 
 def _stand_for(link: socket.socket, forks: ForkServer, spawns: Path | None) -> None:
-    """Fork what one program asks for, and tell it the process id and the exit status."""
+    """Fork the process that one program requests, and send its process id and exit status to the program."""
     with suppress(OSError), link, link.makefile("rw") as lines:
         order = json.loads(lines.readline())
         out, err = (f"/proc/{order['pid']}/fd/{descriptor}" for descriptor in (1, 2))
@@ -97,9 +98,9 @@ def _stand_for(link: socket.socket, forks: ForkServer, spawns: Path | None) -> N
 
 
 def _wait(process: ForkedProcess, link: socket.socket) -> int:
-    """Return the exit status of the process, which is killed when the program that stands for it is gone."""
+    """Return the exit status of the process, which is killed if the program that represents it ends first."""
     while (code := process.poll()) is None:
-        if select.select([link], [], [], LOOK_EVERY_S)[0]:  # nothing more is sent: the link has ended
+        if select.select([link], [], [], LOOK_EVERY_S)[0]:  # the program sends nothing more, so the link has closed
             process.send_signal(signal.SIGKILL)
             return process.wait(10)
     return code

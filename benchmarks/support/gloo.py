@@ -1,6 +1,4 @@
-"""Helpers for scripts of several ranks: start ranks by forks, leave the process group safely, print lines that do
-not mix.
-"""
+"""Helpers for scripts with several ranks: fork ranks, leave the process group safely, and print whole lines."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ def fork_ranks(
     master: str = "127.0.0.1",
     interface: str = "lo",
 ) -> None:
-    """Run `rank_main` as each rank, in forks of this process, which has imported what they need; raises if one fails.
+    """Run `rank_main` as each rank, in forks of this process with its imported modules. Raises if a rank fails.
 
-    The ranks are on this machine, or each on a separate node: then rank i enters the network namespace `namespaces`i,
-    and runs before other programs (SCHED_RR), since on a whole node it would not wait for a core. Without that,
-    eight ranks take ten times as long for a small all-reduce while two cores are busy.
+    With `namespaces`, each rank represents a separate node. Rank i then enters the network namespace `namespaces`i, and
+    has priority over other programs (SCHED_RR), since on a real node it would not wait for a core. Without priority, a
+    small all-reduce of eight ranks takes ten times as long while two cores are busy.
     """
     variables = {
         "WORLD_SIZE": str(world_size),
@@ -49,31 +47,31 @@ def _be_rank(rank: int, rank_main: Callable[[], None], variables: dict[str, str]
         try:
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         except PermissionError:
-            print("Ranks run without priority (no CAP_SYS_NICE): small all-reduces take longer.", file=sys.stderr)
+            print("Without CAP_SYS_NICE, ranks have no priority: small all-reduces take longer.", file=sys.stderr)
     os.environ |= variables | {"RANK": str(rank), "LOCAL_RANK": "0" if namespaces else str(rank)}
     torch.set_num_threads(1)
     rank_main()
 
 
 def free_port() -> int:
-    """Return a free port."""
+    """Return the number of a free port on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
         return int(bound.getsockname()[1])
 
 
 def leave_group() -> None:
-    """Destroy the group once gloo's threads have released the last reduction: see docs/limits.md."""
+    """Destroy the process group after gloo's threads have freed the last reduction (see docs/limits.md)."""
     time.sleep(0.05)
     dist.destroy_process_group()
 
 
 def print_line(line: str) -> None:
-    """Write a line and its end with one system call: with `print`, lines of ranks that share a pipe mix."""
+    """Write a line with one system call; with `print`, the lines of ranks that share a pipe could be mixed."""
     os.write(1, f"{line}\n".encode())
 
 
 def print_results_of_all_ranks(result: Any) -> None:
-    """Print every rank's result, in the order of ranks, as `RESULT` and JSON on rank 0; then leave the group."""
+    """Print `RESULT` and the results of all ranks as JSON, in the order of ranks, on rank 0; then leave the group."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, result)
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Reads grids of measured configurations, so that a table can answer the runs that a plan asks for."""
+"""Reads grids of measured configurations, so that the runs of a plan can be replayed from a table."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class Placement(Configuration):
 
 @dataclass(frozen=True)
 class Workload:
-    """One (GPU, network, placement): every configuration that was measured, with its mean step time in seconds.
+    """All measured configurations for one (GPU, network, placement), each with its mean step time in seconds.
 
-    `observed_s` is what profiling reads of each, where that differs from the truth in `step_time_s`. `sync_time_s` is
-    how long a step waits for gradients, of those configurations where the source has it.
+    `observed_s` contains the step times that profiling measures, if they differ from the true ones in `step_time_s`.
+    `sync_time_s` contains the time that a step waits for gradients, for those configurations for which the source has
+    it.
     """
 
     name: str
@@ -60,15 +61,15 @@ class Workload:
         return tuple(sorted(self.step_time_s))
 
     def measure(self, configurations: Sequence[Configuration]) -> StepTimeObservations:
-        """Return the measurements of profiling these configurations."""
+        """Return the measurements that profiling makes at these configurations."""
         observed = self.observed_s or self.step_time_s
         seconds = [observed[c] for c in configurations]  # type: ignore[index]
         return StepTimeObservations.at(configurations, seconds, exposed_comm_time_s=self.measured_sync(configurations))
 
     def measured_sync(self, configurations: Sequence[Configuration]) -> list[float]:
-        """Return the exposed communication in seconds as profiling reads it, NaN where unknown.
+        """Return the exposed communication that profiling measures, in seconds, or NaN where it is unknown.
 
-        A slow run is slow in all parts.
+        If a run is slow, all of its parts are slow by the same factor.
         """
         observed = self.observed_s or self.step_time_s
         return [
@@ -77,17 +78,17 @@ class Workload:
         ]
 
     def noisy(self, sd: float, generator: np.random.Generator) -> Workload:
-        """Return the workload with a run of each configuration, off the truth by this log standard deviation."""
+        """Return the workload with one noisy run of each configuration; `sd` is the noise's log standard deviation."""
         observed = {c: t * float(generator.lognormal(0.0, sd)) for c, t in self.step_time_s.items()}
         return replace(self, observed_s=observed)
 
 
 @dataclass(frozen=True)
 class MemoryWorkload:
-    """One network on one GPU: local batches in ascending order, and the memory read at each in bytes.
+    """The local batches of one network on one GPU in ascending order, and the memory in bytes that was read at each.
 
-    `analytic_bytes` is what a count of tensors says at each batch, and `parameters` their number in the network, where
-    the table has these columns.
+    `analytic_bytes` is the result of a count of tensors at each batch, and `parameters` is the network's number of
+    parameters, if the table has these columns.
     """
 
     name: str
@@ -102,9 +103,9 @@ class MemoryWorkload:
 def read_step_time(path: Path, sync: Sequence[Path] = ()) -> list[Workload]:
     """Return the workloads of a step-time table, in the order of the file; repeats of a configuration are averaged.
 
-    Waits for gradients are in its column `sync_time_s`, or in tables of the sources (`sync`) with the columns gpu,
-    network (the table's cluster), model, num_nodes, num_replicas, local_batch and sync_time_s. Where several of these
-    tables have a configuration, the first one counts.
+    The waits for gradients are in the table's column `sync_time_s` or in tables of the sources (`sync`) with the
+    columns gpu, network (the cluster), model, num_nodes, num_replicas, local_batch and sync_time_s. If several of these
+    tables contain a configuration, the first table is used.
     """
     sync_times = _sync_times(sync)
     measured: dict[str, dict[Placement, list[float]]] = {}
@@ -149,9 +150,9 @@ def _sync_times(tables: Sequence[Path]) -> dict[tuple[object, ...], list[float]]
 
 
 def end_launches(candidates: Sequence[Configuration]) -> list[Launch]:
-    """Return the launches of the largest and the smallest cluster, or a single one if these are equal.
+    """Return the launches on the largest and on the smallest cluster, or only one if they are the same.
 
-    If one cluster has several launches, the one with the least accumulation counts as the largest.
+    If several launches are on the same cluster, the launch with the least accumulation counts as the largest.
     """
     ordered = sorted(
         find_launches(candidates), key=lambda launch: (launch.world_size, -launch.grad_accum_steps, launch)
@@ -160,9 +161,7 @@ def end_launches(candidates: Sequence[Configuration]) -> list[Launch]:
 
 
 def middle_launch(candidates: Sequence[Configuration]) -> list[Launch]:
-    """Return the launch whose size is nearest the geometric mean of the smallest and largest; empty if there is no
-    other.
-    """
+    """Return the launch nearest to the geometric mean of smallest and largest, or an empty list if there is none."""
     ends = end_launches(candidates)
     rest = find_launches(candidates) - set(ends)
     centre = math.prod(launch.world_size for launch in ends) ** (1.0 / len(ends))
@@ -170,7 +169,7 @@ def middle_launch(candidates: Sequence[Configuration]) -> list[Launch]:
 
 
 def read_memory(path: Path) -> list[MemoryWorkload]:
-    """Return the workloads of a memory table in the order of the file, with further columns if it has them."""
+    """Return the workloads of a memory table in the order of the file, with its optional columns if it has them."""
     readings: dict[tuple[str, str, str], dict[int, float]] = {}
     parameters: dict[tuple[str, str, str], float] = {}
     counted: dict[tuple[str, str, str], dict[int, float]] = {}
@@ -193,17 +192,17 @@ def read_memory(path: Path) -> list[MemoryWorkload]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a table, without its lines of comment."""
+    """Return the rows of a table without its comment lines."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
 def drawn_workloads(count: int) -> list[Workload]:
-    """Return workloads drawn from the model's own prior, to judge a design without a table of measurements.
+    """Return workloads drawn from the model's own prior, with which a design can be evaluated without measured tables.
 
-    They have up to 8 ranks in a node, up to 16 nodes and five batches; one in three accumulates up to 8 micro-steps.
-    Each reports the split of its steps, with the error that timed phases have. Workloads of the grid `hard` stray from
-    the model's form.
+    They have up to 8 ranks per node, up to 16 nodes and five batches; one workload in three accumulates up to 8
+    micro-steps. Each workload reports the split of its steps, with the error of timed phases. Workloads of the grid
+    `hard` deviate from the model's form.
     """
     prior, workloads = generic_prior(), []
     beliefs = hypotheses(prior.scales)
@@ -243,32 +242,32 @@ def drawn_workloads(count: int) -> list[Workload]:
 
 
 def smallest_of_each_grid(workloads: Sequence[Workload]) -> list[Workload]:
-    """Return the workload with the fewest configurations of each kind of grid: what a smoke run measures."""
+    """Return, for each kind of grid, the workload with the fewest configurations; a smoke run measures only these."""
     ordered = sorted(workloads, key=lambda workload: (len(workload.candidates), workload.name))
     return list({workload.grid: workload for workload in reversed(ordered)}.values())
 
 
 def grids_parser(name: str, description: str | None, table: Path) -> argparse.ArgumentParser:
-    """Return the options of a benchmark over a table."""
+    """Return a parser with the options of a benchmark that reads a table."""
     parser = make_parser(name, description)
     parser.add_argument("--grids", type=Path, default=table, help=f"table of measured grids (CSV; {table.name})")
     return parser
 
 
 def workloads_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Return the options of `over_workloads`."""
+    """Return a parser with the options of `over_workloads`."""
     parser = grids_parser(name, description, STEP_TIME_TABLE)
-    parser.add_argument("--drawn", type=int, metavar="N", help="N workloads drawn from the model's prior, not --grids")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--drawn", type=int, metavar="N", help="use N workloads drawn from the prior, not --grids")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes (1)")
     parser.add_argument(
         "--sync",
         type=Path,
         action="append",
         default=[],
-        help="table of a source with sync_time_s (those in the folder steptime beside the folder of the grids)",
+        help="table of a source with sync_time_s (default: those in the folder steptime next to the grids' folder)",
     )
-    parser.add_argument("--only", action="append", default=[], help="only workloads of this source")
-    parser.add_argument("--without", action="append", default=[], help="leave this source out")
+    parser.add_argument("--only", action="append", default=[], help="use only workloads of this source (repeatable)")
+    parser.add_argument("--without", action="append", default=[], help="use no workloads of this source (repeatable)")
     return parser
 
 
@@ -279,10 +278,10 @@ def over_workloads(
     *,
     smoke: Callable[[Workload], Found] | None = None,
 ) -> tuple[argparse.Namespace, list[tuple[Workload, Found]]]:
-    """Run `measure` on each workload of `--grids`, in `--jobs` processes; with `--smoke`, `smoke` on few of them.
+    """Run `measure` on each workload of `--grids` in `--jobs` processes; with `--smoke`, run `smoke` on a few of them.
 
-    Runs report the split of a step into compute and exposed communication, as the agent does, wherever the table or
-    its sources have it. Returns the options, and each workload with its result.
+    Like the agent, runs report the split of a step into compute and exposed communication, if the table or its sources
+    have it. Returns the options, and each workload with its result.
     """
     options = parser.parse_args(arguments)
     sync = options.sync or sorted((options.grids.resolve().parents[1] / "steptime").glob("*.csv"))
@@ -294,10 +293,10 @@ def over_workloads(
     for table in options.sync:
         if not any(w.sync_time_s for w in read_step_time(options.grids, [table])):
             parser.error(
-                f"--sync {table}: it has no configuration of {options.grids} (gpu, network, model and counts)."
+                f"--sync {table}: no row matches a configuration of {options.grids} (gpu, network, model and counts)."
             )
     if not workloads:
-        parser.error("no workload is left; check --grids, --only and --without.")
+        parser.error("no workload matches: check --grids, --only and --without.")
     if options.smoke:
         workloads, measure = smallest_of_each_grid(workloads), smoke or measure
     if options.jobs == 1:

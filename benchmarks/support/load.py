@@ -1,4 +1,4 @@
-"""Load from separate client processes: keep-alive connections that send prepared bodies and time every answer."""
+"""Sends load from separate client processes, over keep-alive connections, and records the time of every response."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 
 @dataclass(frozen=True)
 class Request:
-    """A POST of JSON, whose text has SENDER where a connection writes its own number, and NUMBER where it counts."""
+    """A POST of JSON; a connection replaces SENDER by its own number and NUMBER by the number of the request."""
 
     path: str
     text: bytes
 
     def body(self, sender: int, number: int) -> bytes:
-        """Return the body of one request; every sender and number below 10^9 give the same length."""
+        """Return the body of one request; its length is the same for all values of `sender` and `number` below 10^9."""
         return self.text.replace(SENDER, b"%d" % (10**9 + sender)).replace(NUMBER, b"%d" % (10**9 + number))
 
 
 @dataclass(frozen=True)
 class Load:
-    """The amount of load: client processes, connections of each, and seconds to warm up and to measure.
+    """The amount of load: client processes, connections per process, and seconds of warm-up and of measurement.
 
-    `requests`: answers after which a process ends, whatever the seconds; for smoke runs, whose figures mean nothing.
+    If `requests` is set, a process ends after this number of responses, whatever the time; only smoke runs set it.
     """
 
     processes: int = 2
@@ -43,19 +43,17 @@ class Load:
     requests: int | None = None
 
     def counts(self, at_s: float) -> bool:
-        """Return True for an answer that belongs to the figures, `at_s` seconds after the first request."""
+        """Return whether a response counts that arrives `at_s` seconds after the first request."""
         return self.requests is not None or self.warmup_s <= at_s < self.warmup_s + self.measure_s
 
     def goes_on(self, at_s: float, answers: int) -> bool:
-        """Return True while a process should send more requests, given the seconds so far and the answers that
-        count.
-        """
+        """Return whether a process should send more requests, given the seconds and the counted responses so far."""
         return at_s < self.warmup_s + self.measure_s if self.requests is None else answers < self.requests
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Answers in the measuring window; `answered` also counts answers during the warm-up."""
+    """The responses during the measurement; `answered` also includes responses during the warm-up."""
 
     requests: int
     seconds: float
@@ -71,8 +69,10 @@ class Measured:
 
 
 def drive(host: str, port: int, headers: str, requests: Sequence[Request], load: Load) -> Measured:
-    """Send in a closed loop from `load.processes` processes; a request that is not answered 2xx counts as failed."""
-    context = multiprocessing.get_context("fork")  # nothing is imported once more
+    """Send requests in a closed loop from `load.processes` processes; a request without a 2xx response counts as
+    failed.
+    """
+    context = multiprocessing.get_context("fork")  # a fork imports nothing again
     results: multiprocessing.Queue[tuple[list[float], int, int]] = context.Queue()
     begin = context.Barrier(load.processes + 1)
     clients = [
@@ -149,8 +149,9 @@ def _start_next(ready: selectors.BaseSelector, line: _Line) -> None:
 
 
 class _Line:
-    """A keep-alive connection that has one request on its way. One thread serves many: they would fight for the
-    interpreter otherwise, and take from the service the cores that they share with it."""
+    """A keep-alive connection with one request at a time. One thread handles many connections; several threads would
+    compete for the GIL, and use more of the cores that the service needs.
+    """
 
     def __init__(self, host: str, port: int, headers: str, requests: Sequence[Request], sender: int) -> None:
         self.wire = socket.create_connection((host, port))
@@ -164,7 +165,7 @@ class _Line:
         self._got = b""
 
     def begin(self) -> bool:
-        """Start the next request; return True when a part of it has to wait."""
+        """Start the next request; return True if a part of the request could not be sent yet."""
         which = self._number % len(self._requests)
         body = self._requests[which].body(self._sender, self._number)
         self._number += 1
@@ -174,17 +175,17 @@ class _Line:
         return self._send()
 
     def waits_for(self) -> int:
-        """Return the selector's event with which this goes on."""
+        """Return the selector's event after which `move` can continue."""
         return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
 
     def move(self) -> int | None:
-        """Send or receive what is possible now; the status once the whole answer is here. Raises OSError."""
+        """Send or receive as much as possible; return the status of a complete response. Raises OSError."""
         if self._unsent:
             self._send()
             return None
         piece = self.wire.recv(65536)
         if not piece:
-            raise ConnectionError("the server closed the connection before it had answered")
+            raise ConnectionError("the server closed the connection before it had sent a response")
         self._got += piece
         head, ended, body = self._got.partition(b"\r\n\r\n")
         if not ended or len(body) < _length(head):
@@ -196,7 +197,7 @@ class _Line:
             sent = self.wire.sendmsg(self._unsent)
         except BlockingIOError:
             return True
-        except OSError:  # the server is gone, as `move` will find
+        except OSError:  # the server is gone; `move` raises the error
             self._unsent = []
             return False
         while self._unsent and sent >= len(self._unsent[0]):

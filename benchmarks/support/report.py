@@ -1,4 +1,4 @@
-"""Shared reporting of benchmarks: the options `--json` and `--smoke`, a table for people, and a JSON file."""
+"""The options that all benchmarks have, and functions that print tables and write JSON files of figures."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ import numpy as np
 
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Return the options that every benchmark has; `options.json` goes to `write_json`."""
+    """Return a parser with the options that every benchmark has; pass `options.json` to `write_json`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    parser.add_argument("--smoke", action="store_true", help="run for seconds: only shows that the benchmark works")
+    parser.add_argument("--smoke", action="store_true", help="run for seconds; shows only that the benchmark works")
     return parser
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median; NaN without values."""
+    """Return the median, or NaN if there are no values."""
     return float(np.median(values)) if len(values) else float("nan")
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean; NaN without values."""
+    """Return the mean, or NaN if there are no values."""
     return float(np.mean(values)) if len(values) else float("nan")
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean of values above 0, which no single large value decides; NaN without values."""
+    """Return the geometric mean of values above 0, in which single large values count little, or NaN without values."""
     return float(np.exp(np.mean(np.log(values)))) if len(values) else float("nan")
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the 90 % interval of the mean, by a thousand resamples; NaN without values."""
+    """Return the ends of the mean's 90 % interval from a thousand resamples, or NaN if there are no values."""
     if not len(values):
         return float("nan"), float("nan")
     generator = np.random.default_rng(0)
@@ -51,12 +51,12 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the quantile at this share; NaN without values."""
+    """Return the quantile at `share`, or NaN if there are no values."""
     return float(np.quantile(values, share)) if len(values) else float("nan")
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a plain aligned table on standard output."""
+    """Print a plain table with aligned columns on standard output."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     print(f"\n{title}")
     for row in (header, *rows):
@@ -65,7 +65,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def write_json(path: Path | None, figures: Mapping[str, float | str]) -> None:
-    """Write the figures under their keys, with commit and command; NaN (nothing to measure) is written as null."""
+    """Write the figures with the commit and the command as JSON; NaN (nothing was measured) is written as null."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def write_json(path: Path | None, figures: Mapping[str, float | str]) -> None:
 
 
 def provenance() -> dict[str, str]:
-    """Return this checkout's `commit` (`-dirty` with changes, empty without git) and the `command` as typed."""
+    """Return the `command` as typed, and this checkout's `commit` (with `-dirty` after changes; empty without git)."""
     describe, commit = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], ""
     with contextlib.suppress(OSError):  # git is not installed
         done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

@@ -8,7 +8,7 @@ from torch import nn
 
 
 class _Block(nn.Module):
-    """Convolutions around a shortcut: two of 3x3, or with `bottleneck` 1x1, 3x3, 1x1."""
+    """A residual block with two 3x3 convolutions or, with `bottleneck`, with 1x1, 3x3 and 1x1 convolutions."""
 
     def __init__(self, inputs: int, width: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
@@ -32,14 +32,16 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Mo
 
 
 def resnet(depth: int, *, channels: int, num_classes: int, width: int = 64) -> nn.Module:
-    """Return a ResNet of `depth` 18 or 50: with three channels for ImageNet's images, with one for images of 32x32.
+    """Return a ResNet of `depth` 18 or 50, for ImageNet's images with three channels or for 32x32 images with one
+    channel.
 
-    25.6 million parameters in 161 tensors (50, three channels, 1,000 classes), 23.6 and 11.2 million (50 and 18, one
-    channel, 25 classes). `width` is the number of channels of the first stage, which smaller rehearsals narrow.
+    With depth 50, three channels and 1,000 classes, it has 25.6 million parameters in 161 tensors; with one channel and
+    25 classes, it has 23.6 million (depth 50) or 11.2 million (depth 18). `width` is the number of channels of the
+    first stage, which is smaller in smoke runs.
     """
     plans = {18: ((2, 2, 2, 2), False), 50: ((3, 4, 6, 3), True)}
     if depth not in plans:
-        raise ValueError(f"depth is {depth}: choose 18 or 50")
+        raise ValueError(f"depth must be 18 or 50, not {depth}")
     blocks, bottleneck = plans[depth]
     layers: list[nn.Module] = (
         [*_conv(1, width, 3), nn.ReLU(True)]

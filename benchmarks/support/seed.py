@@ -1,4 +1,4 @@
-"""Creates a job with every kind of data, only through the public API."""
+"""Creates a job with every kind of data, using only the public API."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ METHODS = {"lbt": 0.68, "lrs": 0.71, "lars": 0.70, "post_local_sgd": 0.69, "ags"
 
 @dataclass
 class Seeded:
-    """The created job, and helpers to create more."""
+    """The created job, and methods that create more data."""
 
     url: str
     job_id: str
     runs: dict[str, str] = field(default_factory=dict)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Send a POST, which must succeed."""
+        """Send a POST request, assert that it succeeds, and return the response's JSON."""
         answer = httpx.post(self.url + path, json=body, timeout=60)
         assert answer.is_success, answer.text
         return answer.json()
 
     def patch(self, run_id: str, **body: Any) -> None:
-        """Move a run on."""
+        """Update fields of a run, such as its state."""
         answer = httpx.patch(self.url + routes.RUN.format(run_id=run_id), json={"holder": "seed", **body}, timeout=60)
         assert answer.is_success, answer.text
 
     def telemetry(
         self, run_id: str, sequence: int, steps: range, columns: Mapping[str, Sequence[float | None]]
     ) -> None:
-        """Send a chunk."""
+        """Send a chunk of telemetry."""
         body = {"boot_id": "b", "sequence": sequence, "steps": list(steps), "columns": dict(columns)}
         self.post(routes.RUN_TELEMETRY.format(run_id=run_id), body)
 
 
 def specification(name: str = "resnet50-cifar100", **more: Any) -> dict[str, Any]:
-    """Return a job on up to 16 nodes with 16 GiB a rank."""
+    """Return the specification of a job on up to 16 nodes with 16 GiB per rank."""
     cluster = {
         "max_nodes": 16,
         "memory_bytes_per_rank": 16 * GIB,
@@ -64,7 +64,7 @@ def specification(name: str = "resnet50-cifar100", **more: Any) -> dict[str, Any
 
 
 def seed(url: str) -> Seeded:
-    """Profile a job as its plan asks, the largest batch running out of memory, then train it once per method."""
+    """Profile a job according to its plan, with the largest batch out of memory, and train it once with each method."""
     made = Seeded(url, "")
     made.job_id = made.post(routes.JOBS, specification())["job"]["id"]
     for _ in range(8):
@@ -85,7 +85,7 @@ def seed(url: str) -> Seeded:
 
 
 def a_hundred_thousand_steps(made: Seeded) -> str:
-    """Store a training run with as many values of `loss`, and return its id."""
+    """Store a training run with a hundred thousand values of `loss`, and return its id."""
     body = {"kind": "train", "configuration": {"num_nodes": 1, "local_batch_size": 32}, "holder": "seed"}
     run_id = str(made.post(routes.JOB_RUNS.format(job_id=made.job_id), body)["id"])
     values = (1 + np.arange(10_000) % 97 / 97).tolist()

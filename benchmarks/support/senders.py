@@ -1,4 +1,4 @@
-"""Agents that send batches and chunks repeatedly, and assertions on what must be stored in the end."""
+"""Simulated agents that send batches and chunks repeatedly, and assertions on what must be stored in the end."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tula_wire import routes
 SENDERS = 4
 STEPS = 20
 PATIENCE_S = 0.1
-"""Pause of a sender before it retries, and between batches while no test waits for its progress."""
+"""Seconds that a sender waits before a retry, and between batches while no test waits for its progress."""
 
 
 @dataclass
 class Sender:
-    """An agent that sends a batch of samples and a chunk over and over, and again until it is acknowledged."""
+    """A simulated agent that sends batches of samples and chunks, and repeats each until it is acknowledged."""
 
     prepared: Prepared
     rank: int
@@ -33,7 +33,7 @@ class Sender:
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def run(self, url: Callable[[], str]) -> None:
-        """Send until `stopped` is set; continue with the next batch only after two 2xx."""
+        """Send until `stopped` is set; go on to the next batch only after a 2xx response to both requests."""
         with self.client() as client:
             while not self.stopped.is_set():
                 try:
@@ -47,17 +47,17 @@ class Sender:
                 self.stopped.wait(PATIENCE_S)
 
     def client(self) -> httpx.Client:
-        """Return a client with the job's token."""
+        """Return a client that sends the job's token."""
         return httpx.Client(headers={"Authorization": f"Bearer {self.prepared.token}"}, timeout=10)
 
     def samples(self, client: httpx.Client, url: str) -> bool:
-        """Send the next batch of samples; return True when it was acknowledged."""
+        """Send the next batch of samples; return whether it was acknowledged."""
         numbers = list(range(self.acknowledged * STEPS, (self.acknowledged + 1) * STEPS))
         body = {"rank": self.rank, "boot_id": "b", "sequence": numbers, "step": numbers, "step_time_s": [0.1] * STEPS}
         return client.post(url + routes.RUN_SAMPLES.format(run_id=self.prepared.run_id), json=body).is_success
 
     def chunk(self, client: httpx.Client, url: str) -> bool:
-        """Send the next chunk of telemetry; return True when it was acknowledged."""
+        """Send the next chunk of telemetry; return whether it was acknowledged."""
         column = np.random.default_rng(self.acknowledged).normal(size=STEPS)
         body = {
             "rank": self.rank,
@@ -72,7 +72,7 @@ class Sender:
 
 @contextmanager
 def sending(prepared: Prepared, url: Callable[[], str], number: int = SENDERS) -> Iterator[list[Sender]]:
-    """Run senders for the length of a block."""
+    """Run `number` senders until the `with` block ends."""
     senders = [Sender(prepared, rank) for rank in range(number)]
     threads = [threading.Thread(target=sender.run, args=(url,)) for sender in senders]
     for thread in threads:
@@ -88,7 +88,7 @@ def sending(prepared: Prepared, url: Callable[[], str], number: int = SENDERS) -
 
 @contextmanager
 def unhurried(senders: list[Sender]) -> Iterator[None]:
-    """Slow senders down, so that other processes can start on the machine."""
+    """Slow the senders down within the `with` block, so that other processes can start on the machine."""
     for sender in senders:
         sender.hurried = False
     try:
@@ -99,7 +99,7 @@ def unhurried(senders: list[Sender]) -> Iterator[None]:
 
 
 def progressed(senders: list[Sender], by: int = 2) -> None:
-    """Wait until every sender has made progress."""
+    """Wait until every sender has had `by` more batches acknowledged."""
     goals = [sender.acknowledged + by for sender in senders]
     ends = time.monotonic() + 40
     while any(sender.acknowledged < goal for sender, goal in zip(senders, goals, strict=True)):
@@ -108,7 +108,7 @@ def progressed(senders: list[Sender], by: int = 2) -> None:
 
 
 def nothing_lost_nothing_twice(prepared: Prepared, senders: list[Sender]) -> None:
-    """Assert that every acknowledged row is there once; what was not acknowledged may be there or not."""
+    """Assert that every acknowledged row is stored exactly once; other rows may be stored or not."""
     samples, chunks = map(Counter, prepared.stored())
     acknowledged = Counter((sender.rank, number) for sender in senders for number in range(sender.acknowledged * STEPS))
     wanted_chunks = Counter((sender.rank, number) for sender in senders for number in range(sender.acknowledged))

@@ -1,4 +1,4 @@
-"""The service as people run it: a separate process, a real port, a real database."""
+"""Runs the service as users do: in a separate process, with a real port and a real database."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Process(Protocol):
 
 
 class Server:
-    """`tula serve` on a free port, in its own process; stopped at the end of the `with` block."""
+    """A separate process that runs `tula serve` on a free port; it is stopped at the end of the `with` block."""
 
     def __init__(
         self, database: str, *, workers: int = 1, port: int = 0, python: str = PYTHON, **settings: object
@@ -51,7 +51,7 @@ class Server:
         self.url = self._wait_for_address()
 
     def start_process(self, python: str, arguments: list[str], environment: dict[str, str]) -> Process:
-        """Start `python -m tula_service ARGUMENTS` in a separate session, with its log in `log_file`."""
+        """Start `python -m tula_service ARGUMENTS` in a separate session; the log is written to `log_file`."""
         with Path(self.log_file).open("a") as log:
             return subprocess.Popen(
                 [python, "-m", "tula_service", *arguments],
@@ -71,13 +71,13 @@ class Server:
         return Path(self.log_file).read_text(encoding="utf-8")
 
     def worker_ids(self) -> list[int]:
-        """Return the process ids that answer requests: the workers, or the one process."""
+        """Return the ids of the processes that handle requests: the workers, or the only process."""
         if self._workers == 1:
             return [self.process.pid]
         return [child.pid for child in psutil.Process(self.process.pid).children() if _is_spawned(child)]
 
     def fit_ids(self) -> list[int]:
-        """Return the ids of the processes that compute fits, one for each worker."""
+        """Return the ids of the processes that compute fits, of which each worker has one."""
         workers = [psutil.Process(pid) for pid in self.worker_ids()]
         return [child.pid for worker in workers for child in worker.children() if _is_spawned(child)]
 
@@ -88,7 +88,7 @@ class Server:
         Path(self.log_file).unlink(missing_ok=True)
 
     def stop(self) -> int:
-        """Ask the service to stop, as an orchestrator does, and return its exit status."""
+        """Send the signal with which an orchestrator stops the service, and return the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -111,14 +111,14 @@ class Server:
             if match is not None and _answers(match[1]):
                 return match[1]
             if self.process.poll() is not None:
-                raise RuntimeError(f"the service ended with {self.process.returncode}: {self.log()}")
+                raise RuntimeError(f"the service ended with exit status {self.process.returncode}: {self.log()}")
             time.sleep(0.05)
         self.kill()
-        raise RuntimeError(f"the service did not start in a minute: {self.log()}")
+        raise RuntimeError(f"the service did not start within a minute: {self.log()}")
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run one of the service's commands to its end."""
+    """Run one of the service's commands and wait for its end."""
     return subprocess.run(
         [sys.executable, "-m", "tula_service", *arguments],
         capture_output=True,
@@ -130,14 +130,14 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def migrate(database: str) -> None:
-    """Create the schema, only by the migrations."""
+    """Create the database's schema with the migrations."""
     store = Store.open(database)
     upgrade_schema(store.engine)
     store.close()
 
 
 def make_token(database: str, scope: Literal["user", "admin"] = "user") -> str:
-    """Return the secret of a token that an administrator has made."""
+    """Create a token as an administrator, and return its secret."""
     store = Store.open(database)
     try:
         return issue_token(store, ANONYMOUS, name="test", scope=scope).secret
@@ -148,7 +148,7 @@ def make_token(database: str, scope: Literal["user", "admin"] = "user") -> str:
 def _is_spawned(process: psutil.Process) -> bool:
     try:
         return any("spawn_main" in part for part in process.cmdline())
-    except psutil.Error:  # it is just ending
+    except psutil.Error:  # the process is ending
         return False
 
 

@@ -1,4 +1,4 @@
-"""A service that accepts whatever agents send and stores nothing, for benchmarks of the agent alone."""
+"""A server for benchmarks of the agent alone, which accepts everything that agents send and stores nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Sink(http.server.ThreadingHTTPServer):
-    """Answers every request with 200; each body of samples is appended after its route to `samples`, if given."""
+    """Returns 200 for every request, and appends the route and body of each batch of samples to `samples`, if given."""
 
     daemon_threads = True
 

@@ -72,7 +72,7 @@ def test_waits_of_a_source_join_its_own_campaign_and_a_table_that_joins_nothing_
     if campaign:
         with pytest.raises(SystemExit):
             over_workloads(parser, lambda workload: workload.sync_time_s, arguments)
-        assert f"--sync {sync}: it has no configuration of" in capsys.readouterr().err
+        assert f"--sync {sync}: no row matches a configuration of" in capsys.readouterr().err
     else:
         _, ((workload, waits),) = over_workloads(parser, lambda workload: workload.sync_time_s, arguments)
         assert waits == {c: 0.04 for c in workload.candidates if c.num_nodes == 2}
