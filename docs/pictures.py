@@ -1,9 +1,9 @@
-"""Pictures of the documents: `make pictures` serves, tunes and trains the digits, films the tuning, photographs pages
-of that run, and draws the workflow with its numbers.
+"""Create the pictures of the documents: `make pictures` starts a service, tunes and trains the digits example, films the
+tuning, takes screenshots of the pages, and draws the workflow with the numbers of the run.
 
     python -m docs.pictures [--epochs 20] [--output docs/pictures]
 
-Takes about two minutes, and Chromium (tests/system-packages.sh).
+This takes about two minutes, and needs Chromium (tests/system-packages.sh).
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from tula_wire.format import duration, percent
 
 WIDTH, HEIGHT, COLOURS = 1280, 860, 256
 PICTURES = ("tune.svg", "workflow.svg", "job.png", "frontier.png", "run.png")
-"""`tula tune` on a terminal, the workflow with a run's numbers, a job's recommendation, its chart of time against cost,
-a training run's page."""
+"""`tula tune` on a terminal, the workflow with the numbers of a run, a job's recommendation, the job's chart of time
+against cost, and a training run's page."""
 Piece = tuple[float, str]
-"""What a command wrote to its terminal at once, after the second at which it did."""
+"""Time in seconds at which a command wrote to its terminal, and what it wrote."""
 TUNE = "tune job.toml --launcher torchrun -- examples/digits_ddp.py --batch-size {local_batch_size}"
 SCREEN = TapeSettings(width=940, height=720, font_size=12, padding=14, loop_delay_ms=8_000)
 FILM_MS, TYPING_MS, FRAME_MS = 20_000, 2_000, 400
-"""Length of the film, of its command being typed, and of a frame."""
+"""Length in milliseconds of the film, of typing the command, and of a frame."""
 BOX, GAP, LINE = 220, 27, 22
-"""Width of a step of the workflow, and space between two steps and between two lines, in pixels."""
+"""Width of a step of the workflow, space between two steps, and distance between two lines, in pixels."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make every picture; the exit status."""
+    """Create all pictures, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=20, help="epochs of the training")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "pictures", help="folder for them")
+    parser.add_argument("--epochs", type=int, default=20, help="number of training epochs")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "pictures", help="folder for the pictures")
     options = parser.parse_args(arguments)
     if (chromium := chromium_path()) is None:
-        parser.error("there is no Chromium: install the packages of tests/system-packages.sh")
+        parser.error("Chromium was not found: install the packages listed in tests/system-packages.sh")
     options.output.mkdir(parents=True, exist_ok=True)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     with tempfile.TemporaryDirectory(prefix="tula-pictures-") as folder, demo.service(Path(folder)) as url:
@@ -84,13 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tuned_on_a_terminal(folder: Path) -> list[Piece]:
-    """Run `tula tune` on the job of the demonstration, and return what it wrote to a terminal of the film's size."""
+    """Run `tula tune` on the demonstration's job, and return its output on a terminal of the film's size."""
     (folder / "job.toml").write_text(demo.SPEC.replace("MOST", "4"))
     (folder / "examples").symlink_to(demo.EXAMPLES)
     layout = Layout.from_settings(SCREEN)
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (layout.rows, layout.cols))
-    environment = os.environ | {"TERM": "xterm-16color"}  # the colours that the film's palette has
+    environment = os.environ | {"TERM": "xterm-16color"}  # the film's palette has only these colours
     command = [sys.executable, "-m", "tula_client.cli", *TUNE.split()]
     pieces: list[Piece] = []
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -99,7 +99,7 @@ def tuned_on_a_terminal(folder: Path) -> list[Piece]:
         command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
     )
     os.close(theirs)
-    with contextlib.suppress(OSError):  # what a terminal reports once nothing writes to it any more
+    with contextlib.suppress(OSError):  # raised when the last writer has closed the terminal
         while data := os.read(ours, 2**16):
             pieces.append((time.monotonic() - began, decoder.decode(data)))
     os.close(ours)
@@ -109,9 +109,9 @@ def tuned_on_a_terminal(folder: Path) -> list[Piece]:
 
 
 def film(pieces: Sequence[Piece]) -> str:
-    """An animated SVG: the command is typed, then what it wrote appears within FILM_MS.
+    """Return an animated SVG in which the command is typed and its output then appears within FILM_MS.
 
-    A page that asks for no motion shows the last frame. The window is dark on any page.
+    If the reader prefers reduced motion, the SVG shows the last frame. The window is always dark.
     """
     layout = Layout.from_settings(SCREEN)
     screen = TerminalScreen(cols=layout.cols, rows=layout.rows)
@@ -128,14 +128,14 @@ def film(pieces: Sequence[Piece]) -> str:
 
 
 def measured_steps(job: JobHandle) -> list[list[str]]:
-    """The four steps of the workflow, each a title and lines with what they were in this job."""
+    """Return the four steps of the workflow, each as a title and lines with the numbers of this job."""
     answer, entries = job.recommendation(), job.client.ledger(job.id).entries
     followed = next(entry for entry in entries if entry.measured_step_time_s is not None)
     return steps_of(answer, followed)
 
 
 def steps_of(answer: Recommendation, followed: LedgerEntry) -> list[list[str]]:
-    """Titles and lines of the steps, from a recommendation and the entry of the training that followed one."""
+    """Return the steps' titles and lines, from a recommendation and the ledger entry of the training that followed."""
     chosen, predicted = followed.configuration, followed.predicted_step_time_s
     assert chosen is not None
     assert predicted is not None
@@ -158,7 +158,7 @@ def steps_of(answer: Recommendation, followed: LedgerEntry) -> list[list[str]]:
 
 
 def workflow(steps: list[list[str]]) -> str:
-    """An SVG of boxes from left to right, the first line of each in bold; readable on a light and on a dark page."""
+    """Return an SVG with one box per step from left to right, readable on light and dark pages; first lines are bold."""
     height = LINE * (max(map(len, steps)) + 1)
     drawn = []
     for number, lines in enumerate(steps):
@@ -182,7 +182,7 @@ def workflow(steps: list[list[str]]) -> str:
 
 
 def keep(screenshot: bytes, output: Path) -> None:
-    """Write a picture in few colours, which makes it a quarter as large."""
+    """Write a picture with few colours, which reduces the file to a quarter of its size."""
     Image.open(io.BytesIO(screenshot)).quantize(COLOURS).save(output, optimize=True)
     print(f"{output}: {output.stat().st_size / 1024:.0f} KiB", flush=True)
 
