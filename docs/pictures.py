@@ -1,5 +1,5 @@
-"""Create the pictures of the documents: `make pictures` starts a service, tunes and trains the digits example, films the
-tuning, takes screenshots of the pages, and draws the workflow with the numbers of the run.
+"""Create the pictures of the documents: `make pictures` starts a service, tunes and trains the digits example, films
+the tuning, takes screenshots of the pages, and draws the workflow with the numbers of the run.
 
     python -m docs.pictures [--epochs 20] [--output docs/pictures]
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Create all pictures, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=20, help="number of training epochs")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "pictures", help="folder for the pictures")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "pictures", help="output folder")
     options = parser.parse_args(arguments)
     if (chromium := chromium_path()) is None:
         parser.error("Chromium was not found: install the packages listed in tests/system-packages.sh")
@@ -158,7 +158,7 @@ def steps_of(answer: Recommendation, followed: LedgerEntry) -> list[list[str]]:
 
 
 def workflow(steps: list[list[str]]) -> str:
-    """Return an SVG with one box per step from left to right, readable on light and dark pages; first lines are bold."""
+    """Return an SVG with one box per step from left to right, readable on light and dark pages, with bold titles."""
     height = LINE * (max(map(len, steps)) + 1)
     drawn = []
     for number, lines in enumerate(steps):

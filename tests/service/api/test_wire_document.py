@@ -12,7 +12,7 @@ from tula_service.app import create_app
 from tula_service.settings import Settings
 from tula_wire import routes
 
-ANSWER = re.compile(r"Answer:\s`(\w+)`")
+RESPONSE = re.compile(r"Response:\s`(\w+)`")
 REFUSED = 1
 """Number of requests in the document that the service rejects, as examples of errors."""
 
@@ -31,7 +31,7 @@ def test_the_document_lists_every_route_and_names_the_model_that_it_answers(sqli
     ends = [start for start, _ in starts[1:]] + [len(text)]
     documented = {}
     for (start, route), end in zip(starts, ends, strict=True):
-        named = ANSWER.search(text[start:end])
+        named = RESPONSE.search(text[start:end])
         documented[route] = None if named is None else named[1]
     assert documented == served
 
