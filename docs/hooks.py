@@ -245,10 +245,10 @@ def factors() -> str:
             f"**{network}.** Figure 7: of the factors {', '.join(FACTORS)}, these improve on the large batch alone by "
             f"more than {NEAR} points: {', '.join(helping) or 'none'} (in the paper, {theirs}). Figure 8: compared "
             f"with δ = 0.5, δ = 0.8 changes the accuracy at these factors by {against['0.8']} points, and δ = 0.2 "
-            f"by {against['0.2']} points (in the paper, 0.8 harms ResNet-50 and 0.2 helps VGG11). Figure 6: the largest "
-            f"variability is {decay / usual:.1f} times the usual one in the epoch of the first learning-rate decay, "
-            f"and {other / usual:.1f} times in the epochs without a decay; the usual one is the median of the largest "
-            "values of the three epochs before the decay."
+            f"by {against['0.2']} points (in the paper, 0.8 harms ResNet-50 and 0.2 helps VGG11). Figure 6: the "
+            f"largest variability is {decay / usual:.1f} times the usual one in the epoch of the first learning-rate "
+            f"decay, and {other / usual:.1f} times in the epochs without a decay; the usual one is the median of "
+            "the largest values of the three epochs before the decay."
         )
     return "\n".join(table) + "\n\n" + paragraphs(*text)
 
