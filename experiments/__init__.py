@@ -1,1 +1,1 @@
-"""One folder per scientific claim: question, command, result; nothing in the product imports them."""
+"""One folder for each scientific claim, with question, command and result; the product imports none of them."""

@@ -1,11 +1,12 @@
-"""Runs every script of a folder by its first line against a real service, and prints one line on how each ended.
+"""Runs the command in the first line of every script of a folder with a real service, and prints how each ended.
 
     python -m experiments.cases FOLDER [--only 21 48] [--limit 600] [--logs FOLDER]
 
-A script's first line, or a shell script's second, is `# run: COMMAND     (what it shows)`; scripts without such a line
-are skipped. COMMAND runs in FOLDER, with TULA_URL set to a service that runs as long as this command; words in brackets
-are options, which are left out. The printed line has the script, the exit status, the seconds, and the last lines of
-`tula`: measurements, failures and notes. The reader decides whether they are right.
+The first line of a script, or the second line of a shell script, must be `# run: COMMAND (what it shows)`; scripts
+without such a line are skipped. COMMAND runs in FOLDER, with TULA_URL set to a service that runs until this program
+ends. Words in brackets are optional, and are left out. For each script, the program prints the name, the exit status,
+the seconds, and the last measurements, failures and notes that `tula` printed. The reader decides whether they are
+correct.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _MOST_LINES, _MOST_CHARACTERS = 4, 160
 
 
 def find_command(script: Path) -> str | None:
-    """Return the command in the first two lines of `script`; None without one."""
+    """Return the command in the first two lines of `script`, or None if there is none."""
     head = "\n".join(script.read_text(errors="replace").splitlines()[:2])
     found = _COMMAND.search(head)
     return None if found is None else _LEFT_OUT.sub("", found[1])
 
 
 def run(command: str, folder: Path, environment: dict[str, str], log: Path, limit_s: float) -> tuple[int | None, float]:
-    """Return the exit status (None if the limit was reached) and the seconds; write the output to `log`."""
+    """Run a command, and write its output to `log`; return the exit status (None at the time limit) and the seconds."""
     began = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -60,12 +61,12 @@ def run(command: str, folder: Path, environment: dict[str, str], log: Path, limi
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the cases; return how many reached the limit."""
+    """Run the cases; return the number of cases that reached the time limit."""
     parser = argparse.ArgumentParser(prog="python -m experiments.cases", description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="*", default=[], help="beginnings of names")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for each (600)")
-    parser.add_argument("--logs", type=Path, help="where the output of each is kept")
+    parser.add_argument("--only", nargs="*", default=[], help="run only scripts whose names begin with these")
+    parser.add_argument("--limit", type=float, default=600.0, help="time limit for each script in seconds (600)")
+    parser.add_argument("--logs", type=Path, help="folder for the output of each script")
     options = parser.parse_args(arguments)
     hung = 0
     with tempfile.TemporaryDirectory() as name, Server(f"sqlite:///{name}/tula.db") as server:

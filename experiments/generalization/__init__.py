@@ -1,1 +1,1 @@
-"""Which large-batch method closes the generalization gap, and by how much?"""
+"""Compares how much of the generalization gap each method for large batches closes."""

@@ -20,24 +20,24 @@ from experiments.generalization.report import as_json, figures, markdown, report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one mode and report it; `argv` is the command line by default."""
+    """Run one mode and write its report; by default, `argv` is the command line."""
     parser = argparse.ArgumentParser(prog="experiments.generalization", description=__doc__)
     modes = parser.add_mutually_exclusive_group()
     for name in MODES:
         default = " (the default)" if name == "quick" else ""
         modes.add_argument(f"--{name}", dest="mode", action="store_const", const=name, help=f"mode {name}{default}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and rows here")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write table and plots here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and rows to this file")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the table and plots to this folder")
     parser.add_argument(
-        "--runs", type=Path, metavar="FILE", help="keep the result of each run here and skip the runs that it has"
+        "--runs", type=Path, metavar="FILE", help="store the result of each run in FILE, and skip runs that are in FILE"
     )
-    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds in place of the mode's")
-    parser.add_argument("--only", metavar="METHODS", help="methods separated by |; no report is made")
-    parser.add_argument("--workers", type=int, default=1, help="runs that train at once, on one thread each")
+    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds (default: that of the mode)")
+    parser.add_argument("--only", metavar="METHODS", help="run only these methods, separated by |, and write no report")
+    parser.add_argument("--workers", type=int, default=1, help="number of concurrent training runs (1)")
     parser.add_argument(
-        "--keep-real-ranks", action="store_true", help="take the row of real ranks from the report that --out has"
+        "--keep-real-ranks", action="store_true", help="keep the row of real ranks from the report in --out"
     )
-    parser.add_argument("--smoke", action="store_true", help="two tiny cases, in seconds: only shows that it works")
+    parser.add_argument("--smoke", action="store_true", help="train two tiny cases; shows only that it works")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     mode = MODES[arguments.mode or "quick"]
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.seeds:
         mode = replace(mode, seeds=arguments.seeds)
     if mode.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--gpu needs a CUDA device and there is none: use --quick or --full")
+        parser.error("--gpu needs a CUDA device, and this machine has none: use --quick or --full")
     began = time.monotonic()
     campaign = Campaign(arguments.runs, workers=arguments.workers)
     by_case = run_mode(mode, campaign, only=arguments.only.split("|") if arguments.only else None)

@@ -1,4 +1,4 @@
-"""Runs a mode's cases, methods and seeds, and keeps each result, so that an interrupted campaign can resume."""
+"""Runs a mode's cases, methods and seeds, and stores each result, so that an interrupted campaign can be resumed."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from experiments.generalization.methods import Method, methods_for, multiplier, 
 from experiments.generalization.train import Result, train
 
 FLAT = 1.0
-"""Points of validation accuracy below the best within which a base rate counts as equally good."""
+"""Points of validation accuracy that a base rate may be below the best rate and still count as equally good."""
 _MOST_EXTENSIONS = 6
 _STORED = Path(__file__).parent / "results" / "quick.json"
 
 
 def picked_rates() -> dict[str, float]:
-    """Return the base learning rates that the stored report of `--quick` picked, by name of the case."""
+    """Return the base learning rates in the stored report of `--quick`, by the name of the case."""
     rows = json.loads(_STORED.read_text(encoding="utf-8"))["rows"]
     return {row["case"]: float(row["learning_rate"]) for row in rows}
 
 
 class Job(NamedTuple):
-    """One training run."""
+    """The settings of one training run."""
 
     case: Case
     method: Method
@@ -43,9 +43,9 @@ class Job(NamedTuple):
 
 
 class Campaign:
-    """Results by case, method, seed and rate; with a `path`, kept as one JSON object a line.
+    """Results by case, method, seed and rate; if `path` is given, they are stored there as one JSON object per line.
 
-    `workers`: processes that train at once, each on one thread.
+    `workers` is the number of processes that train concurrently, each with one thread.
     """
 
     def __init__(self, path: Path | None = None, *, workers: int = 1) -> None:
@@ -60,11 +60,11 @@ class Campaign:
 
     @property
     def results(self) -> list[Result]:
-        """Return all known results."""
+        """Return all results so far."""
         return list(self._known.values())
 
     def run(self, jobs: Sequence[Job], mode: Mode) -> list[Result]:
-        """Return one result for each job; train those without a known result."""
+        """Return one result for each job; train the jobs that have no result yet."""
         wanted = list({job.key: job for job in jobs if job.key not in self._known}.values())
         if self._workers > 1 and len(wanted) > 1:
             context = multiprocessing.get_context("fork" if mode.device == "cpu" else "spawn")
@@ -91,18 +91,17 @@ def _train(job: Job, mode: Mode) -> Result:
 
 
 class BaseRate(NamedTuple):
-    """The best base rate by validation, and the highest that is within FLAT of it."""
+    """The base rate with the best validation accuracy, and the highest base rate within FLAT points of it."""
 
     best: float
     upper: float
 
 
 def tune_base_rate(campaign: Campaign, case: Case, method: Method, mode: Mode) -> BaseRate:
-    """Pick the rate by mean validation accuracy of the small batch over the mode's tuning seeds;
-    of equal rates the highest.
+    """Choose the rate with the best mean validation accuracy at the small batch, or the highest of several equal rates.
 
-    The grid is extended by factors of 2 while the best rate is at its edge, unless it has one rate only. Raises
-    RuntimeError if six extensions are not enough.
+    The mean is over the mode's tuning seeds. A grid with several rates is extended by factors of 2 while the best rate
+    is at the edge of the grid. Raises RuntimeError if six extensions are not enough.
     """
     grid = list(mode.adam_rates if case.adam else mode.lars_rates if method.kind == "lars" else mode.rates)
     for _ in range(_MOST_EXTENSIONS):
@@ -117,18 +116,18 @@ def tune_base_rate(campaign: Campaign, case: Case, method: Method, mode: Mode) -
             return BaseRate(best, upper)
         grid.append(min(grid) / 2 if best == min(grid) else max(grid) * 2)
     raise RuntimeError(
-        f"the best base rate of {case.name} is still at the edge of {sorted(grid)}: start from another grid"
+        f"the best base rate of {case.name} is still at the edge of the grid {sorted(grid)}: start with another grid"
     )
 
 
 def run_mode(
     mode: Mode, campaign: Campaign, *, only: Collection[str] | None = None, upper: bool = False
 ) -> dict[str, list[Result]]:
-    """Return results by case name, including the small batch; `only` names the methods to run (all by default).
+    """Return the results by case name, including the small batch; `only` contains the methods to run (default: all).
 
-    upper: run baselines and default with the upper end of the flat optimum as base rate, where that differs from the
-    best rate and the method takes a base rate at all.
-    Runs go seed by seed, so that an interrupted campaign has run all methods on the same seeds.
+    With `upper`, run the baselines and the default with the upper end of the flat optimum as base rate, if it differs
+    from the best rate and the method uses a base rate. The runs are ordered by seed, so that an interrupted campaign
+    has run all methods with the same seeds.
     """
     rates = {
         (case.name, method.name): tune_base_rate(campaign, case, method, mode)
@@ -157,7 +156,7 @@ def run_mode(
 
 
 def list_methods(mode: Mode, case: Case) -> list[Method]:
-    """Return the methods of the mode and the hand-tuned multipliers for this batch."""
+    """Return the methods of the mode for this case, and the multipliers to try by hand for this batch."""
     methods = [method for method in methods_for(case) if mode.ablations or method.role != "ablation"]
     kind = "adamw" if case.adam else "sgd"
     return methods + [multiplier(share * case.batch_size / case.base_batch_size, kind) for share in mode.shares]

@@ -1,18 +1,18 @@
-"""The cases to train (data set, network, large batch) and the modes (how much of each)."""
+"""The cases to train (data set, network, large batch) and the modes (which cases, how many seeds and epochs)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 CHOSEN = "2026-11-26"
-"""The date on which the cases, grids and methods below were fixed, before any of them had been run in this form."""
+"""The date on which these cases, grids and methods were fixed, before any of them had been run in this form."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the report: `world_size` ranks share a batch, each with its own batch statistics, as under DDP.
+    """One row of the report; `world_size` ranks share a batch, each with separate batch statistics, as under DDP.
 
-    `num_train`: training examples, where the mode's number is not meant.
+    `num_train` is the number of training examples, if it differs from that of the mode.
     """
 
     dataset: str
@@ -23,22 +23,22 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the name in tables and files."""
+        """Return the name of the case in tables and files."""
         data = "" if self.num_train is None else f"@{self.num_train}"
         return f"{self.dataset}/{self.network}/{self.batch_size}{data}"
 
     @property
     def adam(self) -> bool:
-        """Return True if the case is trained by AdamW, False if by SGD."""
+        """Return True if the case is trained with AdamW, or False if it is trained with SGD."""
         return self.network == "transformer"
 
     @property
     def base_batch_size(self) -> int:
-        """Return the batch size at which the learning rate is picked."""
+        """Return the batch size at which the base learning rate is chosen."""
         return 16 if self.adam else 64
 
     def at_base(self) -> Case:
-        """Return the case with the small batch, for comparison with this one."""
+        """Return the case that differs from this one only in having the small batch."""
         return replace(self, batch_size=self.base_batch_size, world_size=1)
 
 
@@ -46,11 +46,12 @@ class Case:
 class Mode:
     """The extent of a campaign. Rules are developed on the `development` cases, which are never reported as results.
 
-    `rates`, `adam_rates`: grids of base learning rates, extended while the best is at an edge. `tuning_seeds`: over
-    which validation accuracy is averaged to pick one. `upper_seeds`: of the second table, whose base rate is the
-    highest that is as good as the best. `shares`: learning-rate multipliers tried by hand, as shares of B / base.
-    `num_eval`: examples of validation, and of test; all that the data set has without it. `profile_steps`: steps of a
-    profile.
+    `rates` and `adam_rates` are grids of base learning rates, which are extended while the best rate is at an edge.
+    `tuning_seeds` is the number of seeds over which validation accuracy is averaged to choose a rate. `upper_seeds` is
+    the number of seeds of the second table, whose base rate is the highest rate that is as good as the best. `shares`
+    are the learning-rate multipliers to try by hand, as shares of B / base. `num_eval` is the number of validation
+    examples and of test examples; without it, all examples of the data set are used. `profile_steps` is the number of
+    steps of a profile.
     """
 
     name: str
@@ -72,8 +73,7 @@ class Mode:
     profile_steps: int = 128
 
     def smoke(self) -> Mode:
-        """Return the mode of a smoke test: the same steps in seconds,
-        one short epoch of a case of SGD and of one of AdamW; figures mean nothing."""
+        """Return the mode of a smoke test, which trains a case with SGD and one with AdamW for one short epoch each."""
         adam = [case for case in self.cases if case.adam][:1]
         tiny = [
             replace(c, batch_size=2 * c.base_batch_size, world_size=2, num_train=4 * c.base_batch_size)
@@ -144,7 +144,7 @@ MODES = {
             Case("shapes", "residual", 1024, 8),
             Case("shapes", "residual", 2048, 8),
             Case("shapes", "depthwise", 1024, 8),
-            # Of 2026-11-24, after the test cases had shown a default too fast with few steps and under AdamW.
+            # Added on 2026-11-24, after the default had been too fast on test cases with few steps and with AdamW.
             Case("shapes", "resnet20", 512, 4, num_train=2048),
             Case("numpy", "transformer", 64, 4, num_train=1024),
             Case("numpy", "transformer", 256, 8, num_train=1024),
@@ -156,7 +156,7 @@ MODES = {
         (0.25, 0.5, 1.0),
         ablations=True,
     ),
-    # Of 2026-11-27: one case that minutes suffice for, at the rate that is usual for it. With 8,192 images the small
-    # batch reached 99 %, before any large batch was trained, which leaves no gap to close.
+    # Chosen on 2026-11-27: one case that takes only minutes, at its usual rate. With 8,192 images, the small batch
+    # reached 99 % before any large batch was trained, so there was no gap to close.
     "gpu": Mode("gpu", (Case("glyphs32", "resnet18", 512, 4),), 3, 30, 2048, (0.05,), (0.5, 1.0), device="cuda"),
 }

@@ -1,5 +1,4 @@
-"""Data sets that need no download: scikit-learn's digits, glyphs drawn with Pillow, textured shapes, and the sources of
-Python's standard library and of numpy, byte by byte."""
+"""Data sets that need no download: scikit-learn's digits, glyphs from Pillow, textured shapes, and source code."""
 
 from __future__ import annotations
 
@@ -15,15 +14,16 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-GLYPHS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt"  # the 47 balanced classes of EMNIST
+GLYPHS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt"  # the 47 classes of EMNIST Balanced
 DATASETS = ("digits", "glyphs", "glyphs32", "shapes", "stdlib", "numpy")
-WINDOW = 32  # bytes that the transformer sees
+WINDOW = 32  # number of bytes in the transformer's context
 
 
 @dataclass(frozen=True)
 class Split:
-    """`images` float32 (n, 1, side, side), standardised, with `labels` int64 (n,); or bytes and the bytes that follow
-    them, both int64 (n, WINDOW)."""
+    """Standardised `images`, float32 (n, 1, side, side), with `labels`, int64 (n,); or bytes and the bytes that follow
+    them, both int64 (n, WINDOW).
+    """
 
     images: torch.Tensor
     labels: torch.Tensor
@@ -32,7 +32,7 @@ class Split:
         return int(self.labels.shape[0])
 
     def first(self, number: int | None) -> Split:
-        """Return the first `number` examples; all with None."""
+        """Return the first `number` examples, or all examples if `number` is None."""
         return Split(self.images[:number], self.labels[:number])
 
     def to(self, device: torch.device) -> Split:
@@ -42,7 +42,7 @@ class Split:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Train, validation and test parts drawn from one distribution; always the same for a name."""
+    """Training, validation and test parts drawn from one distribution, which are always the same for a name."""
 
     name: str
     num_classes: int
@@ -54,7 +54,7 @@ class ImageSet:
 
 @lru_cache(maxsize=8)
 def load(name: str, *, num_train: int = 4096) -> ImageSet:
-    """Build the image set `name` (one of DATASETS); `num_train` is ignored by the finite digits."""
+    """Build the data set `name` (one of DATASETS); the digits ignore `num_train`, since their number is fixed."""
     if name == "digits":
         return _digits()
     if name == "glyphs":
@@ -67,7 +67,7 @@ def load(name: str, *, num_train: int = 4096) -> ImageSet:
         return _sources(name, sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")), num_train)
     if name == "numpy":
         return _sources(name, sorted(Path(np.__file__).parent.rglob("*.py")), num_train)
-    raise ValueError(f"data set {name!r} is unknown: choose one of {', '.join(DATASETS)}")
+    raise ValueError(f"data set {name!r} is unknown: use one of {', '.join(DATASETS)}")
 
 
 def _split(name: str, images: torch.Tensor, labels: torch.Tensor, num_train: int) -> ImageSet:
@@ -80,7 +80,7 @@ def _split(name: str, images: torch.Tensor, labels: torch.Tensor, num_train: int
 
 
 def _sources(name: str, paths: Sequence[Path], num_train: int) -> ImageSet:
-    """Cut windows out of sources; training, validation and test come from different modules."""
+    """Cut windows out of source files; training, validation and test windows come from different modules."""
     parts = []
     for offset, (count, quarters) in enumerate(((num_train, (0, 3)), (512, (1,)), (1024, (2,)))):
         chosen = [path for index, path in enumerate(paths) if index % 4 in quarters]
@@ -98,14 +98,14 @@ def _digits() -> ImageSet:
     bunch = load_digits()
     rng = np.random.default_rng(20)
     order = rng.permutation(len(bunch.target))
-    # The clean digits are solved by every method; noise leaves room for a gap.
+    # Without noise, every method would classify the digits correctly, and there would be no gap.
     noisy = bunch.images[order] + rng.normal(0.0, 4.0, bunch.images.shape)
     images = torch.as_tensor(noisy, dtype=torch.float32).unsqueeze(1)
     return _split("digits", images, torch.as_tensor(bunch.target[order], dtype=torch.int64), 1024)
 
 
 def _glyphs(count: int, *, side: int = 16, canvas: int = 26) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw characters in Pillow's own font at several weights under a random affine map, occluder and noise."""
+    """Draw characters in Pillow's own font in several weights, with a random affine map, an occluder and noise."""
     rng = np.random.default_rng(7)
     weights = (0, 1, 2)
     sheet = np.zeros((len(GLYPHS), len(weights), canvas, canvas), dtype=np.float32)
@@ -132,7 +132,7 @@ def _glyphs(count: int, *, side: int = 16, canvas: int = 26) -> tuple[torch.Tens
 
 
 def _random_affine(rng: np.random.Generator, count: int) -> NDArray[np.float32]:
-    """Draw inverse maps (count, 2, 3): rotation +-20 degrees, shear, scale 0.75-1.25, shift of an eighth."""
+    """Draw inverse maps (count, 2, 3): rotations of +-20 degrees, shears, scales of 0.75-1.25, shifts of an eighth."""
     angle, shear = rng.uniform(-0.35, 0.35, count), rng.uniform(-0.3, 0.3, count)
     scale = rng.uniform(0.75, 1.25, (2, count))
     cos, sin = np.cos(angle), np.sin(angle)
@@ -142,7 +142,7 @@ def _random_affine(rng: np.random.Generator, count: int) -> NDArray[np.float32]:
 
 
 def _shapes(count: int, *, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw five outlines times five textures on a textured ground: the class is the pair (25 classes)."""
+    """Draw one of five outlines with one of five textures on a textured background; each pair is one of 25 classes."""
     rng = np.random.default_rng(11)
     outline, texture = rng.integers(0, 5, (2, count))
     axis = np.linspace(-1.0, 1.0, side)

@@ -2,15 +2,15 @@
 
     python -m experiments.generalization.guarded --json results/guarded.json --runs results/quick-runs.jsonl
 
-For each network and data set of `--quick`, and each number of `--epochs`:
+For each network and data set of `--quick`, and each number in `--epochs`, the program does the following:
 
-1. a profile: the first 128 steps of the default at four times the base batch, whose noise scale and reports are read as
-   the service reads them;
-2. a choice: the service's own `balanced` with the guard that these reports decide, among 1 to 64 times the base batch.
-   Time falls as 1 / B and the cost is the same for all, so it takes the largest batch that the guard allows: no
-   training can ask more of the guard;
-3. trainings with the default at that batch, one rank for each base batch up to four, against the base batch with the
-   same seeds, base rate and epochs.
+1. It profiles the first 128 steps of the default at four times the base batch, and reads their noise scale and reports
+   as the service does.
+2. It lets the service's own `balanced`, with the guard that follows from these reports, choose a batch of 1 to 64 times
+   the base batch. Time is assumed to fall as 1 / B at equal cost, so `balanced` chooses the largest batch that the
+   guard allows. This is the hardest test of the guard.
+3. It trains with the default at this batch, with one rank per base batch (at most four), and compares the accuracy with
+   training at the base batch with the same seeds, base rate and epochs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DEFAULT = {adam: next(m for m in (ADAM_METHODS if adam else METHODS) if m.role =
 
 @dataclass(frozen=True)
 class Reports:
-    """The reports of a profile: the columns of a `TulaOptimizer`, as the agent sends them."""
+    """The reports of a profile, which are the columns of a `TulaOptimizer` as the agent sends them."""
 
     noise: tuple[float, ...]
     small_batch_size: float
@@ -58,10 +58,10 @@ class Reports:
 
 
 def profile(case: Case, mode: Mode, *, learning_rate: float) -> Reports:
-    """Train the first steps at PROFILE_RATIO times the base batch, and return the optimizer's reports."""
+    """Train the first steps at PROFILE_RATIO times the base batch; return the optimizer's reports."""
     data = _data(case, mode)
     at_batch = replace(case, batch_size=PROFILE_RATIO * case.base_batch_size, world_size=PROFILE_RATIO)
-    torch.manual_seed(1_000_000)  # a seed that no training has
+    torch.manual_seed(1_000_000)  # a seed that no training run uses
     network = build(case.network, num_classes=data.num_classes, side=data.side)
     method = DEFAULT[case.adam]
     optimizer = prepare(method, at_batch, network, learning_rate=learning_rate, steps_per_epoch=1).optimizer
@@ -82,9 +82,7 @@ def profile(case: Case, mode: Mode, *, learning_rate: float) -> Reports:
 
 
 def choose_batch(case: Case, mode: Mode, reports: Reports) -> tuple[int, AccuracyGuard]:
-    """Return the global batch that `balanced` chooses if larger batches are faster at equal cost, and the guard in
-    force.
-    """
+    """Return the global batch that `balanced` chooses if larger batches are faster at equal cost, and its guard."""
     goal, estimates = goal_and_estimates(case, mode, reports)
     chosen = choose(goal, estimates).chosen
     assert chosen is not None
@@ -93,9 +91,7 @@ def choose_batch(case: Case, mode: Mode, reports: Reports) -> tuple[int, Accurac
 
 
 def goal_and_estimates(case: Case, mode: Mode, reports: Reports) -> tuple[Goal, list[Estimate]]:
-    """Return the goal and the estimates from which the service would choose if a larger batch were faster at equal
-    cost.
-    """
+    """Return the goal and the estimates from which the service chooses if larger batches are faster at equal cost."""
     examples, base = len(_data(case, mode).train), case.base_batch_size
     spec = wire.JobSpec.model_validate(
         {
@@ -127,7 +123,7 @@ def _data(case: Case, mode: Mode) -> ImageSet:
 
 
 def _perfectly_scaling(configuration: wire.Configuration, training: Training) -> Estimate:
-    """Return an estimate of one second a step at any number of nodes, each of which costs the same."""
+    """Return an estimate of one second per step on any number of nodes, at the same price for each node."""
     epoch = training.dataset_size / configuration.global_batch_size
     total = epoch * training.epochs
     step, time, cost = (Range(x, x, x) for x in (1.0, total, total * configuration.num_nodes))
@@ -136,7 +132,7 @@ def _perfectly_scaling(configuration: wire.Configuration, training: Training) ->
 
 @dataclass(frozen=True)
 class Guarded:
-    """One row: the chosen batch, and the points of test accuracy that it lost against the base batch."""
+    """One row of the table: the chosen batch, and its loss of test accuracy relative to the base batch, in points."""
 
     case: Case
     epochs: int
@@ -151,17 +147,17 @@ class Guarded:
 
     @property
     def method(self) -> Method:
-        """Return the default method or, if the base batch is recommended, the base batch's own."""
+        """Return the default method or, if the base batch is recommended, the method for the base batch."""
         larger = self.batch_size > self.case.base_batch_size
         return DEFAULT[self.case.adam] if larger else small_methods(self.case)[0]
 
     @property
     def lost(self) -> Interval:
-        """Return the accuracy of the base batch minus that of the recommended one, paired by seed."""
+        """Return the accuracy of the base batch minus that of the recommended batch, paired by seed."""
         return self.report.paired(small_methods(self.case)[0].name, self.method.name)
 
     def row(self) -> dict[str, object]:
-        """Return the figures to store in a file."""
+        """Return the figures of this row for a JSON file."""
         return {
             "batch": self.batch_size,
             "steps": self.guard.steps(self.batch_size),
@@ -175,7 +171,7 @@ class Guarded:
 
 
 def guarded(case: Case, mode: Mode, campaign: Campaign, *, learning_rate: float, seeds: int) -> Guarded:
-    """Profile one case, choose its batch, and train it at that batch and at the base batch."""
+    """Profile one case, choose a batch for it, and train it at the chosen batch and at the base batch."""
     batch, guard = choose_batch(case, mode, profile(case, mode, learning_rate=learning_rate))
     at_batch = replace(case, batch_size=batch, world_size=min(MOST_RANKS, batch // case.base_batch_size))
     jobs = [Job(case.at_base(), small_methods(case)[0], seed, learning_rate) for seed in range(seeds)]
@@ -202,18 +198,18 @@ def table(rows: Sequence[Guarded]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run all rows and print them; `argv` is the command line by default."""
+    """Run and print all rows; by default, `argv` is the command line."""
     parser = argparse.ArgumentParser(prog="experiments.generalization.guarded", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument(
         "--runs",
         type=Path,
         metavar="FILE",
-        help="keep single runs here, and skip those that it has, as those of --quick; of other epochs beside it",
+        help="store runs in FILE, and skip runs that it has (from --quick, too); runs of other epochs go next to it",
     )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, nargs="+", default=[30])
-    parser.add_argument("--smoke", action="store_true", help="two tiny cases, in seconds: only shows that it works")
+    parser.add_argument("--smoke", action="store_true", help="train two tiny cases; shows only that it works")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     quick = MODES["quick"].smoke() if arguments.smoke else MODES["quick"]

@@ -1,4 +1,4 @@
-"""The compared methods: each adapts SGD or AdamW at the base learning rate to the large batch."""
+"""The methods to compare, each of which adapts SGD or AdamW at the base learning rate to the large batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tula_agent.scaling import Ags, Gain, TulaOptimizer
 from tula_agent.scaling.rule import SpikeClip
 
 WARMUP_EPOCHS = 5
-WEIGHT_DECAY = 5e-4  # of SGD
+WEIGHT_DECAY = 5e-4  # with SGD
 ADAM_WEIGHT_DECAY = 0.01
 ADAM_BETAS = (0.9, 0.999)
 POST_LOCAL_SYNCS_PER_EPOCH = 4
@@ -26,15 +26,18 @@ POST_LOCAL_SYNCS_PER_EPOCH = 4
 class Method:
     """One way to train at the large batch.
 
-    `kind`: `sgd`, `adamw`, `lars`, `muon`, `tula` (SGD or AdamW within, as the case says) or `post_local` (SGD, then
-    local steps from the first decay on: see train.py).
-    `role`: `reference`, `paper`, `baseline`, `tuned`, `default`, `part` (of the default, in every table) or `ablation`.
-    `options`: keyword arguments of the optimizer. `tuned_as`: the small-batch method whose base rate it takes.
-    `rate_factor`: the learning rate's factor once warm-up is over, or the rule that gives it: `linear` is B / base
-    (Goyal et al. 2017), `root` its square root (Krizhevsky 2014).
-    `malladi`: betas of Adam follow the batch, 1 - beta times B / base (Malladi et al. 2022).
-    `published_rate`: the base rate where the method's own is taken instead of a picked one.
-    `cut`: gradients longer than twice the usual are clipped to that, by the product's own `SpikeClip`.
+    `kind` is `sgd`, `adamw`, `lars`, `muon`, `tula` (around SGD or AdamW, depending on the case) or `post_local` (SGD
+    with local steps after the first decay; see train.py).
+    `role` is `reference`, `paper`, `baseline`, `tuned`, `default`, `part` (of the default; in every table) or
+    `ablation`.
+    `options` are keyword arguments of the optimizer.
+    `tuned_as` is the name of the small-batch method whose base rate is used.
+    `rate_factor` is the factor on the learning rate after the warm-up, or a rule for this factor: `linear` is B / base
+    (Goyal et al. 2017), and `root` is its square root (Krizhevsky 2014).
+    With `malladi`, Adam's betas depend on the batch: 1 - beta is multiplied by B / base (Malladi et al. 2022).
+    `published_rate` is the method's published base rate, if this is used instead of a tuned one.
+    With `cut`, gradients longer than twice the usual length are clipped to twice the usual length by the product's own
+    `SpikeClip`.
     """
 
     name: str
@@ -50,8 +53,7 @@ class Method:
 
 
 def multiplier(value: float, kind: str = "sgd") -> Method:
-    """Return a large batch with a constant factor on the learning rate, reached by a warm-up, and the cut:
-    tuned by hand."""
+    """Return a method tuned by hand: a constant factor on the learning rate, reached by a warm-up, and the cut."""
     return Method(f"x{value:g}", kind, "tuned", rate_factor=value, warmup_epochs=WARMUP_EPOCHS, cut=True)
 
 
@@ -94,7 +96,7 @@ _TULA = (
     Method("AdaScale gain", "tula", "ablation", {"policy": _AdaScale(spike_limit=None)}),
 )
 _PARTS = (
-    # What the direction adds, and what the noise adds to the direction; SGD only, since AdamW keeps its direction.
+    # These show what the direction adds, and what the noise adds to it; only for SGD, since AdamW keeps its direction.
     Method("gain alone", "tula", "part", {"policy": _Alone()}),
     Method("undamped", "tula", "part", {"policy": _Undamped()}),
 )
@@ -120,18 +122,18 @@ ADAM_METHODS = (
 
 
 def methods_for(case: Case) -> tuple[Method, ...]:
-    """Return the methods to compare on `case`."""
+    """Return the methods that are compared on `case`."""
     return ADAM_METHODS if case.adam else METHODS
 
 
 def small_methods(case: Case) -> tuple[Method, ...]:
-    """Return the methods whose learning rates are picked at the small batch."""
+    """Return the small-batch methods with which learning rates are chosen."""
     return (SMALL_ADAM,) if case.adam else (SMALL, SMALL_LARS)
 
 
 @dataclass
 class Prepared:
-    """An optimizer, its learning rate of each step before the common decay, and what clips before each step."""
+    """An optimizer, the learning rate of each step before the common decay, and the function that clips gradients."""
 
     optimizer: torch.optim.Optimizer
     rates: Iterator[float]
@@ -154,9 +156,9 @@ def _optimizer(
     method: Method, case: Case, network: nn.Module, learning_rate: float, steps_per_epoch: int
 ) -> torch.optim.Optimizer:
     if method.kind == "lars":
-        import pytorch_optimizer  # here, since it takes seconds to import and one method needs it
+        import pytorch_optimizer  # imported here, since the import takes seconds and only one method needs it
 
-        # Its published trust coefficient, 0.001 (You et al. 2017), is the library's default.
+        # The library's default is the published trust coefficient of 0.001 (You et al. 2017).
         layerwise: torch.optim.Optimizer = pytorch_optimizer.LARS(
             network.parameters(), lr=learning_rate, weight_decay=WEIGHT_DECAY, **method.options
         )
@@ -178,7 +180,7 @@ def _optimizer(
 
 
 def _muon(network: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Return Muon as published (Jordan et al. 2024): AdamW at 3e-4 for vectors and for the last layer."""
+    """Return Muon as published (Jordan et al. 2024), with AdamW at 3e-4 for vectors and for the last layer."""
     import pytorch_optimizer
 
     parameters = list(network.parameters())
@@ -215,7 +217,9 @@ def _rate_factor(method: Method, case: Case) -> float:
 
 
 def _ramp(rate: float, scale: float, warmup_steps: int) -> Iterator[float]:
-    """Yield the learning rate of each step: from `rate` up to `rate` x `scale` in equal steps, then constant."""
+    """Yield the learning rate of each step, which rises linearly from `rate` to `rate` x `scale` and then stays
+    constant.
+    """
     step = 0
     while True:
         yield rate * (scale if step >= warmup_steps else 1.0 + (scale - 1.0) * step / warmup_steps)

@@ -1,4 +1,4 @@
-"""Small networks with and without batch normalization, with depthwise layers, and a transformer."""
+"""The networks of the experiment: small convolutional networks with and without normalization, and a transformer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NETWORKS = ("vgg", "residual", "depthwise", "resnet20", "resnet18", "resnet50", 
 
 
 class Vgg(nn.Sequential):
-    """Three convolutions and two dense layers, no normalization, dropout 0.2."""
+    """Three convolutions and two dense layers without normalization, with dropout 0.2."""
 
     def __init__(self, num_classes: int, side: int, width: int = 8) -> None:
         super().__init__(
@@ -35,7 +35,7 @@ class Vgg(nn.Sequential):
 
 
 class Residual(nn.Module):
-    """A stem and one residual block, each convolution with batch normalization."""
+    """A stem and one residual block, with batch normalization after each convolution."""
 
     def __init__(self, num_classes: int, side: int, width: int = 12) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Depthwise(nn.Module):
 
 
 class ResNet20(nn.Module):
-    """The residual network of 20 layers (He et al. 2016) with 16, 32 and 64 channels: 270 000 parameters and more."""
+    """The residual network of 20 layers (He et al. 2016) with 16, 32 and 64 channels and over 270,000 parameters."""
 
     def __init__(self, num_classes: int, side: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class ResNet20(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal transformer over bytes: two layers of width 64 with layer normalization before each part."""
+    """A causal transformer over bytes, with two layers of width 64 and layer normalization before each part."""
 
     def __init__(self, num_classes: int, side: int, width: int = 64, heads: int = 4) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_classes)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Return logits (n, bytes, length) for the byte after each of `text` (n, length)."""
+        """Return logits (n, bytes, length) for the byte that follows each byte of `text` (n, length)."""
         length = text.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool, device=text.device).triu(1)
         x = self.tokens(text) + self.positions[:length]
@@ -123,14 +123,14 @@ def _separable(inputs: int, outputs: int, *, stride: int = 1) -> nn.Sequential:
 
 
 def build(name: str, *, num_classes: int, side: int) -> nn.Module:
-    """Return a freshly initialised network; seed torch before the call for a repeatable one."""
+    """Return a newly initialised network; for repeatable weights, seed torch before the call."""
     if name in ("resnet18", "resnet50"):
         return _channels_last(resnet(int(name.removeprefix("resnet")), channels=1, num_classes=num_classes))
     if name == "transformer":
         return Transformer(num_classes, side)
     kinds = {"vgg": Vgg, "residual": Residual, "depthwise": Depthwise, "resnet20": ResNet20}
     if name not in kinds:
-        raise ValueError(f"network {name!r} is unknown: choose one of {', '.join(NETWORKS)}")
+        raise ValueError(f"network {name!r} is unknown: use one of {', '.join(NETWORKS)}")
     return _channels_last(kinds[name](num_classes, side))
 
 

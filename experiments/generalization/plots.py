@@ -1,4 +1,4 @@
-"""Pictures: test accuracy and gradient variability by method, and both over the steps of one run (figure 6)."""
+"""Draws test accuracy and gradient variability by method, and both over the steps of one run (figure 6)."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ def write_plots(results: Sequence[Result], directory: Path, *, stem: str) -> lis
 
 
 def write_steps(steps: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw figure 6 of each network: variability of every step on a log axis, accuracy,
-    and a rule where the rate decays."""
+    """Draw figure 6 for each network: every step's variability (log axis), the accuracy, and lines where the rate
+    decays.
+    """
     import altair as alt
 
     x = alt.X("step:Q", title="step (dashed: the learning rate decays)")

@@ -2,15 +2,17 @@
 
     python -m experiments.generalization.ramp --only stdlib/transformer/256@1024 --epochs 64 --json results/ramp.json
 
-For each network and data set of `--quick`:
+For each network and data set of `--quick`, the program does the following:
 
-1. the constant batch is chosen as in `guarded.py`: a profile, and the service's own `balanced`, where time falls as
-   1 / B and every batch costs the same;
-2. the default trains at it, and its noise scale over that training of the first seed goes to the service's own `Ramps`;
-3. if they name stages, the default trains by them, with the same seeds, base rate and examples, and goes from stage to
-   stage as a job that resumes with another batch.
+1. It chooses the constant batch as `guarded.py` does, from a profile and with the service's own `balanced`, under the
+   assumption that time falls as 1 / B and every batch costs the same.
+2. It trains with the default at this batch, and passes the noise scale of the first seed's training run to the
+   service's own `Ramps`.
+3. If `Ramps` returns stages, it trains with the default in these stages, with the same seeds, base rate and examples.
+   It changes stages in the same way as a job that resumes with another batch.
 
-Cases, seeds, base rates and test data are those of `--quick`. The time of a training is its number of steps.
+Cases, seeds, base rates and test data are those of `--quick`. The number of steps of a training run is taken as its
+time.
 """
 
 from __future__ import annotations
@@ -41,16 +43,14 @@ from tula_service.analysis.schedule import Ramps
 from tula_service.perfmodel.choice import choose
 
 RANKS = 4
-"""Parts of every batch, each with its batch statistics; the noise is measured between them."""
+"""The number of parts of every batch, which have separate batch statistics, and between which noise is measured."""
 Stages = Sequence[tuple[float, int]]
-"""The beginning of each stage, as a share of all examples, and its global batch."""
+"""The start of each stage, as a share of all examples, and the stage's global batch."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of one training: per cent on validation and test, and the noise scale at each optimizer step, in
-    examples.
-    """
+    """A training run's accuracies on validation and test data in percent, and its noise scale by step, in examples."""
 
     validation: float
     test: float
@@ -58,7 +58,7 @@ class Trained:
 
 
 def train(case: Case, mode: Mode, stages: Stages, *, seed: int, learning_rate: float) -> Trained:
-    """Train the default on `case` by these stages; the learning rate falls with the share of the examples."""
+    """Train the default on `case` in the given stages; the learning rate decays with the share of the examples."""
     data = load(case.dataset, num_train=min(case.num_train or mode.num_train, mode.num_train))
     torch.manual_seed(seed)
     network = build(case.network, num_classes=data.num_classes, side=data.side)
@@ -87,7 +87,7 @@ def train(case: Case, mode: Mode, stages: Stages, *, seed: int, learning_rate: f
 
 
 def _examples(number: int, order: torch.Generator) -> Iterator[int]:
-    """Yield the examples, each once per pass, in a new order in every pass."""
+    """Yield the indices of the examples, each once per pass, in a new order in every pass."""
     while True:
         yield from torch.randperm(number, generator=order).tolist()
 
@@ -100,7 +100,7 @@ def _optimizer(case: Case, network: torch.nn.Module, batch: int, learning_rate: 
 
 
 def compare(case: Case, mode: Mode, *, learning_rate: float, seeds: int) -> dict[str, object]:
-    """Return the figures of a case: the stages, the steps of both, and their test accuracy where there are stages."""
+    """Return the stages, both numbers of steps and, if there are stages, both test accuracies of a case."""
     goal, estimates = goal_and_estimates(case, mode, profile(case, mode, learning_rate=learning_rate))
     chosen = choose(goal, estimates).chosen
     assert chosen is not None
@@ -134,13 +134,13 @@ def compare(case: Case, mode: Mode, *, learning_rate: float, seeds: int) -> dict
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compare both on the cases of `--quick` and print the figures; `argv` is the command line by default."""
+    """Compare both on the cases of `--quick`, and print the figures; by default, `argv` is the command line."""
     parser = argparse.ArgumentParser(prog="experiments.generalization.ramp", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--only", metavar="CASES", help="names of cases, separated by commas")
-    parser.add_argument("--smoke", action="store_true", help="one tiny case, in seconds: only shows that it works")
+    parser.add_argument("--only", metavar="CASES", help="run only these cases (names separated by commas)")
+    parser.add_argument("--smoke", action="store_true", help="train one tiny case; shows only that it works")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     mode = MODES["quick"].smoke() if arguments.smoke else replace(MODES["quick"], epochs=arguments.epochs)

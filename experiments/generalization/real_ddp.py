@@ -1,4 +1,4 @@
-"""One row of the table with real ranks under torchrun, which must also end with equal weights."""
+"""Runs one row of the table with real ranks under torchrun, and checks that their final weights are equal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _METHODS = ("LBT", "AGS", "Tula default")
 
 
 def compare(case: Case, mode: Mode, learning_rate: float) -> dict[str, float]:
-    """Return mean test accuracy by method with `case.world_size` gloo processes; 1.0 for equal weights on all ranks."""
+    """Train with `case.world_size` gloo processes; return mean test accuracies, and 1.0 if all ranks' weights agree."""
     request = {"case": vars(case), "epochs": mode.epochs, "num_train": mode.num_train, "rate": learning_rate}
     request |= {"seeds": mode.real_ddp_seeds, "num_eval": mode.num_eval}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.world_size)]
@@ -69,7 +69,7 @@ def _train(
 
 
 def main() -> None:
-    """Run on every rank under torchrun; the first prints the result."""
+    """Run one rank under torchrun; the first rank prints the result."""
     request = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""Table, figures of merit and their spread from single runs; selects on validation data, reports on test data."""
+"""Writes tables and figures of merit from single runs; choices use validation data, and results use test data."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from experiments.generalization.cases import CHOSEN
 from experiments.generalization.methods import ADAM_METHODS, METHODS, SMALL
 from experiments.generalization.train import Result
 
-WIDE_GAP = 8.0  # points by which the small batch leads
-ANY_GAP = 2.0  # below it, a share of the gap is a ratio of two noises
+WIDE_GAP = 8.0  # points by which the small batch is better
+ANY_GAP = 2.0  # with a smaller gap, a share of it is only noise divided by noise
 DEFAULT = "Tula default"
 NAMES = tuple(dict.fromkeys([SMALL.name, *(m.name for m in (*METHODS, *ADAM_METHODS)), "tuned"]))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Over seeds, percent. `tests`: by seed. `chosen`: the tuned multiplier that validation selected."""
+    """Accuracies in percent; `tests` has one per seed; `chosen` is the multiplier tuned on validation data."""
 
     tests: Mapping[int, float]
     mean: float
@@ -33,7 +33,7 @@ class Cell:
 
 
 class Interval(NamedTuple):
-    """A mean difference and half the width of its 95 % interval, points; NaN with one seed."""
+    """A mean difference and half the width of its 95 % interval (NaN with one seed), in points."""
 
     mean: float
     half: float
@@ -41,7 +41,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class CaseReport:
-    """One row of the table."""
+    """The data of one row of the table."""
 
     name: str
     learning_rate: float
@@ -49,11 +49,11 @@ class CaseReport:
 
     @property
     def adam(self) -> bool:
-        """Return True if the case is trained by AdamW."""
+        """Return whether the case is trained with AdamW."""
         return "/transformer/" in self.name
 
     def test(self, method: str) -> float:
-        """Return the mean test accuracy of `method`, percent."""
+        """Return the mean test accuracy of `method` in percent."""
         return self.cells[method].mean
 
     @property
@@ -62,7 +62,7 @@ class CaseReport:
         return self.test(SMALL.name) - self.test("LBT")
 
     def paired(self, method: str, other: str) -> Interval:
-        """Compare `method` with `other`: the difference, paired by seed, with Student's 95 % interval."""
+        """Return the accuracy of `method` minus that of `other`, paired by seed, with Student's 95 % interval."""
         ours, theirs = self.cells[method].tests, self.cells[other].tests
         differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
         count = len(differences)
@@ -73,12 +73,12 @@ class CaseReport:
 
 
 def report_case(name: str, results: Sequence[Result]) -> CaseReport:
-    """Summarise one case; `tuned` is the multiplier (1 included) of best mean validation accuracy."""
+    """Summarise one case; `tuned` is the multiplier (possibly 1) with the best mean validation accuracy."""
     by_method: dict[str, list[Result]] = {}
     for result in results:
         by_method.setdefault(result.method, []).append(result)
     cells = {method: _cell(runs) for method, runs in by_method.items()}
-    # The root and the linear rule are constant multipliers too, so their runs count for tuning by hand as well.
+    # The root and the linear rule are constant multipliers, too, so their runs are included in tuning by hand.
     constant = {"LBT", "root", "linear", "linear, cut"}
     candidates = {m: c for m, c in cells.items() if m in constant or (m.startswith("x") and m[1:2].isdigit())}
     if len(candidates) > 1:
@@ -96,10 +96,10 @@ def _cell(runs: Sequence[Result]) -> Cell:
 
 
 def figures(reports: Sequence[CaseReport]) -> dict[str, float]:
-    """Return the figures of merit over cases with a gap of at least ANY_GAP, points of test accuracy.
+    """Return the figures of merit over cases with a gap of at least ANY_GAP, in points of test accuracy.
 
-    `gap_recovered` is a share, `.wide` of cases with a gap of at least WIDE_GAP; `adam.` is of the cases with AdamW,
-    the others are of SGD; NaN where no case qualifies.
+    `gap_recovered` is a share; its key `.wide` covers cases with a gap of at least WIDE_GAP. Keys with `adam.` cover
+    the cases with AdamW, and all others the cases with SGD. A figure is NaN if no case qualifies.
     """
     values: dict[str, float] = {}
     for prefix, adam in (("", False), ("adam.", True)):
@@ -124,14 +124,14 @@ def figures(reports: Sequence[CaseReport]) -> dict[str, float]:
 
 
 def over_best_baseline(report: CaseReport) -> Interval:
-    """Compare the default with the baseline of best mean test accuracy, which no user could have picked."""
+    """Compare the default with the baseline of best mean test accuracy, which no user can know in advance."""
     baselines = {m.name for m in (ADAM_METHODS if report.adam else METHODS) if m.role == "baseline"}
     best = max(baselines & report.cells.keys(), key=report.test)
     return report.paired(DEFAULT, best)
 
 
 def over_best_rule(report: CaseReport) -> Interval:
-    """Compare the default with the best other rule of any kind, the unscaled rate, AGS and tuned by hand included."""
+    """Compare the default with the best other rule, including the unscaled rate, AGS and the rule tuned by hand."""
     best = max(report.cells.keys() - {DEFAULT, SMALL.name}, key=report.test)
     return report.paired(DEFAULT, best)
 
@@ -147,11 +147,11 @@ def _mean(values: Sequence[float]) -> float:
 def markdown(
     reports: Sequence[CaseReport], upper: Sequence[CaseReport], values: Mapping[str, float], *, seeds: int
 ) -> str:
-    """Return the paper's Table I in our setting, the default's paired differences, and both at the upper base rates."""
+    """Return our form of the paper's Table I, the default's paired differences, and both at the upper base rates."""
     lines = [f"Cases, grids and methods were fixed on {CHOSEN}, before any of them had been run in this form.", ""]
     lines += _tables(reports, f"{seeds} seeds, base rate of best validation accuracy")
     if upper:
-        lines += _tables(upper, "base rate at the upper end of its flat optimum, where that is another")
+        lines += _tables(upper, "base rate at the upper end of the flat optimum, if it differs")
     lines += ["| figure | value |", "|---|---|"]
     lines += [f"| `{key}` | {value:.2f} |" for key, value in values.items()]
     return "\n".join(lines) + "\n"
@@ -166,7 +166,7 @@ def _tables(reports: Sequence[CaseReport], title: str) -> list[str]:
     for report in reports:
         cells = [_cell_text(report.cells.get(column)) for column in columns]
         lines.append(f"| {report.name} ({report.learning_rate:g}) | " + " | ".join(cells) + " |")
-    lines += ["", f"{DEFAULT} minus each, points, paired by seed, ± half of the 95 % interval.", ""]
+    lines += ["", f"{DEFAULT} minus each other method, in points, paired by seed, ± half of the 95 % interval.", ""]
     lines += ["| case | " + " | ".join(others) + " |", "|---" * (len(others) + 1) + "|"]
     for report in reports:
         found = [report.paired(DEFAULT, name) if name in report.cells else None for name in others]
@@ -178,13 +178,12 @@ def _tables(reports: Sequence[CaseReport], title: str) -> list[str]:
 def _cell_text(cell: Cell | None) -> str:
     if cell is None:
         return "-"
-    return (
-        f"{cell.mean:.1f}±{cell.sd:.1f}" + ("!" if cell.diverged else "") + (f" ({cell.chosen})" if cell.chosen else "")
-    )
+    chosen = f" ({cell.chosen})" if cell.chosen else ""
+    return f"{cell.mean:.1f}±{cell.sd:.1f}" + ("!" if cell.diverged else "") + chosen
 
 
 def as_json(reports: Sequence[CaseReport], upper: Sequence[CaseReport], values: Mapping[str, float]) -> dict[str, Any]:
-    """Return the whole report for a file."""
+    """Return the whole report as the content of a JSON file."""
     known = {key: None if math.isnan(value) else value for key, value in values.items()}
     return {**known, "chosen": CHOSEN, "rows": _rows(reports), "rows_at_upper_rate": _rows(upper)}
 

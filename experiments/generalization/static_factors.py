@@ -1,14 +1,14 @@
-"""Figures 6, 7 and 8 of the paper on two small networks: static factors, thresholds, and one run over its steps.
+"""Reproduces figures 6 to 8 of the paper on two small networks: static factors, thresholds, and the steps of one run.
 
     python -m experiments.generalization.static_factors [--seeds N] [--workers N] [--json FILE] [--out DIR] [--smoke]
 
-Figure 7: factors 2, 4, 8 and 16 on steps whose gradient variability (equation 5) is below delta = 0.5, against the
-large batch alone. Figure 8: the same at delta 0.2 and 0.8. Figure 6: variability of every step and test accuracy after
-every epoch of one run of the large batch, in `static-steps.csv` and as a picture with the decays of the learning rate.
-Base rates are those that `results/quick.json` picked. Keys:
-`static.NETWORK.DELTA.FACTOR.test` (mean over seeds, percent) and `.scaled_share`, `static.NETWORK.lbt.test`;
-`variability.NETWORK.spike`, the largest variability in the epoch of the first decay over the median of the largest in
-the three epochs before.
+Figure 7 compares the large batch alone with factors of 2, 4, 8 and 16 on steps whose gradient variability (equation 5)
+is below delta = 0.5. Figure 8 shows the same for delta = 0.2 and 0.8. Figure 6 shows the variability of every step and
+the test accuracy after every epoch of one run of the large batch, in `static-steps.csv` and as a picture with the
+decays of the learning rate. The base rates come from `results/quick.json`. The keys `static.NETWORK.DELTA.FACTOR.test`
+and `static.NETWORK.lbt.test` are test accuracies in percent (means over seeds), and `.scaled_share` is the share of
+scaled steps. `variability.NETWORK.spike` is the largest variability in the epoch of the first decay, divided by the
+median of the largest variabilities in the three epochs before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODE = replace(MODES["quick"], seeds=3)
 
 
 class Step(NamedTuple):
-    """One step of figure 6: `variability` is equation 5, `test` the accuracy after its epoch in percent."""
+    """One step of figure 6; `variability` is equation 5, and `test` is the test accuracy after its epoch in percent."""
 
     network: str
     epoch: int
@@ -51,16 +51,16 @@ class Step(NamedTuple):
 
 
 def static(delta: float, factor: float) -> Method:
-    """Return equation 8 with these constants."""
+    """Return the method of equation 8 with these constants."""
     return Method(f"delta {delta:g}, x{factor:g}", "tula", "paper", {"policy": Static(factor, delta=delta)})
 
 
 def over_steps(case: Case, rate: float, mode: Mode) -> list[Step]:
-    """Measure the steps of figure 6: one run of the large batch."""
+    """Train the large batch once; return the steps for figure 6."""
     found: list[Step] = []
 
     def keep(epoch: int, test: float, variability: Sequence[float]) -> None:
-        for value in variability:  # the first step of all has none
+        for value in variability:  # the first step has no variability
             found.append(Step(case.network, epoch, len(found) + 1, decay(epoch, mode.epochs), value, test))
 
     train(case, LBT, mode, seed=0, learning_rate=rate, after_epoch=keep)
@@ -68,8 +68,7 @@ def over_steps(case: Case, rate: float, mode: Mode) -> list[Step]:
 
 
 def spike_at_decay(steps: Sequence[Step]) -> float:
-    """Return the largest variability in the epoch of the first decay, over what was usual before;
-    NaN with too few epochs."""
+    """Return the spike of variability at the first decay (see the module's docstring), or NaN with too few epochs."""
     largest: dict[int, float] = {}
     for step in steps:
         largest[step.epoch] = max(largest.get(step.epoch, 0.0), step.variability)
@@ -93,7 +92,7 @@ def factor_figures(name: str, results: Sequence[Result]) -> dict[str, float]:
 
 
 def markdown(values: dict[str, float], factors: Sequence[float], seeds: int) -> str:
-    """Return the table of figures 7 and 8."""
+    """Return a Markdown table with the data of figures 7 and 8."""
     lines = [f"Test accuracy, %, mean ± standard deviation of {seeds} seeds; share of scaled steps.", ""]
     heads = ["network", "delta", "large batch", *(f"x{factor:g}" for factor in factors)]
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -110,13 +109,13 @@ def markdown(values: dict[str, float], factors: Sequence[float], seeds: int) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run and report; `argv` is the command line by default."""
+    """Run all methods and write the report; by default, `argv` is the command line."""
     parser = argparse.ArgumentParser(prog="experiments.generalization.static_factors", description=__doc__)
     parser.add_argument("--seeds", type=int, default=MODE.seeds)
-    parser.add_argument("--workers", type=int, default=1, help="runs that train at once, on one thread each")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write static.md, static.json and the steps here")
-    parser.add_argument("--smoke", action="store_true", help="few short runs: only shows that it works")
+    parser.add_argument("--workers", type=int, default=1, help="number of concurrent training runs (1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for static.md, static.json and the steps")
+    parser.add_argument("--smoke", action="store_true", help="make a few short runs; shows only that it works")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     factors: Sequence[float] = FACTORS

@@ -1,4 +1,4 @@
-"""One training run, the same for every method: fixed epochs, step decay, and ranks simulated one after another."""
+"""Trains with one method; all methods have the same epochs and decay, and ranks simulated one after another."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from tula_agent.scaling import TulaOptimizer
 
 @dataclass(frozen=True)
 class Result:
-    """Last-epoch accuracies in percent; `variability`: median of equation 5 over the run; `scale`: mean factor;
-    `scaled_share`: of the steps, those that a sensitivity gate let be scaled."""
+    """The accuracies in the last epoch in percent, and figures of the whole run.
+
+    `variability` is the median of equation 5, `scale` is the mean factor, and `scaled_share` is the share of steps that
+    a sensitivity gate allowed to be scaled.
+    """
 
     case: str
     method: str
@@ -38,23 +41,23 @@ class Result:
     scaled_share: float = 0.0
 
     def row(self) -> dict[str, Any]:
-        """Return the result as a row of a file."""
+        """Return the result as a JSON object."""
         return asdict(self)
 
 
 AfterEpoch = Callable[[int, float, Sequence[float]], None]
-"""Takes an epoch, the test accuracy after it in percent, and equation 5 of each of its steps."""
+"""A function of an epoch, the test accuracy after it in percent, and equation 5 for each of its steps."""
 
 FIRST_DECAY = 0.5
 
 
 def decay(epoch: int, epochs: int) -> float:
-    """Return the decay: 1, then a tenth from half-way, a hundredth from three quarters."""
+    """Return the decay factor: 1, a tenth after half of the epochs, and a hundredth after three quarters."""
     return 1.0 if epoch < epochs * FIRST_DECAY else 0.1 if epoch < epochs * 0.75 else 0.01
 
 
 def accuracy(network: nn.Module, split: Split) -> float:
-    """Return the per cent of `split` that is classified correctly, in evaluation mode."""
+    """Return the percentage of `split` that the network classifies correctly in evaluation mode."""
     network.eval()
     with torch.no_grad():
         right = sum(
@@ -74,7 +77,7 @@ def train(
     learning_rate: float,
     after_epoch: AfterEpoch | None = None,
 ) -> Result:
-    """Train `method` on `case` and measure it; `seed` draws the weights, the order and dropout, not the data."""
+    """Train `method` on `case`; return the result. `seed` determines weights, order and dropout, but not the data."""
     device = torch.device(mode.device)
     images = load(case.dataset, num_train=min(case.num_train or mode.num_train, mode.num_train))
     val, test = (part.first(mode.num_eval).to(device) for part in (images.val, images.test))
@@ -118,7 +121,9 @@ class _Run:
 
     @property
     def scaled_share(self) -> float:
-        """Return the share of scaled steps by the optimizer's telemetry; 0 for an optimizer that scales nothing."""
+        """Return the share of scaled steps according to the optimizer's telemetry, or 0 if the optimizer does not
+        scale.
+        """
         optimizer = self.prepared.optimizer
         return optimizer.telemetry().get("scaled_share", 0.0) if isinstance(optimizer, TulaOptimizer) else 0.0
 
