@@ -243,12 +243,12 @@ def factors() -> str:
         usual, decay, other = at_decay([step for step in steps if step["network"] == network])
         text.append(
             f"**{network}.** Figure 7: among the factors {', '.join(FACTORS)}, the accuracy of the large batch "
-            f"improves by more than {NEAR} points with {', '.join(helping) or 'none'} (in the paper, {theirs}). Figure 8: "
-            f"compared with δ = 0.5, δ = 0.8 changes the accuracy at these factors by {against['0.8']} points, and δ = 0.2 "
-            f"by {against['0.2']} points (in the paper, 0.8 harms ResNet-50 and 0.2 helps VGG11). Figure 6: the "
-            f"largest variability is {decay / usual:.1f} times the usual one in the epoch of the first learning-rate "
-            f"decay, and {other / usual:.1f} times in the epochs without a decay; the usual one is the median of "
-            "the largest values of the three epochs before the decay."
+            f"improves by more than {NEAR} points with {', '.join(helping) or 'none'} (in the paper, {theirs}). "
+            f"Figure 8: compared with δ = 0.5, δ = 0.8 changes the accuracy at these factors by {against['0.8']} "
+            f"points, and δ = 0.2 by {against['0.2']} points (in the paper, 0.8 harms ResNet-50 and 0.2 helps VGG11). "
+            f"Figure 6: the largest variability is {decay / usual:.1f} times the usual one in the epoch of the first "
+            f"learning-rate decay, and {other / usual:.1f} times in the epochs without a decay; the usual one is the "
+            "median of the largest values of the three epochs before the decay."
         )
     return "\n".join(table) + "\n\n" + paragraphs(*text)
 
