@@ -36,6 +36,7 @@ _OUTLIER_SDS = 3.0
 _POINTS_FOR_A_CASE = 10  # with fewer points, replays get worse, because an outlier and a misfit look alike
 _PRIOR_DOF = 6.0
 _IN_SECONDS = to_seconds(COLLECTIVES)
+_SHARED_RESIDUAL = 0.5  # of a job's residual at a point: the part that another variant of the job is expected to have
 _COMPUTE_NOISE = 0.07  # standard deviation of log compute time and of log optimizer time around the timed values
 
 
@@ -87,7 +88,8 @@ class Member:
 class Posterior:
     """A mixture of the members, weighted by how well they explain the measurements, with all that prediction needs.
 
-    `prior` is the prior of the fit; if it had no compute scale c, c comes from the data.
+    `prior` is the prior of the fit; if it had no compute scale c, c comes from the data. `start` is the posterior of
+    the nearest measured variant of the same instance type: half of its residual is expected of this variant, too.
     """
 
     prior: StepTimePrior
@@ -96,6 +98,7 @@ class Posterior:
     members: tuple[Member, ...]
     member_weights: FloatArray
     dof: float
+    start: Posterior | None = None
 
     @property
     def leading(self) -> Member:
@@ -108,7 +111,15 @@ class Posterior:
         moments = [member.predict(points, *shared) for member in self.members]
         means, variances = np.array([mean for mean, _ in moments]), np.array([variance for _, variance in moments])
         mean = self.member_weights @ means
-        return mean, np.asarray(self.member_weights @ (variances + (means - mean) ** 2), dtype=np.float64)
+        variance = np.asarray(self.member_weights @ (variances + (means - mean) ** 2), dtype=np.float64)
+        return mean + shared_residual(self.start, points), variance
+
+    def residual(self, points: Points) -> FloatArray:
+        """Return the expected residual of log step time from the form, shape (n,), without that of single points."""
+        of_members = [
+            residual_covariance(points, self.points, member.scales) @ member.weights for member in self.members
+        ]
+        return shared_residual(self.start, points) + self.member_weights @ of_members
 
     def predict_step(self, points: Points) -> LogStepTimes:
         """Return the predicted measurement of one run at each of n points.
@@ -131,7 +142,7 @@ class Posterior:
         )
 
     def as_prior(self) -> StepTimePrior:
-        """Return a prior for the job's other instance types: mean and standard deviation of theta over all members."""
+        """Return a prior for the job's other variants: mean and covariance of theta over all members."""
         return self._moments([member.covariance * member.variance_factor for member in self.members])
 
     def without_prior(self) -> StepTimePrior:
@@ -149,25 +160,33 @@ class Posterior:
         weighted = measured * (now * (in_seconds @ own.mean) - before * (in_seconds @ self.prior.mean)) / factor
         precision = measured * (now - before) / factor + usual
         taught = (weighted + usual * started) / precision
-        return replace(own, mean=np.linalg.solve(in_seconds, taught), sd=precision**-0.5)
+        return replace(own, mean=np.linalg.solve(in_seconds, taught), sd=precision**-0.5, covariance=None)
 
     def _moments(self, covariances: Sequence[FloatArray]) -> StepTimePrior:
-        """Return a prior with the mean and standard deviation of theta over all members, given their covariances.
+        """Return a prior with the mean and covariance of theta over all members, given the covariance of each.
 
         The deviations of the collectives are for their times in seconds, which are better known than their ratios to c.
         """
         thetas = np.array([member.theta for member in self.members])
         mean = self.member_weights @ thetas
-        variances = np.array([np.diag(_IN_SECONDS @ covariance @ _IN_SECONDS.T) for covariance in covariances])
+        apart = thetas - mean
+        of_theta = np.tensordot(self.member_weights, covariances, axes=1) + (self.member_weights * apart.T) @ apart
+        covariance = _IN_SECONDS @ of_theta @ _IN_SECONDS.T
         return StepTimePrior(
             mean,
-            np.sqrt(self.member_weights @ (variances + ((thetas - mean) @ _IN_SECONDS.T) ** 2)),
+            np.sqrt(np.diag(covariance)),
             self.prior.scales,
             "transfer",
             absolute=True,
             reference_batch_size=self.reference_batch_size,
             in_seconds=COLLECTIVES,
+            covariance=covariance,
         )
+
+
+def shared_residual(start: Posterior | None, points: Points) -> FloatArray:
+    """Return the residual that a variant has in common with the one from which it starts, shape (n,)."""
+    return np.zeros(len(points)) if start is None else _SHARED_RESIDUAL * start.residual(points)
 
 
 def build_targets(observations: StepTimeObservations, repeats: FloatArray, scales: ResidualScales) -> Targets:
@@ -189,7 +208,7 @@ def build_targets(observations: StepTimeObservations, repeats: FloatArray, scale
     )
 
 
-def prior_posterior(prior: StepTimePrior, reference_batch_size: float) -> Posterior:
+def prior_posterior(prior: StepTimePrior, reference_batch_size: float, start: Posterior | None = None) -> Posterior:
     """Return a posterior without measurements, which is equal to the prior."""
     none = np.zeros(0)
     member = Member(
@@ -203,28 +222,30 @@ def prior_posterior(prior: StepTimePrior, reference_batch_size: float) -> Poster
         variance_factor=1.0,
         log_evidence=0.0,
     )
-    return Posterior(prior, reference_batch_size, Points.of([]), (member,), np.ones(1), _PRIOR_DOF)
+    return Posterior(prior, reference_batch_size, Points.of([]), (member,), np.ones(1), _PRIOR_DOF, start)
 
 
 def fit_posterior(
     targets: Targets,
     prior: StepTimePrior,
     reference_batch_size: float,
+    start: Posterior | None = None,
 ) -> Posterior:
     """Return the Laplace approximations under all hypotheses, weighted by their evidence; the fit is deterministic."""
     centre, points = prior.mean.copy(), targets.points
+    targets = replace(targets, log_step=targets.log_step - shared_residual(start, points))
     beliefs, shares = zip(*hypotheses(prior.scales), strict=True)
     covariances = [residual_covariance(points, points, scales) for scales in beliefs]
     if not prior.absolute:
-        start = log_terms(centre, points, reference_batch_size, prior.slow_from).step
-        shift = float(np.mean(targets.log_step - start))
+        without_scale = log_terms(centre, points, reference_batch_size, prior.slow_from).step
+        shift = float(np.mean(targets.log_step - without_scale))
         centre[AT.compute] += shift
         centre[list(prior.in_seconds)] -= shift
     prior = replace(prior, mean=centre)
     members: list[Member] = []
     for scales, shared in zip(beliefs, covariances, strict=True):
-        start = members[0].theta if members else centre
-        members.append(_fit_member(start, prior, scales, shared, targets, reference_batch_size))
+        begin = members[0].theta if members else centre
+        members.append(_fit_member(begin, prior, scales, shared, targets, reference_batch_size))
     log_weights = np.array([m.log_evidence + math.log(share) for m, share in zip(members, shares, strict=True)])
     weights = np.exp(log_weights - log_weights.max())
     return Posterior(
@@ -234,6 +255,7 @@ def fit_posterior(
         members=tuple(members),
         member_weights=weights / weights.sum(),
         dof=_PRIOR_DOF + targets.log_step.size,
+        start=start,
     )
 
 

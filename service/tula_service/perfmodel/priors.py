@@ -76,7 +76,8 @@ class StepTimePrior:
     `absolute` is True if c is known; otherwise a fit needs at least one measurement. `reference_batch_size` is b_ref;
     None means the largest batch among the candidates and runs. `in_seconds` lists entries that are known in seconds
     although they are relative to c in the form: the `sd` of such an entry is the standard deviation of log(entry * c).
-    `slow_from` is the smallest local batch at which convolutions are slower.
+    `slow_from` is the smallest local batch at which convolutions are slower. `covariance`, shape (11, 11), has the
+    squares of `sd` on its diagonal; None stands for independent parameters.
     """
 
     mean: FloatArray
@@ -87,6 +88,7 @@ class StepTimePrior:
     reference_batch_size: float | None = None
     in_seconds: tuple[int, ...] = ()
     slow_from: float = math.inf
+    covariance: FloatArray | None = None
 
     def __post_init__(self) -> None:
         """Raise ObservationError unless each parameter has a finite mean and a positive standard deviation."""
@@ -97,16 +99,27 @@ class StepTimePrior:
     def precision(self) -> FloatArray:
         """Return the inverse of theta's covariance, shape (11, 11)."""
         transform = to_seconds(self.in_seconds)
-        return np.asarray(transform.T @ (transform / self.sd[:, None] ** 2))
+        if self.covariance is None:
+            return np.asarray(transform.T @ (transform / self.sd[:, None] ** 2))
+        return np.asarray(transform.T @ np.linalg.inv(self.covariance) @ transform)
+
+    def widened(self, sd: FloatArray) -> StepTimePrior:
+        """Return this prior with independent errors added, whose standard deviations have shape (11,)."""
+        covariance = None if self.covariance is None else self.covariance + np.diag(sd**2)
+        return replace(self, sd=np.hypot(self.sd, sd), covariance=covariance)
 
     def without_accumulation(self) -> StepTimePrior:
         """Return this prior for a job whose steps never accumulate gradients.
 
         The compute of its steps includes the once-per-step part, since no measurement can separate the two.
         """
-        mean, sd = self.mean.copy(), self.sd.copy()
+        mean, sd, covariance = self.mean.copy(), self.sd.copy(), self.covariance
         mean[AT.once], sd[AT.once] = ABSENT, _ABSENT_SD
-        return replace(self, mean=mean, sd=sd)
+        if covariance is not None:
+            covariance = covariance.copy()
+            covariance[AT.once], covariance[:, AT.once] = 0.0, 0.0
+            covariance[AT.once, AT.once] = _ABSENT_SD**2
+        return replace(self, mean=mean, sd=sd, covariance=covariance)
 
 
 @dataclass(frozen=True)

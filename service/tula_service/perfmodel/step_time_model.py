@@ -16,7 +16,13 @@ from tula_service.perfmodel.paper_form import PaperFit, fit_paper_form
 from tula_service.perfmodel.points import FloatArray, ObservationError, PointKey, Points, StepTimeObservations
 from tula_service.perfmodel.priors import Priors, StepTimePrior, generic_prior
 from tula_service.perfmodel.step_time_form import RUN_NOISE
-from tula_service.perfmodel.variants import believed_effect, nearest_for_waits, prior_of_variant, switches
+from tula_service.perfmodel.variants import (
+    believed_effect,
+    nearest_for_waits,
+    posterior_to_start_from,
+    prior_of_variant,
+    switches,
+)
 from tula_wire.configurations import Configuration, Variant
 from tula_wire.enums import Basis, StepTimeForm
 
@@ -176,7 +182,8 @@ class StepTimeModel:
         if (prior := prior_of_variant(variant, self.posteriors, self.priors)) is None:
             raise ObservationError(f"instance type {name!r} has neither a measurement nor a prior; profile it first.")
         of_steps = _of_steps(prior, self.accumulates, self.priors.slow_from.get(name, math.inf))
-        posterior = prior_posterior(of_steps, prior.reference_batch_size or self.reference_batch_size)
+        start = posterior_to_start_from(variant, self.posteriors)
+        posterior = prior_posterior(of_steps, prior.reference_batch_size or self.reference_batch_size, start)
         self._unmeasured[variant] = posterior
         return posterior
 
@@ -238,10 +245,11 @@ def fit_step_time(
     paper_fits: dict[Variant, PaperFit | None] = {}
     for variant in ordered:
         believed = prior_of_variant(variant, posteriors, prior) or generic_prior()
-        start = _of_steps(believed, accumulates, prior.slow_from.get(variant.instance_type, math.inf))
+        of_steps = _of_steps(believed, accumulates, prior.slow_from.get(variant.instance_type, math.inf))
         rows = merged.take(rows_by_variant[variant])
-        targets = build_targets(rows, repeats[rows_by_variant[variant]], start.scales)
-        posteriors[variant] = fit_posterior(targets, start, start.reference_batch_size or largest)
+        targets = build_targets(rows, repeats[rows_by_variant[variant]], of_steps.scales)
+        start = posterior_to_start_from(variant, posteriors)
+        posteriors[variant] = fit_posterior(targets, of_steps, of_steps.reference_batch_size or largest, start)
         if form != "overlap":
             paper_fits[variant] = fit_paper_form(rows, form)
     # If all profiled runs used one node, a probe of the links is the only source for predictions of several nodes.

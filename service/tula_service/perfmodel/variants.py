@@ -19,11 +19,20 @@ import numpy as np
 
 from tula_service.perfmodel.map_fit import Posterior
 from tula_service.perfmodel.points import Points
-from tula_service.perfmodel.priors import Hardware, Priors, StepTimePrior, prior_from_jobs, prior_from_other_type
-from tula_service.perfmodel.step_time_form import AT, COLLECTIVES, log_terms
+from tula_service.perfmodel.priors import (
+    Hardware,
+    Priors,
+    StepTimePrior,
+    generic_prior,
+    prior_from_other_type,
+)
+from tula_service.perfmodel.step_time_form import AT, COLLECTIVES, NUM_PARAMETERS, log_terms
 from tula_wire.configurations import Configuration, Variant
 from tula_wire.options import Options
 
+_OTHER_COMPUTE: Final = 0.5
+_OTHER_LINKS: Final = 0.25
+"""How much the compute and the communication of two variants of a job differ in shape, relative to two unknown jobs."""
 INTERACTION_SD: Final = 0.25
 """The standard deviation that each further switch adds to log compute time."""
 _LINKS_SD: Final = (
@@ -150,12 +159,21 @@ def prior_of_variant(variant: Variant, posteriors: Mapping[Variant, Posterior], 
         return own if own is None else _after_switches(own, priors.base, variant, posteriors, priors.base)
     measured = posteriors[start].as_prior()
     if start.instance_type == variant.instance_type:
-        return _after_switches(_measured_elsewhere(measured), start.options, variant, posteriors, priors.base)
+        spread = _OTHER_LINKS * generic_prior().sd
+        spread[[AT.floor, AT.growth, AT.bend]] *= _OTHER_COMPUTE / _OTHER_LINKS
+        spread[AT.compute] = 0.0  # only the effects of switches change the scale, and they have errors of their own
+        return _after_switches(measured.widened(spread), start.options, variant, posteriors, priors.base)
     hardware = (priors.hardware.get(end.instance_type, Hardware()) for end in (start, variant))
     carried = prior_from_other_type(measured, *hardware)
     if own is not None and own.absolute and own.sd[AT.compute] < carried.sd[AT.compute]:
         return _after_switches(own, priors.base, variant, posteriors, priors.base)
     return _after_switches(carried, start.options, variant, posteriors, priors.base)
+
+
+def posterior_to_start_from(variant: Variant, posteriors: Mapping[Variant, Posterior]) -> Posterior | None:
+    """Return the posterior of the nearest measured variant if it has the same instance type, else None."""
+    start = nearest(variant, posteriors)
+    return None if start is None or start.instance_type != variant.instance_type else posteriors[start]
 
 
 def _after_switches(
@@ -192,18 +210,6 @@ def _effect(switch: Switch, variant: Variant, posteriors: Mapping[Variant, Poste
     return Effect(log_after - log_before, spread, links_sd=INTERACTION_SD)
 
 
-def _measured_elsewhere(learnt: StepTimePrior) -> StepTimePrior:
-    """Return the prior of another variant of the same job and instance type, without the effects of its switches.
-
-    Its compute scale is the measured scale. Its other parameters may differ from the measured ones as much as those of
-    two jobs do.
-    """
-    shape = prior_from_jobs([learnt])
-    sd = shape.sd.copy()
-    sd[AT.compute] = learnt.sd[AT.compute]
-    return replace(shape, sd=sd)
-
-
 def switched(prior: StepTimePrior, effects: Sequence[Effect], further: int) -> StepTimePrior:
     """Return the prior after switches with these effects; `further` of them interact with another switch.
 
@@ -211,11 +217,11 @@ def switched(prior: StepTimePrior, effects: Sequence[Effect], further: int) -> S
     """
     if not effects:
         return prior
-    mean, sd, collectives = prior.mean.copy(), prior.sd.copy(), list(COLLECTIVES)
+    mean, sd, collectives = prior.mean.copy(), np.zeros(NUM_PARAMETERS), list(COLLECTIVES)
     log_compute = sum(effect.compute for effect in effects)
     mean[AT.compute] += log_compute
     mean[collectives] -= log_compute
     interaction = INTERACTION_SD * math.sqrt(further)
-    sd[AT.compute] = math.hypot(sd[AT.compute], *(effect.compute_sd for effect in effects), interaction)
-    sd[collectives] = np.hypot(sd[collectives], max(effect.links_sd for effect in effects))
-    return replace(prior, mean=mean, sd=sd)
+    sd[AT.compute] = math.hypot(*(effect.compute_sd for effect in effects), interaction)
+    sd[collectives] = max(effect.links_sd for effect in effects)
+    return replace(prior, mean=mean).widened(sd)

@@ -10,14 +10,22 @@ import pytest
 
 from tests.support.configurations import make_configuration
 from tula_service.perfmodel.choice import recommend
+from tula_service.perfmodel.map_fit import build_targets, fit_posterior
 from tula_service.perfmodel.memory_model import MemoryObservations, fit_memory, switched
 from tula_service.perfmodel.objectives import Goal
 from tula_service.perfmodel.planner import PlanBudget, plan
-from tula_service.perfmodel.points import StepTimeObservations
+from tula_service.perfmodel.points import Points, StepTimeObservations
 from tula_service.perfmodel.pricing import Offer, Training
 from tula_service.perfmodel.priors import Priors
 from tula_service.perfmodel.step_time_model import StepTimeModel, fit_step_time, unmeasured_model
-from tula_service.perfmodel.variants import Switch, believed_effect, find_launch, further_switches, nearest
+from tula_service.perfmodel.variants import (
+    Switch,
+    believed_effect,
+    find_launch,
+    further_switches,
+    nearest,
+    prior_of_variant,
+)
 from tula_wire import Configuration
 from tula_wire.configurations import Variant
 from tula_wire.options import Options, combinations
@@ -109,6 +117,33 @@ def test_each_variant_is_fitted_to_its_own_runs() -> None:
     assert np.allclose(model.predict(left).mean_s, [seconds(c) for c in left], rtol=0.25)
     assert not model.predict([at(1, 64, COMPILED)]).measured[0]
     assert model.predict([at(1, 64, COMPILED)]).extrapolated[0]
+
+
+def test_a_slow_cluster_of_the_base_is_half_believed_of_its_variants() -> None:
+    """Links of two nodes are congested: all steps there take 1.3 times as long, whatever the precision."""
+    ran = [*launched(BASE), *(at(2, b, BASE) for b in (32, 64, 256)), *launched(HALF)]
+    congested = [seconds(c) * (1.3 if c.num_nodes == 2 else 1.0) for c in ran]
+    slow = fit_step_time(StepTimeObservations.at(ran, congested), prior=Priors(base=BASE), candidates=ran)
+    half = at(2, 64, HALF)
+    factor = slow.predict([half]).mean_s[0] / fitted(ran).predict([half]).mean_s[0]
+    assert 1.07 < factor < 1.3
+
+
+def test_a_variant_starts_from_what_the_runs_of_the_base_say_of_parameters_jointly() -> None:
+    """Three batches fix the time of each, but not which part of it is floor: a variant knows as much from one batch."""
+    base = Variant("default", BASE)
+    measured = fitted([at(1, batch, BASE) for batch in (32, 64, 256)]).posteriors
+    joint = prior_of_variant(Variant("default", HALF), measured, Priors(base=BASE))
+    assert joint is not None
+    assert joint.covariance is not None
+    assert np.allclose(np.diag(joint.covariance), joint.sd**2)
+    ran, unknown = [at(1, 64, HALF)], Points.of([at(1, 256, HALF)])
+    targets = build_targets(StepTimeObservations.at(ran, [seconds(c) for c in ran]), np.ones(1), joint.scales)
+    variances = [
+        fit_posterior(targets, prior.without_accumulation(), 256.0, measured[base]).predict(unknown)[1][0]
+        for prior in (joint, replace(joint, covariance=None))
+    ]
+    assert variances[0] < 0.9 * variances[1]
 
 
 def test_loader_workers_act_on_the_waits_alone() -> None:
