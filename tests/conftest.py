@@ -29,7 +29,9 @@ settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("new", deadline=None, derandomize=False)
 settings.load_profile("same")
 os.environ.pop("COLUMNS", None)  # commands would print for the width of this terminal
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile the same sources
+# Hundreds of processes, and each worker, would compile the same sources again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 NETWORK_FIRST = ("tests/e2e/test_cluster.py", "tests/e2e/test_recipes.py", "tests/test_benchmarks.py")
 """They add network interfaces, whereupon a browser on the same machine aborts its requests (ERR_NETWORK_CHANGED)."""
