@@ -112,14 +112,14 @@ class Posterior:
         means, variances = np.array([mean for mean, _ in moments]), np.array([variance for _, variance in moments])
         mean = self.member_weights @ means
         variance = np.asarray(self.member_weights @ (variances + (means - mean) ** 2), dtype=np.float64)
-        return mean + shared_residual(self.start, points), variance
+        return mean + _shared_residual(self.start, points), variance
 
     def residual(self, points: Points) -> FloatArray:
         """Return the expected residual of log step time from the form, shape (n,), without that of single points."""
         of_members = [
             residual_covariance(points, self.points, member.scales) @ member.weights for member in self.members
         ]
-        return shared_residual(self.start, points) + self.member_weights @ of_members
+        return _shared_residual(self.start, points) + self.member_weights @ of_members
 
     def predict_step(self, points: Points) -> LogStepTimes:
         """Return the predicted measurement of one run at each of n points.
@@ -184,7 +184,7 @@ class Posterior:
         )
 
 
-def shared_residual(start: Posterior | None, points: Points) -> FloatArray:
+def _shared_residual(start: Posterior | None, points: Points) -> FloatArray:
     """Return the residual that a variant has in common with the one from which it starts, shape (n,)."""
     return np.zeros(len(points)) if start is None else _SHARED_RESIDUAL * start.residual(points)
 
@@ -233,7 +233,7 @@ def fit_posterior(
 ) -> Posterior:
     """Return the Laplace approximations under all hypotheses, weighted by their evidence; the fit is deterministic."""
     centre, points = prior.mean.copy(), targets.points
-    targets = replace(targets, log_step=targets.log_step - shared_residual(start, points))
+    targets = replace(targets, log_step=targets.log_step - _shared_residual(start, points))
     beliefs, shares = zip(*hypotheses(prior.scales), strict=True)
     covariances = [residual_covariance(points, points, scales) for scales in beliefs]
     if not prior.absolute:
