@@ -1,4 +1,4 @@
-"""`/v1/tokens` and `/v1/projects`: API tokens, and the tenants that they belong to."""
+"""Routes `/v1/tokens` and `/v1/projects`: API tokens, and the projects to which they belong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ router = APIRouter(route_class=JsonRoute, tags=["access"], dependencies=[Depends
 
 @router.post(routes.TOKENS, status_code=201)
 def create_token(request: TokenCreate, caller: Caller, services: AppServices) -> TokenCreated:
-    """Create a token; only this answer contains its secret."""
+    """Create a token. Only this response contains its secret."""
     issued = access.issue_token(services.store, caller, **dict(request))
     services.access.forget(None)
     return issued
@@ -24,13 +24,13 @@ def create_token(request: TokenCreate, caller: Caller, services: AppServices) ->
 
 @router.get(routes.TOKENS)
 def list_tokens(user: CurrentUser) -> TokenList:
-    """List tokens without their secrets: all for an administrator, the project's for a user."""
+    """List tokens without their secrets: all tokens for an administrator, the project's tokens for a user."""
     return TokenList(tokens=list(access.visible_tokens(*user)))
 
 
 @router.delete(routes.TOKEN)
 def delete_token(token_id: str, caller: Caller, services: AppServices) -> Token:
-    """Revoke a token, at once in this worker and within a second in others."""
+    """Revoke a token. Other workers may still accept the token for up to a second."""
     revoked = access.revoke_token(services.store, caller, token_id)
     services.access.forget_all()
     return revoked
@@ -38,11 +38,11 @@ def delete_token(token_id: str, caller: Caller, services: AppServices) -> Token:
 
 @router.post(routes.PROJECTS, status_code=201)
 def create_project(request: ProjectCreate, user: CurrentUser) -> Project:
-    """Create a project; administrators only."""
+    """Create a project. Only administrators may do this."""
     return access.create_project(*user, request.name)
 
 
 @router.get(routes.PROJECTS)
 def list_projects(user: CurrentUser) -> ProjectList:
-    """List all projects for an administrator, or the user's own project."""
+    """List all projects for an administrator, or only the caller's own project."""
     return ProjectList(projects=list(access.visible_projects(*user)))

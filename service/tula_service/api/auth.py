@@ -1,4 +1,7 @@
-"""Authenticates, limits and authorises callers: every request passes `admit`, and every guarded route `authorise`."""
+"""Authenticates callers, limits their request rates, and authorises them.
+
+`admit` runs for every request, and `authorise` for every route that requires authentication.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ PROBES: Final = frozenset({("GET", routes.HEALTH), ("GET", routes.READY)})
 UNAUTHENTICATED_ROUTES: Final = PROBES | {
     ("GET", "/login"), ("POST", "/login"), ("POST", "/logout"), ("GET", "/static/{name}")
 }  # fmt: skip
-"""Probes, which reveal only yes or no, and the files and forms that a browser needs for the login."""
+"""The probes, which reveal only whether the service is up, and the files and forms that a browser needs to log in."""
 INGEST_ROUTES: Final = frozenset({("POST", routes.RUN_SAMPLES), ("POST", routes.RUN_TELEMETRY)})
 AGENT_ROUTES: Final = INGEST_ROUTES | {
     ("GET", routes.RUN), ("PATCH", routes.RUN), ("GET", routes.RUN_PROGRESS), ("GET", routes.JOB_SCALING)
 }  # fmt: skip
 PUBLIC_ROUTES: Final = frozenset({("GET", "/accuracy"), ("GET", "/accuracy/charts/{name}")})
-"""Routes of a read-only service that anyone may see."""
+"""Routes that anyone may read if the service is read-only."""
 _ABOUT_TOKENS: Final = frozenset({routes.TOKENS, "/admin"})
 
 _INGEST_PATTERNS: Final = [(method, compile_path(route)[0]) for method, route in INGEST_ROUTES]
@@ -39,31 +42,31 @@ _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 
 def client_address(request: Request) -> str:
-    """Return the address by which requests without a token are counted."""
+    """Return the client's address, which is the key for counting requests without a token."""
     return f"address {request.client.host if request.client else 'unknown'}"
 
 
 def is_ingest(method: str, path: str) -> bool:
-    """Return True for samples and telemetry, whose bodies may be larger and whose requests may be more frequent."""
+    """Return True if the request sends samples or telemetry, since these have higher limits for body size and rate."""
     return any(method == allowed and pattern.match(path) for allowed, pattern in _INGEST_PATTERNS)
 
 
 def is_for_agents(method: str, path: str) -> bool:
-    """Return True for requests from agents, for which capacity and threads are reserved."""
+    """Return True for the requests that agents send, for which capacity and threads are reserved."""
     return any(method == allowed and pattern.match(path) for allowed, pattern in _AGENT_PATTERNS)
 
 
 def is_open(method: str, path: str) -> bool:
-    """Return True for the routes that need no token (`UNAUTHENTICATED_ROUTES`)."""
+    """Return True for routes that require no token (`UNAUTHENTICATED_ROUTES`)."""
     name = "/static/{name}" if path.startswith("/static/") else path
     return ("GET" if method == "HEAD" else method, name) in UNAUTHENTICATED_ROUTES
 
 
 async def admit(request: Request) -> Principal:
-    """Return the caller and count the request, before its body is read and before it takes up capacity or a thread.
+    """Return the caller and count the request, before its body is read and before it uses capacity or a thread.
 
-    Accepts `Authorization: Bearer TOKEN` and a browser's session. Without a token, the caller is the user of this
-    machine or, on the public routes of a read-only service, anyone. Raises Unauthenticated, and Busy beyond a limit.
+    Accept `Authorization: Bearer TOKEN` or the cookie of a browser session. A caller without either must be the local
+    user or use a public route of a read-only service. Raises Unauthenticated, or Busy if a limit is exceeded.
     """
     services: Services = request.app.state.services
     try:
@@ -90,12 +93,13 @@ async def _identify(request: Request, services: Services) -> Principal:
         elif principal is None and access.tokenless_allowed:
             principal = await to_thread.run_sync(access.tokenless, limiter=services.auth_threads)
     except Unauthenticated:
-        if is_public and "authorization" not in request.headers:  # the cookie belongs to a session that has ended
+        if is_public and "authorization" not in request.headers:  # the cookie's session has ended
             return PUBLIC
         raise
     if principal is None:
         raise Unauthenticated(
-            "A token is needed: set TULA_TOKEN, or send `Authorization: Bearer TOKEN` (see `tula token create`)."
+            "This request requires a token: set TULA_TOKEN, or send `Authorization: Bearer TOKEN`. To get a token, run "
+            "`tula token create`."
         )
     if secret is None:
         _require_local_origin(request)
@@ -103,16 +107,18 @@ async def _identify(request: Request, services: Services) -> Principal:
 
 
 async def authorise(request: Request) -> Principal:
-    """Return the caller if they may call this route; all routes except the open ones depend on this function.
+    """Return the caller if it may use this route, else raise Forbidden.
 
-    Raises Forbidden.
+    All routes outside `UNAUTHENTICATED_ROUTES` depend on this function.
     """
     principal: Principal = request.scope["tula.principal"]
     if principal.scope not in _required_scopes(request.method, getattr(request.scope.get("route"), "path", "")):
-        raise Forbidden(f"A token of scope {principal.scope!r} may not do this: ask for one with a wider scope.")
+        raise Forbidden(
+            f"A token with scope {principal.scope!r} does not allow this request: use a token with a wider scope."
+        )
     services: Services = request.app.state.services
     if services.settings.read_only and request.method not in _SAFE:
-        raise Forbidden("This service only reads (--read-only): send changes to one that was started without it.")
+        raise Forbidden("This service is read-only: send changes to a service that runs without --read-only.")
     return principal
 
 
@@ -122,7 +128,10 @@ def _is_public(request: Request, settings: Settings) -> bool:
 
 
 def _required_scopes(method: str, route: str) -> frozenset[str]:
-    """Return the scopes that may use the route: user, admin, and read for a GET, unless the route is listed above."""
+    """Return the scopes that may use the route; the constants above list the exceptions to the general rule.
+
+    In general, user and admin tokens may use every route, and read tokens every GET route.
+    """
     key = ("GET" if method == "HEAD" else method, route)
     scopes = {"user", "admin"}
     if key[0] == "GET" and route not in _ABOUT_TOKENS:
@@ -141,22 +150,25 @@ def _secret(request: Request) -> str | None:
     scheme, _, rest = header.partition(" ")
     if scheme.lower() == "bearer" and rest.strip():
         return rest.strip()
-    raise Unauthenticated("The Authorization header cannot be read: send `Authorization: Bearer TOKEN`.")
+    raise Unauthenticated("The Authorization header is malformed: send `Authorization: Bearer TOKEN`.")
 
 
 def session_cookie(request: Request) -> str | None:
-    """Return the session in a browser's cookie, or None if it contains no plausible session."""
+    """Return the secret in the browser's session cookie, or None if there is no plausible secret."""
     secret = request.cookies.get(COOKIE, "")
     return secret if is_plausible(secret) else None
 
 
 def is_plausible(secret: str) -> bool:
-    """Return True for text that may be a secret: printable and not too long."""
+    """Return True if the text could be a secret, which is printable ASCII and not too long."""
     return 0 < len(secret) <= _MAX_TOKEN_LENGTH and secret.isascii() and secret.isprintable()
 
 
 def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
-    """Return True for a read or a write from a page of this service (CSRF); `unknown` if no header shows the origin."""
+    """Return True for a read, or for a write that comes from a page of this service, to prevent CSRF.
+
+    If no header states the origin of a write, return `unknown`.
+    """
     if request.method in _SAFE:
         return True
     site = request.headers.get("sec-fetch-site")
@@ -167,7 +179,10 @@ def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
 
 
 def _require_local_origin(request: Request) -> None:
-    """Refuse a request without a token unless it is local, without a proxy, and not from a page of another site."""
+    """Raise Unauthenticated unless the request is local, came through no proxy, and is not from another site's page.
+
+    This applies to requests without a token.
+    """
     headers = request.headers
     host = headers.get("host", "")
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
@@ -175,28 +190,30 @@ def _require_local_origin(request: Request) -> None:
     foreign = (
         name not in _LOCAL_HOSTS
         or any(header in headers for header in _PROXY_HEADERS)
-        or request.scope.get("http_version") == "1.0"  # nginx proxies with HTTP/1.0 and no header by default
+        or request.scope.get("http_version") == "1.0"  # nginx's default, without a proxy header
         or headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
         or (origin is not None and origin.split("://", 1)[-1] != host)
     )
     if foreign:
-        raise Unauthenticated("Without a token only this machine is served: create one with `tula token create`.")
+        raise Unauthenticated(
+            "Requests without a token must come from this machine: create a token with `tula token create`."
+        )
 
 
 class User(NamedTuple):
-    """The caller that `admit` has recognised, passed first to every use case: `jobs.get(*user, job_id)`."""
+    """The first two arguments of every use case, as in `jobs.get(*user, job_id)`: the store and the caller."""
 
     store: Store
     principal: Principal
 
 
 async def _user(request: Request, services: AppServices) -> User:
-    """Return the caller; async, because FastAPI runs a plain function in a thread."""
+    """Return the store and the caller. This function is async because FastAPI would run a plain one in a thread."""
     return User(store=services.store, principal=request.scope["tula.principal"])
 
 
 Caller = Annotated[Principal, Depends(authorise)]
-"""The calling principal, as an endpoint's parameter."""
+"""The type of an endpoint's parameter that receives the calling principal."""
 
 CurrentUser = Annotated[User, Depends(_user)]
-"""The user, as an endpoint's parameter."""
+"""The type of an endpoint's parameter that receives the store and the caller."""

@@ -1,4 +1,4 @@
-"""Reads JSON bodies: a thread validates the whole body with pydantic-core, and a size limit bounds the cost."""
+"""Reads JSON bodies. A thread validates the whole body with pydantic-core, and a size limit bounds the cost."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tula_service.errors import UnsupportedMedia
 
 JSON: Final = "application/json"
 ORDINARY_BYTES: Final = 256 * 1024
-"""Largest body, except for samples and telemetry; people write the others, with a few hundred bytes."""
+"""Largest body of a request other than samples and telemetry; typical bodies have a few hundred bytes."""
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, a model, is parsed in a thread; FastAPI itself would parse it on the event loop."""
+    """A route that parses its body into a model in a thread, whereas FastAPI would parse it on the event loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler, which gets the model in place of the JSON that FastAPI would read."""
+        """Return the handler, which receives the parsed model instead of JSON."""
         handler = super().get_route_handler()
         if self.body_field is None:
             return handler
@@ -37,7 +37,7 @@ class JsonRoute(APIRoute):
 
 
 class _Parsed(Request):
-    """A request whose JSON is the model already, so that FastAPI's own validation passes it on unchanged."""
+    """A request whose `json()` returns a parsed model, which FastAPI's own validation leaves unchanged."""
 
     def __init__(self, request: Request, model: BaseModel) -> None:
         super().__init__(request.scope, request.receive)
@@ -45,11 +45,11 @@ class _Parsed(Request):
 
 
 async def _read(request: Request, model: type[BaseModel]) -> BaseModel:
-    """Return the body as this model. Raises pydantic.ValidationError, UnsupportedMedia."""
+    """Return the body parsed as `model`. Raises pydantic.ValidationError or UnsupportedMedia."""
     kind = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if (kind, encoding) != (JSON, "identity"):
-        raise UnsupportedMedia(f"The body is {kind!r}, encoded as {encoding!r}: send {JSON}, not compressed.")
+        raise UnsupportedMedia(f"The body is {kind!r} with encoding {encoding!r}: send uncompressed {JSON}.")
     services: Services = request.app.state.services
     threads = services.ingest_threads if is_for_agents(request.method, request.scope["path"]) else None
     return await to_thread.run_sync(model.model_validate_json, await request.body(), limiter=threads)

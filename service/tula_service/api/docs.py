@@ -1,4 +1,4 @@
-"""`/openapi.json`, and `/docs`, the page that shows it (Swagger UI) without loading files from other hosts."""
+"""Routes `/openapi.json` and `/docs`: the OpenAPI document, and Swagger UI, which loads no files from other hosts."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _CHOICES: Final = {
     for name, kind in vars(module).items()
     if get_origin(kind) is Literal
 }
-"""Sets of values and their names.
+"""The named `Literal` types, keyed by their values.
 
 Each becomes one schema; otherwise generated clients would have a separate type for each field.
 """
 TAGS: Final = {
     "jobs": "Register, list, read, change and delete jobs.",
-    "runs": "Lease profiling runs, register trainings, and report how they end.",
-    "samples": "Step times and memory of runs, one row per step and rank.",
-    "telemetry": "Series of any metric of a run, as columns.",
-    "recommendation": "Which configuration to run, predictions of others, and what became of past recommendations.",
+    "runs": "Lease profiling runs, register training runs, and report how runs end.",
+    "samples": "Step times and memory use of runs, with one row per step and rank.",
+    "telemetry": "Time series of a run's metrics, in columns.",
+    "recommendation": "Recommended configurations, predictions, and the outcomes of past recommendations.",
     "scaling": "Numbers of gradient scaling.",
     "fabrics": "What probes measured of the links between ranks.",
     "events": "Changes of a job as server-sent events.",
@@ -40,7 +40,7 @@ TAGS: Final = {
     "access": "Tokens and projects.",
     "operations": "Probes and metrics.",
 }
-"""The purpose of the routes of each tag."""
+"""The description of each tag."""
 
 _PATH_PARAMETERS: Final = {
     "job_id": "Id of the job.",
@@ -89,7 +89,7 @@ EXAMPLES: Final[dict[str, dict[str, Any]]] = {
     "TokenCreate": {"name": "laptop", "scope": "user", "project": "default"},
     "ProjectCreate": {"name": "vision"},
 }
-"""One valid body for each model that a route reads."""
+"""One valid request body for each model."""
 
 _PAGE = (
     "<!doctype html><html lang=en><meta charset=utf-8><title>Tula API</title>"
@@ -105,18 +105,18 @@ _SWAGGER = (
 
 @router.get("/openapi.json")
 def get_openapi_document(request: Request) -> dict[str, Any]:
-    """Return the OpenAPI document of every route."""
+    """Return the OpenAPI document, which describes every route."""
     return document(request.app)
 
 
 @router.get("/docs", response_class=HTMLResponse)
 def get_docs() -> HTMLResponse:
-    """Show the routes in Swagger UI, which can also send requests."""
+    """Return a page that shows the routes in Swagger UI, which can also send requests."""
     return HTMLResponse(_SWAGGER)
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, including the schemas of problems and events, which no route declares."""
+    """Return the OpenAPI document, including the schemas `Problem` and `Event`, which no route declares."""
     if app.openapi_schema is None:
         tags = [{"name": name, "description": text} for name, text in TAGS.items()]
         made = get_openapi(
@@ -168,7 +168,10 @@ def _with_named_choices(schema: Any) -> Any:
 
 
 def _error_answers(operation: dict[str, Any], *, is_open: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return the error answers of an operation by status; the ranges cover answers of a proxy or the HTTP parser."""
+    """Yield the status and description of each error response of an operation.
+
+    The ranges 4XX and 5XX cover errors from a proxy or the HTTP parser.
+    """
     possible = {500, 503} if is_open else {401, 403, 429, 500, 503}
     if "requestBody" in operation:
         possible |= {409, 413, 415, 422}
@@ -181,4 +184,4 @@ def _error_answers(operation: dict[str, Any], *, is_open: bool) -> Iterator[tupl
         kind, _, text = PROBLEMS[status]
         yield str(status), {"description": f"`{kind}`: {text}", "content": content}
     for range_ in ("4XX", "5XX"):
-        yield range_, {"description": "Another error, as a problem document.", "content": content}
+        yield range_, {"description": "Any other error, as a problem document.", "content": content}

@@ -1,4 +1,4 @@
-"""Translates every exception into an RFC 9457 problem document; no other module turns exceptions into HTTP."""
+"""Translates every exception into an RFC 9457 problem document; no other module builds HTTP error responses."""
 
 from __future__ import annotations
 
@@ -20,29 +20,33 @@ from tula_wire.problems import remedy
 _LOG = logging.getLogger("tula.service")
 _MAX_ERRORS: Final = 20
 _MAX_REPORTED: Final = 1_000
-"""If more fields are wrong, none is named, since an object for each would take seconds and hundreds of megabytes."""
+"""If more fields are invalid, none is named, since listing them would take seconds and hundreds of megabytes."""
 
 PROBLEMS: Final[dict[int, tuple[str, str, str]]] = {
     401: (ProblemType.UNAUTHENTICATED, "Not authenticated", "The token is missing, expired, revoked or unknown."),
     403: (ProblemType.FORBIDDEN, "Forbidden", "The token's scope does not cover this route."),
-    404: (ProblemType.NOT_FOUND, "Not found", "There is no such thing, or the caller may not see it."),
-    409: (ProblemType.CONFLICT, "Conflict", "The state does not allow it; `detail` says which state does."),
+    404: (ProblemType.NOT_FOUND, "Not found", "The object does not exist, or the caller may not see it."),
+    409: (ProblemType.CONFLICT, "Conflict", "The object's state does not allow the request; `detail` explains why."),
     413: (ProblemType.TOO_LARGE, "Too large", "The body is too large: send smaller batches."),
     415: (
         ProblemType.UNSUPPORTED_MEDIA,
         "Unsupported media type",
-        "The body has another media type or encoding than those listed.",
+        "The media type or encoding of the body is not supported.",
     ),
-    422: (ProblemType.INVALID, "Invalid input", "A field is invalid; `errors` names each with its remedy."),
-    429: (ProblemType.TOO_MANY_REQUESTS, "Too many requests", "Too many requests: wait for `Retry-After` seconds."),
+    422: (
+        ProblemType.INVALID,
+        "Invalid input",
+        "A field is invalid; `errors` lists each invalid field with its remedy.",
+    ),
+    429: (ProblemType.TOO_MANY_REQUESTS, "Too many requests", "Too many requests: retry after `Retry-After` seconds."),
     500: (ProblemType.INTERNAL, "Internal error", "The service failed and stored nothing: report the request id."),
     503: (
         ProblemType.UNAVAILABLE,
         "Unavailable",
-        "The service or its database is busy: wait for `Retry-After` seconds.",
+        "The service or its database is busy: retry after `Retry-After` seconds.",
     ),
 }
-"""Errors by status: the `type` and title of the problem document, and when it is sent."""
+"""The `type`, title and description of the problem document for each HTTP status."""
 _STATUS: Final[dict[type[errors.ServiceError], int]] = {
     errors.InvalidInput: 422,
     errors.NotFound: 404,
@@ -58,14 +62,14 @@ _STATUS: Final[dict[type[errors.ServiceError], int]] = {
 _HTTP: Final[dict[int, tuple[str, str, str]]] = {
     400: (ProblemType.INVALID, "Bad request", "The request cannot be read: check its body."),
     404: (ProblemType.NOT_FOUND, "Not found", "This path does not exist: see /docs for the routes."),
-    405: (ProblemType.INVALID, "Method not allowed", "This path does not take this method: see /docs."),
-    408: (ProblemType.UNAVAILABLE, "Request time-out", "The body came too slowly: send it again in one piece."),
+    405: (ProblemType.INVALID, "Method not allowed", "This path does not support this method: see /docs."),
+    408: (ProblemType.UNAVAILABLE, "Request time-out", "The body arrived too slowly: send the request again."),
 }
-"""Statuses that the router or `RequestMiddleware` raises."""
+"""The problem documents for statuses that the router or `RequestMiddleware` raises."""
 
 
 def install(app: FastAPI) -> None:
-    """Register one handler for each family of exceptions."""
+    """Register the application's exception handlers, one for each family of exceptions."""
     for kind in (errors.ServiceError, HTTPException, ObservationError):
         app.add_exception_handler(kind, _on_error)
     for invalid in (RequestValidationError, ValidationError):
@@ -74,7 +78,7 @@ def install(app: FastAPI) -> None:
 
 
 def build_problem(scope: Scope, error: HTTPException | errors.ServiceError) -> Response:
-    """Return the problem document for an error of this service, or for a status in `_HTTP`."""
+    """Return the problem document for a ServiceError or an HTTPException."""
     if isinstance(error, HTTPException):
         kind, title, detail = _HTTP.get(error.status_code, (ProblemType.INVALID, "Error", str(error.detail)))
         return _problem(scope, error.status_code, detail, kind=kind, title=title, headers=error.headers)
@@ -100,7 +104,7 @@ def _problem(
     faults: Sequence[FieldError] = (),
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Return a problem document, or a page for a browser; it names the field of the first error."""
+    """Return a problem document, or an error page for a browser; `field` is the field of the first error."""
     problem = Problem(
         type=kind or PROBLEMS[status][0],
         title=title or PROBLEMS[status][1],
@@ -124,17 +128,19 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, (RequestValidationError, ValidationError))
     if isinstance(error, ValidationError) and (count := error.error_count()) > _MAX_REPORTED:
         return _problem(
-            request.scope, 422, f"body: {count} fields are wrong; check that this is the body of this route."
+            request.scope, 422, f"body: {count} fields are invalid; check that this body is meant for this route."
         )
-    # Only the field and the remedy, never the input, which may contain a secret or NaN.
+    # Errors contain only the field and the remedy, never the input, since that may contain a secret or NaN.
     faults = [FieldError(field=_dotted(fault["loc"]), message=remedy(fault)) for fault in error.errors()[:_MAX_ERRORS]]
     more = f" ({len(faults) - 1} more in errors)" if len(faults) > 1 else ""
     return _problem(request.scope, 422, f"{faults[0].field}: {faults[0].message}{more}", faults=faults)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    _LOG.error("unhandled error", exc_info=error, extra={"request_id": request.scope.get("tula.request_id")})
-    return _problem(request.scope, 500, "The service failed on this request and stored nothing. Report the request id.")
+    _LOG.error("Unhandled error.", exc_info=error, extra={"request_id": request.scope.get("tula.request_id")})
+    return _problem(
+        request.scope, 500, "The service failed to handle this request and stored nothing: report the request id."
+    )
 
 
 def _dotted(location: Sequence[Any]) -> str:

@@ -1,4 +1,4 @@
-"""`GET /v1/jobs/{job_id}/events`: server-sent events (WHATWG HTML, section 9.2), resumed by `Last-Event-ID`."""
+"""Route `/v1/jobs/{job_id}/events`: server-sent events (WHATWG HTML, section 9.2), resumable with `Last-Event-ID`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POLL_S: Final = 1.0
 LONGEST_S: Final = 3600.0
 _RETRY_MS: Final = 2000
 _SHARES: Final = 4
-"""A token may open at most the number of a worker's streams divided by this number."""
+"""One token may use at most this fraction (1/4) of a worker's streams."""
 
 router = APIRouter(tags=["events"])
 
@@ -29,24 +29,26 @@ async def _opened(
     job_id: str,
     caller: Caller,
     services: AppServices,
-    last_event_id: Annotated[str | None, Header(description="Resume after this event.")] = None,
-    after: Annotated[int | None, Query(ge=0, le=2**53, description="The same, if no header can be set.")] = None,
+    last_event_id: Annotated[str | None, Header(description="Id of the event after which to resume.")] = None,
+    after: Annotated[
+        int | None, Query(ge=0, le=2**53, description="Like Last-Event-ID, for clients that cannot set headers.")
+    ] = None,
 ) -> AsyncIterator[int]:
-    """Yield the event id after which the stream starts; the stream counts as open until its response ends or fails.
+    """Yield the id of the event after which the stream starts, and count the stream as open until its response ends.
 
-    Raises NotFound, InvalidInput, or Busy.
+    Raises NotFound, InvalidInput or Busy.
     """
     start = await to_thread.run_sync(events.last_id, services.store, caller, job_id)
     if last_event_id is not None:
         if not last_event_id.isascii() or not last_event_id.isdigit() or len(last_event_id) > 18:
-            raise InvalidInput("Last-Event-ID must be the id of an event: leave it out to start from now.")
+            raise InvalidInput("Last-Event-ID must be the id of an event: omit it to receive only new events.")
         start = int(last_event_id)
     elif after is not None:
         start = after
     sender, most = caller.sender, services.settings.max_streams
     own = services.streams.count(sender) >= max(1, most // _SHARES)
     if own or len(services.streams) >= most:
-        text = "Too many event streams are open: close one or try again later."
+        text = "Too many event streams are open: close one, or try again later."
         raise Busy(text, retry_after_s=10.0, limited=own)
     services.streams.append(sender)
     try:
@@ -61,20 +63,20 @@ async def stream_events(
     caller: Caller,
     services: AppServices,
     start: Annotated[int, Depends(_opened)],
-    follow: Annotated[bool, Query(description="False: end after the events until now.")] = True,
+    follow: Annotated[bool, Query(description="If false, the stream ends after the last stored event.")] = True,
 ) -> AsyncIterator[ServerSentEvent]:
-    """Stream state changes, samples, recommendations, thresholds, drift and advice from now on, as they happen.
+    """Stream new events about state changes, samples, recommendations, thresholds, drift and advice.
 
-    With `Last-Event-ID` (or `after`), the stream starts after that event, or at the beginning for 0. `data` is an
-    `Event`.
+    With `Last-Event-ID` (or `after`), the stream starts after that event; 0 means from the first event. The `data` of
+    each message is an `Event`.
     """
-    # Ends with the caller's token, the job, the service, and after an hour.
+    # The stream ends when the token expires, the job is deleted or the service stops, and at the latest after an hour.
     yield ServerSentEvent(retry=_RETRY_MS)
     started = time.monotonic()
     while time.monotonic() - started < LONGEST_S and not services.stopping.is_set():
         try:
             read = await to_thread.run_sync(events.read_on, services.store, caller, job_id, start)
-        except (Unauthenticated, NotFound):  # a reader that reconnects gets this error as its answer
+        except (Unauthenticated, NotFound):  # a client that reconnects receives this error
             return
         for event in read:
             start = event.id

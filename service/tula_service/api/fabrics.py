@@ -1,4 +1,4 @@
-"""`/v1/fabrics`: measurements of the links between ranks, made by probes."""
+"""Route `/v1/fabrics`: measurements of the links between ranks, made by probes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ router = APIRouter(route_class=JsonRoute, tags=["fabrics"], dependencies=[Depend
 
 @router.post(routes.FABRICS, status_code=201)
 def create_fabric(probe: FabricProbe, user: CurrentUser) -> Fabric:
-    """Store a probe for the project's jobs on nodes like these."""
+    """Store a probe, for use by the project's jobs on the same instance type."""
     return fabrics.add(*user, probe)
 
 

@@ -1,4 +1,4 @@
-"""`/v1/jobs`: register, list, read, change and delete jobs."""
+"""Routes under `/v1/jobs`: register, list, read, change and delete jobs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,26 @@ router = APIRouter(route_class=JsonRoute, tags=["jobs"], dependencies=[Depends(r
 def create_job(
     spec: JobSpec,
     user: CurrentUser,
-    idempotency_key: Annotated[str | None, Header(description="Sent again with the same body, finds the job.")] = None,
+    idempotency_key: Annotated[
+        str | None, Header(description="A repeated key and body return the existing job.")
+    ] = None,
 ) -> JobCreated:
-    """Register a job, or find the one with the same specification; return what to run now and what to profile next."""
+    """Register a job, or return the existing job with the same specification.
+
+    The response also contains the current recommendation and the profiling runs that are planned.
+    """
     return jobs.register(*user, spec, idempotency_key=idempotency_key)
 
 
 @router.get(routes.JOBS)
 def list_jobs(
     user: CurrentUser,
-    name: Annotated[str | None, Query(max_length=200, description="Only jobs with this very name.")] = None,
-    search: Annotated[str | None, Query(max_length=200, description="Part of a job's or a model's name.")] = None,
+    name: Annotated[str | None, Query(max_length=200, description="Only jobs with exactly this name.")] = None,
+    search: Annotated[str | None, Query(max_length=200, description="Part of the name of a job or a model.")] = None,
     state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
-    archived: Annotated[bool, Query(description="Show archived jobs too.")] = False,
+    archived: Annotated[bool, Query(description="Include archived jobs.")] = False,
     cursor: Cursor = None,
-    limit: Annotated[int, Query(ge=1, le=500, description="Most jobs on a page.")] = 50,
+    limit: Annotated[int, Query(ge=1, le=500, description="Maximum number of jobs on a page.")] = 50,
 ) -> JobPage:
     """List jobs, newest first."""
     return jobs.list_jobs(
@@ -49,12 +54,12 @@ def get_job(job_id: str, user: CurrentUser) -> Job:
 
 @router.patch(routes.JOB)
 def update_job(job_id: str, patch: JobPatch, user: CurrentUser) -> Job:
-    """Change a job's objective, limits or prices, or archive it; its plan and recommendation are updated."""
+    """Change a job's objective, limits or prices, or archive it, and update its plan and recommendation."""
     return jobs.change(*user, job_id, patch)
 
 
 @router.delete(routes.JOB, status_code=204)
 def delete_job(job_id: str, user: CurrentUser) -> Response:
-    """Delete a job with all its data; this cannot be undone."""
+    """Delete a job and all its data. This cannot be undone."""
     jobs.delete_job(*user, job_id)
     return Response(status_code=204)

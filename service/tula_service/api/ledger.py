@@ -1,4 +1,4 @@
-"""`GET /v1/jobs/{job_id}/ledger`: past recommendations and the measurements that followed them."""
+"""Route `/v1/jobs/{job_id}/ledger`: past recommendations, and the results measured after them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ router = APIRouter(tags=["recommendation"], dependencies=[Depends(reject_unknown
 def get_ledger(
     job_id: str,
     user: CurrentUser,
-    limit: Annotated[int, Query(ge=1, le=1000, description="Most entries.")] = 200,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of entries.")] = 200,
 ) -> Ledger:
-    """List predictions with their measurements, newest first; entries never change."""
+    """List past predictions with the values measured later, newest first; predictions in the ledger never change."""
     return ledger.entries(*user, job_id, limit=limit)

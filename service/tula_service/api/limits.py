@@ -1,4 +1,4 @@
-"""Limits the rate of requests by token, or by address for failed authentications and open routes."""
+"""Limits the request rate per token, or per address for failed authentications and for routes without a token."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from tula_service.errors import Busy
 
 FAILED_PER_MINUTE: Final = 600
 OPEN_PER_MINUTE: Final = 1_200
-"""Requests per minute from one address to routes that need no token, except probes."""
+"""Maximum requests per minute from one address to routes that require no token, not counting probes."""
 WINDOW_S: Final = 60.0
 _SENDERS: Final = 100_000
 
 
 @dataclass
 class _Window:
-    """The requests of one sender until `ends`, a monotonic time."""
+    """The number of requests from one sender in a window that closes at `ends`, in monotonic seconds."""
 
     ends: float
     count: int = 0
 
 
 class RequestLimits:
-    """Counts the requests of each sender in windows of a minute, in memory, separately for each worker.
+    """Counts each sender's requests in one-minute windows, in memory and separately for each worker.
 
-    Only the event loop counts, so no lock is needed.
+    Only the event loop calls its methods, so no lock is needed.
     """
 
     def __init__(self, *, requests_per_minute: int, ingest_per_minute: int) -> None:
@@ -37,25 +37,25 @@ class RequestLimits:
         self._windows: TTLCache[tuple[str, str], _Window] = TTLCache(_SENDERS, WINDOW_S)
 
     def count_request(self, sender: str, *, ingest: bool = False) -> None:
-        """Count a request from an authenticated sender. Raises Busy beyond the limit."""
+        """Count a request from an authenticated sender. Raises Busy if the sender exceeds its limit."""
         limit, kind = (self._ingest_per_minute, "ingest") if ingest else (self._requests_per_minute, "requests")
-        remedy = f"More than {limit} requests in a minute: send fewer, larger ones, after Retry-After seconds."
+        remedy = f"More than {limit} requests in a minute: wait Retry-After seconds, then send fewer, larger requests."
         self._count(kind, sender, limit, remedy)
 
     def count_failed_auth(self, address: str) -> None:
-        """Count a wrong, missing or malformed token from this address. Raises Busy after too many of them.
+        """Count a failed authentication from this address. Raises Busy if there were too many.
 
-        A valid token never counts, since behind a proxy all tokens come from one address.
+        Requests with a valid token are not counted, since all clients behind a proxy have the same address.
         """
         remedy = (
-            f"More than {FAILED_PER_MINUTE} requests of this address in a minute failed authentication: set TULA_TOKEN "
-            "to one that `tula token create` printed, or wait Retry-After seconds."
+            f"More than {FAILED_PER_MINUTE} requests from this address failed to authenticate within a minute: set "
+            "TULA_TOKEN to a token from `tula token create`, and wait Retry-After seconds."
         )
         self._count("failed", address, FAILED_PER_MINUTE, remedy)
 
     def count_open(self, address: str) -> None:
-        """Count a request to a route that needs no token. Raises Busy after too many requests from the address."""
-        remedy = f"More than {OPEN_PER_MINUTE} requests of this address in a minute: wait Retry-After seconds."
+        """Count a request to a route that requires no token. Raises Busy if the address has sent too many."""
+        remedy = f"More than {OPEN_PER_MINUTE} requests from this address in a minute: wait Retry-After seconds."
         self._count("open", address, OPEN_PER_MINUTE, remedy)
 
     def _count(self, kind: str, sender: str, limit: int, remedy: str) -> None:

@@ -1,4 +1,4 @@
-"""Middleware for every request: request id, headers, metrics, log line, and limits on capacity."""
+"""Middleware that adds request ids and headers, records metrics and log lines, and limits concurrent requests."""
 
 from __future__ import annotations
 
@@ -37,27 +37,31 @@ _CONTENT_POLICY: Final = (
     b"default-src 'self'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     b"connect-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'; form-action 'self'"
 )
-"""Scripts come only from this service and never evaluate text, since Vega interprets its expressions on the pages.
+"""The content security policy of pages: scripts come only from this service and cannot evaluate text.
 
-Vega's tooltips and drawings set their own styles, hence 'unsafe-inline' for styles.
+Vega works under this policy, because it interprets its expressions on the pages. Vega's tooltips and drawings set
+inline styles, which require 'unsafe-inline' for styles.
 """
 _WITH_BODY: Final = frozenset({"POST", "PATCH", "PUT"})
 BODY_TIMEOUT_S: Final = 20.0
 """Longest time that a client may take to send a body."""
 ARRIVING_BYTES: Final = 64 * 2**20
-"""Most bytes of one sender's incomplete bodies: 64 of the largest size, or a small one from each of 256 agents.
+"""Maximum total size of the incomplete bodies of one sender.
+
+This is enough for 64 bodies of the largest size, or for small bodies from 256 agents.
 """
 LIMITED_S: Final = 1.0
-"""Delay of the answer 429, since a sender that retries at once would fill the event loop with refusals."""
+"""Seconds before a 429 response is sent, since clients that retry immediately would keep the event loop busy."""
 
 
 class RequestMiddleware:
-    """ASGI middleware, without Starlette's base class for speed, since every request passes through it.
+    """ASGI middleware that handles every request, and therefore avoids Starlette's slower base class.
 
-    The sender is known before a body is read, and a request takes up capacity once its body has arrived. A body that is
-    still arriving takes no capacity from others; its memory counts only against its sender. Once the body has arrived,
-    requests from agents are counted separately from all others. A request that needs no token takes no capacity, and
-    counts by address. A sender beyond its limits waits for the refusal without taking capacity.
+    The sender is authenticated before the body is read. While a body is arriving, the request is not counted as in
+    progress; the body's memory counts only toward its sender's limit. Once the body has arrived, the request is counted
+    as in progress, and requests from agents are counted separately from all others. A request that requires no token is
+    counted only in the rate limit of its client's address. A sender that exceeds its limits waits for the 429 response,
+    and its request is not counted as in progress meanwhile.
     """
 
     def __init__(self, app: ASGIApp, *, services: Services) -> None:
@@ -68,12 +72,12 @@ class RequestMiddleware:
         self._arriving: collections.Counter[str] = collections.Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle HTTP requests; forward everything else (lifespan) unchanged."""
+        """Handle an HTTP request; forward other ASGI events (lifespan) unchanged."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        # An id, not a secret: the fast generator is enough.
+        # The request id is not a secret, so a fast generator suffices.
         request_id = given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(64):016x}"
         scope["tula.request_id"] = request_id
         started = time.perf_counter()
@@ -106,7 +110,7 @@ class RequestMiddleware:
             self._record(scope, status, time.perf_counter() - started)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request with its whole body, or answer with the reason for refusing it."""
+        """Forward the request with its whole body, or send a problem document that says why it is refused."""
         if (scope["method"], scope["path"]) in PROBES:
             await self._app(scope, receive, send)
             return
@@ -116,25 +120,27 @@ class RequestMiddleware:
                 receive = await self._arrived(scope, receive, sender)
         except (HTTPException, ServiceError) as refusal:
             response = build_problem(scope, refusal)
-            # A client must be able to read a 401 while it is still sending.
+            # After a 401, the connection stays open, so that a client that is still sending can read the response.
             if scope["method"] in _WITH_BODY and not isinstance(refusal, Unauthenticated):
                 response.headers["Connection"] = "close"
             await response(scope, receive, send)
             return
-        if is_open(scope["method"], scope["path"]):  # takes no ordinary thread, and counts by address
+        if is_open(scope["method"], scope["path"]):  # already limited by address, and uses no ordinary thread
             await self._app(scope, receive, send)
             return
         room = self._agents if is_for_agents(scope["method"], scope["path"]) else self._others
         if room.locked():
             self._services.metrics.refused.inc()
-            await build_problem(scope, _busy("The service is at its limit of requests"))(scope, receive, send)
+            await build_problem(scope, _busy("The service has reached its limit of concurrent requests"))(
+                scope, receive, send
+            )
             return
         async with room:
             with self._services.metrics.in_flight.track_inprogress():
                 await self._app(scope, receive, send)
 
     async def _sender(self, request: Request) -> str:
-        """Return the sender that the request counts against. Raises what `admit` raises."""
+        """Return the sender to whose limits the request counts. Raises Unauthenticated or Busy, as `admit` does."""
         try:
             if not is_open(request.method, request.scope["path"]):
                 return (await admit(request)).sender
@@ -145,7 +151,7 @@ class RequestMiddleware:
         return client_address(request)
 
     async def _arrived(self, scope: Scope, receive: Receive, sender: str) -> Receive:
-        """Return a `receive` that delivers the whole body. Raises HTTPException 408, TooLarge, Busy."""
+        """Read the body and return a `receive` that delivers it. Raises HTTPException 408, TooLarge or Busy."""
         limit = MAX_BODY_BYTES if is_ingest(scope["method"], scope["path"]) else ORDINARY_BYTES
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
@@ -163,7 +169,7 @@ class RequestMiddleware:
         return whole
 
     async def _read(self, receive: Receive, sender: str, limit: int) -> bytes:
-        """Read the body. It counts at least as a minimum share of `ARRIVING_BYTES`, to limit concurrent bodies."""
+        """Return the body. To limit concurrent bodies, each counts as at least a minimum share of `ARRIVING_BYTES`."""
         body = bytearray()
         counted, least = 0, ARRIVING_BYTES // self._services.settings.max_in_flight
         try:
@@ -174,7 +180,7 @@ class RequestMiddleware:
                 if len(body) > limit:
                     raise _too_large(limit)
                 if self._arriving[sender] > ARRIVING_BYTES:
-                    raise _busy("This sender has too many requests under way", limited=True)
+                    raise _busy("This sender has too many requests in progress", limited=True)
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise HTTPException(408)
@@ -187,10 +193,10 @@ class RequestMiddleware:
                 del self._arriving[sender]
 
     def _record(self, scope: Scope, status: int, took_s: float) -> None:
-        # Use the pattern of the route, so that there are few labels.
+        # The label is the route's pattern and not the path, so that there are few different labels.
         route = getattr(scope.get("route"), "path", "unmatched")
         self._services.metrics.requests.labels(scope["method"], route, str(status)).inc()
-        if status != 429:  # which waits
+        if status != 429:  # whose time includes LIMITED_S
             self._services.metrics.request_s.labels(route).observe(took_s)
         level = logging.DEBUG if route in _QUIET and status < 500 else logging.INFO
         if _LOG.isEnabledFor(level):
@@ -206,7 +212,7 @@ class RequestMiddleware:
 
 
 def _busy(what: str, *, limited: bool = False) -> Busy:
-    return Busy(f"{what}: send this one again after Retry-After seconds.", retry_after_s=1.0, limited=limited)
+    return Busy(f"{what}: send this request again after Retry-After seconds.", retry_after_s=1.0, limited=limited)
 
 
 def _too_large(limit: int) -> TooLarge:

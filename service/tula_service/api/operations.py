@@ -1,4 +1,4 @@
-"""`/healthz`, `/readyz` and `/metrics`: whether the process is alive and ready, and its metrics."""
+"""Routes `/healthz`, `/readyz` and `/metrics`: liveness, readiness, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from tula_wire import routes
 
 router = APIRouter(tags=["operations"])
 open_router = APIRouter(tags=["operations"])
-"""Probes, which need no token."""
+"""The routes of the probes, which require no token."""
 
 
 READY_CHECK_S: Final = 1.0
-"""Seconds for which the result of a database check is reused for all callers."""
+"""Seconds for which the result of a database check is reused."""
 
 
 class Status(BaseModel):
-    """A probe's answer."""
+    """The response to a probe."""
 
     status: str = Field(description="`ok` or `ready`.")
 
 
 @open_router.get(routes.HEALTH)
 async def get_health() -> Status:
-    """Answer while the process is alive, so that a database outage does not restart it."""
+    """Return 200 while the process is alive, without checking the database, whose outage must cause no restart."""
     return Status(status="ok")
 
 
 @open_router.get(routes.READY)
 async def get_ready(services: AppServices) -> Status:
-    """Answer 200 if the database answers, has this version's schema and has room on its disk; else 503."""
-    async with services.readiness.lock:  # many may ask at once, and one check answers all of them
+    """Return 200 if the database is reachable, has this version's schema and has free disk space, else 503."""
+    async with services.readiness.lock:  # concurrent requests share one check
         if time.monotonic() >= services.readiness.checked_at + READY_CHECK_S:
             services.readiness.error = None
             try:
@@ -62,9 +62,9 @@ async def get_ready(services: AppServices) -> Status:
 
 @router.get(routes.METRICS, response_class=Response)
 def get_metrics(user: CurrentUser, services: AppServices) -> Response:
-    """Return counters of this replica's workers and, over all replicas, the queue, agents, errors and training runs.
+    """Return the counters of this replica's workers, and metrics that all replicas compute from the database.
 
-    The training runs belong to the token's projects; the errors are prediction errors.
+    The latter are the numbers of runs and agents, prediction errors, and training runs of the token's projects.
     """
     registry = CollectorRegistry()
     registry.register(_Stored(services.store, user.principal))
@@ -73,19 +73,26 @@ def get_metrics(user: CurrentUser, services: AppServices) -> Response:
 
 _OF_TRAININGS: Final = (
     ("tula_job_step_seconds", "Step time of a running training.", "step_time_s"),
-    ("tula_job_predicted_step_seconds", "Its step time as predicted before it started.", "predicted_step_time_s"),
-    ("tula_job_eta_seconds", "Time that its remaining steps take at its speed.", "left_s"),
-    ("tula_job_spent_usd", "US dollars of its nodes so far, earlier starts included.", "spent_usd"),
-    ("tula_job_tokens_per_second", "Tokens that all its ranks train on in a second.", "tokens_per_s"),
+    (
+        "tula_job_predicted_step_seconds",
+        "Step time of a running training as predicted before its start.",
+        "predicted_step_time_s",
+    ),
+    ("tula_job_eta_seconds", "Time until a running training ends, at its current speed.", "left_s"),
+    ("tula_job_spent_usd", "US dollars spent on a running training's nodes, including earlier starts.", "spent_usd"),
+    ("tula_job_tokens_per_second", "Tokens per second of a running training, over all ranks.", "tokens_per_s"),
 )
 
 
 _Values: TypeAlias = Mapping[tuple[str, ...], float | None]
-"""Values of a metric, keyed by the values of its labels."""
+"""The values of a metric, keyed by its label values."""
 
 
 class _Stored(Collector):
-    """Metrics from the database, equal on every replica; training runs only if `principal` may see them."""
+    """Collects metrics from the database, which are equal on every replica.
+
+    Metrics of training runs are included only for runs that `principal` may see.
+    """
 
     def __init__(self, store: Store, principal: Principal) -> None:
         self._store, self._principal = store, principal
@@ -94,7 +101,7 @@ class _Stored(Collector):
         by_state, num_agents, errors = overview(self._store)
         yield _gauge("tula_build_info", "Version of the service.", ["version"], {(__version__,): 1.0})
         yield _gauge("tula_runs", "Runs by state.", ["state"], {(state,): n for state, n in by_state.items()})
-        yield _gauge("tula_agents_seen", "Processes that measure runs which are running.", [], {(): num_agents})
+        yield _gauge("tula_agents_seen", "Processes that measure active runs.", [], {(): num_agents})
         recent: _Values = {(str(share),): value for share, value in errors.items()}
         yield _gauge("tula_prediction_error_recent", "Absolute relative error of step time.", ["quantile"], recent)
         running = running_trainings(self._store, self._principal)
@@ -105,7 +112,7 @@ class _Stored(Collector):
 
 
 def _gauge(name: str, about: str, labels: list[str], values: _Values) -> Metric:
-    """Return a metric with one series for each known value."""
+    """Return a metric with one series for each value that is not None."""
     family = GaugeMetricFamily(name, about, labels=labels)
     for key, value in sorted(values.items()):
         if value is not None:

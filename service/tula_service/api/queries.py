@@ -1,4 +1,4 @@
-"""Parts that endpoints share: the refusal of unknown parameters, the cursor of lists, and the lease of agents."""
+"""Defines what endpoints share: the check for unknown parameters, the cursor of lists, and the agents' lease header."""
 
 from __future__ import annotations
 
@@ -14,32 +14,36 @@ from tula_wire.samples import LEASE_HEADER
 _MAX_NAME_LENGTH: Final = 64
 
 Cursor = Annotated[
-    str | None, Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"}, description="`next_cursor` of the page before.")
+    str | None,
+    Query(json_schema_extra={"pattern": r"^[0-9]{1,18}$"}, description="`next_cursor` of the previous page."),
 ]
-"""The position at which a page of a list begins, as an endpoint's parameter."""
+"""The type of an endpoint's parameter for the position at which a page begins."""
 Lease = Annotated[
     int | None,
     Header(
         alias=LEASE_HEADER,
         ge=0,
         le=MAX_COUNT,
-        description="The `lease` of the run under which the sender measures; another than the run's is 409.",
+        description="The `lease` under which the sender measures the run; 409 if it is not the run's current lease.",
     ),
 ]
-"""The lease of an agent's request, as an endpoint's parameter."""
+"""The type of an endpoint's parameter for the lease number that an agent sends."""
 
 
 async def reject_unknown_query(request: Request) -> None:
-    """Refuse a query parameter that the route does not declare (it may be a misspelling) or that is given twice."""
+    """Raise InvalidInput for a query parameter that is repeated or that the route does not declare.
+
+    An undeclared parameter may be a misspelling.
+    """
     declared: dict[str, Any] = {}
     for param in request.scope["route"].dependant.query_params:
         kind = param.field_info.annotation
-        is_model = isinstance(kind, type) and issubclass(kind, BaseModel)  # each of whose fields is a parameter
+        is_model = isinstance(kind, type) and issubclass(kind, BaseModel)  # each field of the model is a parameter
         declared |= {k: v.annotation for k, v in kind.model_fields.items()} if is_model else {param.alias: kind}
     for name in request.query_params:
-        field = name[:_MAX_NAME_LENGTH]  # unchecked text from outside: shortened, and quoted as data
+        field = name[:_MAX_NAME_LENGTH]  # untrusted text is shortened and quoted
         if name not in declared:
-            remedy = f"use {', '.join(declared)}" if declared else "leave it out, this takes none"
+            remedy = f"use {', '.join(declared)}" if declared else "omit it, since this route has no parameters"
             raise InvalidInput(f"There is no parameter {field!r}: {remedy}.", field=field)
         if get_origin(declared[name]) is not list and len(request.query_params.getlist(name)) > 1:
-            raise InvalidInput(f"{field} is given more than once: give one value.", field=field)
+            raise InvalidInput(f"{field} is repeated: send only one value.", field=field)

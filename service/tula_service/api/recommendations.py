@@ -1,4 +1,4 @@
-"""`/v1/jobs/{job_id}/recommendation`, `/predictions` and `/schedule`: what to run and why, what-if, a growing batch."""
+"""Routes `/recommendation`, `/predictions` and `/schedule` of a job: what to run, what-if answers, batch schedules."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def get_recommendation(
     job_id: str,
     caller: Caller,
     services: AppServices,
-    objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
+    objective: Annotated[Objective | None, Query(description="Replaces the job's objective.")] = None,
 ) -> Response:
-    """Return the current recommendation, for the job's own objective unless the query names another."""
+    """Return the current recommendation for the job's objective, or for another objective if the query names one."""
     missed: list[float] = []
     # The store caches the rendered JSON, which is sent unchanged.
     body = recommendations.get(
@@ -38,8 +38,9 @@ def get_recommendation(
 
 @router.get(routes.JOB_PREDICTIONS, response_model=Predictions)
 def get_predictions(job_id: str, user: CurrentUser, question: Annotated[WhatIf, Query()]) -> Response:
-    """Predict every combination of the given values; a parameter may be repeated, and stands for all values if
-    omitted.
+    """Return predictions for every combination of the given values.
+
+    A parameter may be repeated to give several values; if it is omitted, all its values are used.
     """
     return Response(recommendations.predict(*user, job_id, question), media_type="application/json")
 
@@ -48,8 +49,8 @@ def get_predictions(job_id: str, user: CurrentUser, question: Annotated[WhatIf, 
 def get_schedule(
     job_id: str,
     user: CurrentUser,
-    objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
-    beta2: Annotated[float, Query(gt=0, lt=1, description="Adam's beta2 at the base batch.")] = 0.999,
+    objective: Annotated[Objective | None, Query(description="Replaces the job's objective.")] = None,
+    beta2: Annotated[float, Query(gt=0, lt=1, description="Adam's beta2 at the base batch size.")] = 0.999,
 ) -> Response:
-    """Return a batch schedule that follows the gradient noise measured by a training run, and its saving."""
+    """Return a batch schedule that follows the gradient noise of a training run, and the time that it saves."""
     return Response(recommendations.schedule(*user, job_id, objective, beta2), media_type="application/json")

@@ -1,4 +1,4 @@
-"""`/v1/runs/{run_id}/samples` stores step samples of one rank; `/v1/jobs/{job_id}/samples` lists a job's samples."""
+"""Routes `/v1/runs/{run_id}/samples`, to store a rank's samples, and `/v1/jobs/{job_id}/samples`, to list samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ router = APIRouter(route_class=JsonRoute, tags=["samples"])
 async def send_samples(
     run_id: str, batch: SampleBatch, caller: Caller, services: AppServices, lease: Lease = None
 ) -> SamplesAccepted:
-    """Store samples, which are committed before the answer; rows that are stored already count as duplicates."""
+    """Store step samples and commit them before responding; rows that were already stored count as duplicates."""
     store, threads = services.samples.store, services.ingest_threads
     accepted = await to_thread.run_sync(store, caller, run_id, batch, lease, limiter=threads)
     services.metrics.samples.inc(accepted.stored)
@@ -32,5 +32,5 @@ async def send_samples(
 
 @router.get(routes.JOB_SAMPLES, dependencies=[Depends(reject_unknown_query)])
 def list_samples(job_id: str, user: CurrentUser, query: Annotated[SampleQuery, Query()]) -> SamplePage:
-    """List samples of a job, ordered by process, then by sequence."""
+    """List a job's samples, ordered by process and then by sequence number."""
     return samples.list_samples(*user, job_id, query)

@@ -1,4 +1,4 @@
-"""`/v1/jobs/{job_id}/scaling`: numbers of gradient scaling that users set and agents pull cheaply."""
+"""Route `/v1/jobs/{job_id}/scaling`: gradient-scaling values, which users set and agents poll with an ETag."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ router = APIRouter(route_class=JsonRoute, tags=["scaling"], dependencies=[Depend
 @router.get(
     routes.JOB_SCALING,
     response_model=ScalingThresholds,
-    responses={304: {"description": "The numbers of your ETag are still set."}},
+    responses={304: {"description": "The values have not changed since the ETag."}},
 )
 async def get_scaling(
     job_id: str,
     caller: Caller,
     services: AppServices,
-    policy: Annotated[ScalingPolicy, Query(description="Whose numbers; the script's own.")] = "gain",
-    if_none_match: Annotated[str | None, Header(description="ETag of the thresholds at hand.")] = None,
+    policy: Annotated[ScalingPolicy, Query(description="Policy of the training script.")] = "gain",
+    if_none_match: Annotated[str | None, Header(description="ETag of the values that the caller has.")] = None,
 ) -> Response:
-    """Return the numbers with their ETag; the answer to `If-None-Match` has no body while nothing has changed."""
+    """Return the gradient-scaling values and their ETag; with `If-None-Match`, return 304 if they have not changed."""
     read = partial(scaling.current, services.store, caller, job_id, policy)
     numbers = await to_thread.run_sync(read, limiter=services.ingest_threads)
     tag = f'"{numbers.version}-{numbers.policy}"'
@@ -46,10 +46,10 @@ def update_scaling(
     job_id: str,
     patch: ScalingPatch,
     user: CurrentUser,
-    policy: Annotated[ScalingPolicy, Query(description="Whose numbers to set.")] = "gain",
+    policy: Annotated[ScalingPolicy, Query(description="Policy whose values to set.")] = "gain",
 ) -> ScalingThresholds:
-    """Set numbers of a policy.
+    """Set gradient-scaling values of a policy.
 
-    Training runs read them when they start and, with `ags` and `static`, after each epoch.
+    Training runs read these values at their start and, under `ags` and `static`, after each epoch.
     """
     return scaling.change(*user, job_id, patch, policy)

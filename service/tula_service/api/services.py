@@ -1,4 +1,4 @@
-"""The objects that any request may need, which `create_app` builds once: services, thread limiters and metrics."""
+"""The objects that all requests share, such as services, thread limiters and metrics; `create_app` builds them."""
 
 from __future__ import annotations
 
@@ -25,33 +25,39 @@ from tula_service.usecases.telemetry import TelemetryIngest
 from tula_wire import Problem
 
 MULTIPROCESS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""Variable that `tula serve --workers N` sets: a folder through which one worker reports for all.
+"""The environment variable that names the folder through which workers share their metrics.
+
+`tula serve --workers N` sets it, so that any worker can report the metrics of all.
 """
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 ErrorPage: TypeAlias = Callable[[Scope, Problem, Mapping[str, str]], Response | None]
-"""Renders a problem as a page for a person in a browser; returns None if a program asked."""
+"""A function that renders a problem document as a web page, or returns None if the client is not a browser."""
 
 
 class Metrics:
-    """Prometheus instruments, one set per application: two applications in one process (tests) share no counts."""
+    """The application's Prometheus metrics; in tests, two applications in one process have separate metrics."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         own = self._registry
-        self.requests = Counter("tula_requests", "Requests answered.", ["method", "route", "status"], registry=own)
-        self.request_s = Histogram("tula_request_seconds", "Time to answer.", ["route"], buckets=_SECONDS, registry=own)
-        self.in_flight = Gauge("tula_requests_in_flight", "In progress.", multiprocess_mode="livesum", registry=own)
-        self.refused = Counter("tula_requests_refused", "Refused because too many were in progress.", registry=own)
-        self.limited = Counter("tula_requests_limited", "Refused by a token's limit.", registry=own)
+        self.requests = Counter("tula_requests", "Requests handled.", ["method", "route", "status"], registry=own)
+        self.request_s = Histogram("tula_request_seconds", "Response time.", ["route"], buckets=_SECONDS, registry=own)
+        self.in_flight = Gauge(
+            "tula_requests_in_flight", "Requests in progress.", multiprocess_mode="livesum", registry=own
+        )
+        self.refused = Counter(
+            "tula_requests_refused", "Requests refused since too many were in progress.", registry=own
+        )
+        self.limited = Counter("tula_requests_limited", "Requests refused by a rate limit.", registry=own)
         self.samples = Counter("tula_samples_stored", "Step samples stored.", registry=own)
         self.step_values = Counter("tula_step_values_stored", "Telemetry values stored.", registry=own)
-        self.duplicates = Counter("tula_ingest_duplicates", "Rows or chunks that were stored before.", registry=own)
+        self.duplicates = Counter("tula_ingest_duplicates", "Rows or chunks that were already stored.", registry=own)
         self.fits = Counter("tula_fits", "Recommendations computed or taken from the cache.", ["cached"], registry=own)
-        self.fit_s = Histogram("tula_fit_seconds", "Time of a fresh fit.", buckets=_SECONDS, registry=own)
+        self.fit_s = Histogram("tula_fit_seconds", "Time to compute a fit.", buckets=_SECONDS, registry=own)
 
     def render(self) -> bytes:
-        """Return the text that Prometheus reads, for all workers together."""
+        """Return the metrics of all workers in Prometheus's text format."""
         registry = self._registry
         if MULTIPROCESS_VARIABLE in os.environ:
             registry = CollectorRegistry()
@@ -61,7 +67,7 @@ class Metrics:
 
 @dataclass
 class Readiness:
-    """The last check of the database: its error and its time (monotonic seconds)."""
+    """The result of the last database check: its error, if any, and its time in monotonic seconds."""
 
     checked_at: float = -math.inf
     error: ServiceError | None = None
@@ -70,10 +76,10 @@ class Readiness:
 
 @dataclass(frozen=True)
 class Services:
-    """Everything that a request may need.
+    """The objects that all requests share.
 
-    `ingest_threads` limits the threads reserved for requests from agents, `auth_threads` the threads that look up
-    tokens. `streams` has the sender of each open event stream; streams end when `stopping` is set.
+    `ingest_threads` limits the threads that are reserved for requests from agents, and `auth_threads` the threads that
+    look up tokens. `streams` lists the senders of the open event streams, which end when `stopping` is set.
     """
 
     settings: Settings
@@ -92,10 +98,10 @@ class Services:
 
 
 async def _services(request: Request) -> Services:
-    """Return the services; async, because FastAPI runs a plain function in a thread."""
+    """Return the services. This function is async because FastAPI would run a plain one in a thread."""
     services: Services = request.app.state.services
     return services
 
 
 AppServices = Annotated[Services, Depends(_services)]
-"""The application's services, as an endpoint's parameter."""
+"""The type of an endpoint's parameter that receives the application's services."""

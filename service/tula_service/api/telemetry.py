@@ -1,4 +1,4 @@
-"""`/v1/runs/{run_id}/telemetry`: stores columnar chunks, and reads one column downsampled."""
+"""Route `/v1/runs/{run_id}/telemetry`: stores chunks of telemetry, and returns single columns, downsampled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ router = APIRouter(route_class=JsonRoute, tags=["telemetry"])
 async def send_telemetry(
     run_id: str, chunk: TelemetryChunk, caller: Caller, services: AppServices, lease: Lease = None
 ) -> TelemetryAccepted:
-    """Store a chunk, which is committed before the answer."""
+    """Store a chunk of telemetry and commit it before responding."""
     store, threads = services.telemetry.store, services.ingest_threads
     accepted = await to_thread.run_sync(store, caller, run_id, chunk, lease, limiter=threads)
     services.metrics.step_values.inc(accepted.stored)
@@ -34,16 +34,19 @@ def get_telemetry(
     run_id: str,
     user: CurrentUser,
     column: Annotated[
-        str | None, Query(pattern=r"^[a-z][a-z0-9_]{0,63}$", description="Name of the metric; without, only names.")
+        str | None,
+        Query(
+            pattern=r"^[a-z][a-z0-9_]{0,63}$", description="Metric to read; if omitted, only the names are returned."
+        ),
     ] = None,
-    rank: Annotated[int, Query(ge=0, le=2**20, description="Global rank.")] = 0,
-    max_points: Annotated[int, Query(ge=2, le=20_000, description="Most points of the answer.")] = 2000,
+    rank: Annotated[int, Query(ge=0, le=2**20, description="Global rank of the process.")] = 0,
+    max_points: Annotated[int, Query(ge=2, le=20_000, description="Maximum number of points to return.")] = 2000,
     first_step: Annotated[int | None, Query(ge=0, le=2**53, description="First step to read.")] = None,
     last_step: Annotated[int | None, Query(ge=0, le=2**53, description="Last step to read.")] = None,
 ) -> TelemetrySeries:
-    """Return one column of one rank, downsampled to `max_points` such that every peak and dip is kept.
+    """Return a column of one rank, downsampled to at most `max_points` so that peaks and dips are kept.
 
-    Without `column`, there are no points, and `available` has the names of all columns of the run.
+    If `column` is omitted, return no points; `available` always lists the names of the run's columns.
     """
     if column is None:
         available = list_columns(*user, run_id)

@@ -1,1 +1,1 @@
-"""One file for each resource of the API: authorise, load, analyse without a transaction, then store."""
+"""The use cases, one file per API resource: authorise, load data, analyse it without a transaction, then store."""

@@ -1,4 +1,4 @@
-"""Identifies callers and their rights: tokens, projects, and the rule for access to a job."""
+"""Identifies callers by their tokens, and decides which projects and jobs they may access."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ ANNOUNCE_EVERY_S: Final = 1.0
 
 @dataclass(frozen=True)
 class Principal:
-    """The sender of a request: `scope` is agent, read, user or admin.
+    """The sender of a request; `scope` is agent, read, user, admin or public.
 
-    An agent is bound to one job; readers and users are bound to one project, and see only that project in lists.
-    `api/auth.py` refuses requests that a reader may not make.
+    An agent is bound to one job. A caller with scope read or user is bound to one project, and lists contain only that
+    project's objects. `api/auth.py` refuses the requests that the scope read does not allow.
     """
 
     name: str
@@ -44,26 +44,27 @@ class Principal:
     project_id: str | None = None
     job_id: str | None = None
     sha256: str | None = field(default=None, repr=False, compare=False)
-    """Digest of the secret (of a token or a session) that was sent; a stream ends when the secret expires."""
+    """Digest of the request's token or session secret, with which a stream detects that the secret has expired."""
 
     @property
     def is_admin(self) -> bool:
-        """Return True if the caller is not bound to a project."""
+        """Return True if the caller is an administrator, who is not bound to a project."""
         return self.scope == "admin"
 
     @property
     def sender(self) -> str:
-        """Return the key by which rate limits count requests: the token, or the single user without a token."""
+        """Return the key for counting the caller's requests: the token's id, or the caller's name without a token."""
         return self.token_id or self.name
 
     @property
     def home_project_id(self) -> str:
-        """Return the id of the project for this caller's new jobs."""
+        """Return the id of the project to which the caller's new jobs belong."""
         return self.project_id or DEFAULT_PROJECT_ID
 
     def may_touch(self, *, job_id: str, project_id: str) -> bool:
-        """Return True if the caller may access the job: administrators any, users and readers their project's,
-        agents their own.
+        """Return True if the caller may access the job.
+
+        Administrators may access every job, users and readers the jobs of their project, and agents only their own job.
         """
         if self.is_admin:
             return True
@@ -73,17 +74,17 @@ class Principal:
 
 
 ANONYMOUS: Final = Principal(name="loopback", scope="admin")
-"""The user of this machine, while no token exists and the service listens only on loopback."""
+"""The local user, who needs no token until the first one is created, if the service listens only on loopback."""
 PUBLIC: Final = Principal(name="public", scope="public")
-"""Any caller of a read-only service; `api/auth.py` lets them see figures over all jobs, but no single job."""
+"""A caller without a token on a read-only service; `api/auth.py` shows such callers only statistics over all jobs."""
 
 
 def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord:
-    """Return the job.
+    """Return the job with this id.
 
-    Raises NotFound if there is no such job or the caller may not see it, so that ids do not leak.
+    Raises NotFound both if no such job exists and if the caller may not see it, so that callers cannot probe for ids.
     """
-    # Postgres refuses NUL in text, and no id contains unprintable characters.
+    # Unprintable ids are not looked up, since no id contains such characters and Postgres rejects NUL in text.
     job = tx.jobs.get(job_id) if job_id.isprintable() else None
     if job is None or not principal.may_touch(job_id=job.id, project_id=job.project_id):
         raise NotFound.of("job", job_id)
@@ -91,7 +92,7 @@ def visible_job(tx: Transaction, principal: Principal, job_id: str) -> JobRecord
 
 
 def visible_run(tx: Transaction, principal: Principal, run_id: str) -> RunRecord:
-    """Return the run. Raises NotFound if there is no such run or the caller may not see it."""
+    """Return the run with this id. Raises NotFound if it does not exist or the caller may not see it."""
     run = tx.runs.get(run_id) if run_id.isprintable() else None
     if run is None or not principal.may_touch(job_id=run.job_id, project_id=run.project_id):
         raise NotFound.of("run", run_id)
@@ -99,7 +100,7 @@ def visible_run(tx: Transaction, principal: Principal, run_id: str) -> RunRecord
 
 
 def digest(secret: str) -> str:
-    """Return the SHA-256 hash to store. Secrets have 256 random bits, so a slow hash would add nothing."""
+    """Return the SHA-256 hash of a secret. A slow hash is not needed, since secrets have 256 random bits."""
     return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
 
 
@@ -113,18 +114,21 @@ def issue_token(
     job_id: str | None = None,
     expires_in_s: float | None = None,
 ) -> TokenCreated:
-    """Create a token. Administrators create any; users create agent and read tokens in their project.
+    """Create a token and return it with its secret.
 
-    Raises Forbidden, NotFound, or InvalidInput if scope, project and job do not fit together.
+    Administrators may create any token, and users may create agent and read tokens for their project. Raises Forbidden,
+    NotFound, or InvalidInput if scope, project and job are inconsistent.
     """
     if not actor.is_admin and scope not in ("agent", "read"):
-        raise Forbidden("Only an administrator makes user and admin tokens: ask one, or make an agent or read token.")
+        raise Forbidden(
+            "Only an administrator can create user and admin tokens: ask one, or create an agent or read token."
+        )
     if scope == "agent" and job_id is None:
-        raise InvalidInput("An agent token belongs to one job: give job_id.", field="job_id")
+        raise InvalidInput("An agent token is bound to one job: set job_id.", field="job_id")
     if scope != "agent" and job_id is not None:
-        raise InvalidInput(f"A {scope} token is not bound to a job: leave job_id out.", field="job_id")
+        raise InvalidInput(f"A token with scope {scope!r} is not bound to a job: omit job_id.", field="job_id")
     if scope == "admin" and project is not None:
-        raise InvalidInput("An admin token is not bound to a project: leave project out.", field="project")
+        raise InvalidInput("An admin token is not bound to a project: omit project.", field="project")
     secret = SECRET_PREFIX + secrets.token_urlsafe(SECRET_BYTES)
     with store.transaction() as tx:
         project_id: str | None = None
@@ -164,7 +168,7 @@ def revoke_token(store: Store, actor: Principal, token_id: str) -> Token:
 
 
 def open_session(store: Store, principal: Principal) -> str:
-    """Open a browser session and return its secret, which has the token's rights until it expires or is ended."""
+    """Open a browser session and return its secret, which has the token's rights until the session ends."""
     secret = SECRET_PREFIX + "session_" + secrets.token_urlsafe(SECRET_BYTES)
     with store.transaction() as tx:
         tx.sessions.create(
@@ -174,7 +178,7 @@ def open_session(store: Store, principal: Principal) -> str:
 
 
 def end_session(store: Store, secret: str) -> None:
-    """End the browser session with this secret; if there is none, nothing is written."""
+    """End the browser session with this secret; if there is no such session, write nothing."""
     with store.reading() as tx:
         if not tx.sessions.exists(digest(secret)):
             return
@@ -183,9 +187,12 @@ def end_session(store: Store, secret: str) -> None:
 
 
 def create_project(store: Store, actor: Principal, name: str) -> Project:
-    """Return a new project, recorded in the audit log. Raises Forbidden, or Conflict if the name is taken."""
+    """Create a project, record this in the audit log, and return the project.
+
+    Raises Forbidden, or Conflict if the name is taken.
+    """
     if not actor.is_admin:
-        raise Forbidden("Only an administrator creates projects: ask one.")
+        raise Forbidden("Only an administrator can create projects: ask one.")
     with store.transaction() as tx:
         project = tx.projects.create(name)
         tx.audit.append(actor=actor.sender, action="project.create", target=project.id, detail={"name": name})
@@ -193,7 +200,7 @@ def create_project(store: Store, actor: Principal, name: str) -> Project:
 
 
 def visible_projects(store: Store, caller: Principal) -> Sequence[Project]:
-    """Return every project for an administrator, otherwise the caller's own."""
+    """Return all projects for an administrator, or only the caller's project."""
     with store.reading() as tx:
         if caller.is_admin:
             return tx.projects.list()
@@ -201,12 +208,12 @@ def visible_projects(store: Store, caller: Principal) -> Sequence[Project]:
 
 
 def check_still_valid(tx: Transaction, principal: Principal) -> None:
-    """Raise Unauthenticated if the token or session of an already authenticated caller has ended since.
+    """Raise Unauthenticated if the caller's token or session has ended since the caller was authenticated.
 
-    This is for streams, which stay open longer than a request.
+    Streams call this function, because they stay open for a long time.
     """
     if principal.sha256 is None:
-        ended = tx.tokens.ever_made()  # the anonymous user exists until the first token
+        ended = tx.tokens.ever_made()  # the anonymous user is accepted until the first token is created
     else:
         token = tx.tokens.by_hash(principal.sha256)
         ended = token is None or token_state(token, tx.now()) != "valid"
@@ -215,17 +222,16 @@ def check_still_valid(tx: Transaction, principal: Principal) -> None:
 
 
 def token_state(token: Token, now: datetime) -> str:
-    """Return how a token ended, or "valid" if it is still valid."""
+    """Return "revoked", "expired" or "valid"."""
     if token.revoked_at is not None:
         return "revoked"
     return "expired" if token.expires_at is not None and token.expires_at <= now else "valid"
 
 
 class KnownRuns:
-    """A cache of facts about runs for ingest: key, job and project, which never change, and the last event about
-    samples.
+    """A cache for ingest of each run's key, job and project, which never change, and of its last event about samples.
 
-    Request threads share an instance, so each use of its caches holds `_lock`."""
+    Request threads share an instance, so every access to its caches holds `_lock`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -234,7 +240,7 @@ class KnownRuns:
         self._announced: TTLCache[str, bool] = TTLCache(CACHED, ANNOUNCE_EVERY_S)
 
     def authorise(self, principal: Principal, run_id: str) -> tuple[int, str]:
-        """Return the run's key and job. Raises NotFound if there is no such run or the caller may not access it."""
+        """Return the run's key and job id. Raises NotFound if it does not exist or the caller may not access it."""
         with self._lock:
             entry = self._runs.get(run_id)
         if entry is None:
@@ -248,12 +254,12 @@ class KnownRuns:
         return run_key, job_id
 
     def forget(self, run_id: str) -> None:
-        """Drop a run that was deleted."""
+        """Remove a deleted run from the cache."""
         with self._lock:
             self._runs.pop(run_id, None)
 
     def should_emit_event(self, run_id: str) -> bool:
-        """Return True at most once per second for each run, which is enough for readers of events."""
+        """Return True at most once per second for each run, since readers of events need no more."""
         with self._lock:
             is_due = run_id not in self._announced
             if is_due:
@@ -262,7 +268,7 @@ class KnownRuns:
 
 
 class _Trusted(NamedTuple):
-    """The principal of a secret, when to check it again, and how long to trust it."""
+    """A cached principal, with the monotonic times at which to check its secret again and to stop trusting it."""
 
     check_at: float
     ends_at: float
@@ -270,11 +276,11 @@ class _Trusted(NamedTuple):
 
 
 class Access:
-    """Authenticates secrets, and caches the results for `cache_s`, so that ingest costs few queries.
+    """Authenticates secrets and caches the results for `cache_s` seconds, so that ingest needs few queries.
 
-    A revocation takes effect at once in the worker that revokes (`forget`), and within `cache_s` in every other worker.
-    Request threads share an instance, so each use of its caches holds `_lock`. A thread that read before `forget_all`
-    writes to the old cache, which is no longer read.
+    A revocation takes effect immediately in the worker that handles it (`forget_all`), and within `cache_s` in other
+    workers. Request threads share an instance, so every access to its caches holds `_lock`. A thread that queried the
+    database before `forget_all` writes its result to the old cache, which is no longer read.
     """
 
     def __init__(self, store: Store, *, cache_s: float, tokenless_allowed: bool) -> None:
@@ -286,20 +292,23 @@ class Access:
         self.forget_all()
 
     def cached(self, secret: str | None) -> Principal | None:
-        """Return the principal of a secret (None for no secret) if it was checked recently, else None. Never waits."""
+        """Return the principal of a secret if the secret was checked recently, else None, without any query.
+
+        The secret None means a caller without a token.
+        """
         now = time.monotonic()
         with self._lock:
             trusted = self._trusted.get(secret)
             if trusted is None or trusted.ends_at <= now:
                 return None
             if trusted.check_at <= now:
-                # Other requests use the cache while this one checks.
+                # While this request checks the secret, other requests use the cached result.
                 self._trusted[secret] = trusted._replace(check_at=trusted.ends_at)
                 return None
             return trusted.principal
 
     def authenticate(self, secret: str) -> Principal:
-        """Return the principal of a secret. Raises Unauthenticated if it is unknown, expired or revoked."""
+        """Return the principal of a secret. Raises Unauthenticated if the secret is unknown, expired or revoked."""
         cache = self._trusted
         with self._store.reading() as tx:
             token, now = tx.tokens.by_hash(digest(secret)), tx.now()
@@ -316,20 +325,21 @@ class Access:
         return principal
 
     def tokenless(self) -> Principal | None:
-        """Return the anonymous principal while it is allowed, which is on loopback before the first token is
-        created; else None.
+        """Return the anonymous principal if the service listens only on loopback and no token was ever created.
+
+        Otherwise, return None.
         """
         if not self.tokenless_allowed:
             return None
         cache = self._trusted
         with self._store.reading() as tx:
             if tx.tokens.ever_made():
-                self.tokenless_allowed = False  # for good: no later request has to ask
+                self.tokenless_allowed = False  # permanent, so later requests need no query
                 return None
         return self._trust(cache, None, ANONYMOUS, math.inf)
 
     def _touch(self, token_id: str) -> None:
-        """Store the time of last use, at most once a minute; readers are accepted even if the write fails."""
+        """Store the time of the token's last use, at most once a minute; ignore a failure of this write."""
         with self._lock:
             if token_id in self._touched:
                 return
@@ -338,12 +348,12 @@ class Access:
             tx.tokens.touch(token_id)
 
     def forget(self, secret: str | None) -> None:
-        """Check this secret again at its next use; None is the user without a token, who is refused once one exists."""
+        """Remove a secret from the cache, so that its next use is checked; None means the caller without a token."""
         with self._lock:
             self._trusted.pop(secret, None)
 
     def forget_all(self) -> None:
-        """Clear the cache after this process has revoked a token."""
+        """Clear the cache; this is needed after this process has revoked a token."""
         self._trusted: LRUCache[str | None, _Trusted] = LRUCache(CACHED)
 
     def _trust(

@@ -1,4 +1,4 @@
-"""Reads events of a job, and the state of the whole service for its metrics and health checks."""
+"""Reads a job's events, and the state of the whole service for its metrics and health checks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def last_id(store: Store, principal: Principal, job_id: str) -> int:
 
 
 def read_on(store: Store, principal: Principal, job_id: str, after: int, *, limit: int = 200) -> list[wire.Event]:
-    """Return the events after this id, oldest first, for a caller whose access to the job was checked before.
+    """Return the events after this id, oldest first, for a caller whose access to the job was already checked.
 
-    Raises Unauthenticated if that access has ended since, NotFound if the job was deleted.
+    Raises Unauthenticated if the caller's token or session has ended, and NotFound if the job was deleted.
     """
     with store.reading() as tx:
         check_still_valid(tx, principal)
@@ -46,17 +46,17 @@ def recent(
     run_id: str | None = None,
     limit: int = 20,
 ) -> list[wire.Event]:
-    """Return the newest events of these kinds, newest first, of a job or one of its runs. Raises NotFound."""
+    """Return the newest events of these kinds for a job or one of its runs, newest first. Raises NotFound."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         return tx.events.recent(job_id, kinds=kinds, run_id=run_id, limit=limit)
 
 
 def overview(store: Store) -> tuple[Mapping[RunState, int], int, Mapping[float, float]]:
-    """Return the number of runs by state, the number of agents, and quantiles of the newest thousand absolute relative
-    errors.
+    """Return the number of runs by state, the number of agents, and quantiles of recent prediction errors.
 
-    Every replica reads the same figures.
+    The quantiles are those of the newest thousand absolute relative errors of step time. All replicas return the same
+    values.
     """
     with store.reading() as tx:
         by_state, num_agents = tx.runs.count_by_state(), tx.samples.count_processes()
@@ -67,7 +67,7 @@ def overview(store: Store) -> tuple[Mapping[RunState, int], int, Mapping[float, 
 def check_ready(store: Store) -> None:
     """Raise SchemaMismatch if the schema does not match, and StoreUnavailable if the database cannot store data.
 
-    This is the case if it does not answer, is full, or has no partition for this month.
+    A database cannot store data if it is unreachable, is full, or has no partition for the current month.
     """
     store.check_disk()
     try:

@@ -1,4 +1,4 @@
-"""Stores probes of fabrics by project and instance type, and returns them with the line fitted to their readings."""
+"""Stores fabric probes by project and instance type, and returns them with the cost line fitted to their readings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROBE_S = 1.0
 
 
 def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fabric:
-    """Store a probe; open jobs of the project compute their plan and recommendation again at the next request."""
+    """Store a probe; the plans and recommendations of the project's open jobs are recomputed at the next request."""
     with store.transaction() as tx:
         at = tx.fabrics.add(principal.home_project_id, probe.instance_type, probe.model_dump(mode="json"))
     return _view(probe, at)
@@ -27,8 +27,8 @@ def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fab
 def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
     """Store the measurements of a run's ranks as a probe of its cluster, unless a stored probe has as many ranks.
 
-    This limits how often an agent can make its job's plan stale by sending probes. A measurement is ignored if its
-    number of ranks differs from the run's.
+    The exception limits how often an agent can make its job's plan stale by sending probes. A measurement whose number
+    of ranks differs from the run's is ignored.
     """
     with store.transaction() as tx:
         run = tx.runs.get(run_id)
@@ -40,16 +40,16 @@ def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
 
 
 def to_launch(tx: Transaction, job: JobRecord, run: wire.Run) -> wire.Run:
-    """Return the run for its launcher; its ranks measure their links unless a probe with as many ranks is stored."""
+    """Return the run for its launcher, with the instruction to probe links unless a probe with as many ranks exists."""
     if run.instruction is None or run.configuration.world_size < 2 or is_probed(tx, job, run.configuration):
         return run
     return run.model_copy(update={"instruction": run.instruction.model_copy(update={"probe_s": _PROBE_S})})
 
 
 def is_probed(tx: Transaction, job: JobRecord, configuration: wire.Configuration) -> bool:
-    """Return True if the cluster has a probe with at least as many ranks, or the job no longer has the cluster.
+    """Return True if the cluster has a probe with at least as many ranks, or is no longer in the job's specification.
 
-    Only the probe with the most ranks is used (`fit_fabric`), so another probe with fewer ranks would change nothing.
+    Only the probe with the most ranks is used (`fit_fabric`), so a probe with fewer ranks would change nothing.
     """
     cluster = find_cluster(job, configuration)
     if cluster is None:
@@ -59,7 +59,7 @@ def is_probed(tx: Transaction, job: JobRecord, configuration: wire.Configuration
 
 
 def list_fabrics(store: Store, principal: Principal) -> wire.FabricList:
-    """Return the newest probes that the caller may see."""
+    """Return the newest fabric probes that the caller may see."""
     with store.reading() as tx:
         stored = tx.fabrics.list(principal.project_id, limit=_MOST_LISTED)
     return wire.FabricList(

@@ -1,6 +1,6 @@
-"""Loads `JobData`, the input of a job's analysis, and parts of a specification from rows.
+"""Loads `JobData`, which is the input of a job's analysis, and parts of stored specifications.
 
-Only `load_job_data` reads the input of an analysis, inside its caller's transaction.
+`load_job_data` reads everything that an analysis needs, inside its caller's transaction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from tula_wire.options import combinations
 
 M = TypeVar("M", bound=BaseModel)
 MAX_RUNS = 10_000
-_BOUNDS = {"less_than_equal": "le", "greater_than_equal": "ge"}  # error type to context key
+_BOUNDS = {
+    "less_than_equal": "le",
+    "greater_than_equal": "ge",
+}  # maps pydantic's error types to the context key of the bound
 _MAX_EARLIER_JOBS = 200
 _MAX_PROBES = 200
 _RUNS_READ_FOR_NOISE, _TRAININGS_READ_FOR_NOISE, _STEPS_READ_FOR_NOISE = 6, 2, 1000
@@ -37,7 +40,7 @@ _RUNS_READ_FOR_SCALING = 2
 
 
 def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
-    """Return the input of an analysis of this version of the job, limited to the newest runs and earlier jobs."""
+    """Return the input for analysing this version of the job, limited to the newest runs and earlier jobs."""
     runs = sorted(tx.runs.list(job.id, limit=MAX_RUNS), key=lambda run: (run.position, run.key))
     trained = [run for run in runs if run.kind == "train" and run.state != "cancelled"]
     profiled = [run for run in runs if run.kind == "profile"]
@@ -66,8 +69,8 @@ def load_job_data(tx: Transaction, job: JobRecord) -> JobData:
 def load_noise_curves(tx: Transaction, data: JobData) -> list[NoiseCurve]:
     """Return the noise curves of the newest training runs with samples, newest first, up to the first complete curve.
 
-    A training run is skipped if its process observed a different batch than the service knows. Each launch of a
-    schedule is also a training run, but covers only a part of training, so earlier training runs may be needed too.
+    A training run is skipped if its process used a configuration other than the planned one. Each launch of a batch
+    schedule is a separate training run that covers only a part of training, so several runs may be needed.
     """
     trained = [run for run in data.runs if run.kind == "train" and run.configuration_mismatch is None]
     by_key = {run.key: run for run in trained}
@@ -85,10 +88,10 @@ def load_noise_curves(tx: Transaction, data: JobData) -> list[NoiseCurve]:
 
 
 def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
-    """Return the probes of the job's instance types by the project's users or the job's runs, newest first.
+    """Return the probes of the job's instance types that the project's users or the job's runs sent, newest first.
 
-    A probe by a run of another job is included only if the probe of a third job agrees with it, so that one job's token
-    cannot change the answers of other jobs.
+    A probe from a run of another job is included only if a probe from a third job agrees with it, so that one job's
+    token cannot change the recommendations for other jobs.
     """
     types = {cluster.instance_type for cluster in read_spec(job).cluster}
     stored = tx.fabrics.list(job.project_id, instance_types=types, limit=_MAX_PROBES)
@@ -102,7 +105,7 @@ def stored_probes(tx: Transaction, job: JobRecord) -> list[wire.FabricProbe]:
 
 
 def find_cluster(job: JobRecord, configuration: wire.Configuration) -> wire.ClusterSpec | None:
-    """Return the cluster of a configuration, or None if the specification no longer has it."""
+    """Return the cluster with the configuration's instance type, or None if the job no longer has such a cluster."""
     return next(
         (cluster for cluster in read_spec(job).cluster if cluster.instance_type == configuration.instance_type), None
     )
@@ -114,10 +117,10 @@ def read_spec(job: JobRecord) -> wire.JobSpec:
 
 
 def read_stored(model: type[M], stored: Mapping[str, Any]) -> M:
-    """Return a stored value, which was valid when it was stored, as a wire model.
+    """Return a stored value as a wire model; the value was valid when it was stored.
 
-    Unknown fields are ignored. A number beyond a bound that was introduced later is set to that bound, so that the job
-    can still be read and corrected.
+    Unknown fields are ignored. A number that violates a bound introduced later is replaced by that bound, so that the
+    job can still be read and corrected.
     """
     try:
         return wire.read(model, dict(stored))
@@ -139,13 +142,13 @@ def _earlier_job(spec: Mapping[str, Any], **learned: Any) -> EarlierJob:
 
 
 def _columns(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int, last_step: int) -> list[FloatArray]:
-    """Return a telemetry column of the newest runs that have samples."""
+    """Return the values of a telemetry column for each of the newest `num_runs` runs that have samples."""
     with_samples = _with_samples(runs, num_runs)
     return [tx.telemetry.read(key, name, last_step=last_step, most_chunks=MOST_CHUNKS).values for key in with_samples]
 
 
 def _newest(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int) -> float | None:
-    """Return the last value of a telemetry column from the newest of these runs that has one, or None."""
+    """Return the last value of a telemetry column from the newest run that has any, or None if no run has."""
     values = (tx.telemetry.newest(key, [name])[name] for key in _with_samples(runs, num_runs))
     return next((value for value in values if value is not None), None)
 

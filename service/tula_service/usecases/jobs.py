@@ -1,4 +1,4 @@
-"""Registers jobs (once per specification), and lists, changes, deletes and prunes them."""
+"""Registers jobs, with one job per specification, and lists, changes, deletes and prunes jobs."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _MIN_MEMORY_BYTES = 2**26
 _ROWS_PER_TRANSACTION: Final = 5_000
 _CHUNKS_PER_TRANSACTION: Final = 100
 EVENTS_KEPT_FOR: Final = timedelta(days=7)
-"""How long events are kept. Readers that reconnect resume within minutes, and a week lets people look back."""
+"""How long events are kept. Clients reconnect within minutes, and a week of events lets users look back."""
 
 
 def register(
     store: Store, principal: Principal, spec: wire.JobSpec, *, idempotency_key: str | None = None
 ) -> wire.JobCreated:
-    """Register a job or find the one with the same specification; return it with the next runs to profile.
+    """Register a job, or find the existing job with the same specification; return it with the next profiling runs.
 
-    If the same specification is registered again, the job keeps all its measurements, and its failed runs may be
+    If a specification is registered again, its job keeps all measurements, and configurations whose runs failed may be
     planned again. Raises Conflict if the idempotency key was sent before with another specification, and InvalidInput
     if the specification contradicts itself.
     """
     if principal.scope == "agent":
-        raise Forbidden("An agent token is bound to one job: register with a user token.")
+        raise Forbidden("An agent token is bound to one job and cannot register another: use a user token.")
     if idempotency_key is not None and not 0 < len(idempotency_key) <= _MAX_KEY_LENGTH:
         raise InvalidInput(f"Idempotency-Key must have 1 to {_MAX_KEY_LENGTH} characters.", field="Idempotency-Key")
     _check_model(spec)
@@ -72,12 +72,12 @@ def register(
 
 
 def compute_fingerprint(body: Mapping[str, Any]) -> str:
-    """Return the hash that identifies a specification, given as JSON with all defaults filled in."""
+    """Return the hash that identifies a specification; `body` is the specification as JSON, including all defaults."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _allow_retries(tx: Transaction, job: JobRecord) -> None:
-    """Let failed runs no longer rule out their configuration, since the user may have fixed the cause."""
+    """Allow configurations whose runs failed to be planned again, since the user may have fixed the cause."""
     failures = tx.runs.list(job.id, states=("failed", "out_of_memory"), limit=1)
     if failures and failures[0].key > job.retried_up_to_key:
         tx.jobs.update(job.id, bump=True, retried_up_to_key=failures[0].key)
@@ -104,13 +104,13 @@ def list_jobs(
     cursor: str | None = None,
     limit: int = 50,
 ) -> wire.JobPage:
-    """List jobs of the caller's project; there are further pages only in the order newest first.
+    """List the jobs of the caller's project; pagination is available only in the order "newest".
 
-    Raises InvalidInput for a malformed cursor or search.
+    Raises InvalidInput if a cursor or a search text is malformed.
     """
     for field, text in (("name", name), ("search", search)):
         if text is not None and not text.isprintable():
-            raise InvalidInput(f"The {field} holds characters that no name has: use printable ones.", field=field)
+            raise InvalidInput(f"The {field} contains unprintable characters: remove them.", field=field)
 
     def read(tx: Transaction) -> wire.JobPage:
         return tx.jobs.list(
@@ -129,11 +129,11 @@ def list_jobs(
 
 
 def change(store: Store, principal: Principal, job_id: str, patch: wire.JobPatch) -> wire.Job:
-    """Change a job's objective, prices, limits or shared launches, or archive it; then plan and recommend again.
+    """Change a job's objective, prices, limits or shared launches, or archive it; then update plan and recommendation.
 
-    On request, configurations whose runs failed may be planned again.
+    If the patch says so (`retry_failed`), configurations whose runs failed may be planned again.
 
-    Raises InvalidInput for the price of an instance type that the job does not have.
+    Raises InvalidInput if the patch sets the price of an instance type that the job does not have.
     """
     with store.transaction() as tx:
         visible_job(tx, principal, job_id)
@@ -183,22 +183,22 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
 
 
 def _check_model(spec: wire.JobSpec) -> None:
-    """Refuse a model that contradicts itself or its devices.
+    """Raise InvalidInput if the values for the model contradict each other or the devices.
 
-    This runs only at registration, so that older jobs can be changed.
+    Only registration calls this function, so that older jobs can still be changed.
     """
     if spec.model.activation_bytes_per_sample == 0:
         raise InvalidInput(
-            "activation_bytes_per_sample is 0, but every network keeps some: give bytes, for example those of "
-            "tula_agent.estimate_memory, or leave it out.",
+            "activation_bytes_per_sample is 0, but every network stores activations: set the number of bytes, for "
+            "example from tula_agent.estimate_memory, or leave it out.",
             field="model.activation_bytes_per_sample",
         )
     for row, cluster in enumerate(spec.cluster):
         given = cluster.memory_bytes_per_rank
         if given is not None and given < _MIN_MEMORY_BYTES:
             raise InvalidInput(
-                f"memory_bytes_per_rank is {given}, less than any device has: give bytes, for example 17179869184 for "
-                "16 GiB, or leave it out.",
+                f"memory_bytes_per_rank is {given}, which is less than any device has: set the number of bytes, for "
+                "example 17179869184 for 16 GiB, or leave it out.",
                 field=f"cluster.{row}.memory_bytes_per_rank",
             )
         fault = contradiction(spec.model, cluster)
@@ -210,29 +210,30 @@ def _check_model(spec: wire.JobSpec) -> None:
 
 
 def _check(spec: wire.JobSpec) -> None:
-    """Refuse a specification whose fields are valid individually but contradict each other."""
+    """Raise InvalidInput if the specification's fields are valid individually but contradict each other."""
     priced = [job_data.is_priced(cluster.price) for cluster in spec.cluster]
     if any(priced) and not all(priced):
         row = priced.index(False)
         raise InvalidInput(
-            f"Instance type {spec.cluster[row].instance_type!r} has no price while others have: price all or none.",
+            f"Instance type {spec.cluster[row].instance_type!r} has no price, but others have one: set prices for all "
+            "instance types, or for none.",
             field=f"cluster.{row}.price",
         )
     if not any(priced):
         if spec.limits.budget_usd is not None:
             raise InvalidInput(
-                "A budget needs prices: give cluster.price.usd_per_node_hour, or leave limits.budget_usd out.",
+                "A budget requires prices: set cluster.price.usd_per_node_hour, or leave limits.budget_usd out.",
                 field="limits.budget_usd",
             )
         if OBJECTIVES[spec.objective].needs_prices:
             raise InvalidInput(
-                f"Objective '{spec.objective}' needs prices: give cluster.price.usd_per_node_hour, or choose balanced "
-                "or time.",
+                f"Objective '{spec.objective}' requires prices: set cluster.price.usd_per_node_hour, or choose "
+                "objective balanced or time.",
                 field="cluster.0.price",
             )
         if spec.usd_per_hour_of_waiting is not None:
             raise InvalidInput(
-                "A price of waiting needs prices of nodes: give cluster.price.usd_per_node_hour, or leave "
+                "usd_per_hour_of_waiting requires prices of nodes: set cluster.price.usd_per_node_hour, or leave "
                 "usd_per_hour_of_waiting out.",
                 field="usd_per_hour_of_waiting",
             )
@@ -244,18 +245,18 @@ def _check(spec: wire.JobSpec) -> None:
 
 @dataclass(frozen=True)
 class Pruned:
-    """The result of a prune: what was deleted, or would be deleted in a dry run."""
+    """What a prune has deleted or, in a dry run, would delete."""
 
     job_ids: Sequence[str]
     num_events: int
     telemetry: Sequence[str] = ()
-    """The tables of the dropped months."""
+    """Names of the tables of the dropped months."""
 
 
 def delete_job(store: Store, caller: Principal, job_id: str) -> None:
-    """Delete a job with all its data. Raises NotFound.
+    """Delete a job and all its data. Raises NotFound.
 
-    The job becomes invisible at once, and is removed in pieces so that ingest does not wait.
+    The job becomes invisible immediately. Its rows are then deleted in small transactions, so ingest need not wait.
     """
     with store.transaction() as tx:
         job = visible_job(tx, caller, job_id)
@@ -275,14 +276,15 @@ def prune_store(
 ) -> Pruned:
     """Delete jobs archived longer ago than `older_than`, finish interrupted deletions, and delete old events.
 
-    On Postgres, months of telemetry that ended longer ago than `telemetry_older_than` are dropped last; if `archive` is
-    given, each month is first written to it. Raises InvalidInput for such a limit on SQLite or an unusable archive,
-    Conflict while another process drops months, and StoreUnavailable if a month cannot be written; that month is kept.
+    On Postgres, months of telemetry that ended longer ago than `telemetry_older_than` are then dropped; if `archive` is
+    set, each month is first written to it. Raises InvalidInput if `telemetry_older_than` is set on SQLite or the
+    archive is unusable, Conflict if another process is dropping months, and StoreUnavailable if a month cannot be
+    written to the archive; that month is kept.
     """
     now = store.now()
     before = None if telemetry_older_than is None else now - telemetry_older_than
     if before is not None and is_sqlite(store.engine):
-        raise InvalidInput("Only Postgres keeps telemetry by month: leave TULA_TELEMETRY_DAYS out.")
+        raise InvalidInput("TULA_TELEMETRY_DAYS requires Postgres, which stores telemetry by month: leave it out.")
     months = () if before is None else partitions.due(store.engine, before=before)
     with store.reading() as tx:
         old = tx.jobs.archived_before(now - older_than)
@@ -303,7 +305,10 @@ def prune_store(
 
 
 def _drop_months(store: Store, before: datetime, archive: Archive | None) -> list[str]:
-    """Drop the months that are due, while no other process does so; stop at a month that a run has begun to use."""
+    """Drop the months that are due and return their names; stop at a month that a run has begun to use.
+
+    Raises Conflict if another process is dropping months.
+    """
     dropped = []
     with partitions.dropping(store.engine):
         for month in partitions.due(store.engine, before=before):
@@ -330,7 +335,7 @@ def _finish_deleting(store: Store, job_id: str) -> None:
 
 
 def _view(tx: Transaction, record: JobRecord) -> wire.Job:
-    """Return a job with its specification, its profiling runs in plan order, and the cost of these runs."""
+    """Return a job with its specification, its profiling runs in plan order, and the cost of those runs."""
     plan = tx.runs.list(record.id, kind="profile", plan_order=True)
     summary = {name: getattr(record, name) for name in wire.JobSummary.model_fields}
     spec, views = read_spec(record), [runs.view(run) for run in plan]

@@ -1,4 +1,4 @@
-"""The ledger: past recommendations, and the results of the training runs that followed them."""
+"""Maintains the ledger: past recommendations, and the results of the training runs that followed them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_PAIRS = 100
 def entries(
     store: Store, principal: Principal, job_id: str, *, followed: bool = False, limit: int = 200
 ) -> wire.Ledger:
-    """Return a job's predicted and measured step times, newest first; with `followed`, only measured entries."""
+    """Return a job's ledger entries, newest first; with `followed`, only those that a training run followed."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         records = tx.ledger.list(job_id, followed=followed, limit=limit)
@@ -30,7 +30,7 @@ def entries(
 
 
 class Outcome(NamedTuple):
-    """A recommendation with the result of its training run and its job; `device` belongs to the instance type."""
+    """A recommendation with its training run's result, its job, its network, and the device of its instance type."""
 
     job_name: str
     network: str
@@ -39,21 +39,24 @@ class Outcome(NamedTuple):
 
 
 def outcomes(store: Store, principal: Principal, *, limit: int = 1000) -> list[Outcome]:
-    """Return the recommendations followed by a training run, over all jobs that the caller may see, newest first."""
+    """Return the recommendations that a training run followed, for all jobs that the caller may see, newest first."""
     with store.reading() as tx:
         records = tx.ledger.outcomes(project_id=principal.project_id, limit=limit)
     return [Outcome(job_name, network, _device(entry, spec), entry) for entry, job_name, network, spec in records]
 
 
 def _device(entry: LedgerRecord, spec: JsonObject) -> str:
-    """Return the accelerator in the specification of the instance type, else the instance type."""
+    """Return the accelerator that the specification names for the entry's instance type, else the instance type."""
     used = "" if entry.configuration is None else entry.configuration.instance_type
     named = next((cluster.get("accelerator") for cluster in spec["cluster"] if cluster["instance_type"] == used), None)
     return named or (used if used != wire.DEFAULT_INSTANCE_TYPE else "not named")
 
 
 def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
-    """Return the id of the newest recommendation of this configuration, preferably for the job's objective, or None."""
+    """Return the id of a current recommendation with this configuration, or None.
+
+    The recommendation for the job's own objective takes precedence.
+    """
     for objective in sorted(get_args(Objective), key=lambda value: value != job.objective):
         entry = tx.ledger.latest(job.id, objective)
         if entry is not None and entry.configuration == configuration:
@@ -62,7 +65,7 @@ def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> s
 
 
 def record_outcome(tx: Transaction, run: RunRecord) -> None:
-    """Record a training run's result with the recommendation that it followed, and on the job."""
+    """Record a training run's result in its job and in the ledger entry of the recommendation that the run followed."""
     measured = run.step_time_s
     if measured is None:
         return
@@ -72,7 +75,7 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
     if entry is None or entry.predicted_step_time_s is None:
         return
     value, low, high = dict(entry.predicted_step_time_s).values()
-    # A training run that is cancelled and resumed must count only once.
+    # A cancelled run is not counted, since it may be resumed, and a training must count only once.
     ended = run.state != "cancelled"
     if ended and entry.basis == "profiled" and entry.interval_scale is not None:
         pair = [*_uncalibrated(value, low, high, entry.interval_scale), measured]
@@ -82,15 +85,15 @@ def record_outcome(tx: Transaction, run: RunRecord) -> None:
 
 
 def _uncalibrated(value: float, low: float, high: float, scale: float) -> tuple[float, float, float]:
-    """Return the interval before calibration.
+    """Return the prediction with its interval before calibration.
 
-    `scale` is the calibration at the time of the prediction, since the present one may be based on later outcomes.
+    `scale` is the calibration factor at the time of the prediction, since later outcomes may have changed the factor.
     """
     return value, value * (low / value) ** (1.0 / scale), value * (high / value) ** (1.0 / scale)
 
 
 def enter(tx: Transaction, job: JobRecord, findings: Findings, data_version: int) -> LedgerRecord:
-    """Return the newest entry if it agrees with this answer, else a new entry with the job's prices."""
+    """Return the newest ledger entry if it agrees with `findings`, else append a new entry and return it."""
     chosen = findings.chosen
     entry = LedgerRecord(
         created_at=tx.now(),
@@ -117,7 +120,10 @@ def enter(tx: Transaction, job: JobRecord, findings: Findings, data_version: int
 
 
 def _says_the_same(old: LedgerRecord, new: LedgerRecord) -> bool:
-    """Return True if only the step time differs, by less than 2 %, since every sample changes it a little."""
+    """Return True if the entries differ at most in their predictions, and by less than 2 %.
+
+    Such differences are ignored, since every new sample changes the predictions slightly.
+    """
     facts = [(e.configuration, e.basis, e.prices, e.model_version) for e in (old, new)]
     before, after = (list(dict(e.predicted_step_time_s or ()).values()) for e in (old, new))
     if facts[0] != facts[1] or len(before) != len(after):

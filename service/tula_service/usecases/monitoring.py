@@ -1,4 +1,4 @@
-"""Monitoring of training runs: an alarm when the speed changes, and a projection against deadline and budget."""
+"""Monitors training runs: raises an alarm when the speed changes, and compares projections with deadline and budget."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ from tula_service.usecases.job_data import read_spec
 from tula_wire.format import duration, money
 
 _CONFIRMING_STEPS, _LEVEL_STEPS = 20, 15
-"""Number of newest steps that confirm an alarm, and number of newest steps whose mean is the new level; the
-detector fires after 15.
+"""The number of newest steps that confirm an alarm, and the number of newest steps whose mean is the new step time.
+
+The change detector fires after 15 steps.
 """
 MOST_TRAININGS = 50
-"""Most training runs in the metrics, which limits the number of series and the time of a scrape."""
+"""Maximum number of training runs in the metrics, which limits the number of series and the time per scrape."""
 _TOKENS = "tokens_per_example"
 
 
 def start(
     tx: Transaction, job: JobRecord, run: RunRecord, expected: Estimate | None, before: RunRecord | None = None
 ) -> None:
-    """Start monitoring a training run; time and cost of `before`, the run that it continues, count toward its limits.
+    """Start monitoring a training run; the time and cost of the run that it continues count toward its limits.
 
-    Raises InvalidInput for a training run that must stop at its limits and has no time or budget left.
+    `before` is the run that it continues. Raises InvalidInput if the training run must stop at its limits and has no
+    time or budget left.
     """
     spent_s = spent_usd = 0.0
     if before is not None:
@@ -43,22 +45,22 @@ def start(
     limit_s = alarm.time_limit_s(read_spec(job), run.configuration, monitor)
     if limit_s is not None and limit_s <= 0.0:
         raise InvalidInput(
-            f"{duration(spent_s)} and {money(spent_usd)} are spent, and limits.on_breach is 'stop': raise "
-            "limits.deadline_s or limits.budget_usd, or set on_breach to 'warn'.",
+            f"The training has already spent {duration(spent_s)} and {money(spent_usd)}, and limits.on_breach is "
+            "'stop': raise limits.deadline_s or limits.budget_usd, or set on_breach to 'warn'.",
             field="limits.on_breach",
         )
     tx.runs.update(run.id, monitor=monitor.to_json(), time_limit_s=limit_s)
 
 
 def spent_until_now(tx: Transaction, run: RunRecord) -> str:
-    """Return a sentence on the time and cost of a training run so far, including the runs that it continues."""
+    """Return a sentence that states the time and cost of a training run and of the runs that it continues."""
     spent_s, spent_usd = _spent(read_spec(tx.jobs.get(run.job_id)), run, tx.now())
     paid = f" and {money(spent_usd)}" if spent_usd else ""
-    return f"The training has spent {duration(spent_s)}{paid}, earlier starts included."
+    return f"The training has spent {duration(spent_s)}{paid}, including earlier starts."
 
 
 def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[float, float]:
-    """Return the seconds and dollars spent by a run and the runs that it continues; 0 dollars without prices."""
+    """Return the seconds and dollars spent by a run and the runs that it continues; without prices, 0 dollars."""
     if run.monitor is None:
         return 0.0, 0.0
     monitor = Monitor.read(run.monitor)
@@ -70,10 +72,10 @@ def _spent(spec: wire.JobSpec, run: RunRecord, until: datetime | None) -> tuple[
 
 
 def observe_samples(tx: Transaction, run: RunRecord, new: wire.SampleBatch, num_new: int) -> None:
-    """Update a training run's monitor with new samples of its first rank; announce speed changes and exceeded limits.
+    """Update a training run's monitor with new samples from rank 0; emit events for speed changes and exceeded limits.
 
-    The last `num_new` rows are assumed to be new, since a process numbers its samples in ascending order. This runs
-    inside the transaction that stores the samples, so it does not fit a model.
+    The last `num_new` rows are assumed to be new, since a process numbers its samples in ascending order. This function
+    runs inside the transaction that stores the samples, so it does not fit a model.
     """
     if run.kind != "train" or new.rank != 0 or run.monitor is None:
         return
@@ -117,7 +119,7 @@ def _check_limits(tx: Transaction, run: RunRecord, monitor: Monitor, step: int) 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a training run; unknown values are None. Earlier starts count as done and spent."""
+    """The progress of a training run, including the work and cost of earlier starts; unknown values are None."""
 
     job_id: str
     job_name: str
@@ -131,14 +133,14 @@ class Progress:
 
 
 def running_trainings(store: Store, principal: Principal) -> list[Progress]:
-    """Return the progress of the newest active training runs, at most MOST_TRAININGS, in `principal`'s projects."""
+    """Return the progress of the newest active training runs that `principal` may see, at most MOST_TRAININGS."""
     with store.reading() as tx:
         running = tx.runs.running_trainings(principal.project_id, limit=MOST_TRAININGS)
         return [progress(tx, run) for run in running]
 
 
 def progress(tx: Transaction, run: RunRecord) -> Progress:
-    """Return the progress of a training run according to its newest samples, or its final progress if it has ended."""
+    """Return the progress of a training run according to its newest samples; it may be running or have ended."""
     job = tx.jobs.get(run.job_id)
     spec, configuration = read_spec(job), run.configuration
     monitor = Monitor() if run.monitor is None else Monitor.read(run.monitor)

@@ -1,9 +1,9 @@
-"""Planning: after a change, computes a job's answer once, and stores its plan and its recommendation.
+"""Computes a job's plan and recommendation once after each change, and stores both.
 
 A fit runs on a read-only snapshot, so that no writer waits for it. If anything other than measurements changed during
-the fit, the answer is computed again; after four attempts, it is computed while holding the job's lock. The transaction
-of a change marks the job's plan as stale (`PlanState`), so that the next claim computes the plan if the worker dies.
-Answers are cached once per version of a job's data, and entered in the ledger.
+the fit, the computation is repeated; after four attempts, it runs while holding the job's lock. Each transaction that
+changes a job also marks its plan as stale (`PlanState`), so that the next claim computes the plan even if the worker
+dies. Recommendations are cached per version of a job's data, and recorded in the ledger.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tula_wire.enums import Objective
 
 ATTEMPTS = 4
 _UNSTORED = "recommendation-unstored"
-"""The id of an answer that is not stored in the database."""
+"""The id of a recommendation that is not stored in the database."""
 _STATES_KEPT = ("archived", "training")
 
 
 def replan(store: Store, job_id: str) -> str:
-    """Bring a job's plan and recommendation up to date, and return the recommendation as JSON.
+    """Update a job's plan and recommendation, and return the recommendation as JSON.
 
-    Threads of one process queue up, and threads that waited for the same job return the result of the first.
-    Raises NotFound if the job is gone, and Busy if too many computations are queued.
+    Only one thread of a process computes at a time; threads that waited for the same job return the first one's result.
+    Raises NotFound if the job was deleted, and Busy if too many computations are queued.
     """
     with store.reading() as tx:
         asked = tx.jobs.get(job_id)
@@ -49,10 +49,10 @@ def replan(store: Store, job_id: str) -> str:
 def answer(
     store: Store, compute: Compute, job_id: str, objective: Objective | None, *, plan: bool, keep: bool = True
 ) -> str:
-    """Analyse a job, store the result (with the plan if `plan`), and return the recommendation as JSON.
+    """Analyse a job, store the recommendation (and the plan if `plan`), and return the recommendation as JSON.
 
-    The caller holds the turn that yielded `compute`. `keep` is False for a caller without the right to change anything;
-    nothing is then stored, not even in the ledger.
+    The caller holds the turn that yielded `compute`. If `keep` is False, because the caller may not change anything,
+    nothing is stored, not even in the ledger.
     """
     for _ in range(ATTEMPTS):
         with store.reading() as tx:
@@ -66,7 +66,7 @@ def answer(
                 now = tx.jobs.lock(job_id)
                 if now.data_version == job.data_version or _facts(tx, now, plan) == facts:
                     return store_answer(tx, now, findings)
-        except StoreUnavailable:  # a full disk, or a read-only role: the answer is right even if not stored
+        except StoreUnavailable:  # the disk is full or the role is read-only, but the result is valid
             if plan:
                 raise
             return _rendered(job, findings, _UNSTORED, store.now())
@@ -76,13 +76,13 @@ def answer(
 
 
 def store_answer(tx: Transaction, job: JobRecord, findings: Findings) -> str:
-    """Store the plan, if any, then name the answer, cache it and enter it in the ledger; return it as JSON.
+    """Store the plan, if any, then cache the recommendation, record it in the ledger, and return it as JSON.
 
-    If the data have changed and a newer answer is cached, that answer is returned. The caller holds the job's lock and
-    has compared the facts.
+    If the data have changed and a newer recommendation is cached, that one is returned. The caller holds the job's lock
+    and has compared the facts.
     """
-    # New pending runs do not affect the fit, so the answer is also valid for the version that they create. If
-    # measurements arrived meanwhile, the answer is stored under the version from which it was computed.
+    # New pending runs do not affect the fit, so the result is also valid for the version that they create. If
+    # measurements arrived during the fit, the result is stored under the version from which it was computed.
     version, objective = findings.data_version, findings.objective
     is_newest = job.data_version == version
     if findings.decision is not None:
@@ -97,7 +97,7 @@ def store_answer(tx: Transaction, job: JobRecord, findings: Findings) -> str:
     if objective == job.objective:
         chosen = findings.chosen
         smallest, largest = findings.savings
-        tx.jobs.update(  # for lists of jobs
+        tx.jobs.update(  # these columns are shown in lists of jobs
             job.id,
             recommended=None if chosen is None else chosen.configuration,
             predicted_time_s=None if chosen is None else chosen.total_time_s.value,
@@ -115,7 +115,7 @@ class _Identity(wire.WireModel):
 
 
 def _rendered(job: JobRecord, findings: Findings, recommendation_id: str, created_at: datetime) -> str:
-    """Return the recommendation as JSON."""
+    """Return the recommendation as JSON, with its id, its job and its time of creation."""
     head = _Identity(id=recommendation_id, job_id=job.id, created_at=created_at).model_dump_json()
     return f"{head[:-1]},{findings.body[1:]}"
 
@@ -146,7 +146,7 @@ def _store_plan(tx: Transaction, job: JobRecord, decision: PlanDecision, run_ids
 
 
 def _facts(tx: Transaction, job: JobRecord, plan: bool) -> object:
-    """Return all inputs of an answer except measurements; with `plan`, also the inputs of its plan."""
+    """Return all inputs of a recommendation except measurements; with `plan`, also the inputs of the plan."""
     runs = tx.runs.list(job.id, limit=MAX_RUNS) if plan else ()
     states = [(run.id, run.state, run.failed_local_batch_size, run.drift_sentence) for run in runs]
     return job.spec, job.retried_up_to_key if plan else None, states
@@ -155,6 +155,6 @@ def _facts(tx: Transaction, job: JobRecord, plan: bool) -> object:
 def cached(
     tx: Transaction, job_id: str, objective: Objective, data_version: int, *, or_newer: bool = False
 ) -> str | None:
-    """Return the cached recommendation for this version of the data or, with `or_newer`, a later one; else None."""
+    """Return the cached recommendation for this version of the data (or a later one, if `or_newer`), else None."""
     versions: dict[str, Any] = {"data_version": data_version, "model_version": MODEL_VERSION}
     return tx.answers.get(job_id, f"recommendation:{objective}", **versions, or_newer=or_newer)

@@ -1,4 +1,4 @@
-"""Computes recommendations (cached), what-if answers and batch schedules from a job's current data."""
+"""Computes recommendations, which are cached, and what-if answers and batch schedules, from a job's current data."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def get(
     *,
     on_miss: Callable[[], None] = lambda: None,
 ) -> str:
-    """Return the recommendation as JSON, from the cache if it is still valid; else call `on_miss()` and compute it.
+    """Return the recommendation as JSON: a cached one if it is still valid, else call `on_miss()` and compute one.
 
-    A cached recommendation is valid until its inputs change. The answer is based on the data at the time of the
-    request, even if measurements arrive during the computation. An answer to a reader is cached only in memory, since a
-    read-only token must not add to the ledger.
+    A cached recommendation is valid until its inputs change. The result is based on the data at the time of the
+    request, even if measurements arrive during the computation. For a caller with scope read, the result is cached only
+    in memory, since a read-only token must not add entries to the ledger.
     """
     may_change = principal.scope != "read"
 
@@ -41,7 +41,7 @@ def get(
         return body
     on_miss()
     with store.fits.turn() as compute:
-        key, body = look_up()  # another thread may have computed it, or the job's objective may have changed
+        key, body = look_up()  # it may have been computed by another thread, or the objective may have changed
         if body is None:
             body = planning.answer(store, compute, job_id, key[1], plan=False, keep=may_change)
             if not may_change:
@@ -50,9 +50,9 @@ def get(
 
 
 def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -> str:
-    """Return predictions for every configuration in the question, as JSON.
+    """Return predictions for every configuration that matches the question, as JSON.
 
-    Raises InvalidInput if no configuration matches the question.
+    Raises InvalidInput if no configuration matches.
     """
     with store.fits.turn() as compute:
         with store.reading() as tx:
@@ -61,7 +61,7 @@ def predict(store: Store, principal: Principal, job_id: str, question: WhatIf) -
 
 
 def schedule(store: Store, principal: Principal, job_id: str, objective: Objective | None, beta2: float) -> str:
-    """Return the batch schedule as JSON; `beta2` is Adam's beta2 at the base batch."""
+    """Return the batch schedule as JSON; `beta2` is Adam's beta2 at the base batch size."""
     with store.fits.turn() as compute:
         with store.reading() as tx:
             data = load_job_data(tx, visible_job(tx, principal, job_id))

@@ -1,4 +1,4 @@
-"""Claims runs under leases, and changes their states."""
+"""Claims, registers, lists and updates runs; a holder claims a run under a lease."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ T = TypeVar("T")
 _OPEN: Final[Collection[RunState]] = ("pending", "claimed", "running")
 _RETRY_AFTER_S = 2.0
 _VERDICT_STEPS = 1000
-"""Number of newest steps for a verdict; a run's bottleneck may change, and these steps show the present one."""
-_MEMORY_REPLAN = "A run has just run out of memory: the plan is being computed again."
+"""Number of newest steps on which a verdict is based, since a run's bottleneck may change over time."""
+_MEMORY_REPLAN = "A run has just run out of memory, and the plan is being recomputed."
 _MESSAGES = {
     "vanished": "No report or sample from this training run arrived before its lease expired.",
-    "superseded": "Superseded: another run continued it before it reported its end.",
+    "superseded": "Another run continued this training before this run reported its end.",
     "no_samples": (
-        "No sample arrived: the command ended without calling the agent. Call tula_agent.init() in the training "
-        "script and loop over run.steps(loader)."
+        "The command ended without sending any sample. Call tula_agent.init() in the training script, and loop over "
+        "run.steps(loader)."
     ),
 }
 
 _ONLY_WARMUP = (
-    "The command ended within its warm-up steps, and none was measured. Loop over run.steps(loader), which repeats the "
+    "The command ended during its warm-up, so no step was measured. Loop over run.steps(loader), which repeats the "
     "data, or let the script train for more epochs."
 )
 
 
 def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest) -> wire.RunClaimed:
-    """Lease and return the next profiling run of the plan, or the reason why there is none."""
+    """Lease the next profiling run of the plan and return it, or return the reason why no run is available."""
     answer = _claimed(store, principal, job_id, request)
     if answer is None:
-        # The worker that ended the last run is still planning, or has died, so the plan may not be complete.
+        # The worker that handled the end of the last run is still planning or has died, so the plan may be incomplete.
         replan(store, job_id)
         answer = _claimed(store, principal, job_id, request, replanned=True)
     assert answer is not None
@@ -66,13 +66,13 @@ def claim(store: Store, principal: Principal, job_id: str, request: wire.ClaimRe
 def _claimed(
     store: Store, principal: Principal, job_id: str, request: wire.ClaimRequest, *, replanned: bool = False
 ) -> wire.RunClaimed | None:
-    """Return the answer, or None if the caller cannot claim a run only because the plan is stale."""
+    """Return the claimed run or the reason why there is none; return None if the only reason is a stale plan."""
     with store.transaction() as tx:
         job = visible_job(tx, principal, job_id)
         if job.state == "archived":
             raise Conflict("This job is archived: un-archive it before profiling.")
         if job.plan_state == "stale_out_of_memory":
-            # Pending runs may not fit into memory either, so none is leased before the plan is computed again.
+            # Pending runs may also exceed the memory, so none is leased before the plan is recomputed.
             return wire.RunClaimed(run=None, reason=_MEMORY_REPLAN, retry_after_s=_RETRY_AFTER_S) if replanned else None
         run = tx.leases.claim(job_id, holder=request.holder, lease_s=request.lease_s, max_nodes=request.max_nodes)
         if run is not None:
@@ -87,15 +87,15 @@ def _claimed(
         if not active and not replanned and job.plan_state != "current":
             return None
     if not active:
-        return wire.RunClaimed(run=None, reason=job.plan_reason or "The plan is done.")
-    reason = f"{len(active)} run(s) are at work elsewhere; the plan may continue when they end."
+        return wire.RunClaimed(run=None, reason=job.plan_reason or "The plan is complete.")
+    reason = f"{len(active)} run(s) are in progress elsewhere; the plan may continue when they end."
     if pending := [run.configuration.num_nodes for run in active if run.state == "pending"]:
-        reason = f"Every run that is left needs at least {min(pending)} nodes: claim with max_nodes of at least that."
+        reason = f"Every remaining run needs at least {min(pending)} nodes: set max_nodes to {min(pending)} or more."
     return wire.RunClaimed(run=None, reason=reason, retry_after_s=_RETRY_AFTER_S)
 
 
 def fail_vanished(tx: Transaction, job_id: str) -> None:
-    """Mark training runs whose lease has expired as failed; a later report reopens such a run."""
+    """Mark the job's training runs with expired leases as failed; a later report from such a run reopens it."""
     now = tx.now()
     for run in tx.runs.list(job_id, kind="train", states=("claimed", "running")):
         if run.lease_expires_at is not None and run.lease_expires_at < now:
@@ -105,10 +105,10 @@ def fail_vanished(tx: Transaction, job_id: str) -> None:
 
 
 def with_vanished(store: Store, read: Callable[[Transaction], T], jobs_of: Callable[[T], Sequence[str]]) -> T:
-    """Return the result of `read`, after marking the training runs of its jobs (`jobs_of`) with expired leases as
-    failed.
+    """Return the result of `read`, after marking training runs with expired leases in its jobs (`jobs_of`) as failed.
 
-    So no reader sees a training run as running whose launcher is gone. A read-only database is not changed.
+    This ensures that a training run whose launcher has died is not shown as running. A read-only database is not
+    changed.
     """
     with store.reading() as tx:
         answer = read(tx)
@@ -124,14 +124,14 @@ def with_vanished(store: Store, read: Callable[[Transaction], T], jobs_of: Calla
 
 
 def _end(tx: Transaction, run: RunRecord, to: RunState, cause: EndCause) -> None:
-    """End a run that did not report its end."""
+    """Move a run that did not report its end to the final state `to`, and record the cause."""
     message = _MESSAGES[cause]
     tx.runs.transition(run.id, expected=[run.state], to=to, end_cause=cause, message=message)
     tx.events.append(run.job_id, "run", run_id=run.id, data={"state": to, "message": message})
 
 
 def create(store: Store, principal: Principal, job_id: str, request: wire.RunCreate) -> wire.Run:
-    """Register a run outside the plan: a training run, or a measurement that the user requested. Raises Busy."""
+    """Register a run outside the plan: a training run, or a profiling run that the user requested. Raises Busy."""
     while True:
         with store.fits.turn() as compute:
             with store.reading() as tx:
@@ -143,15 +143,15 @@ def create(store: Store, principal: Principal, job_id: str, request: wire.RunCre
         request = request.model_copy(update={"configuration": configuration})
         with store.transaction() as tx:
             now = tx.jobs.lock(job_id)
-            if now.spec == job.spec:  # new measurements alone hardly move it, so they cost no second fit
+            if now.spec == job.spec:  # new measurements alone need no second fit
                 return _created(tx, now, request, expected)
 
 
 def _of_job(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Configuration:
     """Return the configuration, completed with one of the job's instance types and a value for each option.
 
-    A missing type becomes the job's only type, or the only one with as many ranks per node, since agents that create
-    runs do not know the names of types. A missing option gets its first value. Raises InvalidInput.
+    Agents that create runs cannot see the names of instance types, so a missing type becomes the job's only type, or
+    the only one with the same number of ranks per node. A missing option gets its first value. Raises InvalidInput.
     """
     try:
         configuration = replace(configuration, options=options.complete(spec.options, configuration.options))
@@ -159,7 +159,7 @@ def _of_job(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Confi
         raise InvalidInput(str(error), field="configuration.options") from error
     types = [cluster.instance_type for cluster in spec.cluster]
     if len(types) == 1 and spec.cluster[0].ranks_per_node == 1 and configuration.num_nodes == 1:
-        # In a job on one machine, a rank stands for a node, and an agent that creates a run sees all ranks.
+        # In a job on one machine, each rank is modelled as a node, but the agent reports all ranks as one node.
         ranks = configuration.ranks_per_node
         configuration = replace(configuration, num_nodes=ranks, ranks_per_node=1)
     if configuration.instance_type in types:
@@ -178,7 +178,7 @@ def _of_job(spec: wire.JobSpec, configuration: wire.Configuration) -> wire.Confi
 
 
 def _created(tx: Transaction, job: JobRecord, request: wire.RunCreate, expected: Estimate | None) -> wire.Run:
-    """Store the run, and end the training run that it continues. The caller holds the job's lock."""
+    """Store a new run, and end the training run that it continues. The caller holds the job's lock."""
     fail_vanished(tx, job.id)
     before = _continued_run(tx, job.id, request)
     if before is not None and before.state not in FINAL_STATES:
@@ -192,7 +192,7 @@ def _created(tx: Transaction, job: JobRecord, request: wire.RunCreate, expected:
             request.configuration,
             state="claimed",
             origin="user",
-            purpose="Asked for by the user." if profile else "Training.",
+            purpose="Requested by the user." if profile else "Training.",
             instruction=build_instruction(read_spec(job)) if profile else None,
             method=request.method,
             predicted_step_time_s=None if expected is None else expected.step_time_s.mean,
@@ -208,7 +208,10 @@ def _created(tx: Transaction, job: JobRecord, request: wire.RunCreate, expected:
 
 
 def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> RunRecord | None:
-    """Return the training run that a new run continues, or None. Raises InvalidInput for any other run."""
+    """Return the training run that the new run continues, or None.
+
+    Raises InvalidInput if `request.continues` is not a training run of this job.
+    """
     if request.continues is None:
         return None
     try:
@@ -217,14 +220,14 @@ def _continued_run(tx: Transaction, job_id: str, request: wire.RunCreate) -> Run
         before = None
     if before is None or before.job_id != job_id or before.kind != "train" or request.kind != "train":
         raise InvalidInput(
-            f"{request.continues!r} is no training run of this job: name one, or leave `continues` out.",
+            f"{request.continues!r} is not a training run of this job: use the id of one, or omit `continues`.",
             field="continues",
         )
     return before
 
 
 def get(store: Store, principal: Principal, run_id: str) -> wire.Run:
-    """Return a run with the facts that its first rank reported about its script and host."""
+    """Return a run, with what its first rank reported about the script and the host."""
 
     def read(tx: Transaction) -> tuple[RunRecord, wire.HostFacts | None]:
         run = visible_run(tx, principal, run_id)
@@ -257,11 +260,13 @@ def list_runs(
 
 
 def parse_cursor(cursor: str | None) -> int | None:
-    """Return the parsed cursor of the previous page. Raises InvalidInput for any other text."""
+    """Return the cursor of a list as an integer. Raises InvalidInput if the text is not a cursor."""
     if cursor is None:
         return None
     if not cursor.isascii() or not cursor.isdigit() or len(cursor) > 18:
-        raise InvalidInput("This cursor is not one that a list gave: leave it out to start over.", field="cursor")
+        raise InvalidInput(
+            "The cursor is not the next_cursor of a page: omit it to start from the first page.", field="cursor"
+        )
     return int(cursor)
 
 
@@ -270,27 +275,27 @@ def patch(
 ) -> wire.Run:
     """Change a run's state. The launcher and the agent may both report the same final state.
 
-    lease: the number of the lease under which the sender works, if known. Raises Conflict for another holder's run, an
-    invalid transition, or an expired lease.
+    lease: the number of the lease under which the sender works, if known. Raises Conflict if another holder has the
+    run, the transition is invalid, or the lease has expired.
     """
     with store.transaction() as tx:
         job = tx.jobs.lock(visible_run(tx, principal, run_id).job_id)
         tx.leases.check(run_id, lease)
         run = _patched(tx, run_id, request)
         if request.state == "running" and request.holder is not None and principal.scope != "agent":
-            # The token of a launch is valid as long as its lease.
+            # The token of a launch must remain valid while its lease is renewed.
             tx.tokens.extend(job.id, request.holder, tx.now() + timedelta(seconds=LAUNCH_TOKEN_S))
         if request.output is not None:
             tx.runs.put_output(run.key, request.output)
         due = run.state in FINAL_STATES and tx.jobs.get(job.id).plan_state != "current"
     if due:
-        # Lists of jobs and readers of events get the new recommendation without requesting it.
+        # The new recommendation is computed now, so that lists of jobs and event streams show it without a request.
         replan(store, job.id)
     return view(run)
 
 
 def output(store: Store, principal: Principal, run_id: str) -> str | None:
-    """Return the tail of the run's output, or None if none was sent. Raises NotFound."""
+    """Return the end of the run's output, or None if no output was sent. Raises NotFound."""
     with store.reading() as tx:
         return tx.runs.output(visible_run(tx, principal, run_id).key)
 
@@ -303,7 +308,10 @@ def progress(store: Store, principal: Principal, run_id: str) -> wire.Progress:
 
 
 def verdict(store: Store, principal: Principal, run_id: str) -> wire.Verdict:
-    """Return the diagnosis of a run from its newest measured steps, with evidence and a next step. Raises NotFound."""
+    """Return a diagnosis of the run, based on its newest measured steps, with evidence and a suggested next step.
+
+    Raises NotFound.
+    """
     with store.reading() as tx:
         key = visible_run(tx, principal, run_id).key
         recent = tx.samples.recent(key, limit=_VERDICT_STEPS, rank=0)
@@ -346,7 +354,7 @@ def _patched(tx: Transaction, run_id: str, request: wire.RunPatch) -> RunRecord:
 
 
 def _repeats(run: RunRecord, state: RunState) -> bool:
-    """Return True if this report was received before, since launcher and agent may both report the end of a run."""
+    """Return True if a report only repeats an earlier one, since the launcher and the agent may both report the end."""
     mismatch = run.kind == "profile" and run.configuration_mismatch is not None
     refused = mismatch or run.end_cause == "no_samples"
     reported = "succeeded" if refused and run.state == "failed" else run.state
@@ -355,7 +363,9 @@ def _repeats(run: RunRecord, state: RunState) -> bool:
 
 def _check_holder(run: RunRecord, request: wire.RunPatch) -> None:
     if run.state == "pending" and request.state != "cancelled":
-        raise Conflict("The lease on this run has expired and it returned to the plan: claim it again.", field="holder")
+        raise Conflict(
+            "The lease on this run has expired, and the run returned to the plan: claim it again.", field="holder"
+        )
     if request.holder is not None and run.holder is not None and request.holder != run.holder:
         raise Conflict(
             f"This run is held by {run.holder!r}, not by {request.holder!r}: your lease expired and another holder "
@@ -366,7 +376,7 @@ def _check_holder(run: RunRecord, request: wire.RunPatch) -> None:
 
 def _refusal(run: RunRecord, state: RunState, allowed: frozenset[RunState]) -> str:
     if run.state in FINAL_STATES:
-        return f"The run is already {run.state} and stays so: register a new run instead of {state}."
+        return f"The run has already ended ({run.state}) and cannot become {state}: register a new run."
     names = ", ".join(sorted(allowed))
     return f"A run that is {run.state} cannot become {state}: it can become {names}."
 
@@ -384,7 +394,7 @@ def _move(tx: Transaction, run: RunRecord, state: RunState, request: wire.RunPat
         state, cause = "failed", "no_samples"
         message = _ONLY_WARMUP if run.num_samples else _MESSAGES[cause]
     if state == "succeeded" and run.kind == "profile" and run.configuration_mismatch is not None:
-        # Its samples count for the configuration that was actually used.
+        # The samples are kept and assigned to the configuration that was actually used.
         state, message = "failed", run.configuration_mismatch
     if state == "succeeded" and run.kind == "profile" and message is None:
         message = _too_few(tx, run)
@@ -399,7 +409,9 @@ def _move(tx: Transaction, run: RunRecord, state: RunState, request: wire.RunPat
     if state == "out_of_memory":
         values["failed_local_batch_size"] = request.failed_local_batch_size or run.configuration.local_batch_size
     if not tx.runs.transition(run.id, expected=[run.state], to=state, end_cause=cause, **values):
-        raise Conflict("The run changed its state in the meantime: read it and decide again.", field="state")
+        raise Conflict(
+            "The run's state has changed in the meantime: read the run again before you retry.", field="state"
+        )
     if state == "running":
         tx.leases.renew(run.id, lease_s=request.lease_s)
     tx.samples.refresh(run.key, summarise)
@@ -411,7 +423,7 @@ def _move(tx: Transaction, run: RunRecord, state: RunState, request: wire.RunPat
 
 
 def _too_few(tx: Transaction, run: RunRecord) -> str | None:
-    """Return a sentence if a profiling run ended before it reached its planned steps or its precision, else None."""
+    """Return a sentence if a profiling run ended before reaching its planned steps or precision, else None."""
     if run.instruction is None:
         return None
     times, precision = tx.samples.recent(run.key, rank=0).step_time_s.tolist(), float(run.instruction["precision"])
@@ -419,19 +431,20 @@ def _too_few(tx: Transaction, run: RunRecord) -> str | None:
     if len(times) >= measuring_steps or is_known(times, precision):
         return None
     return (
-        f"{len(times)} of {measuring_steps} steps were measured before the script ended: let it train for more epochs."
+        f"Only {len(times)} of {measuring_steps} steps were measured before the script ended: let it train for more "
+        "epochs."
     )
 
 
 def _after_move(tx: Transaction, run: RunRecord) -> None:
-    """Update what depends on a run's state: its job's state, its plan and its ledger entry."""
+    """Update the state of the run's job, the job's plan and the run's ledger entry after a change of state."""
     if run.kind == "train":
         _update_job_state(tx, run)
     if run.state in FINAL_STATES and (run.kind == "profile" or run.state == "out_of_memory"):
         tx.jobs.mark_plan_stale(run.job_id, out_of_memory=run.state == "out_of_memory")
     if run.state == "pending":
-        # A launch ends when it runs out of memory, and the larger batches that it returns to the plan may not fit
-        # either.
+        # A launch ends when it runs out of memory. The batches that it returns to the plan are larger and may not fit
+        # into memory either.
         failed = tx.runs.list(run.job_id, kind="profile", states=["out_of_memory"], limit=1)
         if failed:
             tx.jobs.mark_plan_stale(run.job_id, out_of_memory=True)

@@ -1,4 +1,4 @@
-"""Stores step samples of runs, each once (the first value is kept), committed before the answer; lists them by row."""
+"""Stores step samples of runs and lists them. If a sample is sent twice, the first value is kept."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _CURSOR: Final = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
 
 
 class SampleIngest:
-    """Stores batches of samples, and passes the samples of training runs to monitoring."""
+    """Stores batches of samples, and passes samples of training runs on to the monitoring."""
 
     def __init__(self, store: Store, runs: KnownRuns) -> None:
         self._store = store
         self._runs = runs
 
     def store(self, principal: Principal, run_id: str, batch: SampleBatch, lease: int | None = None) -> SamplesAccepted:
-        """Store a batch of samples; the answer says whether the run may stop. A resent row counts as a duplicate.
+        """Store and commit a batch of samples; the result says whether the run may stop. Resent rows are duplicates.
 
-        Raises NotFound, Conflict for a lease other than the run's, and InvalidInput for a rank beyond both the run's
-        world size and the world size that its process observed.
+        Raises NotFound, Conflict if `lease` is not the run's current lease, and InvalidInput for a rank that exceeds
+        both the run's world size and the world size that its process observed.
         """
         run_key, job_id = self._runs.authorise(principal, run_id)
         with self._store.transaction() as tx:
             try:
                 stored = tx.samples.add(run_key, job_id, batch)
-            except sa.exc.IntegrityError:  # deleted since its key was cached
+            except sa.exc.IntegrityError:  # the run was deleted after its key was cached
                 raise NotFound.of("run", run_id) from None
-            tx.leases.check(run_id, lease)  # no claim can come between: the added rows hold the run's row
-            run = tx.runs.get(run_id)  # raises if the run was deleted and SQLite reused its key
+            tx.leases.check(run_id, lease)  # the insert has locked the run's row, so no claim can intervene
+            run = tx.runs.get(run_id)  # raises NotFound if the run was deleted and SQLite reused its key
             if batch.rank >= (world_size := max(batch.world_size or 0, run.configuration.world_size)):
                 raise _no_such_rank("rank", batch.rank, world_size)
             highest = max(filter(None, batch.straggler_rank or ()), default=0)
@@ -57,26 +57,26 @@ class SampleIngest:
             if stored and self._runs.should_emit_event(run_id):
                 tx.events.append(job_id, "samples", run_id=run_id, data={"num_samples": run.num_samples})
         if batch.all_reduces is not None and stored:
-            # This runs in a separate transaction, since it changes other jobs, which samples never lock.
-            with suppress(NotFound):  # deleted meanwhile
+            # This is a separate transaction, since it changes other jobs, which the transaction above must not lock.
+            with suppress(NotFound):  # the run was deleted in the meantime
                 fabrics.add_of_run(self._store, run_id, batch.all_reduces)
         duplicates = len(batch.sequence) - stored
         return SamplesAccepted(stored=stored, duplicates=duplicates, stop=stop, run_ended=ended, reason=reason)
 
 
 class SampleQuery(SampleFilter):
-    """A request for a page of the samples that a filter selects."""
+    """A request for one page of the samples that match a filter."""
 
     cursor: str | None = Field(
         None,
         json_schema_extra={"pattern": r"^[0-9]{1,18}-[0-9]{1,18}$"},
-        description="`next_cursor` of the page before.",
+        description="`next_cursor` of the previous page.",
     )
-    limit: int = Field(500, ge=1, le=5000, description="Most samples on a page.")
+    limit: int = Field(500, ge=1, le=5000, description="Maximum number of samples on a page.")
 
 
 def list_samples(store: Store, principal: Principal, job_id: str, query: SampleQuery) -> SamplePage:
-    """List samples of a job's runs, ordered by process. Raises NotFound, and InvalidInput for an unknown cursor."""
+    """List samples of a job's runs, ordered by process. Raises NotFound, and InvalidInput for a malformed cursor."""
     after = None if query.cursor is None else _parsed(query.cursor)
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
@@ -88,20 +88,21 @@ def list_samples(store: Store, principal: Principal, job_id: str, query: SampleQ
 def _parsed(cursor: str) -> SampleCursor:
     match = _CURSOR.fullmatch(cursor)
     if match is None:
-        raise InvalidInput("cursor must be the next_cursor of a page: leave it out to begin.", field="cursor")
+        raise InvalidInput(
+            "The cursor is not the next_cursor of a page: omit it to start from the first page.", field="cursor"
+        )
     return int(match[1]), int(match[2])
 
 
 def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
     """Return whether a sender other than the agent should end the run, and why; refresh a profiling run's summary.
 
-    The agent decides by itself (`Profiling.ends`), and uses only the part of the answer that says whether the run has
-    ended.
+    The agent ignores this advice, since it decides itself when to stop (`Profiling.ends`).
     """
     if run.state == "cancelled":
         return True, "The run was cancelled."
     if run.state in FINAL_STATES:
-        return True, f"The run has ended already ({run.state})."
+        return True, f"The run has already ended ({run.state})."
     if run.kind != "profile" or run.instruction is None:
         return False, None
     tx.samples.refresh(run.key, summarise)
@@ -109,7 +110,7 @@ def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
     measuring_steps = int(run.instruction["measuring_steps"])
     precision, times = float(run.instruction["precision"]), recent.step_time_s.tolist()
     if is_long_enough(times, len(times), measuring_steps, precision):
-        return True, f"All {len(times)} measuring steps are in."
+        return True, f"All {len(times)} measuring steps were received."
     elapsed_s = 0.0 if run.started_at is None else (tx.now() - run.started_at).total_seconds()
     if is_known(times, precision, start_up_s=elapsed_s - sum(times)):
         return True, f"The step time is known to within {percent(precision)} after {recent.step.size} steps."
@@ -118,7 +119,7 @@ def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
 
 def _no_such_rank(field: str, rank: int, world_size: int) -> InvalidInput:
     return InvalidInput(
-        f"{field} is {rank}, but a run of {world_size} rank{'s' if world_size != 1 else ''} has 0 to {world_size - 1}: "
-        "send the rank as torch.distributed counts it, or the world_size that the process saw.",
+        f"{field} is {rank}, but the run's world size is {world_size}, so its highest rank is {world_size - 1}: "
+        "send the process's rank and world_size as torch.distributed reports them.",
         field=field,
     )

@@ -1,4 +1,4 @@
-"""Parameters of gradient scaling, which users set for a job and a policy, and agents read with a version."""
+"""Reads and sets the versioned gradient-scaling values of each job and policy, which users set and agents read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tula_service.usecases.access import Principal, visible_job
 from tula_service.usecases.job_data import read_spec
 
 GATED_POLICIES = ("ags", "static")
-"""Policies that scale only below the sensitivity threshold `delta`; `gain` needs none."""
-_DEFAULT_S_MIN = 1e-3  # of the agent
+"""Policies that scale gradients only below the sensitivity threshold `delta`; the policy `gain` has no threshold."""
+_DEFAULT_S_MIN = 1e-3  # the agent's default
 
 
 def current(store: Store, principal: Principal, job_id: str, policy: wire.ScalingPolicy) -> wire.ScalingThresholds:
-    """Return the numbers that users have set for a script's policy; in version 1, there are none."""
+    """Return the gradient-scaling values that users have set for a policy; version 1 means that none were set."""
     with store.reading() as tx:
         visible_job(tx, principal, job_id)
         return _read(tx, job_id, policy)
@@ -25,16 +25,16 @@ def current(store: Store, principal: Principal, job_id: str, policy: wire.Scalin
 def change(
     store: Store, principal: Principal, job_id: str, patch: wire.ScalingPatch, policy: wire.ScalingPolicy
 ) -> wire.ScalingThresholds:
-    """Set numbers of one policy, and return the numbers that agents get from now on.
+    """Set gradient-scaling values of a policy, and return all values that agents will receive from now on.
 
-    Values set in the training script take precedence there. An agent ignores a bound set here if it contradicts one
-    that the script sets. Raises InvalidInput if the lower bound would exceed the upper one, if the policy has no
-    `delta`, and for a fixed factor that is too large for every batch of the job.
+    In the agent, values from the training script take precedence, and a bound is ignored if it contradicts the script's
+    own. Raises InvalidInput if the lower bound would exceed the upper bound, if the policy has no `delta`, or if the
+    fixed factor is too large for every batch of the job.
     """
     if patch.delta is not None and policy not in GATED_POLICIES:
         raise InvalidInput(
-            f"delta means nothing under the policy `{policy}`: give it for `ags` or `static` (--policy, in the query "
-            "?policy=).",
+            f"delta is not used by the policy `{policy}`: set it for `ags` or `static` (with --policy, or ?policy= in "
+            "a request).",
             field="delta",
         )
     with store.transaction() as tx:
@@ -59,19 +59,18 @@ def _read(tx: Transaction, job_id: str, policy: wire.ScalingPolicy) -> wire.Scal
 
 
 def _refuse_crossed(numbers: wire.ScalingThresholds) -> None:
-    """Raise InvalidInput if the lower bound exceeds the upper; a script's own bounds are unknown here."""
+    """Raise InvalidInput if the lower bound exceeds the upper bound; bounds set in a script are not known here."""
     s_min = _DEFAULT_S_MIN if numbers.s_min is None else numbers.s_min
     s_max = math.inf if numbers.s_max is None else numbers.s_max
     if s_max < s_min:
-        text = f"s_max = {s_max:g} would be below s_min = {s_min:g}: give s_max >= s_min."
+        text = f"s_max = {s_max:g} would be less than s_min = {s_min:g}: set s_max >= s_min."
         raise InvalidInput(text, field="s_max")
 
 
 def _refuse_beyond_batches(spec: wire.JobSpec, numbers: wire.ScalingThresholds) -> None:
-    """Raise InvalidInput for a fixed factor above the ratio of the largest batch to the smallest, which would ruin
-    training.
+    """Raise InvalidInput if the fixed factor exceeds the ratio of the largest batch to the smallest.
 
-    Each agent limits the number further by its own batch.
+    A larger factor would ruin the training. Each agent further limits the factor according to its own batch.
     """
     batch = spec.batch
     smallest = numbers.small_batch_size or batch.min_local_batch_size
@@ -82,8 +81,8 @@ def _refuse_beyond_batches(spec: wire.JobSpec, numbers: wire.ScalingThresholds) 
     most = max(1.0, min(largest, spec.dataset.size) / smallest)
     if (numbers.static_scale or 0.0) > most:
         raise InvalidInput(
-            f"static_scale = {numbers.static_scale:g} is more than {most:.4g}, the job's largest batch over the "
-            f"smallest ({smallest} examples): give at most that.",
+            f"static_scale = {numbers.static_scale:g} exceeds {most:.4g}, the ratio of the job's largest batch to its "
+            f"smallest ({smallest} examples): set at most {most:.4g}.",
             field="static_scale",
         )
 

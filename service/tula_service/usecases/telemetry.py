@@ -1,4 +1,4 @@
-"""Stores telemetry of runs in chunks (a resent chunk changes nothing), and reads single columns, downsampled."""
+"""Stores runs' telemetry in chunks, ignoring resent chunks, and reads single columns, downsampled."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _NAME = re.compile(COLUMN_NAME)
 _STEP_TIME = "step_time_s"
 _OF_QUALITY = ("validation_accuracy", "accuracy", "loss")
 _MOST_NAMED: Final = 20
-"""Most columns that an error names."""
+"""Maximum number of columns that an error message or a response names."""
 _MOST_STEPS_COMPARED: Final = 5_000_000
-"""About half a second of decompression."""
+"""Maximum number of steps that a comparison reads; decompressing that many takes about half a second."""
 
 
 class TelemetryIngest:
@@ -41,7 +41,7 @@ class TelemetryIngest:
     ) -> TelemetryAccepted:
         """Store a chunk of telemetry once, without columns that have invalid names or exceed the run's limit.
 
-        Raises NotFound, StoreUnavailable, and Conflict for a lease other than the run's.
+        Raises NotFound, StoreUnavailable, and Conflict if `lease` is not the run's current lease.
         """
         run_key, job_id = self._runs.authorise(principal, run_id)
         columns = {name: column for name, column in chunk.columns.items() if _NAME.fullmatch(name)}
@@ -58,7 +58,7 @@ class TelemetryIngest:
         row = chunk_row(run_key, new)
         try:
             with self._store.transaction() as tx:
-                if self._runs.should_emit_event(run_id):  # before the chunk: see the order of locks
+                if self._runs.should_emit_event(run_id):  # before the chunk: see the lock order in store/database.py
                     tx.events.append(job_id, "samples", run_id=run_id, data={"last_step": int(new.steps[-1])})
                 admitted = tx.telemetry.admitted(run_key, new.names)
                 if len(admitted) < len(new.names):
@@ -68,11 +68,11 @@ class TelemetryIngest:
                     new = replace(new, names=admitted, values=np.array(list(columns.values()), np.float64))
                     row = chunk_row(run_key, new)
                 stored = tx.telemetry.add(run_id, new, row)
-                tx.leases.check(run_id, lease)  # a claim between this check and the commit comes after the chunk
+                tx.leases.check(run_id, lease)  # a claim after this check counts as later than the chunk
         except sa.exc.IntegrityError as error:
             self._runs.forget(run_id)
             raise partitions.refusal(self._store.engine, run_key, error) from None
-        except NotFound:  # deleted since its key was cached
+        except NotFound:  # the run was deleted after its key was cached
             self._runs.forget(run_id)
             raise
         return _accepted(chunk, columns, stored=int(new.values.size) if stored else 0, duplicate=not stored)
@@ -81,14 +81,14 @@ class TelemetryIngest:
 def _accepted(
     chunk: TelemetryChunk, columns: Collection[str], *, stored: int, duplicate: bool = False
 ) -> TelemetryAccepted:
-    """Return the answer to a chunk of which only these columns were stored."""
+    """Return the response for a chunk of which only `columns` were stored."""
     refused = [name[:64] for name in chunk.columns if name not in columns][:_MOST_NAMED]
     return TelemetryAccepted(stored=stored, duplicate=duplicate, refused=refused)
 
 
 @dataclass(frozen=True)
 class SeriesQuery:
-    """A column of one rank of a run; the range of steps includes both ends, and None means no bound."""
+    """A query for a column of one rank; the range of steps includes both ends, and None means no bound."""
 
     run_id: str
     column: str
@@ -100,14 +100,14 @@ class SeriesQuery:
 
 
 def list_columns(store: Store, principal: Principal, run_id: str) -> list[str]:
-    """Return the names of all columns that a run has reported by step. Raises NotFound for an unknown run."""
+    """Return the names of a run's telemetry columns, plus step time. Raises NotFound for an unknown run."""
     with store.reading() as tx:
         run = visible_run(tx, principal, run_id)
         return _names(run, tx.telemetry.columns(run.key))
 
 
 def newest_values(store: Store, principal: Principal, run_id: str, columns: Iterable[str]) -> dict[str, float | None]:
-    """Return the newest value of each column that a run's first rank sent. Raises NotFound for an unknown run."""
+    """Return the newest value of each column from the run's first rank. Raises NotFound for an unknown run."""
     with store.reading() as tx:
         run = visible_run(tx, principal, run_id)
         return tx.telemetry.newest(run.key, list(columns))
@@ -116,9 +116,10 @@ def newest_values(store: Store, principal: Principal, run_id: str, columns: Iter
 def read_with_trend(
     store: Store, principal: Principal, query: SeriesQuery
 ) -> tuple[TelemetrySeries, TelemetrySeries | None]:
-    """Return a column of a run and its trend, which makes a noisy series readable (None if there are few points).
+    """Return a column of a run and its smoothed trend, or None instead of the trend if there are too few points.
 
-    For step times without telemetry, the run's samples are used. Raises NotFound for an unknown run or column.
+    If the step time was not sent as telemetry, it is read from the run's samples. Raises NotFound for an unknown run or
+    column.
     """
     where: dict[str, Any] = {"rank": query.rank, "first_step": query.first_step, "last_step": query.last_step}
     with store.reading() as tx:
@@ -131,7 +132,7 @@ def read_with_trend(
     names = _names(run, available)
     if query.column not in names:
         listed = ", ".join(names[:_MOST_NAMED]) + (", ..." if names[_MOST_NAMED:] else "") or "none yet"
-        raise NotFound(f"Run {query.run_id} has no column {query.column!r}: it has {listed}.", field="column")
+        raise NotFound(f"Run {query.run_id} has no column {query.column!r}: its columns are {listed}.", field="column")
     smooth = trend(steps, values, query.trend_points)
     raw = _series(query, names, total, *downsample(steps, values, query.max_points))
     return raw, None if smooth is None else _series(query, names, total, *smooth)
@@ -140,11 +141,11 @@ def read_with_trend(
 def compare(
     store: Store, principal: Principal, job_id: str, runs: Sequence[Run], column: str | None, query: SeriesQuery
 ) -> tuple[str, list[str], dict[str, TelemetrySeries]]:
-    """Return a column's name, the names of all columns that rank 0 of these runs reported, and the series by run id.
+    """Return the column's name, the names of all columns that rank 0 of these runs reported, and the series by run id.
 
-    By default, the column is the first of these that any run reported: accuracy on held-out data, accuracy, loss, any
-    other. A long series is replaced by its trend. If the histories have more than 5 million steps in total, only the
-    first runs in the given order are read. Raises NotFound.
+    If `column` is None, it is the first of validation accuracy, accuracy, loss or any other column that a run reported.
+    A long series is replaced by its trend. If the series have more than 5 million steps in total, only the first runs
+    in the given order are read. Raises NotFound.
     """
     series: dict[str, TelemetrySeries] = {}
     chosen: list[str] = []
@@ -162,7 +163,7 @@ def compare(
             left -= size or 0
             if size is not None and (left >= 0 or not chosen):
                 chosen.append(run.id)
-        sampled = (  # runs whose step times are only in their samples
+        sampled = (  # for runs that sent step times only as samples
             (run_id, *tx.samples.step_times(tx.runs.get(run_id).key)) for run_id in chosen if run_id not in series
         )
         for run_id, steps, values in itertools.chain(tx.telemetry.read_runs(chosen, column), sampled):
@@ -173,7 +174,7 @@ def compare(
 
 
 def read_memory(store: Store, principal: Principal, run_id: str, *, limit: int = 16) -> dict[int, MemoryReading]:
-    """Return the peak memory by component, keyed by rank, of the ranks that use most.
+    """Return the peak memory by component of the ranks that use the most memory, keyed by rank.
 
     Raises NotFound for an unknown run.
     """
@@ -184,7 +185,7 @@ def read_memory(store: Store, principal: Principal, run_id: str, *, limit: int =
 def _series(
     query: SeriesQuery, available: list[str], total: int, steps: IntArray, values: FloatArray
 ) -> TelemetrySeries:
-    """Return these points out of `total` as a wire model; `available` lists the run's columns."""
+    """Return the points as a wire model; `total` is the number of stored points, and `available` lists the columns."""
     return TelemetrySeries(
         run_id=query.run_id,
         column=query.column,

@@ -119,7 +119,7 @@ def test_the_largest_batch_and_chunk_of_an_agent_are_read(service: Service, red:
 def test_only_plain_json_is_read(service: Service, red: Tenant, headers: dict[str, str]) -> None:
     with service.client(red.agent, **headers) as client:
         answer = client.post(routes.RUN_TELEMETRY.format(run_id=red.run_id), content=json.dumps(chunk()))
-        assert "send application/json" in str(problem(answer, 415)["detail"])
+        assert "send uncompressed application/json" in str(problem(answer, 415)["detail"])
 
 
 def test_a_body_without_a_media_type_is_json(service: Service, red: Tenant) -> None:

@@ -77,7 +77,7 @@ def test_a_refusal_without_a_right_token_asks_for_one_and_is_no_latency_of_the_s
     boss = service.client(service.token("admin"))
     answers = [service.client(**header).get(routes.JOBS) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [401, 429, 429]
-    assert "failed authentication: set TULA_TOKEN" in answers[-1].json()["detail"]
+    assert "failed to authenticate within a minute: set TULA_TOKEN" in answers[-1].json()["detail"]
     text = boss.get(routes.METRICS).text
     assert 'tula_requests_total{method="GET",route="unmatched",status="429"} 2.0' in text
     assert 'tula_request_seconds_count{route="unmatched"} 1.0' in text

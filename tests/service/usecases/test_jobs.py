@@ -140,7 +140,7 @@ def test_a_value_that_no_field_may_hold_is_refused_by_name(changes: dict[str, An
                 ]
             },
             "cluster.1.price",
-            "price all or none",
+            "set prices for all instance types, or for none",
         ),
         ({"dataset": {"size": 16}}, "batch", "data set of 16 examples"),
         ({"batch": {"global_batch_size": 7}}, "batch", "."),
@@ -156,7 +156,7 @@ def test_a_value_that_no_field_may_hold_is_refused_by_name(changes: dict[str, An
             (
                 {"cluster": {"max_nodes": 2, "memory_bytes_per_rank": given}},
                 "cluster.0.memory_bytes_per_rank",
-                "give bytes, for example 17179869184 for 16 GiB",
+                "set the number of bytes, for example 17179869184 for 16 GiB",
             )
             for given in (0, 16, 80, 2**26 - 1)
         ),

@@ -92,7 +92,7 @@ def test_a_training_that_may_not_exceed_its_limits_gets_the_time_that_they_leave
     stopped = cluster.patch(second.id, "cancelled", end_cause="time_limit", message="Stopped after 9 steps.")
     assert stopped.end_cause == "time_limit"
     assert stopped.message is not None
-    assert stopped.message.endswith("9 steps. The training has spent 10 min and $0.5, earlier starts included.")
+    assert stopped.message.endswith("9 steps. The training has spent 10 min and $0.5, including earlier starts.")
     with pytest.raises(InvalidInput, match=r"10 min and \$0.5 are spent.*raise limits.deadline_s") as refused:
         cluster.train(job_id, SMALL, continues=second.id)
     assert refused.value.field == "limits.on_breach"
@@ -118,7 +118,7 @@ def test_a_run_that_another_continues_has_ended(cluster: Cluster) -> None:
         ended = tx.runs.get(first.id)
     assert (ended.state, ended.message) == (
         "failed",
-        "Superseded: another run continued it before it reported its end.",
+        "Another run continued this training before this run reported its end.",
     )
     assert cluster.job(job_id).state == "training"
 
@@ -130,7 +130,7 @@ def test_only_a_training_run_of_the_same_job_is_continued(cluster: Cluster, what
     other = cluster.register(spec(name="other")).job.id
     elsewhere = cluster.train(other, SMALL).id
     named = {"nothing": "run-0", "a profiling run": profiled, "another job's": elsewhere}[what]
-    with pytest.raises(InvalidInput, match="is no training run of this job") as caught:
+    with pytest.raises(InvalidInput, match="is not a training run of this job") as caught:
         cluster.train(job_id, SMALL, continues=named)
     assert caught.value.field == "continues"
 

@@ -144,7 +144,7 @@ def test_work_elsewhere_and_work_done_have_different_reasons(cluster: Cluster) -
     held = []
     while (answer := claim(cluster, job_id)).run is not None:
         held.append(answer.run)
-    assert "at work elsewhere" in answer.reason
+    assert "in progress elsewhere" in answer.reason
     assert answer.retry_after_s is not None
     for run in held:
         cluster.execute(run)
