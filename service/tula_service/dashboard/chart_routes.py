@@ -1,4 +1,4 @@
-"""`GET .../charts/{name}`: charts as Vega-Lite specifications, which browsers and clients draw."""
+"""Routes `.../charts/{name}`, which return charts as Vega-Lite specifications for browsers and clients to draw."""
 
 from __future__ import annotations
 
@@ -32,16 +32,23 @@ def get_job_chart(
     job_id: str,
     name: str,
     user: CurrentUser,
-    quantity: Annotated[Quantity, Query(description="What `tradeoff` draws.")] = "time",
-    objective: Annotated[Objective | None, Query(description="Instead of the job's.")] = None,
-    column: Annotated[str | None, Query(max_length=64, description="Metric that `quality` draws.")] = None,
-    logarithmic: Annotated[bool, Query(description="Logarithmic axis of `quality`.")] = False,
-    over: Annotated[Over, Query(description="What `quality` draws over.")] = "epoch",
-    trend: Annotated[int, Query(ge=0, le=1000, description="Medians in a long line of `quality`; 0: none.")] = 150,
-    run: Annotated[list[str], Query(max_length=MAX_COMPARED, description="Only these runs in `quality`.")] = [],  # noqa: B006 - FastAPI copies defaults
-    cursor: Annotated[str | None, Query(max_length=40, description="`quality` of the runs before it.")] = None,
+    quantity: Annotated[Quantity, Query(description="Quantity in the chart `tradeoff`.")] = "time",
+    objective: Annotated[Objective | None, Query(description="Replaces the job's objective.")] = None,
+    column: Annotated[str | None, Query(max_length=64, description="Metric in the chart `quality`.")] = None,
+    logarithmic: Annotated[bool, Query(description="Use a logarithmic axis in `quality`.")] = False,
+    over: Annotated[Over, Query(description="Horizontal axis of `quality`.")] = "epoch",
+    trend: Annotated[
+        int, Query(ge=0, le=1000, description="Medians that replace a long series in `quality`; 0 for none.")
+    ] = 150,
+    run: Annotated[
+        list[str], Query(max_length=MAX_COMPARED, description="Runs to show in `quality`; default: all.")
+    ] = [],  # noqa: B006 - FastAPI copies defaults
+    cursor: Annotated[str | None, Query(max_length=40, description="Cursor: `quality` shows older runs.")] = None,
 ) -> JSONResponse:
-    """Return a chart of a job: frontier, tradeoff, memory, step_breakdown, options, accuracy or quality."""
+    """Return a chart of a job.
+
+    `name` is frontier, tradeoff, memory, step_breakdown, options, accuracy or quality.
+    """
     job = jobs.get(*user, job_id)
     if name == "quality":
         compared = compare_runs(user, job_id, column, trend=trend, cursor=cursor, only=run)
@@ -58,7 +65,7 @@ def get_job_chart(
 
 @router.get("/accuracy/charts/{name}", include_in_schema=False)
 def get_chart(name: str, user: CurrentUser) -> JSONResponse:
-    """Return a chart of the accuracy page: accuracy (predicted against measured) or calibration (of intervals)."""
+    """Return a chart for the accuracy page: accuracy (measured against predicted times) or calibration."""
     _check_known("service", name, ("accuracy", "calibration"))
     outcomes = ledger.outcomes(*user)
     if name == "calibration":
@@ -74,15 +81,18 @@ def get_run_chart(
     name: str,
     user: CurrentUser,
     rank: Annotated[int, Query(ge=0, le=2**20, description="Global rank.")] = 0,
-    max_points: Annotated[int, Query(ge=2, le=20_000, description="Most points of a line.")] = 1200,
+    max_points: Annotated[int, Query(ge=2, le=20_000, description="Maximum number of points per line.")] = 1200,
     first_step: FirstStep = None,
     last_step: LastStep = None,
-    trend: Annotated[int, Query(ge=0, le=1000, description="Medians in the line over a long series; 0: none.")] = 150,
-    logarithmic: Annotated[bool, Query(description="Logarithmic axis of values.")] = False,
+    trend: Annotated[
+        int, Query(ge=0, le=1000, description="Medians in the trend line of a long series; 0 for none.")
+    ] = 150,
+    logarithmic: Annotated[bool, Query(description="Use a logarithmic axis for the values.")] = False,
 ) -> JSONResponse:
-    """Return a chart of a run: step_time, memory, gradient, scale, loss, accuracy, or any column it reported.
+    """Return a chart of a run.
 
-    `first_step` and `last_step` zoom in.
+    `name` is step_time, memory, gradient, scale, loss, accuracy, or the name of any column that the run reported.
+    `first_step` and `last_step` select a range of steps.
     """
     where = SeriesQuery(run_id, "", rank, max_points, first_step, last_step, trend)
     return JSONResponse(_run_chart(user, name, where, logarithmic))
@@ -105,4 +115,4 @@ def _run_chart(user: User, name: str, where: SeriesQuery, logarithmic: bool) -> 
 
 def _check_known(kind: str, name: str, names: tuple[str, ...]) -> None:
     if name not in names:
-        raise NotFound(f"A {kind} has no chart {name!r}: choose one of {', '.join(names)}.", field="name")
+        raise NotFound(f"There is no {kind} chart named {name!r}: use one of {', '.join(names)}.", field="name")

@@ -1,4 +1,4 @@
-"""Jinja templates with everything escaped, and their filters: numbers, differences and events as people read them."""
+"""Renders Jinja templates, escaping all values, with filters that format numbers, differences and events."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tula_wire.verdict import worth
 
 
 def signed(share: float | None) -> str:
-    """Format a fraction as a percentage with its sign."""
+    """Return a fraction as a percentage with its sign."""
     return NOTHING if share is None else _minus(percent(share, signed=True))
 
 
 def tone(error: float | None) -> str:
-    """Return the CSS class of a relative error by its size: good below 5 %, bad from 15 % on."""
+    """Return the CSS class for a relative error: good below 5 %, fair below 15 %, otherwise bad."""
     size = math.nan if error is None else abs(error)
     return "good" if size < 0.05 else "fair" if size < 0.15 else "bad" if math.isfinite(size) else ""
 
 
 def tone_against(value: float, other: float) -> str:
-    """Return the CSS class of a value (smaller is better) compared with another value."""
+    """Return the CSS class for a value compared with another value, where smaller values are better."""
     return "good" if value < 0.9995 * other else "bad" if value > 1.0005 * other else ""
 
 
 def saving(share: float | None) -> str:
-    """Return the share of time saved compared with another choice, in words; a longer time is shown as a factor."""
+    """Return in words which share of time is saved compared with another choice; a much longer time is a factor."""
     if share is None or not math.isfinite(share):
         return NOTHING
     if abs(share) < 0.005:
@@ -46,7 +46,7 @@ def saving(share: float | None) -> str:
 
 
 def against(value: float, other: float) -> str:
-    """Compare `value` with `other` as a signed percentage, or as a factor if the difference is large."""
+    """Return the difference of `value` from `other` as a signed percentage, or as a factor if it is large."""
     if not (other > 0 and math.isfinite(value)):
         return NOTHING
     ratio = value / other
@@ -56,32 +56,32 @@ def against(value: float, other: float) -> str:
 
 
 def _minus(number: str) -> str:
-    """Replace the hyphen with a minus sign, which is as wide as a plus and read aloud as a minus."""
+    """Return the number with its hyphen replaced by a minus sign, which is as wide as a plus and read aloud as such."""
     return number.replace("-", "−")
 
 
 def duration_interval(estimate: Estimate | None) -> str:
-    """Format the 90 % interval of a duration."""
+    """Return the 90 % interval of a duration as text."""
     return NOTHING if estimate is None else f"{duration(estimate.low)} to {duration(estimate.high)}"
 
 
 def money_interval(estimate: Estimate | None) -> str:
-    """Format the 90 % interval of a cost."""
+    """Return the 90 % interval of a cost as text."""
     return NOTHING if estimate is None else f"{money(estimate.low)} to {money(estimate.high)}"
 
 
 def moment(at: datetime | None) -> str:
-    """Format a time stamp in UTC, to the minute; the page's script converts it to local time."""
+    """Return a time in UTC, to the minute, as text; the page's script converts it to local time."""
     return NOTHING if at is None else at.strftime("%Y-%m-%d %H:%M UTC")
 
 
 def words(name: str) -> str:
-    """Return a word such as `out_of_memory` with spaces."""
+    """Return a name such as `out_of_memory` with spaces for underscores."""
     return name.replace("_", " ")
 
 
 def event_warns(event: Event) -> bool:
-    """Return True for an event that may call for action."""
+    """Return True if the user may need to act on the event."""
     if event.kind == "drift":
         return event.data.get("alarm") != "recovered"
     if event.kind == "advice":
@@ -90,7 +90,7 @@ def event_warns(event: Event) -> bool:
 
 
 def event_sentence(event: Event) -> str:
-    """Describe an event of any kind except `samples`."""
+    """Return a sentence that describes an event of any kind except `samples`."""
     data: dict[str, Any] = event.data
     if isinstance(data.get("sentence"), str):
         return str(data["sentence"])
@@ -125,5 +125,5 @@ def _environment() -> Environment:
 
 
 def render(name: str, **context: Any) -> str:
-    """Render a page. Raises jinja2.UndefinedError if a template uses a value that it was not given."""
+    """Return a rendered template. Raises jinja2.UndefinedError if the template uses a value that `context` lacks."""
     return _environment().get_template(name).render(**context)

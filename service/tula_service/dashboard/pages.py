@@ -1,4 +1,4 @@
-"""The pages: jobs, a new job, a job and its what-if table, its compared runs, a run, accuracy, tokens and projects."""
+"""The pages: jobs, new job, job, its what-if table, its runs compared, run, accuracy, and tokens and projects."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ MAX_LOGGED = 60
 MAX_FOLLOWED = 20
 MAX_TRAININGS = 20
 KINDS: tuple[EventKind, ...] = ("job", "run", "recommendation", "scaling", "drift", "advice")
-"""All kinds except `samples`, of which there are thousands."""
+"""All kinds of event except `samples`, since a run may have thousands of these."""
 MAX_COMPARED = 200
 _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 400, 30, 6_000
 
 
 def _several(given: Any) -> Any:
-    """Return the values in one form field, such as `2, 4`."""
+    """Return the separate values in form fields such as `2, 4`."""
     return [value for text in given for value in re.split(r"[\s,;]+", text) if value]
 
 
@@ -74,7 +74,7 @@ Counts = Annotated[list[Count], BeforeValidator(_several), Query(max_length=64)]
 Names = Annotated[list[Annotated[str, Field(max_length=200)]], Query(max_length=64)]
 Positive = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Amount = Annotated[Positive | None, BeforeValidator(lambda given: given.strip() or None)]
-"""A form value; an empty field counts as absent."""
+"""A positive number from a form field; an empty field means None."""
 Cursor = Annotated[str | None, Query(max_length=40)]
 
 
@@ -87,7 +87,7 @@ def jobs_page(
     archived: bool = False,
     cursor: Cursor = None,
 ) -> HTMLResponse:
-    """Show jobs; the URL contains search, filter and order, so that a view can be shared."""
+    """Return the page that lists jobs; its URL contains the search, filter and order, so that a view can be shared."""
     known_state: Any = state if state in get_args(JobState) else None
     sorted_by: Any = order if order in get_args(JobOrder) else "newest"
     page = jobs.list_jobs(
@@ -121,15 +121,15 @@ def jobs_page(
 
 @router.get("/jobs/new")
 def new_job_page(user: CurrentUser) -> HTMLResponse:
-    """Show the form that takes a job.toml."""
+    """Return the page with the form for a job.toml."""
     return _page(user, "new_job.html", objectives=get_args(Objective))
 
 
 @router.post("/jobs/new")
 async def new_job(request: Request, user: CurrentUser) -> JSONResponse:
-    """Register the job that the body, a job.toml, describes, and answer with its id.
+    """Register the job that the body, a job.toml, describes, and return its id.
 
-    The page's script sends the text and lists what is wrong with it. Raises InvalidInput, pydantic.ValidationError.
+    The page's script sends the request and displays any errors. Raises InvalidInput or pydantic.ValidationError.
     """
     sent = await request.body()
     made = await run_in_threadpool(lambda: jobs.register(*user, _specification(sent)))
@@ -140,7 +140,9 @@ def _specification(sent: bytes) -> JobSpec:
     try:
         document = tomllib.loads(sent.decode())
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"This is not valid TOML: {error}. Correct that line.", field="specification") from error
+        raise InvalidInput(
+            f"The specification is not valid TOML: {error}. Correct the line named.", field="specification"
+        ) from error
     return JobSpec.model_validate(document)
 
 
@@ -148,7 +150,7 @@ def _specification(sent: bytes) -> JobSpec:
 def job_page(
     job_id: str, user: CurrentUser, objective: Objective | None = None, trainings: Cursor = None
 ) -> HTMLResponse:
-    """Show everything about one job, with its newest training runs or the runs before the cursor `trainings`."""
+    """Return the page of a job, with its newest training runs or those before the cursor `trainings`."""
     job = jobs.get(*user, job_id)
     recommendation = read(Recommendation, recommendations.get(*user, job_id, objective))
     ranked = _ranked(recommendation)
@@ -187,7 +189,7 @@ def what_if(
     micro_steps: Counts = [],  # noqa: B006
     spot: bool | None = None,
 ) -> HTMLResponse:
-    """Return the candidates, allowed ones first, then by time, each compared with the recommendation."""
+    """Return a table of candidates sorted by time, allowed ones first, each compared with the recommendation."""
     question = WhatIf(
         num_nodes=nodes,
         global_batch_size=global_batch,
@@ -220,7 +222,10 @@ def quality_page(
     run: Annotated[list[str], Query(max_length=MAX_COMPARED)] = [],  # noqa: B006 - FastAPI copies defaults
     cursor: Cursor = None,
 ) -> HTMLResponse:
-    """Show training runs side by side by any reported column: a table of all, and a chart of all or of `run`."""
+    """Return the page that compares training runs by any reported column.
+
+    Its table contains all runs; its chart shows all runs or only those in `run`.
+    """
     job = jobs.get(*user, job_id)
     comparison = compare_runs(user, job_id, column, trend=trend, cursor=cursor)
     view = {"column": comparison.column, "logarithmic": logarithmic, "trend": trend, "over": over, "cursor": cursor}
@@ -241,7 +246,7 @@ def quality_page(
 
 @router.get("/accuracy")
 def accuracy_page(user: CurrentUser) -> HTMLResponse:
-    """Show predicted against measured step times over all jobs: the evidence for trusting a prediction."""
+    """Return the page that compares predicted with measured step times over all jobs."""
     outcomes = [outcome for outcome in ledger.outcomes(*user) if outcome.entry.error is not None]
     groups: dict[tuple[str, str], list[ledger.Outcome]] = {}
     for outcome in outcomes:
@@ -253,14 +258,14 @@ def accuracy_page(user: CurrentUser) -> HTMLResponse:
 
 @router.get("/runs/{run_id}")
 def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
-    """Show one run, live while it lasts."""
+    """Return the page of a run, which is updated live while the run lasts."""
     run = runs.get(*user, run_id)
     job = jobs.get(*user, run.job_id)
     listed = events.recent(*user, job.id, kinds=KINDS, run_id=run_id, limit=MAX_EVENTS)
     drawn = {column for name in RUN_CHARTS for column in drawn_columns(name)}
     sent = list_columns(*user, run_id)
     logged = [name for name in sent if name not in drawn and not is_setting(name)]
-    # A profiling run reports no loss, accuracy or scaling: empty charts for these would only hide the others.
+    # A profiling run may not report loss, accuracy or scaling, so charts that would be empty are left out.
     own = [
         n for n in RUN_CHARTS if run.kind == "train" or n in ("step_time", "memory") or {*drawn_columns(n)} & {*sent}
     ]
@@ -281,7 +286,7 @@ def run_page(run_id: str, user: CurrentUser) -> HTMLResponse:
 
 
 def _seen(machine: HostFacts | None) -> list[str]:
-    """Return the observed behaviour of a script, in the words that name its options."""
+    """Return a script's observed behaviour, described in the same words as its options."""
     if machine is None:
         return []
     switches = {"compile": machine.compiled, "checkpointing": machine.checkpointing}
@@ -297,7 +302,7 @@ def _seen(machine: HostFacts | None) -> list[str]:
 
 @router.get("/admin")
 def admin_page(user: CurrentUser) -> HTMLResponse:
-    """Show tokens and projects."""
+    """Return the page of tokens and projects."""
     projects = visible_projects(*user)
     return _page(
         user,
@@ -309,7 +314,7 @@ def admin_page(user: CurrentUser) -> HTMLResponse:
 
 
 class Comparison(NamedTuple):
-    """Training runs to compare by one column; `columns` lists all columns, `next_cursor` leads to older runs."""
+    """Training runs compared by one column; `columns` lists all columns, and `next_cursor` is for older runs."""
 
     column: str
     columns: list[str]
@@ -320,9 +325,10 @@ class Comparison(NamedTuple):
 def compare_runs(
     user: User, job_id: str, column: str | None, *, trend: int, cursor: str | None, only: Collection[str] = ()
 ) -> Comparison:
-    """Compare the newest 200 training runs that reported `column`, or the runs before the cursor; `only` lists ids.
+    """Return those of the newest 200 training runs, or of the 200 runs before `cursor`, that reported `column`.
 
-    Without a column, `compare` chooses one. The number of points per run decreases with the number of runs.
+    If `column` is None, `compare` chooses one. `only` contains the ids of the runs to compare; if it is empty, all are
+    compared. The more runs there are, the fewer points each has.
     """
     page = runs.list_runs(*user, job_id, kind="train", cursor=cursor, limit=MAX_COMPARED)
     listed = [run for run in page.runs if not only or run.id in only]
@@ -342,7 +348,9 @@ def _lost_regularisation(user: User, job_id: str, comparison: Comparison) -> str
         {row.run.id: row for row in compare_runs(user, job_id, name, trend=0, cursor=None).runs} for name in names
     )
     ended = [run for run in loss if run in accuracy and loss[run].run.state == "succeeded"]
-    scale = 100.0 if all(_end(accuracy[run]) <= 1.0 for run in ended) else 1.0  # a fraction or a percentage
+    scale = (
+        100.0 if all(_end(accuracy[run]) <= 1.0 for run in ended) else 1.0
+    )  # accuracy may be a fraction or a percentage
     return lost_regularisation(
         [
             Outcome(loss[run].run.configuration.global_batch_size, _end(loss[run]), scale * _end(accuracy[run]))
@@ -352,7 +360,7 @@ def _lost_regularisation(user: User, job_id: str, comparison: Comparison) -> str
 
 
 def _end(run: QualityRun) -> float:
-    """Return the mean over the last tenth of the values."""
+    """Return the mean of the last tenth of a run's values."""
     values = [value for value in run.series.values if value is not None]
     return fmean(values[-max(1, len(values) // 10) :]) if values else math.nan
 
@@ -362,7 +370,7 @@ def _by_cost(recommendation: Recommendation) -> bool:
 
 
 def _ranked(recommendation: Recommendation) -> list[Candidate]:
-    """Return the chosen candidate, the runner-up, then the rest by time (or by cost), excluded candidates last."""
+    """Return the candidates: the chosen one, the runner-up, then allowed and excluded ones by time (or by cost)."""
     by_cost = _by_cost(recommendation)
 
     def place(candidate: Candidate) -> tuple[int, bool, float]:
@@ -374,7 +382,7 @@ def _ranked(recommendation: Recommendation) -> list[Candidate]:
 
 
 def _accuracy(network: str, device: str, outcomes: list[ledger.Outcome]) -> dict[str, Any]:
-    """Return a row of the accuracy page: relative errors of the step time, and the share of intervals that held."""
+    """Return a row of the accuracy page: errors of step times, and the share of measurements inside intervals."""
     errors = sorted(outcome.entry.error for outcome in outcomes if outcome.entry.error is not None)
     sizes = sorted(map(abs, errors))
     held = [outcome.entry.within_interval for outcome in outcomes if outcome.entry.within_interval is not None]
@@ -391,7 +399,7 @@ def _accuracy(network: str, device: str, outcomes: list[ledger.Outcome]) -> dict
 
 
 def _compared(runs: list[QualityRun], column: str) -> list[dict[str, Any]]:
-    """Return a row per run, ordered by the lowest loss or, for other columns, by the greatest value."""
+    """Return a table row for each run, sorted by last value: for a loss lowest first, otherwise greatest first."""
     rows: list[dict[str, Any]] = []
     for entry in runs:
         values = [value for value in entry.series.values if value is not None]

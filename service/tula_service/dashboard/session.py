@@ -1,4 +1,4 @@
-"""Sign-in and sign-out, and errors as pages. A browser's session is a random id in a cookie that no script can read."""
+"""Handles login and logout, and renders errors as pages. A session is a random id in a cookie hidden from scripts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/login", response_class=HTMLResponse)
 async def get_login(next: str = "/") -> Response:
-    """Show the form that asks for a token."""
+    """Return the login page with the form for a token."""
     return HTMLResponse(render("login.html", next=_local_path(next), error=None))
 
 
 @router.post("/login", response_class=HTMLResponse)
 async def post_login(request: Request) -> Response:
-    """Check the token and open a session. The form is read by hand, since it is one field of plain text."""
+    """Check the token and open a session. The form is parsed here, without a library, since it has only two fields."""
     form = parse_qs((await request.body())[:4096].decode("utf-8", "replace"))
     secret, target = form.get("token", [""])[0].strip(), _local_path(form.get("next", ["/"])[0])
-    if not is_same_origin(request, unknown=True):  # else a page could sign its reader in as another
-        return HTMLResponse(render("login.html", next="/", error="Sign in on this page."), 401)
+    if not is_same_origin(
+        request, unknown=True
+    ):  # otherwise, another site could sign in its visitors with its own token
+        return HTMLResponse(
+            render("login.html", next="/", error="The request came from another site: sign in on this page."), 401
+        )
     try:
         session = await _signed_in(request, secret)
     except (Busy, Unauthenticated) as error:
@@ -47,7 +51,7 @@ async def post_login(request: Request) -> Response:
 
 @router.post("/logout")
 async def post_logout(request: Request) -> Response:
-    """End the session, in the cookie and on the service."""
+    """End the session on the service, and delete its cookie."""
     services: Services = request.app.state.services
     if (secret := session_cookie(request)) is not None:
         await to_thread.run_sync(end_session, services.store, secret, limiter=services.auth_threads)
@@ -58,23 +62,26 @@ async def post_logout(request: Request) -> Response:
 
 
 async def _signed_in(request: Request, secret: str) -> str:
-    """Return the secret of a new session for this token. Raises Unauthenticated, and Busy beyond a limit."""
+    """Return the secret of a new session for this token. Raises Unauthenticated, or Busy if a limit is exceeded."""
     services: Services = request.app.state.services
     try:
         if not is_plausible(secret):
-            raise Unauthenticated("Paste the whole token, as `tula token create` printed it.")
+            raise Unauthenticated("This is not a token: paste the whole token that `tula token create` printed.")
         principal = await to_thread.run_sync(services.access.authenticate, secret, limiter=services.auth_threads)
     except Unauthenticated:
         services.limits.count_failed_auth(client_address(request))
         raise
     if principal.scope == "agent":
-        raise Unauthenticated("An agent's token opens no pages: use a read, user or admin token.")
+        raise Unauthenticated("An agent token cannot sign in: use a read, user or admin token.")
     services.limits.count_request(principal.sender)
     return await to_thread.run_sync(open_session, services.store, principal, limiter=services.auth_threads)
 
 
 def error_page(scope: Scope, problem: Problem, headers: Mapping[str, str]) -> Response | None:
-    """Return a problem as a page for a browser, with the login form if the token is missing; None for a program."""
+    """Return a problem as a web page, or None if the client is not a browser.
+
+    If the problem is a missing or invalid token, redirect to the login page.
+    """
     sent = Headers(scope=scope)
     by_script = sent.get("sec-fetch-dest") == "empty" or scope["path"].startswith("/v1/")
     if by_script or "text/html" not in sent.get("accept", ""):
@@ -87,6 +94,6 @@ def error_page(scope: Scope, problem: Problem, headers: Mapping[str, str]) -> Re
 
 
 def _local_path(target: str) -> str:
-    """Return the path to open after login, which is always a path of this service."""
+    """Return `target` if it is a path on this service, else "/", so that a login never redirects to another site."""
     fine = target.startswith("/") and not target.startswith("//") and "\\" not in target and target.isprintable()
     return target if fine else "/"

@@ -1,4 +1,4 @@
-"""Style sheet, scripts, the Vega bundle and the files of the API reference page, served from memory."""
+"""Serves style sheets, scripts, the Vega bundle and the files of the API reference from memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _FILES: Final = dict.fromkeys(
     ("app.css", "app.js", "docs.css", "docs.js", "forms.js", "theme.js", "vega.js", "icon.svg"),
     "tula_service.dashboard",
 ) | dict.fromkeys(("swagger-ui.css", "swagger-ui-bundle.js"), "fastapi_offline")
-"""Names of files and the package whose `static` folder contains each; `hatch_build.py` makes `vega.js`."""
+"""The package whose `static` folder contains each file, by file name; `hatch_build.py` builds `vega.js`."""
 _TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 @router.get("/static/{name}")
 async def get_static(name: str, request: Request) -> Response:
-    """Return a file by its name in a fixed list, so that no path reaches the disk; its ETag revalidates it."""
+    """Return a file with its ETag. Only names in a fixed list are accepted, so no other file can be read."""
     if name not in _FILES:
-        raise NotFound(f"There is no file {name!r}: see /docs for the routes.")
+        raise NotFound(f"There is no static file {name!r}: see /docs for the available routes.")
     body, etag = _file(name)
     headers = {"ETag": etag, "Cache-Control": "no-cache"}
     if request.headers.get("if-none-match") == etag:
@@ -35,9 +35,11 @@ async def get_static(name: str, request: Request) -> Response:
 
 @cache
 def _file(name: str) -> tuple[bytes, str]:
-    """Return body and ETag. Raises NotFound in a checkout where the package was never built."""
+    """Return a file's content and ETag. Raises NotFound in a checkout where the package was never built."""
     try:
         body = (resources.files(_FILES[name]) / "static" / name).read_bytes()
     except FileNotFoundError:
-        raise NotFound(f"{name} is made when the package is built: run `pip install --editable .` once.") from None
+        raise NotFound(
+            f"{name} does not exist until the package is built: run `pip install --editable .` once."
+        ) from None
     return body, f'"{sha256(body).hexdigest()[:24]}"'

@@ -1,17 +1,17 @@
-"""Rows of the service's database, on SQLite or Postgres behind one interface. Locking rules: see `database.py`.
+"""Reads and writes the service's database, with one interface for SQLite and Postgres; `database.py` explains locks.
 
-    store = Store.open("tula.db")                  # or postgresql+psycopg://...; schema: store/migrations.py
-    with store.transaction() as tx:                # commits at the end of the block, rolls back on an exception
+    store = Store.open("tula.db")                  # or a postgresql+psycopg:// URL
+    with store.transaction() as tx:                # commits at the end of the block, or rolls back on an exception
         job, created = tx.jobs.create(project_id, spec)
         run = tx.runs.create(job.id, NewRun(...))
     with store.reading() as tx:                    # never writes
         page = tx.jobs.list(project_id=..., limit=50)
-        summaries = tx.samples.summaries(job.id, summarise)   # what a fit reads, one record per run
+        summaries = tx.samples.summaries(job.id, summarise)   # one record per run, for a fit
 
-A transaction has one repository for each noun (`tx.jobs`, `tx.runs`, ...; see `Transaction`). Repositories take and
-return models of the wire, such as tokens and events, or the frozen records of `domain.py`, and raise
-`errors.NotFound` and `errors.Conflict`. Creating a run, changing its state and storing a sample increment the
-job's `data_version`, which keys every cached answer.
+A transaction has one repository for each kind of object (`tx.jobs`, `tx.runs`, ...; see `Transaction`). Repositories
+accept and return models from `tula_wire`, such as tokens and events, or the frozen records in `domain.py`, and raise
+`errors.NotFound` and `errors.Conflict`. The job's `data_version`, which is part of the key of every cached
+recommendation, is incremented whenever a run is created or changes its state, or a sample is stored.
 """
 
 from tula_service.store.access import DEFAULT_PROJECT_ID

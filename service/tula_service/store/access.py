@@ -1,4 +1,4 @@
-"""Projects, tokens, browser sessions and the audit log."""
+"""Stores projects, tokens, browser sessions and the audit log."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tula_wire import Project, Scope, Token
 _TOKEN = [tokens.c[name] for name in Token.model_fields if name != "project"] + [tokens.c.project_id.label("project")]
 
 DEFAULT_PROJECT_ID: Final = "default"
-"""Id of the project that the first migration creates, so that a single user need not create one."""
+"""The id of the project that the first migration creates, so that a single user need not create a project."""
 
 
 MADE: Final = "token.create"
-"""The action in the audit log for the creation of a token."""
+"""The audit log's name for the creation of a token."""
 
 
 MAX_SESSIONS: Final = 20
-"""Most open sessions of one token; another session ends the oldest."""
+"""Maximum number of open sessions per token; opening another one ends the oldest."""
 
 
 class Projects(Repository):
-    """Stores projects, which are the tenants."""
+    """Stores projects, which separate the service's tenants."""
 
     def create(self, name: str) -> Project:
-        """Return a new project. Raises Conflict if the name is taken."""
+        """Create a project and return it. Raises Conflict if the name is taken."""
         statement = (
             self._insert(projects)
             .values(id=new_id("project"), name=name, created_at=self._now())
@@ -39,11 +39,11 @@ class Projects(Repository):
             .returning(projects.c.id)
         )
         if self._row(statement) is None:
-            raise Conflict(f"A project called {name!r} exists already: choose another name.", field="name")
+            raise Conflict(f"A project named {name!r} already exists: choose another name.", field="name")
         return self.by_name(name)
 
     def get(self, project_id: str) -> Project:
-        """Return the project. Raises NotFound."""
+        """Return the project with this id. Raises NotFound."""
         return self._one(projects.c.id == project_id, project_id)
 
     def by_name(self, name: str) -> Project:
@@ -51,7 +51,7 @@ class Projects(Repository):
         return self._one(projects.c.name == name, name)
 
     def list(self) -> list[Project]:
-        """Return all projects by name."""
+        """Return all projects, sorted by name."""
         return [Project(**row) for row in self._rows(sa.select(projects).order_by(projects.c.name))]
 
     def _one(self, condition: sa.ColumnElement[bool], name: str) -> Project:
@@ -62,10 +62,10 @@ class Projects(Repository):
 
 
 class Tokens(Repository):
-    """API tokens, stored by the SHA-256 of their secret; the secret itself is never stored."""
+    """Stores API tokens with the SHA-256 hash of their secrets; the secrets themselves are never stored."""
 
     def create(self, sha256: str, name: str, scope: Scope, **bound_to: Any) -> Token:
-        """Store a new token; `project`, `job_id` and `expires_at` are as in `Token`."""
+        """Create a token and return it; `bound_to` may contain `project`, `job_id` and `expires_at` (see `Token`)."""
         token = Token(id=new_id("token"), name=name, scope=scope, created_at=self._now(), **bound_to)
         values = token.model_dump(exclude={"project"}) | {"project_id": token.project, "sha256": sha256}
         self._connection.execute(sa.insert(tokens).values(values))
@@ -79,21 +79,21 @@ class Tokens(Repository):
         return Token(**row)
 
     def by_hash(self, sha256: str) -> Token | None:
-        """Return the token with this hash, in any state, or the token of the session with this hash."""
+        """Return the token whose secret, or whose open session's secret, has this hash, even if the token has ended."""
         session = sa.select(sessions.c.token_id).where(sessions.c.sha256 == sha256, sessions.c.expires_at > self._now())
         condition = (tokens.c.sha256 == sha256) | (tokens.c.id == session.scalar_subquery())
         row = self._row(sa.select(*_TOKEN).where(condition))
         return None if row is None else Token(**row)
 
     def list(self, *, project_id: str | None = None) -> list[Token]:
-        """List tokens (optionally of one project), newest first."""
+        """Return all tokens, or the tokens of one project, newest first."""
         statement = sa.select(*_TOKEN).order_by(tokens.c.created_at.desc(), tokens.c.id)
         if project_id is not None:
             statement = statement.where(tokens.c.project_id == project_id)
         return [Token(**row) for row in self._rows(statement)]
 
     def revoke(self, token_id: str) -> Token:
-        """Revoke a token; if it is revoked already, its time does not change. Raises NotFound."""
+        """Revoke a token and return it; the time of an earlier revocation is kept. Raises NotFound."""
         self._connection.execute(
             sa.update(tokens)
             .where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
@@ -102,30 +102,30 @@ class Tokens(Repository):
         return self.get(token_id)
 
     def extend(self, job_id: str, name: str, until: datetime) -> None:
-        """Extend valid agent tokens with this job and name to expire at `until` or later, within an hour."""
+        """Extend the job's valid agent tokens with this name to `until` if they expire over an hour before `until`."""
         column = tokens.c
         own = (column.job_id == job_id, column.name == name, column.scope == "agent", column.revoked_at.is_(None))
         due = (column.expires_at > self._now(), column.expires_at < until - timedelta(hours=1))
         self._connection.execute(sa.update(tokens).where(*own, *due).values(expires_at=until))
 
     def touch(self, token_id: str) -> None:
-        """Set the time of last use to now."""
+        """Set the token's time of last use to the current time."""
         self._connection.execute(sa.update(tokens).where(tokens.c.id == token_id).values(last_used_at=self._now()))
 
     def ever_made(self) -> bool:
         """Return True if a token was ever created.
 
-        The audit log also lists tokens that have expired or were deleted with their job.
+        The audit log also contains tokens that were deleted with their job.
         """
         made = sa.select(audit_log.c.id).where(audit_log.c.action == MADE)
         return self._row(sa.select(tokens.c.id).limit(1)) is not None or self._row(made.limit(1)) is not None
 
 
 class Sessions(Repository):
-    """Browser sessions, stored by the SHA-256 of their secret; `Tokens.by_hash` finds a session's token."""
+    """Stores browser sessions with the SHA-256 hash of their secrets; `Tokens.by_hash` returns a session's token."""
 
     def create(self, *, sha256: str, token_id: str, expires_at: datetime) -> None:
-        """Store a session, and delete all expired sessions and all but the newest MAX_SESSIONS of this token."""
+        """Store a session; delete all expired sessions, and the token's oldest sessions in excess of MAX_SESSIONS."""
         now = self._now()
         own = sa.select(sessions.c.sha256).where(sessions.c.token_id == token_id)
         older = own.order_by(sessions.c.created_at.desc()).offset(MAX_SESSIONS - 1)
@@ -139,15 +139,15 @@ class Sessions(Repository):
         return self._row(sa.select(sessions.c.token_id).where(sessions.c.sha256 == sha256)) is not None
 
     def delete(self, sha256: str) -> None:
-        """End a session, if it exists."""
+        """End the session with this hash, if there is one."""
         self._connection.execute(sa.delete(sessions).where(sessions.c.sha256 == sha256))
 
 
 class Audit(Repository):
-    """The log of administrative actions; append-only."""
+    """The append-only log of administrative actions."""
 
     def append(self, *, actor: str, action: str, target: str, detail: JsonObject | None = None) -> None:
-        """Record an action, in the transaction that performs it."""
+        """Record an action; call this in the transaction that performs the action."""
         self._connection.execute(
             sa.insert(audit_log).values(at=self._now(), actor=actor, action=action, target=target, detail=detail or {})
         )

@@ -1,4 +1,4 @@
-"""The archive of telemetry: each dropped month as Parquet files, one row for each value."""
+"""Archives each month of telemetry before it is dropped, as Parquet files with one row per value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 VALUES_AT_ONCE: Final = 2**20
 VALUES_PER_FILE: Final = 2**27
-"""Values in a file of about 1 GB; S3 does not copy files above 5 GB, or accept over 98 GB in pyarrow's parts.
+"""Maximum number of values per file, which then has about 1 GB.
+
+S3 cannot copy files above 5 GB, and pyarrow's multipart uploads cannot exceed 98 GB.
 """
 
 _CHUNKS_AT_ONCE: Final = 100
@@ -32,14 +34,14 @@ _NUMBERS: Final = ("rank", "sequence")
 class Archive:
     """An archive in a folder, or at a URL that pyarrow supports (`s3://`, `gs://`, `file://`).
 
-    Raises InvalidInput for others.
+    Raises InvalidInput for any other place.
     """
 
     def __init__(self, place: str, *, values_per_file: int = VALUES_PER_FILE) -> None:
         try:
             from pyarrow import fs
         except ImportError:
-            raise InvalidInput("TULA_ARCHIVE needs pyarrow: run `pip install 'tula[archive]'`.") from None
+            raise InvalidInput("TULA_ARCHIVE requires pyarrow: run `pip install 'tula[archive]'`.") from None
         self._place = place
         self._values_per_file = values_per_file
         self._files: Any
@@ -51,18 +53,19 @@ class Archive:
         except (OSError, ValueError) as error:
             said = _without_secrets(" ".join(str(error).split()))
             raise InvalidInput(
-                f"TULA_ARCHIVE cannot be written ({said}): give a folder, or the s3:// URL of a bucket that exists and "
-                "that the credentials in the AWS_ variables may write to."
+                f"Cannot write to TULA_ARCHIVE ({said}): set it to a folder, or to the s3:// URL of an existing bucket "
+                "to which the credentials in the AWS_ variables allow writing."
             ) from error
 
     def write(self, engine: sa.Engine, table: str) -> None:
         """Write a detached partition to `TABLE-00001.parquet` and further files, in the order of its primary key.
 
-        Columns: job_id, run_id, rank, boot_id, sequence (of the chunk), step, name, value. Nothing is written if the
-        files of an earlier attempt have as many rows as the table. Raises StoreUnavailable if a part cannot be written.
+        The columns are job_id, run_id, rank, boot_id, sequence (of the chunk), step, name and value. If an earlier
+        attempt has already written as many rows as the table has, nothing is written. Raises StoreUnavailable if a file
+        cannot be written.
         """
         try:
-            for path in self._list_files(table, ".tmp"):  # left by an attempt that was killed
+            for path in self._list_files(table, ".tmp"):  # files of an attempt that was killed
                 self._files.delete_file(path)
             if sum(self._stored(table).values()) == _num_values(engine, table):
                 return
@@ -70,19 +73,19 @@ class Archive:
             for number, first in enumerate(parts, 1):
                 path = f"{self._folder}/{table}-{number:05}.parquet"
                 sizes[path] = self._write_file(path, first, parts)
-            for path in self._stored(table).keys() - sizes.keys():  # left by an attempt before a job was deleted
+            for path in self._stored(table).keys() - sizes.keys():  # from an attempt before a job was deleted
                 self._files.delete_file(path)
             if (stored := self._stored(table)) != sizes:
-                raise OSError(f"{sum(stored.values())} of {sum(sizes.values())} rows are in the files")
+                raise OSError(f"{sum(stored.values())} of {sum(sizes.values())} rows were written")
         except Exception as error:
-            said = f"The archive {self._place} could not be written ({error})"
+            said = f"Could not write to the archive {self._place} ({error})"
             raise StoreUnavailable(
-                f"{_without_secrets(said)}: the telemetry stays in the table {table}, and the next `tula prune --yes` "
-                "tries again."
+                f"{_without_secrets(said)}: the telemetry remains in the table {table}, and the next `tula prune "
+                "--yes` will try again."
             ) from error
 
     def _write_file(self, path: str, part: pa.Table, more: Iterator[pa.Table]) -> int:
-        """Write parts until the file is full, under a temporary name until then; return the number of rows."""
+        """Write parts to a temporary file until it is full, then rename it to `path`; return its number of rows."""
         from pyarrow import parquet
 
         unfinished = f"{path}.{secrets.token_hex(4)}.tmp"
@@ -92,7 +95,7 @@ class Archive:
                 parquet.ParquetWriter(file, part.schema, **_OPTIONS) as writer,
             ):
                 if self._is_local:
-                    Path(unfinished).chmod(0o600)  # as the database is
+                    Path(unfinished).chmod(0o600)  # like the database file
                 writer.write_table(part)
                 written: int = part.num_rows
                 while written < self._values_per_file and (following := next(more, None)) is not None:
@@ -102,13 +105,13 @@ class Archive:
             self._files.move(unfinished, path)
             self._sync(self._folder)
         except BaseException:
-            with contextlib.suppress(OSError):  # it was never made, or is out of reach like everything else
+            with contextlib.suppress(OSError):  # the file does not exist, or cannot be reached
                 self._files.delete_file(unfinished)
             raise
         return written
 
     def _stored(self, table: str) -> dict[str, int]:
-        """Return a month's finished files, each with its row count."""
+        """Return the paths of a month's finished files, each with its number of rows."""
         from pyarrow import parquet
 
         paths = self._list_files(table, ".parquet")
@@ -125,7 +128,7 @@ class Archive:
         return bool(self._files.type_name == "local")
 
     def _sync(self, path: str) -> None:
-        """Wait until a local file or folder is on disk; other stores guarantee this for a finished file."""
+        """Flush a local file or folder to disk; other file systems store a finished file durably."""
         if not self._is_local:
             return
         opened = os.open(path, os.O_RDONLY)
@@ -136,7 +139,7 @@ class Archive:
 
 
 def _without_secrets(text: str) -> str:
-    """Return the text without the part of a URL between `://` and `@`, which may contain a secret."""
+    """Return the text without the user information in URLs (between `://` and `@`), which may contain a secret."""
     return re.sub(r"://[^/@\s]*@", "://", text)
 
 
@@ -148,7 +151,7 @@ _OPTIONS: Final[dict[str, Any]] = {
 
 
 def _num_values(engine: sa.Engine, table: str) -> int:
-    """Return the number of rows that the archive of a table must have."""
+    """Return the number of values in a table, which is the number of rows that its archive must have."""
     columns = "length(columns) - length(replace(columns, ',', '')) + 1"
     query = f"SELECT coalesce(sum(num_steps::bigint * ({columns})), 0) FROM {table} JOIN runs ON runs.key = run_key"
     with engine.begin() as connection:
@@ -157,10 +160,10 @@ def _num_values(engine: sa.Engine, table: str) -> int:
 
 
 def _parts(engine: sa.Engine, table: str, values_at_once: int) -> Iterator[pa.Table]:
-    """Yield the values of all chunks in the order of the primary key, at least this many at a time.
+    """Yield the values of all chunks in the order of the primary key, in parts of at least `values_at_once` values.
 
-    Nothing is written to the table, so each page of chunks can be read in a separate transaction; a transaction that
-    lasts for hours would keep Postgres from removing dead rows in all tables.
+    Each page of chunks is read in a separate transaction, which is safe because the table no longer changes. A
+    transaction that lasted for hours would prevent Postgres from removing dead rows in all tables.
     """
     query = sa.text(
         "SELECT runs.job_id, runs.id AS run_id, run_key, rank, boot_id, sequence, num_steps, columns, payload"
@@ -188,7 +191,7 @@ def _parts(engine: sa.Engine, table: str, values_at_once: int) -> Iterator[pa.Ta
 
 
 def _part(chunks: Sequence[sa.Row[Any]]) -> pa.Table:
-    """Return one row for each value of these chunks."""
+    """Return a table with one row for each value in these chunks."""
     import pyarrow as pa
 
     names: list[str] = []

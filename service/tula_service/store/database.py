@@ -1,21 +1,21 @@
-"""The database: engines for SQLite and Postgres, transactions with one repository for each noun, and all locks.
+"""Creates database engines for SQLite and Postgres and transactions with their repositories, and defines all locks.
 
-**Durability.** A commit returns after fsync: SQLite runs in WAL mode with full synchronisation.
+**Durability.** A commit returns only after fsync; SQLite runs in WAL mode with full synchronisation.
 
-**Locks** are taken in this order; a caller that holds one never waits for an earlier one.
+**Locks** are acquired in the following order. A caller that holds one of them never waits for one listed earlier.
 
-1. `Store.fits.turn()`, in this process: one thread at a time reads, fits and stores, and threads that waited get its
-result from the cache. Neither a fit nor a waiting thread holds a connection. Correctness depends only on 3. 2. The lock
-of `Store.transaction()`, in this process, SQLite only: threads queue here, fairly, instead of polling the
-   file's write lock, which decides between processes. SQLite takes the write lock at BEGIN, so that no transaction
+1. `Store.fits.turn()`, in this process: only one thread at a time reads, fits and stores, and threads that waited get
+   its result from the cache. Neither a fit nor a waiting thread holds a connection. Correctness depends only on lock 3.
+2. The lock in `Store.transaction()`, in this process and only for SQLite: threads queue for it instead of polling the
+   file's write lock, which excludes other processes. SQLite takes the write lock at BEGIN, so that no transaction
    upgrades a read lock.
-3. `tx.jobs.lock(job_id)`, in the database: a row lock on Postgres, the write lock on SQLite. Planning and publishing
-   hold it. A transaction that changes a job and its runs takes the job's row first, then its runs by key; a transaction
-   that stores samples locks the job's row FOR KEY SHARE, which only a deletion waits for.
-4. `tx.events.append`, Postgres only: an advisory lock per job, held until commit, so that the ids of a job's events
-   grow in commit order.
+3. `tx.jobs.lock(job_id)`, in the database: a row lock on Postgres, and the write lock on SQLite. Planning and
+   publishing hold it. A transaction that changes a job and its runs first locks the job's row, then the runs' rows by
+   key. A transaction that stores samples locks the job's row FOR KEY SHARE, for which only a deletion must wait.
+4. The lock in `tx.events.append`, only on Postgres: an advisory lock per job, held until commit, which ensures that the
+   ids of a job's events increase in commit order.
 
-Transactions from `reading()` take no lock and see one snapshot (REPEATABLE READ on Postgres).
+Transactions from `reading()` take no lock and read from one snapshot (REPEATABLE READ on Postgres).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from tula_service.store.telemetry import Telemetry
 
 BUSY_TIMEOUT_S: Final = 15.0
 LEAST_FREE_BYTES: Final = 2**20
-_FULL: Final = "The disk of the database is full; nothing was stored: free some space."
+_FULL: Final = "The database's disk is full, and nothing was stored: free some disk space."
 LONGEST_STATEMENT_S: Final = 60.0
-"""Longest statement, and longest pause within a transaction, on Postgres, except in migrations."""
+"""Time limit on Postgres for a statement, and for a pause within a transaction; migrations have no limit."""
 _ANSWERS_IN_MEMORY: Final = 256
 POOL_SIZE: Final = 16
 POOL_TIMEOUT_S: Final = 10.0
@@ -63,12 +63,12 @@ _encode = partial(json.dumps, allow_nan=False, separators=(",", ":"))
 
 
 def utc_now() -> datetime:
-    """Return the current time in UTC, with its time zone."""
+    """Return the current time as a timezone-aware datetime in UTC."""
     return datetime.now(timezone.utc)
 
 
 class Transaction:
-    """A transaction with one repository for each noun; its writes are stored together or not at all."""
+    """A transaction with one repository for each kind of object; either all of its writes are stored or none."""
 
     def __init__(self, connection: sa.Connection, now: Clock) -> None:
         self.connection = connection
@@ -91,28 +91,28 @@ class Transaction:
 
 
 class AnswersInMemory:
-    """A cache of answers that are not stored in the database, keyed by their question; threads share an instance."""
+    """A thread-safe cache of answers that are not stored in the database, keyed by the question."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bodies: LRUCache[Hashable, str] = LRUCache(_ANSWERS_IN_MEMORY)
 
     def get(self, key: Hashable) -> str | None:
-        """Return the answer to a question, or None if it is not cached."""
+        """Return the cached answer for this key, or None."""
         with self._lock:
             return self._bodies.get(key)
 
     def put(self, key: Hashable, body: str) -> None:
-        """Cache an answer; if there is no room, drop the least recently used one."""
+        """Cache an answer; if the cache is full, remove the least recently used answer."""
         with self._lock:
             self._bodies[key] = body
 
 
 class Store:
-    """A database with a migrated schema (see `store/migrations.py`); thread-safe, but not fork-safe.
+    """A database with a migrated schema (see `store/migrations.py`). A store is thread-safe, but not fork-safe.
 
-    `transaction()` commits on leaving the block and rolls back on an exception; `reading()` never writes. Both raise
-    StoreUnavailable if the database cannot be reached or stays locked. `fits` runs long computations.
+    `transaction()` commits at the end of the block, or rolls back on an exception; `reading()` never writes. Both raise
+    StoreUnavailable if the database cannot be reached or remains locked. `fits` runs long computations.
     """
 
     def __init__(self, engine: sa.Engine, *, now: Clock = utc_now, fits: Fits | None = None) -> None:
@@ -124,18 +124,18 @@ class Store:
 
     @classmethod
     def open(cls, url: str, *, now: Clock = utc_now, connections: int = POOL_SIZE, fits: Fits | None = None) -> Store:
-        """Return the store behind a database URL or a SQLite file's path, with at most this many connections."""
+        """Return a store for a database URL or the path of a SQLite file, with at most `connections` connections."""
         return cls(open_engine(url, pool_size=connections), now=now, fits=fits)
 
     def check_disk(self) -> None:
-        """Raise StoreUnavailable if the disk of a SQLite file is full; a database server monitors its own disk."""
+        """Raise StoreUnavailable if the disk with the SQLite file is full; for Postgres, do nothing."""
         file = self.engine.url.database
         folder = Path(file or ".").expanduser().parent
         if is_sqlite(self.engine) and shutil.disk_usage(folder).free < LEAST_FREE_BYTES:
             raise StoreUnavailable(_FULL)
 
     def close(self) -> None:
-        """Close all connections, and end the process that computes fits if there is one."""
+        """Close all connections, and end the process that computes fits, if it was started."""
         self.fits.close()
         self.engine.dispose()
 
@@ -158,37 +158,37 @@ class Store:
                 with connection.begin():
                     yield Transaction(connection, self.now)
         except sa.exc.TimeoutError as error:
-            raise StoreUnavailable("All database connections are in use: try again in a second.") from error
+            raise StoreUnavailable("All database connections are in use: retry in a second.") from error
         except sa.exc.DataError as error:
             raise InvalidInput(
-                "A value in the request does not fit its column: check its texts and numbers."
+                "The database rejected a value in the request: check the request's texts and numbers."
             ) from error
         except (
             sa.exc.OperationalError,
             sa.exc.InterfaceError,
             sa.exc.InternalError,
-        ) as error:  # a read-only role
+        ) as error:  # e.g. a read-only role
             raise StoreUnavailable(why_unavailable(error)) from error
 
 
 def why_unavailable(error: Exception) -> str:
-    """Return a sentence about a driver's error that also says that nothing was stored."""
+    """Return a sentence for the user about a database driver's error, which says that nothing was stored."""
     text = str(error).lower()
     if "disk is full" in text or "no space left" in text:
         return _FULL
-    return "The database cannot be reached or is locked; nothing was stored: try again in a second."
+    return "The database cannot be reached or is locked, and nothing was stored: retry in a second."
 
 
 def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
     """Return an engine for `sqlite:///PATH`, a bare PATH, or `postgresql+psycopg://...`.
 
-    Raises InvalidInput for any other URL. The engine connects when it is first used, and then raises InvalidInput for a
-    file that is not a database, and for a Postgres database that cannot store all Unicode text.
+    Raises InvalidInput for any other URL. The engine connects at its first use, and then raises InvalidInput if the
+    file is not a database, or if the Postgres database cannot store all Unicode text.
     """
     try:
         parsed = sa.make_url(url if "://" in url else f"sqlite:///{url}")
     except sa.exc.ArgumentError:
-        raise InvalidInput("The database URL cannot be read: give a file path or postgresql+psycopg://...") from None
+        raise InvalidInput("The database URL is malformed: use a file path or postgresql+psycopg://...") from None
     pool: dict[str, Any] = {"pool_size": pool_size, "max_overflow": 0, "pool_timeout": POOL_TIMEOUT_S}
     backend = parsed.get_backend_name()
     if backend == "postgresql":
@@ -197,7 +197,7 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
             json_serializer=_encode,
             **pool,
             pool_use_lifo=True,
-            # From an SQL_ASCII database, the driver would read bytes instead of text, so `_require_utf8` refuses it.
+            # `_require_utf8` refuses SQL_ASCII databases, from which the driver would read bytes instead of text.
             connect_args={"connect_timeout": 10, "prepare_threshold": 2, "client_encoding": "utf8"},
         )
         sa.event.listen(engine, "connect", _require_utf8)
@@ -206,7 +206,7 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
     if backend != "sqlite":
         raise InvalidInput(f"Database {backend!r} is not supported: use SQLite or postgresql+psycopg://...")
     if not parsed.database or parsed.database == ":memory:":
-        raise InvalidInput("SQLite needs a file, since every worker and thread opens its own connection: give a path.")
+        raise InvalidInput("An in-memory SQLite database cannot be shared by workers and threads: use a file path.")
     _make_private(Path(parsed.database))
     engine = sa.create_engine(
         parsed,
@@ -221,14 +221,14 @@ def open_engine(url: str, *, pool_size: int = POOL_SIZE) -> sa.Engine:
 
 
 def _make_private(file: Path) -> None:
-    """Create the file for its owner only; SQLite's journals get the same mode.
+    """Create the database file so that only its owner can access it; SQLite gives its journals the same mode.
 
-    Raises InvalidInput if the folder is missing.
+    Raises InvalidInput if the folder does not exist.
     """
     folder = file.parent.expanduser()
-    if not folder.is_dir():  # the path may hold a typing error
-        raise InvalidInput(f"The folder {folder} of the database does not exist: make it, or give another path.")
-    with contextlib.suppress(OSError):  # it exists, or SQLite says why it cannot be opened
+    if not folder.is_dir():  # the path may be misspelled
+        raise InvalidInput(f"The database's folder {folder} does not exist: create it, or use another path.")
+    with contextlib.suppress(OSError):  # the file exists, or SQLite will report why it cannot be opened
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
@@ -239,17 +239,17 @@ def is_sqlite(engine: sa.Engine) -> bool:
 
 def _require_utf8(connection: Any, _record: Any) -> None:
     encoding = connection.info.parameter_status("server_encoding")
-    if encoding not in ("UTF8", None):  # a connection pooler may not report it
+    if encoding not in ("UTF8", None):  # None from a connection pooler that does not report the encoding
         raise InvalidInput(
-            f"The database is encoded as {encoding}, which cannot hold every text: create another with "
-            "CREATE DATABASE name ENCODING 'UTF8' LOCALE 'C' TEMPLATE template0, and use that."
+            f"The database is encoded as {encoding}, which cannot store all Unicode text: create a database with "
+            "CREATE DATABASE name ENCODING 'UTF8' LOCALE 'C' TEMPLATE template0, and use it instead."
         )
 
 
 def _limit_waits(connection: Any, _record: Any) -> None:
-    """Limit the duration of statements and idle transactions, so that neither holds its locks forever.
+    """Limit the duration of statements and idle transactions, so that neither can hold locks forever.
 
-    The limits are set by statements rather than start-up options, which a connection pooler may refuse.
+    The limits are set with SET statements instead of start-up options, since a connection pooler may reject the latter.
     """
     for name in ("statement_timeout", "idle_in_transaction_session_timeout"):
         connection.execute(f"SET {name} = '{LONGEST_STATEMENT_S:g}s'")
@@ -257,7 +257,7 @@ def _limit_waits(connection: Any, _record: Any) -> None:
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
-    connection.isolation_level = None  # the driver begins no transaction by itself; `_begin_sqlite` does
+    connection.isolation_level = None  # the driver must not begin transactions, since `_begin_sqlite` does
     for pragma in (
         "journal_mode=WAL",
         "synchronous=FULL",
@@ -273,7 +273,9 @@ def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
         except sqlite3.DatabaseError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
                 raise
-            raise InvalidInput(f"--database is not a SQLite database: give another path ({error}).") from None
+            raise InvalidInput(
+                f"The file given by --database is not a SQLite database ({error}): use another path."
+            ) from None
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:

@@ -1,4 +1,4 @@
-"""Events of a job, in the order in which they were committed."""
+"""Stores each job's events, in the order in which they were committed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tula_wire import Event
 
 
 class Events(Repository):
-    """The events table: appends events, and reads events after an id."""
+    """The table of events."""
 
     def append(self, job_id: str, kind: str, *, run_id: str | None = None, data: JsonObject | None = None) -> int:
-        """Write an event and return its id.
+        """Append an event and return its id.
 
-        On Postgres, a lock per job, held until commit, keeps ids in commit order: after a reader has seen id 7, no id 6
-        may appear.
+        On Postgres, a lock per job, held until commit, ensures that ids increase in commit order. Otherwise, event 6
+        could appear after a reader has already received event 7, and the reader would miss it.
         """
         if self._postgres:
             self._connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended(job_id, 0))))
@@ -28,12 +28,12 @@ class Events(Repository):
         return int(self._scalar(statement.returning(events.c.id)))
 
     def after(self, job_id: str, last_id: int = 0, *, limit: int = 200) -> list[Event]:
-        """Return the job's events with an id above `last_id`, oldest first."""
+        """Return the job's events whose ids are greater than `last_id`, oldest first."""
         newer = sa.select(events).where(events.c.job_id == job_id, events.c.id > last_id)
         return [Event(**row) for row in self._rows(newer.order_by(events.c.id).limit(limit))]
 
     def recent(self, job_id: str, *, kinds: Sequence[str], run_id: str | None = None, limit: int = 20) -> list[Event]:
-        """Return the newest events of these kinds, newest first, optionally of a single run."""
+        """Return the job's newest events of these kinds, newest first; with `run_id`, only that run's events."""
         statement = sa.select(events).where(events.c.job_id == job_id, events.c.kind.in_(kinds))
         if run_id is not None:
             statement = statement.where(events.c.run_id == run_id)
@@ -44,10 +44,10 @@ class Events(Repository):
         return int(self._scalar(sa.select(sa.func.count()).select_from(events).where(events.c.at < when)))
 
     def delete_before(self, when: datetime, *, limit: int) -> int:
-        """Delete up to `limit` events older than `when`; return how many were deleted."""
+        """Delete up to `limit` events older than `when`, and return the number of deleted events."""
         chosen = sa.select(events.c.id).where(events.c.at < when).order_by(events.c.id).limit(limit)
         return int(self._connection.execute(sa.delete(events).where(events.c.id.in_(chosen))).rowcount)
 
     def last_id(self, job_id: str) -> int:
-        """Return the newest event's id, or 0 if there is none."""
+        """Return the id of the job's newest event, or 0 if the job has no event."""
         return self._scalar(sa.select(sa.func.max(events.c.id)).where(events.c.job_id == job_id)) or 0

@@ -1,4 +1,4 @@
-"""Probes of the links between ranks, by project and instance type."""
+"""Stores probes of the links between ranks, by project and instance type."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _AFFECTED = ("planning", "ready")
 
 
 class Fabrics(Repository):
-    """The fabrics table; see `tula_wire.FabricProbe` for the body of a probe."""
+    """The table of fabric probes; `tula_wire.FabricProbe` defines the content of a probe."""
 
     def add(self, project_id: str, instance_type: str, probe: JsonObject, *, job_id: str | None = None) -> datetime:
-        """Store a probe, keep the newest 50 of its source and type, and mark the plans made without it as stale.
+        """Store a probe, mark the plans that it affects as stale, and return the time at which it was stored.
 
-        If a run measured the probe, `job_id` is its job, and only that job's plan is marked; otherwise the plans of all
-        open jobs of the project are. Returns the time of storing.
+        If a run measured the probe, `job_id` is that run's job, and only this job's plan is marked; otherwise, the
+        plans of all open jobs of the project are marked. Only the newest 50 probes with the same project, instance type
+        and job are kept.
         """
         now = self._now()
         values = {"project_id": project_id, "instance_type": instance_type, "job_id": job_id}
@@ -44,7 +45,7 @@ class Fabrics(Repository):
     def list(
         self, project_id: str | None, *, instance_types: Collection[str] | None = None, limit: int
     ) -> list[tuple[JsonObject, datetime, str | None]]:
-        """Return the newest probes of a project or of all projects, newest first, each with its time and job."""
+        """Return the newest probes of a project or of all projects, newest first, each with its time and job id."""
         columns = (fabrics.c.probe, fabrics.c.created_at, fabrics.c.job_id)
         statement = sa.select(*columns).order_by(fabrics.c.key.desc()).limit(limit)
         if project_id is not None:

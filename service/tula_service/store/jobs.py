@@ -1,4 +1,4 @@
-"""Stores jobs: one registration per idempotency key, pages in constant time, and the version that keys every fit."""
+"""Stores jobs, with one job per idempotency key, and lists them in pages whose cost does not grow with their number."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ _ORDERS: Mapping[JobOrder, Sequence[sa.ColumnElement[Any]]] = {
     "error": (sa.func.abs(jobs.c.prediction_error).desc().nulls_last(),),
 }
 _SEARCHED = sa.table("jobs_search", sa.column("rowid"))
-"""On SQLite: the trigrams of each job's names, which triggers maintain (migration 0009)."""
+"""The table of the trigrams of each job's name and model name on SQLite, which triggers keep current."""
 _MATCH: sa.ColumnElement[Any] = sa.literal_column("jobs_search")
 _TRIGRAMS: sa.ColumnElement[Any] = sa.literal_column("tula_trigrams(lower(jobs.name || ' ' || jobs.model_name))")
-"""On Postgres: the trigrams of the same names, as the expression in an index."""
+"""The trigrams of a job's name and model name on Postgres, as the expression in an index."""
 _LEAST_SEARCHED = 3
-"""Fewest characters of a search with a trigram; a shorter search reads every name."""
-_KEY_TAKEN = "This Idempotency-Key was already used for a different job: send a new key."
+"""Minimum length of a search text that contains a trigram; a search for a shorter text reads every name."""
+_KEY_TAKEN = "This Idempotency-Key was already used for another specification: send a new key."
 
 PlanState: TypeAlias = Literal["current", "stale", "stale_out_of_memory"]
-"""Whether a job's plan takes all its runs into account. A stale plan waits for a worker to compute it again.
+"""Whether a job's plan takes all its runs into account, or is stale and must be recomputed by a worker.
 
-After an out-of-memory failure, waiting runs may not fit either, so none can be claimed until the plan is current.
+After an out-of-memory failure, pending runs may not fit into memory either, so none can be claimed until the plan is
+current.
 """
 
 
 class JobRecord(JobSummary):
-    """A job with the fields that lists do not show; use cases keep the listed fields current.
+    """A job with all its fields; use cases keep the fields of `JobSummary`, which lists show, up to date.
 
-    `data_version` increases with every change that can affect a fit, and so keys every cached answer. Failed runs with
-    a key of at most `retried_up_to_key` may be profiled again. `cross_validated_error` belongs to exactly the runs
-    `cross_validated_runs` and the model version `cross_validated_model`.
+    `data_version` increases with every change that can affect a fit, and is therefore part of the key of every cached
+    recommendation. Failed runs whose key is at most `retried_up_to_key` may be profiled again. `cross_validated_error`
+    was computed from exactly the runs `cross_validated_runs`, with the model version `cross_validated_model`.
     """
 
     cursor: int
@@ -68,18 +69,18 @@ class JobRecord(JobSummary):
 
 
 class Jobs(Repository):
-    """The jobs table. A job that is being deleted no longer exists for any reader here."""
+    """The table of jobs. Its methods treat a job that is being deleted as if it did not exist."""
 
     def create(
         self, project_id: str, spec: JsonObject, *, idempotency_key: str | None = None, fingerprint: str | None = None
     ) -> tuple[JobRecord, bool]:
-        """Register a job and return it with True, or return the job with the same key or request, with False.
+        """Create a job and return it with True, or return an existing job with the same key or request, and False.
 
-        `fingerprint` is a digest of the request; a job with the same `idempotency_key` is preferred to one with the
-        same fingerprint. Raises Conflict if the key was used with a different request.
+        `fingerprint` is a digest of the request; a job with the same `idempotency_key` takes precedence over one with
+        the same fingerprint. Raises Conflict if the key was already used with a different request.
         """
-        # Literals are needed because a request without a key or fingerprint must match no job, whereas `== None` would
-        # match all jobs without one.
+        # A request without a key or fingerprint must match no job. It would match all jobs without one if the
+        # comparison with None were not made through a literal.
         same_key = jobs.c.idempotency_key == sa.literal(idempotency_key, sa.Text)
         same_request = jobs.c.fingerprint == sa.literal(fingerprint, sa.Text)
         same = (
@@ -98,32 +99,31 @@ class Jobs(Repository):
             insert = insert.on_conflict_do_nothing(index_elements=["project_id", "idempotency_key"])
             if self._row(insert.returning(jobs.c.id)) is not None:
                 return self.get(job_id), True
-            existing = self._row(same)  # the row that another transaction has just stored
+            existing = self._row(same)  # the row that another transaction has just inserted
         if existing is None or existing["fingerprint"] != fingerprint:
             raise Conflict(_KEY_TAKEN, field="Idempotency-Key")
         return self.get(existing["id"]), False
 
     def get(self, job_id: str) -> JobRecord:
-        """Return the job. Raises NotFound."""
+        """Return the job with this id. Raises NotFound."""
         row = self._row(_SELECT_JOBS.where(jobs.c.id == job_id, jobs.c.state != _DELETING))
         if row is None:
             raise NotFound.of("job", job_id)
         return _job_record(row)
 
     def lock(self, job_id: str) -> JobRecord:
-        """Return the job, locked until this transaction ends, so that one transaction at a time plans or publishes for
-        it.
+        """Lock the job until this transaction ends, and return it; only one transaction at a time may plan or publish.
 
-        The lock is FOR NO KEY UPDATE, so that rows that refer to the job, such as events, can be inserted meanwhile.
-        With a plain FOR UPDATE, their foreign keys would wait here while they hold a run or the lock of the job's
-        events.
+        The lock is FOR NO KEY UPDATE, so that other transactions can insert rows that refer to the job, such as events.
+        With FOR UPDATE, the foreign keys of such rows would have to wait for this lock, while their transactions hold a
+        run or the lock of the job's events.
         """
         row = sa.select(jobs.c.key).where(jobs.c.id == job_id)
         self._connection.execute(row.with_for_update(key_share=True))  # on SQLite, this is a plain query
         return self.get(job_id)
 
     def data_version(self, job_id: str) -> int:
-        """Return the version of all data that a fit of this job reads. Raises NotFound."""
+        """Return the version number of the data that a fit of this job reads. Raises NotFound."""
         version = self._scalar(sa.select(jobs.c.data_version).where(jobs.c.id == job_id, jobs.c.state != _DELETING))
         if version is None:
             raise NotFound.of("job", job_id)
@@ -142,12 +142,12 @@ class Jobs(Repository):
         limit: int = 50,
         count_up_to: int | None = None,
     ) -> JobPage:
-        """List jobs in `order`; `search` matches a part of the job's or model's name, ignoring case.
+        """Return a page of jobs in `order`; `search` matches part of a job's name or model name, ignoring case.
 
-        Only the order `newest first` has further pages.
+        Only the order "newest" supports further pages.
 
-        The page starts after its cursor's key, the total is counted only up to `count_up_to`, and a search of three or
-        more characters uses trigrams, so that the time does not grow with the number of jobs.
+        The time does not grow with the number of jobs, since a page starts after the key in its cursor, the total is
+        counted only up to `count_up_to`, and a search for three or more characters uses trigrams.
         """
         conditions: list[sa.ColumnElement[bool]] = [jobs.c.state != _DELETING]
         key: sa.ColumnElement[Any] = jobs.c.key
@@ -155,10 +155,10 @@ class Jobs(Repository):
             conditions.append(jobs.c.project_id == project_id)
         if name is not None:
             conditions.append(jobs.c.name == name)
-        if search and "\0" in search:  # a character that neither engine allows in a text
+        if search and "\0" in search:  # neither SQLite nor Postgres allows NUL in this text
             return JobPage(jobs=[], total=0)
         if search:
-            # SQLite's LIKE is case-blind by itself, and takes half the time without lower() around every name.
+            # SQLite's LIKE ignores case, and takes half as long without a call of lower() for every name.
             contains = sa.Column.icontains if self._postgres else sa.Column.contains
             conditions.append(
                 sa.or_(*(contains(column, search, autoescape=True) for column in (jobs.c.name, jobs.c.model_name)))
@@ -168,7 +168,7 @@ class Jobs(Repository):
             elif len(search) >= _LEAST_SEARCHED:
                 phrase = '"' + search.replace('"', '""') + '"'
                 conditions += [_SEARCHED.c.rowid == jobs.c.key, _MATCH.op("MATCH")(phrase)]
-                key = _SEARCHED.c.rowid  # in this order SQLite reads the matches and their jobs until the page is full
+                key = _SEARCHED.c.rowid  # so ordered, SQLite reads matches only until the page is full
         if state is not None:
             conditions.append(jobs.c.state == state)
         elif not include_archived:
@@ -185,9 +185,9 @@ class Jobs(Repository):
         return JobPage(jobs=[records[key] for key in keys[:limit]], total=total, next_cursor=following)
 
     def update(self, job_id: str, *, bump: bool = False, **values: Any) -> JobRecord:
-        """Change columns of a job; `bump` also increments its data version, so that no cached fit is used again.
+        """Change columns of a job; with `bump`, also increment its data version, so that cached results become stale.
 
-        `recommended` takes a Configuration or None. Raises NotFound.
+        The value of `recommended` is a Configuration or None. Raises NotFound.
         """
         if values.get("recommended") is not None:
             values["recommended"] = values["recommended"].as_json()
@@ -203,7 +203,7 @@ class Jobs(Repository):
         return self.get(job_id)
 
     def mark_plan_stale(self, job_id: str, *, out_of_memory: bool = False) -> None:
-        """Record that the plan must be computed again, in the transaction that changes its basis."""
+        """Record that the plan must be recomputed; call this in the transaction that changes the plan's inputs."""
         statement = sa.update(jobs).where(jobs.c.id == job_id)
         if out_of_memory:
             statement = statement.values(plan_state="stale_out_of_memory")
@@ -212,7 +212,7 @@ class Jobs(Repository):
         self._connection.execute(statement)
 
     def begin_delete(self, job_id: str) -> None:
-        """Make the job invisible at once; `usecases/jobs.py` then removes its rows piece by piece."""
+        """Make the job invisible; `usecases/jobs.py` then deletes its rows in small transactions."""
         self._connection.execute(
             sa.update(jobs).where(jobs.c.id == job_id).values(state=_DELETING, idempotency_key=None)
         )
@@ -227,8 +227,8 @@ class Jobs(Repository):
         return self._connection.execute(sa.select(jobs.c.id).where(jobs.c.state == _DELETING)).scalars().all()
 
     def delete(self, job_id: str) -> None:
-        """Delete the job and all rows that refer to it; slow for a job with much data, see `begin_delete`."""
-        # Lock the job, then its runs by key, in the same order as writers of samples and telemetry.
+        """Delete the job and all rows that refer to it; for a job with much data, first see `begin_delete`."""
+        # Lock the job and then its runs by key, which is the order used by transactions that store samples.
         self._connection.execute(sa.select(jobs.c.key).where(jobs.c.id == job_id).with_for_update())
         of_job = sa.select(runs.c.key).where(runs.c.job_id == job_id).order_by(runs.c.key)
         self._connection.execute(of_job.with_for_update())
@@ -236,7 +236,7 @@ class Jobs(Repository):
 
 
 def _job_record(row: RowMap) -> JobRecord:
-    """Return the record for a row of `_SELECT_JOBS`, which was valid when it was stored."""
+    """Return the record for a row of `_SELECT_JOBS`, without validation, since the row was valid when it was stored."""
     values = {name: row[name] for name in JobRecord.model_fields} | {
         "recommended": None if row["recommended"] is None else Configuration.from_json(row["recommended"]),
         "cross_validated_runs": row["cross_validated_runs"] or (),

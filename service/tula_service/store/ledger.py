@@ -1,7 +1,7 @@
-"""The ledger: every recommendation as users got it, immutable, with the results of the runs that followed it.
+"""Stores the ledger: every recommendation that users received, immutable, with the results of the runs that followed.
 
-The module also stores the results of a job for later jobs: posteriors by instance type, and predictions with
-measurements.
+This module also stores what later jobs can learn from a job: its posteriors by instance type, and its predictions with
+the values measured later.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _OUTCOME = [ledger_outcomes.c[name] for name in ("run_id", "measured_step_time_s
 
 
 class LedgerRecord(LedgerEntry):
-    """A recommendation as the user got it, never changed, with the measured result of one run that followed it.
+    """A recommendation as the user received it, with the measured result of one run that followed it, if any.
 
-    `interval_scale` is the factor by which calibration had widened the model's interval of the step time; None in
-    entries that lack it.
+    `interval_scale` is the factor by which calibration had widened the prediction interval of the step time; it is None
+    if no such factor was recorded.
     """
 
     recommendation_id: str = Field(default_factory=lambda: new_id("rec"))
@@ -40,10 +40,10 @@ _SAME = LedgerRecord.model_fields.keys() & set(ledger.c.keys())
 
 
 class Ledger(Repository):
-    """Recommendations and their outcomes; a database trigger refuses to update an entry."""
+    """The tables of recommendations and their outcomes; a database trigger prevents updates of recommendations."""
 
     def append(self, entry: LedgerRecord) -> None:
-        """Store an entry."""
+        """Append an entry to the ledger."""
         values: dict[str, Any] = {name: getattr(entry, name) for name in _SAME} | {"id": entry.recommendation_id}
         values["configuration"] = None if entry.configuration is None else entry.configuration.as_json()
         for names, estimate in ((_STEP_TIME, entry.predicted_step_time_s), (_COST, entry.predicted_cost_usd)):
@@ -53,29 +53,29 @@ class Ledger(Repository):
     def record_outcome(
         self, recommendation_id: str, run_id: str, measured_step_time_s: float, *, error: float, within_interval: bool
     ) -> None:
-        """Store the result of a run after this recommendation; a later result of the same run replaces it."""
+        """Store the result of a run that followed this recommendation, replacing any earlier result of the same run."""
         values = {"measured_step_time_s": measured_step_time_s, "error": error, "within_interval": within_interval}
         key = {"ledger_id": recommendation_id, "run_id": run_id}
         self._put(ledger_outcomes, key, values | {"at": self._now()})
 
     def list(self, job_id: str, *, followed: bool = False, limit: int = 200) -> Sequence[LedgerRecord]:
-        """List entries of a job, newest first, one row per outcome; with `followed`, only entries with an outcome."""
+        """Return a job's entries, newest first, one per outcome; with `followed`, only entries with an outcome."""
         conditions = [ledger.c.job_id == job_id, *([ledger_outcomes.c.run_id.is_not(None)] if followed else [])]
         return self._records(*conditions, limit=limit)
 
     def latest(self, job_id: str, objective: Objective | None = None) -> LedgerRecord | None:
-        """Return the newest entry of a job (optionally for one objective)."""
+        """Return the job's newest entry, optionally for one objective, or None."""
         conditions = [ledger.c.job_id == job_id]
         if objective is not None:
             conditions.append(ledger.c.objective == objective)
         return next(iter(self._records(*conditions, limit=1)), None)
 
     def get(self, recommendation_id: str) -> LedgerRecord | None:
-        """Return one entry by its id."""
+        """Return the entry with this id, or None."""
         return next(iter(self._records(ledger.c.id == recommendation_id, limit=1)), None)
 
     def errors(self, *, limit: int = 1000) -> Sequence[float]:
-        """Return the relative errors of all predictions with a known outcome, over all jobs, newest first."""
+        """Return the relative errors of the newest predictions with a known outcome, over all jobs, newest first."""
         errors = sa.select(ledger_outcomes.c.error).join(ledger, ledger.c.id == ledger_outcomes.c.ledger_id)
         newest = errors.where(ledger_outcomes.c.error.is_not(None)).order_by(ledger.c.key.desc()).limit(limit)
         return self._connection.execute(newest).scalars().all()
@@ -83,9 +83,9 @@ class Ledger(Repository):
     def outcomes(
         self, *, project_id: str | None = None, limit: int = 1000
     ) -> Sequence[tuple[LedgerRecord, str, str, JsonObject]]:
-        """Return entries with an outcome, over all jobs or the jobs of a project, newest first.
+        """Return the newest entries with an outcome, over all jobs or the jobs of a project, newest first.
 
-        Each has the name, network and specification of its job.
+        Each entry is returned with the name, the model's name and the specification of its job.
         """
         query = (
             sa.select(ledger, *_OUTCOME, jobs.c.name.label("job_name"), jobs.c.model_name, jobs.c.spec)
@@ -115,7 +115,7 @@ def _estimate(row: RowMap, names: Sequence[str]) -> Estimate | None:
 
 
 def _record(row: RowMap) -> LedgerRecord:
-    """Return the record of a row without validating it again, since it was valid when it was stored."""
+    """Return the record for a row, without validation, since the row was valid when it was stored."""
     values = {name: row[name] for name in LedgerRecord.model_fields if name in row} | {
         "configuration": None if row["configuration"] is None else Configuration.from_json(row["configuration"]),
         "predicted_step_time_s": _estimate(row, _STEP_TIME),
@@ -125,10 +125,13 @@ def _record(row: RowMap) -> LedgerRecord:
 
 
 class PosteriorStore(Repository):
-    """Stores the results of jobs for later jobs of the project; a job without a row has no results yet."""
+    """Stores results of jobs for use by the project's later jobs; a job without a row has no results yet."""
 
     def prediction_pairs(self, job_id: str) -> PredictionPairs:
-        """Return (predicted, low, high, measured) step times of the job's training runs, newest first."""
+        """Return a tuple (predicted, low, high, measured) of step times for each of the job's training runs.
+
+        The newest is first.
+        """
         pairs = sa.select(job_lessons.c.prediction_pairs).where(job_lessons.c.job_id == job_id)
         return list(self._scalar(pairs) or ())
 
@@ -137,15 +140,15 @@ class PosteriorStore(Repository):
         self._put(job_lessons, {"job_id": job_id}, {"posteriors": posteriors}, prediction_pairs=[])
 
     def add_prediction_pair(self, job_id: str, pair: list[float], *, keep: int) -> None:
-        """Prepend a pair and keep the newest `keep`; the caller holds the job's lock."""
+        """Prepend a prediction with its measurement and keep the newest `keep`; the caller holds the job's lock."""
         pairs = [pair, *self.prediction_pairs(job_id)][:keep]
         self._put(job_lessons, {"job_id": job_id}, {"prediction_pairs": pairs}, posteriors={})
 
     def of_earlier_jobs(self, project_id: str, *, before: int, limit: int) -> list[RowMap]:
-        """Return the specification, posteriors and pairs of earlier jobs (before this cursor) that have any, newest
-        first.
+        """Return the specification, posteriors and prediction pairs of the project's jobs before a cursor.
 
-        Only the newest `limit` jobs are read, so that the cost does not grow with the project.
+        The newest is first, and jobs without results are omitted. Only the newest `limit` jobs are read, so that the
+        cost does not grow with the project.
         """
         newest = (
             sa.select(jobs.c.key, jobs.c.id)

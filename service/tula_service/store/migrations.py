@@ -1,4 +1,4 @@
-"""Upgrades a database's schema, and refuses a database with another version."""
+"""Upgrades a database's schema, and checks that the schema matches this version of the code."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tula_service.errors import InvalidInput, SchemaMismatch, StoreUnavailable
 from tula_service.store.database import is_sqlite
 from tula_service.store.partitions import create_ahead
 
-_LOCK: Final = 0x74756C61  # "tula": replicas that start at the same time migrate one after another
+_LOCK: Final = 0x74756C61  # "tula" in ASCII; replicas that start simultaneously migrate one after another
 _LOCK_NOT_AVAILABLE: Final = "55P03"
 LONGEST_WAIT_S: Final = 5.0
-"""Seconds to wait for the lock of a table on Postgres."""
+"""Seconds that a migration waits for a table's lock on Postgres."""
 _VERSION: Final = sa.table("alembic_version", sa.column("version_num"))
 
 
 def upgrade_schema(engine: sa.Engine) -> None:
-    """Create or upgrade the schema, in one transaction.
+    """Create or upgrade the schema in one transaction.
 
-    Raises SchemaMismatch if this code does not know the database's schema, InvalidInput if SQLite is too old, and
-    StoreUnavailable if the database cannot be reached or a table stays locked.
+    Raises SchemaMismatch if the database's schema is unknown to this code, InvalidInput if SQLite is too old, and
+    StoreUnavailable if the database cannot be reached or a table remains locked.
     """
     try:
         with engine.begin() as connection:
@@ -31,7 +31,7 @@ def upgrade_schema(engine: sa.Engine) -> None:
             else:
                 connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
-                # While a migration waits for a table, all later requests for that table wait too.
+                # A lock timeout is needed, because all later requests for a table wait while a migration waits for it.
                 connection.execute(sa.text(f"SET LOCAL lock_timeout = '{LONGEST_WAIT_S:g}s'"))
             _refuse_unknown(_current(connection))
             _run_migrations(connection)
@@ -39,59 +39,64 @@ def upgrade_schema(engine: sa.Engine) -> None:
     except sa.exc.OperationalError as error:
         if getattr(error.orig, "sqlstate", None) == _LOCK_NOT_AVAILABLE:
             raise StoreUnavailable(
-                f"Another session has held a table's lock for {LONGEST_WAIT_S:g} s, and nothing was changed: end it "
-                "(pg_stat_activity lists it), then run `tula migrate` again."
+                f"Another database session has held a table's lock for {LONGEST_WAIT_S:g} s, so nothing was changed: "
+                "end that session (see pg_stat_activity), then run `tula migrate` again."
             ) from error
-        raise StoreUnavailable("The database cannot be reached: check --database, and that it is running.") from error
+        raise StoreUnavailable(
+            "The database cannot be reached: check --database, and check that the database is running."
+        ) from error
 
 
 def check_schema(engine: sa.Engine) -> None:
-    """Raise SchemaMismatch unless the database has exactly the newest schema of this code."""
+    """Raise SchemaMismatch unless the database has exactly the newest schema that this code knows."""
     with engine.connect() as connection:
         current = _current(connection)
     if current == head_revision():
         return
     _refuse_unknown(current)
     raise SchemaMismatch(
-        f"The database has schema {current or 'none'} but this version needs {head_revision()}: "
-        "back it up, then run `tula serve --migrate` once."
+        f"The database has schema {current or 'none'}, but this version requires {head_revision()}: back up the "
+        "database, then run `tula serve --migrate` once."
     )
 
 
 def is_empty(engine: sa.Engine) -> bool:
-    """Return True for a database without tables: a new file, or a newly created Postgres database."""
+    """Return True if the database has no tables, like a new SQLite file or a newly created Postgres database."""
     try:
         with engine.connect() as connection:
             return not sa.inspect(connection).get_table_names()
     except sa.exc.OperationalError as error:
-        raise StoreUnavailable("The database cannot be reached: check --database, and that it is running.") from error
+        raise StoreUnavailable(
+            "The database cannot be reached: check --database, and check that the database is running."
+        ) from error
 
 
 def head_revision() -> str:
-    """Return the newest schema revision that this code knows."""
+    """Return the newest schema revision in this version of the code."""
     return max(_revisions())
 
 
 def _revisions() -> set[str]:
-    """Return the revisions, read from the file names of the migrations, such as `0001_first.py`.
+    """Return the known schema revisions, which are the prefixes of file names such as `0001_first.py`.
 
-    Alembic could list them too, but its import takes a sixth of the service's start-up time.
+    Alembic could also list them, but importing it takes a sixth of the service's start-up time.
     """
     return {path.stem.partition("_")[0] for path in (_migrations() / "versions").glob("[0-9]*_*.py")}
 
 
 def _require_trigrams(connection: sa.Connection) -> None:
-    """Raise InvalidInput if this SQLite lacks the features that a search for jobs needs."""
+    """Raise InvalidInput if this SQLite version lacks the trigram index that job searches require."""
     query = "SELECT sqlite_version(), EXISTS (SELECT 1 FROM pragma_module_list WHERE name = 'fts5')"
     version, has_fts5 = connection.exec_driver_sql(query).one()
     if not has_fts5 or tuple(int(part) for part in version.split(".")[:2]) < (3, 34):
         raise InvalidInput(
-            f"The SQLite {version} of this Python has no trigram index: use one from 3.34 on with FTS5, or Postgres."
+            f"This Python's SQLite {version} has no trigram index: use a Python with SQLite 3.34 or later and FTS5, or "
+            "use Postgres."
         )
 
 
 def _current(connection: sa.Connection) -> str | None:
-    """Return the revision that Alembic wrote into the database, or None before the first."""
+    """Return the schema revision that Alembic stored in the database, or None if no migration was run."""
     if not sa.inspect(connection).has_table(_VERSION.name):
         return None
     revision: str | None = connection.execute(sa.select(_VERSION.c.version_num)).scalar_one_or_none()
@@ -101,9 +106,9 @@ def _current(connection: sa.Connection) -> str | None:
 def _refuse_unknown(current: str | None) -> None:
     if current is not None and current not in _revisions():
         raise SchemaMismatch(
-            f"The database has schema {current}, which this version of Tula (up to {head_revision()}) does not know: "
-            "run `pip install --upgrade tula` if a later version made it, and give --database a new place if it was "
-            "made before the first release."
+            f"The database has schema {current}, which is unknown to this version of Tula (up to {head_revision()}): "
+            "run `pip install --upgrade tula` if a later version created the database, or set --database to a new one "
+            "if it was created before the first release."
         )
 
 
@@ -118,6 +123,6 @@ def _run_migrations(connection: sa.Connection) -> None:
 
 
 def _migrations() -> Path:
-    """Return the folder of migrations: inside the package in a wheel, next to `service/` in a checkout."""
+    """Return the folder with the migrations: in a wheel inside the package, in a checkout next to `service/`."""
     packaged = Path(__file__).resolve().parents[1] / "migrations"
     return packaged if packaged.is_dir() else Path(__file__).resolve().parents[3] / "migrations"

@@ -1,10 +1,9 @@
-"""Partitions of telemetry on Postgres: one for the runs created in a month, created ahead of time and dropped as a
-whole.
+"""Creates and drops the partitions of telemetry on Postgres, one for the runs created in each month.
 
-The key of a run is its month, such as 202611, times 10^9 plus a sequence number (the column's default), so a month is a
-range of run keys. All chunks of a run are in the same partition, however late they arrive or are sent again, so the
-table's primary key (run, rank, boot id, sequence) still identifies a chunk, and a query for a run reads one partition.
-SQLite has a single table and needs none of this.
+The key of a run is its month, such as 202611, times 10^9 plus a sequence number (the column's default), so the runs of
+a month have a contiguous range of keys. All chunks of a run are in the same partition, even if they arrive late or are
+sent again, so the table's primary key (run, rank, boot id, sequence) still identifies a chunk, and a query for a run
+reads only one partition. Partitions are created ahead of time. SQLite has a single table without partitions.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tula_wire.enums import FINAL_STATES
 
 MONTHS_AHEAD: Final = 2
 KEYS_OF_A_MONTH: Final = 10**9
-_LOCK: Final = 0x74756C62  # replicas create partitions one after another
+_LOCK: Final = 0x74756C62  # only one replica at a time creates partitions
 _LOCK_OF_DROPPING: Final = 0x74756C63
 _ATTEMPTS: Final = 20
 
@@ -41,11 +40,11 @@ _MONTHS: Final = sa.text(
 )
 _NO_PARTITION: Final = "23514"
 _OLDEST: Final = f"SELECT min(relname) {_OF_MONTHS} AND relispartition"
-"""The table of the first month whose telemetry is kept."""
+"""A query for the table of the first month whose telemetry is still kept."""
 
 
 def create_ahead(engine: sa.Engine) -> None:
-    """Create the missing partitions for this month and the next ones. Raises StoreUnavailable."""
+    """Create the missing partitions for the current month and the following MONTHS_AHEAD. Raises StoreUnavailable."""
     if is_sqlite(engine):
         return
     existing = _tables(engine)
@@ -57,17 +56,19 @@ def create_ahead(engine: sa.Engine) -> None:
 
 
 def check_month(engine: sa.Engine) -> None:
-    """Raise StoreUnavailable if the telemetry of runs that begin now has no partition."""
+    """Raise StoreUnavailable if there is no partition for the telemetry of new runs."""
     if not is_sqlite(engine) and f"telemetry_chunks_{_months(engine)[0]}" not in _tables(engine):
         raise StoreUnavailable(
-            "Telemetry has no partition for this month: let the database's user own the tables, then restart."
+            "There is no telemetry partition for this month: make the service's database user the owner of the tables, "
+            "then restart the service."
         )
 
 
 def refusal(engine: sa.Engine, run_key: int, error: sa.exc.IntegrityError) -> ServiceError:
-    """Return the error for a chunk that Postgres refused.
+    """Return the error to raise for a chunk that Postgres refused.
 
-    It is NotFound for a deleted run or a dropped month, and StoreUnavailable for a month without a partition yet.
+    The error is NotFound if the run was deleted or its month was dropped, and StoreUnavailable if its month has no
+    partition yet.
     """
     if getattr(error.orig, "sqlstate", None) != _NO_PARTITION:
         return NotFound(GONE)
@@ -75,14 +76,14 @@ def refusal(engine: sa.Engine, run_key: int, error: sa.exc.IntegrityError) -> Se
         oldest = connection.exec_driver_sql(_OLDEST).scalar()
     if oldest is not None and run_key < int(oldest.rsplit("_", 1)[1]) * KEYS_OF_A_MONTH:
         return NotFound(GONE)
-    return StoreUnavailable("Telemetry has no partition for the month of this run: send this again later.")
+    return StoreUnavailable("There is no telemetry partition for the month of this run: send the chunk again later.")
 
 
 def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
-    """Return the tables of months that ended before `before`, oldest first, up to the first with runs that may still
-    send.
+    """Return the tables of months that ended before `before`, oldest first, up to the first month still in use.
 
-    Tables that an earlier `drop` detached but could not finish are included.
+    A month is in use if one of its runs may still send telemetry. The result includes tables that an earlier `drop`
+    detached but could not drop.
     """
     tables = _tables(engine)
     names = [name for name, attached in tables.items() if not attached]
@@ -96,25 +97,25 @@ def due(engine: sa.Engine, *, before: datetime) -> Sequence[str]:
 
 @contextmanager
 def dropping(engine: sa.Engine) -> Iterator[None]:
-    """Hold the right to drop months, which one process can have at a time. Raises Conflict while another has it."""
-    # There is no transaction, since it would be ended as idle; closing the connection at the end releases the lock.
+    """Hold the lock for dropping months, which only one process can hold. Raises Conflict if another process has it."""
+    # The lock is held outside a transaction, which would be terminated as idle; closing the connection releases it.
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.detach()
         if not connection.execute(sa.select(sa.func.pg_try_advisory_lock(_LOCK_OF_DROPPING))).scalar():
-            raise Conflict("Another `tula prune --yes` is dropping months of telemetry: let it finish.")
+            raise Conflict("Another `tula prune --yes` is dropping months of telemetry: wait until it has finished.")
         yield
 
 
 def drop(engine: sa.Engine, table: str, archive: Archive | None, *, before: datetime | None = None) -> bool:
-    """Detach the partition, which ends all writes to it, write it to the archive, and only then drop it.
+    """Detach the partition to end all writes to it, write it to the archive, and then drop it.
 
-    Returns False, without a change, if one of its runs may have sent data since `before`. If the archive fails, the
-    detached table keeps its rows, and `due` lists it again. Raises StoreUnavailable.
+    If one of its runs may have sent data since `before`, change nothing and return False. If the archive cannot be
+    written, the detached table keeps its rows, and `due` will return it again. Raises StoreUnavailable.
     """
     own = f"{table} IN ACCESS EXCLUSIVE"
     if _tables(engine).get(table):
-        # Without its foreign key, the table is independent of `runs`, so a backup that reads all tables meanwhile
-        # delays only the end of the archiving, and no other request.
+        # The foreign key to `runs` is dropped, so that a concurrent backup, which locks all tables, delays only the
+        # final DROP TABLE and no other request.
         keys = (f"DROP CONSTRAINT IF EXISTS fk_{name}_run_key" for name in ("telemetry_chunks", table))
         statements = (
             f"ALTER TABLE telemetry_chunks DETACH PARTITION {table}",
@@ -129,9 +130,10 @@ def drop(engine: sa.Engine, table: str, archive: Archive | None, *, before: date
 
 
 def _in_use(connection: sa.Connection, table: str, before: datetime) -> bool:
-    """Return True if a run of this month or an earlier one may still send: it has not ended, or ended after `before`.
+    """Return True if a run of this month or an earlier one has not ended, or ended after `before`.
 
-    A run may wait until its job is archived, and a run whose lease has expired continues if its agent returns.
+    Such a run may still send telemetry. A pending run may start as long as its job is not archived, and a run whose
+    lease has expired continues if its agent reconnects.
     """
     waiting = runs.c.state.not_in(FINAL_STATES) & jobs.c.state.not_in(("archived", "deleting"))
     used = sa.or_(waiting, runs.c.lease_expires_at >= before, runs.c.finished_at >= before)
@@ -146,11 +148,11 @@ def _alter(
     locks: Sequence[str],
     allowed: Callable[[sa.Connection], bool] = lambda _: True,
 ) -> bool:
-    """Lock tables that are in use, in this order, and change them; return False if the change is not `allowed` by then.
+    """Acquire `locks` in this order and execute `statements`; return False if the change is then not `allowed`.
 
-    The wait for `locks` is longer than the second after which Postgres interrupts its own vacuum for them. The wait for
-    the parent table, which all requests use, is shorter than Postgres's deadlock timeout. If the lock is not acquired,
-    the wait is repeated.
+    The wait for `locks` exceeds one second, since Postgres cancels a vacuum that blocks a lock after that time. The
+    wait for the parent table, which all requests use, is shorter than Postgres's deadlock timeout. If a lock is not
+    acquired in time, the whole attempt is repeated.
     """
     waits = ("SET LOCAL lock_timeout = '2s'", "SET LOCAL lock_timeout = '500ms'")
     for attempt in range(_ATTEMPTS):
@@ -167,7 +169,8 @@ def _alter(
         except sa.exc.ProgrammingError as error:
             reason = str(error.orig).partition("\n")[0]
             raise StoreUnavailable(
-                f"The partitions of telemetry cannot be changed ({reason}): the database's user must own its tables."
+                f"The telemetry partitions cannot be changed ({reason}): make the service's database user the owner of "
+                "the tables."
             ) from error
         except sa.exc.OperationalError as error:
             if attempt == _ATTEMPTS - 1:
@@ -177,19 +180,22 @@ def _alter(
 
 
 def _months(engine: sa.Engine) -> list[int]:
-    """Return this month and the next ones, such as 202611, by the database's clock, which also determines run keys."""
+    """Return the current month and the following MONTHS_AHEAD, such as 202611, according to the database's clock.
+
+    The same clock determines the keys of runs.
+    """
     with engine.connect() as connection:
         return [int(month) for month in connection.execute(_MONTHS).scalars()]
 
 
 def _tables(engine: sa.Engine) -> dict[str, bool]:
-    """Return the tables of months in order, each with True if it is attached."""
+    """Return the names of the monthly tables, oldest first, each with True if the table is an attached partition."""
     with engine.connect() as connection:
         return {str(name): bool(attached) for name, attached in connection.execute(_TABLES)}
 
 
 def _month_end(table: str) -> int:
-    """Return the month that follows a table's month."""
+    """Return the month after the month of a table, as a number such as 202612."""
     return _following(int(table.rsplit("_", 1)[1]))
 
 

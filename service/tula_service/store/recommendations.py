@@ -1,4 +1,4 @@
-"""The answer cache: rendered recommendations, keyed by the data version and model version behind them."""
+"""Caches rendered recommendations with the data version and the model version from which they were computed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tula_service.store.tables import answers
 
 
 class AnswerCache(Repository):
-    """A cache that all workers and replicas share. `body` is JSON text, which clients get unchanged."""
+    """The table of cached answers, which all workers and replicas share; clients receive the JSON `body` unchanged."""
 
     def get(
         self, job_id: str, name: str, *, data_version: int, model_version: str, or_newer: bool = False
     ) -> str | None:
-        """Return the cached answer `name` if it is from these versions or, if allowed, from newer data; else None."""
+        """Return the cached answer for this name and these versions (or for newer data, if `or_newer`), else None."""
         version = answers.c.data_version
         conditions = (
             answers.c.job_id == job_id,
@@ -26,7 +26,7 @@ class AnswerCache(Repository):
         return body
 
     def put(self, job_id: str, name: str, *, data_version: int, model_version: str, body: str) -> None:
-        """Cache an answer, unless an answer from newer data is already cached."""
+        """Cache an answer, unless an answer computed from newer data is already cached."""
         values = {"data_version": data_version, "model_version": model_version, "body": body, "created_at": self._now()}
         older = answers.c.data_version <= data_version
         self._put(answers, {"job_id": job_id, "name": name}, values, where=older)

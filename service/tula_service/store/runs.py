@@ -1,4 +1,4 @@
-"""Stores runs: changes their state only by compare-and-set, and leases each to one holder at a time."""
+"""Stores runs, changes their states only by compare-and-set, and leases each run to one holder at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tula_wire.samples import LEASE_HEADER
 _RELEASED: dict[str, Any] = {
     "holder": None, "lease_s": None, "lease_expires_at": None, "started_at": None, "lease": runs.c.lease + 1,
 }  # fmt: skip
-"""Column values of a run that returns to the plan."""
+"""The column values that a run gets when it returns to the plan."""
 _OBSERVED = ("world_size", "local_batch_size", "grad_accum_steps")
 _SUMMARISED = ("step_time_s", "num_steps", "straggler_rank")
 _SELECT_RUNS = sa.select(
@@ -38,10 +38,13 @@ _EXTEND = sa.update(runs).where(runs.c.id == sa.bindparam("run"), runs.c.state.i
 
 
 class Runs(Repository):
-    """The runs table; `Leases` claims runs and renews their leases."""
+    """The table of runs. The class `Leases` claims runs and renews their leases."""
 
     def create(self, job_id: str, run: NewRun) -> RunRecord:
-        """Add a run to a job and increment the job's data version. Raises NotFound if there is no such job."""
+        """Add a run to a job, increment the job's data version, and return the run.
+
+        Raises NotFound for an unknown job.
+        """
         project_id = self._scalar(sa.select(jobs.c.project_id).where(jobs.c.id == job_id))
         if project_id is None:
             raise NotFound.of("job", job_id)
@@ -64,7 +67,7 @@ class Runs(Repository):
         return self.get(values["id"])
 
     def get(self, run_id: str) -> RunRecord:
-        """Return the run. Raises NotFound."""
+        """Return the run with this id. Raises NotFound."""
         row = self._row(_RUN, run=run_id)
         if row is None:
             raise NotFound.of("run", run_id)
@@ -80,7 +83,10 @@ class Runs(Repository):
         limit: int = 1000,
         plan_order: bool = False,
     ) -> list[RunRecord]:
-        """List runs of a job, newest first (older than the key `cursor`) or in the order in which they are claimed."""
+        """Return a job's runs, newest first or, with `plan_order`, in the order in which they are claimed.
+
+        With `cursor`, only runs with a smaller key are returned.
+        """
         statement = _SELECT_RUNS.where(runs.c.job_id == job_id).limit(limit)
         if kind is not None:
             statement = statement.where(runs.c.kind == kind)
@@ -92,7 +98,7 @@ class Runs(Repository):
         return [_run_record(row) for row in self._rows(statement.order_by(*order))]
 
     def running_trainings(self, project_id: str | None, *, limit: int) -> Sequence[RunRecord]:
-        """Return the newest training runs in progress, of all projects or one, except those whose lease has expired."""
+        """Return the newest running training runs of a project or of all projects, except those with expired leases."""
         held = runs.c.lease_expires_at.is_(sa.null()) | (runs.c.lease_expires_at >= self._now())
         statement = _SELECT_RUNS.where(runs.c.state == "running", runs.c.kind == "train", held)
         if project_id is not None:
@@ -108,10 +114,10 @@ class Runs(Repository):
         end_cause: EndCause | None = None,
         **values: Any,
     ) -> bool:
-        """Move a run from one of `expected` to `to`; return False, without a change, if it is in another state.
+        """Move a run from one of the `expected` states to `to`; if it is in another state, return False.
 
-        Sets `started_at` and `finished_at`, ends the lease of a final state, and increments the job's data version. A
-        run that returns to the plan has no `started_at` until its next holder starts it.
+        This sets `started_at` and `finished_at`, ends the lease if `to` is a final state, and increments the job's data
+        version. A run that returns to the plan has no `started_at` until its next holder starts it.
         """
         now = self._now()
         values["end_cause"] = end_cause
@@ -134,7 +140,7 @@ class Runs(Repository):
         return True
 
     def update(self, run_id: str, *, bump: bool = False, **values: Any) -> None:
-        """Change columns other than the state, which only `transition` changes. Raises NotFound."""
+        """Change columns of a run, except its state, which only `transition` may change. Raises NotFound."""
         changed = self._connection.execute(
             sa.update(runs).where(runs.c.id == run_id).values(**values).returning(runs.c.job_id)
         ).first()
@@ -148,7 +154,7 @@ class Runs(Repository):
         self._put(run_outputs, {"run_key": run_key}, {"text": text})
 
     def output(self, run_key: int) -> str | None:
-        """Return the stored output of a run."""
+        """Return the stored output of a run, or None."""
         text: str | None = self._scalar(sa.select(run_outputs.c.text).where(run_outputs.c.run_key == run_key))
         return text
 
@@ -165,33 +171,33 @@ def _run_record(row: RowMap) -> RunRecord:
 
 
 class Leases(Repository):
-    """Leases of runs: the right of one holder to work on a run until a certain time, extended by the holder's
-    heartbeats.
+    """Manages leases. A lease lets one holder work on a run until a certain time, which the holder's heartbeats extend.
 
-    A heartbeat is a PATCH `running` or a batch of samples. There is no timer for leases: the next claim returns a
-    profiling run with an expired lease to the plan, and the next read or change of a job marks a training run with an
-    expired lease as failed (`usecases/runs.py: with_vanished`), which a later PATCH reopens. A final state ends the
-    lease. Times come from the store's clock, so the clocks of replicas must agree within about a second.
+    A heartbeat is a PATCH request with the state `running`, or a batch of samples. No timer ends leases: the next claim
+    returns a profiling run with an expired lease to the plan, and the next read or change of a job marks a training run
+    with an expired lease as failed (`usecases/runs.py: with_vanished`); a later PATCH reopens such a run. Entering a
+    final state ends the lease. Times come from the store's clock, so the clocks of replicas must agree within about a
+    second.
 
-    Each lease has a number, which its agents send. `check` refuses an agent whose lease is over, since another holder's
-    agents may be measuring the same run.
+    Each lease has a number, which the agents send. `check` refuses agents whose lease has ended, since the agents of
+    another holder may be measuring the same run.
     """
 
     def check(self, run_id: str, number: int | None) -> None:
-        """Raise Conflict unless the sender has the run's current lease; a sender without a number is accepted."""
+        """Raise Conflict if `number` is not the run's current lease; None is accepted."""
         current = None if number is None else self._scalar(_LEASE, run=run_id)
         if current is not None and current != number:
             raise Conflict(
-                f"Lease {number} of this run is over, and it has returned to the plan or is another's: stop working on "
-                "it.",
+                f"Lease {number} of this run has ended, and the run has returned to the plan or has another holder: "
+                "stop working on it.",
                 field=LEASE_HEADER,
             )
 
     def claim(self, job_id: str, *, holder: str, lease_s: float, max_nodes: int | None = None) -> RunRecord | None:
-        """Lease the next pending profiling run and return it, or None if no run can be claimed now.
+        """Lease the next pending profiling run and return it, or return None if no run can be claimed now.
 
-        Runs with an expired lease count as pending. Two claimants never get the same run: Postgres skips rows that
-        another transaction has locked, and SQLite has one writer at a time.
+        Runs with an expired lease count as pending. Two claimants never get the same run, since Postgres skips rows
+        that another transaction has locked, and SQLite allows one writer at a time.
         """
         self._release_expired(job_id)
         due = sa.select(runs.c.key).where(runs.c.job_id == job_id, runs.c.state == "pending", runs.c.kind == "profile")
@@ -202,12 +208,12 @@ class Leases(Repository):
         if key is None:
             return None
         (run,) = self._rows(_SELECT_RUNS.where(runs.c.key == key))
-        # All runs that a launch may measure get one number.
+        # All runs that a launch may measure get the same lease number.
         last = self._scalar(sa.select(sa.func.max(runs.c.lease)).where(*_same_launch(_run_record(run))))
         return self._lease([key], holder, lease_s, self._now() + timedelta(seconds=lease_s), int(last) + 1)[0]
 
     def claim_launch(self, run: RunRecord) -> list[RunRecord]:
-        """Lease to `run`'s holder the pending runs that differ from it only in the local batch, and return them."""
+        """Lease to `run`'s holder the pending runs that differ only in local batch size, and return those runs."""
         pending = sa.select(runs.c.key).where(*_same_launch(run), runs.c.state == "pending")
         keys = list(self._connection.execute(pending.with_for_update(skip_locked=True)).scalars())
         return self._lease(keys, run.holder, run.lease_s, run.lease_expires_at, run.lease)
@@ -230,15 +236,15 @@ class Leases(Repository):
         self._connection.execute(expired.values(state="pending", **_RELEASED))
 
     def expired(self, job_ids: Sequence[str]) -> Sequence[str]:
-        """Return those of these jobs that have a training run with an expired lease."""
+        """Return the ids of those of these jobs that have a training run with an expired lease."""
         lost = sa.and_(runs.c.kind == "train", runs.c.state.in_(_HELD), runs.c.lease_expires_at < self._now())
         statement = sa.select(runs.c.job_id).where(runs.c.job_id.in_(job_ids), lost).distinct()
         return list(self._connection.execute(statement).scalars())
 
     def renew(self, run_id: str, *, lease_s: float | None = None, whole_launch: bool = False) -> bool:
-        """Extend a lease by `lease_s` (default: as claimed); return False if it is no longer held.
+        """Extend a run's lease by `lease_s` (default: the duration when claimed); return False if no lease is held.
 
-        With `whole_launch`, also extend the leases of the runs that the holder claimed together with this one.
+        With `whole_launch`, also extend the leases of the runs that the holder claimed together with this run.
         """
         row = self._row(_HELD_RUN, run=run_id)
         if row is None:
@@ -259,7 +265,7 @@ class Leases(Repository):
 
 
 def _same_launch(run: RunRecord) -> list[sa.ColumnElement[bool]]:
-    """Return the conditions that select the job's profiling runs that differ from `run` at most in the local batch."""
+    """Return conditions for the job's profiling runs that differ from `run` at most in their local batch size."""
     c = run.configuration
     return [
         runs.c.job_id == run.job_id,

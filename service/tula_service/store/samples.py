@@ -1,4 +1,4 @@
-"""Stores step samples as rows, each once, and a summary per run, so that a fit does not slow down with more rows."""
+"""Stores step samples as rows, and a summary of each run, so that the time of a fit does not grow with the rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tula_wire import Configuration, HostFacts, SampleBatch, read
 _LOG = logging.getLogger("tula.service")
 _MOST_STEP_TIMES = 200_000
 SUMMARY_ROWS = 4096
-"""Number of the last measured rows (by step) that a summary reads."""
+"""Number of measured rows, those with the highest steps, from which a summary is computed."""
 
 _FLOATS = ("compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "optimizer_time_s")
 _COLUMNS = ("sequence", "step", "step_time_s", *_FLOATS, "straggler_rank")
@@ -33,7 +33,7 @@ _POSTGRES = (
 )
 _MEMORY = [memory_readings.c[field.name] for field in fields(MemoryReading)]
 _SEEN = ("world_size", "local_batch_size", "grad_accum_steps", "timing_method", "energy_per_step_j")
-"""The columns in which a process reports its configuration and the energy of its steps."""
+"""The columns with a process's configuration, timing method and energy per step, as the process reported them."""
 _FIGURES = [field.name for field in fields(RunSummary) if field.name in run_summaries.c]
 _LOCK_JOB = sa.select(jobs.c.key).where(jobs.c.id == sa.bindparam("job")).with_for_update(read=True, key_share=True)
 _COUNT = (
@@ -53,36 +53,36 @@ _READING = sa.select(*_MEMORY).where(memory_readings.c.source_key == sa.bindpara
 
 
 Summarise: TypeAlias = Callable[[SampleColumns], dict[str, Any]]
-"""Computes the figures of `run_summaries` from columns of samples, as `perfmodel.step_summary.summarise` does."""
+"""A function that computes the values in `run_summaries` from samples, like `perfmodel.step_summary.summarise`."""
 
 SampleCursor: TypeAlias = tuple[int, int]
-"""The last row of a page: its process and sequence number, which are the primary key of the table."""
+"""The primary key of the last row of a page, which consists of the key of its process and a sequence number."""
 
 MOST_READ: Final = 20_000
-"""Rows that a page may read for a filter that few rows match, which takes tens of milliseconds."""
+"""Maximum number of rows to read for a page, in tens of milliseconds, if few rows match the filter."""
 
 MAX_PROCESSES: Final = 8_192
-"""Most processes of a run: its ranks and their restarts."""
+"""Maximum number of processes per run, counting every restart of a rank."""
 
 MOST_PROCESSES: Final = 64
-"""Most processes that a page reads; each costs a query."""
+"""Maximum number of processes whose rows are read for a page, with one query for each."""
 
 _WHOLE: Final = 10**18 - 1
-"""Sequence number in a cursor that stands for all rows of the process; no real one is as large."""
+"""The sequence number in a cursor that means that all rows of the process were read; real numbers are smaller."""
 
 
 class SampleFilter(BaseModel):
-    """A filter on a job's samples; None selects all."""
+    """A filter for a job's samples; a field that is None does not restrict them."""
 
     run_id: str | None = Field(None, max_length=200, pattern=r"^[!-~]*$", description="Only samples of this run.")
     rank: int | None = Field(None, ge=0, le=2**20, description="Only samples of this rank.")
-    warmup: bool | None = Field(None, description="Only warm-up samples, which fits discard, or only the others.")
-    first_step: int | None = Field(None, ge=0, le=2**53, description="Only this step and those after it.")
-    last_step: int | None = Field(None, ge=0, le=2**53, description="Only this step and those before it.")
+    warmup: bool | None = Field(None, description="If true, only warm-up samples; if false, only measured ones.")
+    first_step: int | None = Field(None, ge=0, le=2**53, description="Only samples of this step and later steps.")
+    last_step: int | None = Field(None, ge=0, le=2**53, description="Only samples of this step and earlier steps.")
 
     @property
     def of_rows(self) -> list[sa.ColumnElement[bool]]:
-        """Return the conditions on rows, without the conditions on processes."""
+        """Return the conditions on individual rows, without the conditions on runs and ranks."""
         table = step_samples.c
         conditions: list[sa.ColumnElement[bool]] = []
         if self.warmup is not None:
@@ -95,17 +95,17 @@ class SampleFilter(BaseModel):
 
 
 class Samples(Repository):
-    """Step samples, the processes that sent them, their memory, and the summary of each run."""
+    """The tables of step samples, of the processes that sent them, of their memory use, and of run summaries."""
 
     def add(self, run_key: int, job_id: str, batch: SampleBatch) -> int:
-        """Store a batch and return the number of new rows; a row that was stored before keeps its first values.
+        """Store a batch and return the number of new rows; rows that were already stored keep their values.
 
-        A row is identified by run, rank, boot id and sequence. New rows increase the run's counts, and new rows or a
-        different memory reading increment the job's data version. Facts that a process reports about itself come from
-        its newest batch.
+        A row is identified by run, rank, boot id and sequence number. New rows increase the run's counts; new rows and
+        changed memory readings increment the job's data version. What a process reports about itself is taken from its
+        newest batch.
         """
         if self._postgres:
-            # Lock the job's row before its run's, like a deletion; see the order of locks in store/database.py.
+            # Lock the job's row before the run's row, like a deletion; see the lock order in store/database.py.
             self._connection.execute(_LOCK_JOB, {"job": job_id})
         source = self._source(run_key, batch)
         size = len(batch.sequence)
@@ -119,26 +119,26 @@ class Samples(Repository):
             stored = self._connection.exec_driver_sql(_SQLITE, rows).rowcount
         memory_changed = batch.memory is not None and self._store_memory(source, run_key, batch.memory)
         if stored or memory_changed:
-            self.bump(job_id)  # before the run's row is changed
+            self.bump(job_id)  # must precede the change of the run's row
             measured = 0 if batch.warmup else stored
             self._connection.execute(_COUNT, {"run": run_key, "stored": stored, "measured": measured})
         return stored
 
     def recent(self, run_key: int, *, limit: int = SUMMARY_ROWS, rank: int | None = None) -> SampleColumns:
-        """Return the last `limit` measured rows of a run by step, oldest first."""
+        """Return the `limit` measured rows of a run with the highest steps, in ascending order of steps."""
         names = ("step", "step_time_s", *_FLOATS, "straggler_rank")
         return SampleColumns(**self._measured(run_key, names, SampleFilter(rank=rank), limit))
 
     def step_times(
         self, run_key: int, *, rank: int = 0, first_step: int | None = None, last_step: int | None = None
     ) -> tuple[IntArray, FloatArray]:
-        """Return step numbers and step times of a rank's measured rows, in order: at most the last 200,000 rows."""
+        """Return the step numbers and step times of a rank's measured rows in order, at most the last 200,000 rows."""
         rows = SampleFilter(rank=rank, first_step=first_step, last_step=last_step)
         columns = self._measured(run_key, ("step", "step_time_s"), rows, _MOST_STEP_TIMES)
         return columns["step"], columns["step_time_s"]
 
     def memory_by_rank(self, run_key: int, *, limit: int) -> dict[int, MemoryReading]:
-        """Return each rank's reading with the highest peak, for the `limit` ranks with the highest peaks."""
+        """Return the memory reading with the highest peak for each of the `limit` ranks with the highest peaks."""
         table, source = memory_readings.c, sample_sources.c
         statement = (
             sa.select(source.rank, *_MEMORY)
@@ -153,7 +153,7 @@ class Samples(Repository):
         return by_rank
 
     def host_facts(self, run_key: int) -> HostFacts | None:
-        """Return the facts about script and host from the newest process of the run's first rank, or None."""
+        """Return what the newest process of the run's first rank reported about script and host, or None."""
         table = sample_sources.c
         statement = sa.select(table.machine).where(
             table.run_key == run_key, table.rank == 0, table.machine.is_not(sa.null())
@@ -162,9 +162,9 @@ class Samples(Repository):
         return None if row is None else read(HostFacts, row["machine"])
 
     def summaries(self, job_id: str, summarise: Summarise) -> list[RunSummary]:
-        """Return a summary for each run of the job that has samples or ran out of memory, oldest run first.
+        """Return a summary of each run of the job that has samples or ran out of memory, oldest run first.
 
-        Stale summaries are recomputed by `summarise`, and stored if the transaction may write; every worker computes
+        Stale summaries are recomputed with `summarise`, and stored if the transaction may write; all workers compute
         the same result.
         """
         rows = self._rows(
@@ -181,7 +181,7 @@ class Samples(Repository):
         return [self._summary(row, memory.get(row["key"]), timelines.get(row["key"]), summarise) for row in rows]
 
     def refresh(self, run_key: int, summarise: Summarise) -> None:
-        """Compute and store the summary of one run now, so that `RunRecord.step_time_s` is current."""
+        """Compute and store the summary of a run, so that `RunRecord.step_time_s` is up to date."""
         row = self._row(sa.select(runs.c.key, runs.c.num_samples, runs.c.num_measured).where(runs.c.key == run_key))
         if row is not None and row["num_samples"]:
             self._compute(row, summarise)
@@ -194,11 +194,11 @@ class Samples(Repository):
         cursor: SampleCursor | None = None,
         limit: int = 500,
     ) -> tuple[list[RowMap], SampleCursor | None]:
-        """Return rows of a job ordered by process and sequence, and the cursor of the next page (None on the last).
+        """Return a page of a job's rows, ordered by process and sequence number, and the next page's cursor, if any.
 
-        Pages are read along the primary key, one process at a time, so every page costs the same. `warmup` and the
-        steps are not in that key, so a page ends after MOST_READ rows or MOST_PROCESSES processes with the rows that
-        matched, if any, and the next page continues from there.
+        Rows are read in the order of the primary key, one process at a time, so all pages cost the same. `warmup` and
+        the step are not part of this key. Therefore a page ends after MOST_READ rows or MOST_PROCESSES processes were
+        read, even if few rows or none matched, and the next page continues from there.
         """
         page: list[RowMap] = []
         unread = MOST_READ
@@ -230,28 +230,28 @@ class Samples(Repository):
         return page, None
 
     def count_processes(self) -> int:
-        """Return the number of processes that have sent samples for runs in progress."""
+        """Return the number of processes that have sent samples of running runs."""
         joined = sample_sources.join(runs, runs.c.key == sample_sources.c.run_key)
         statement = sa.select(sa.func.count()).select_from(joined).where(runs.c.state == "running")
         return int(self._scalar(statement))
 
     def purge(self, job_id: str, *, limit: int) -> int:
-        """Delete up to `limit` sample rows of a job; return how many were deleted."""
+        """Delete up to `limit` sample rows of a job, and return the number of deleted rows."""
         return self._purge(step_samples, job_id, limit)
 
     def _measured(self, run_key: int, names: Sequence[str], only: SampleFilter, limit: int) -> dict[str, Any]:
-        """Return columns of the last measured rows that `only` selects.
+        """Return columns of the last measured rows that match `only`.
 
-        The index does not contain the rank, so the rows of a rank are selected from the last rows of all ranks.
+        Since the index does not contain the rank, the rows of a rank are selected from the last rows of all ranks.
         """
         table = step_samples.c
         statement = sa.select(*(table[name] for name in names), table.rank.label("sender")).where(
             table.run_key == run_key, table.warmup.is_(False), *only.of_rows
         )
         newest = statement.order_by(table.step.desc(), table.rank)
-        if only.rank is not None:  # the rank is not in the index: without a limit, all other ranks' rows would be read
+        if only.rank is not None:  # without a limit, the rows of all ranks would be read
             some = newest.limit(max(limit, MOST_READ)).subquery("some")
-            newest = sa.select(some).where(some.c.sender == only.rank)  # in the order of the subquery, unsorted
+            newest = sa.select(some).where(some.c.sender == only.rank)  # keeps the order of the subquery
         rows = self._connection.execute(newest.limit(limit)).all()[::-1]
         columns: Sequence[Sequence[Any]] = list(zip(*rows, strict=True)) or [()] * (len(names) + 1)
         arrays: dict[str, Any] = {}
@@ -277,8 +277,8 @@ class Samples(Repository):
             return int(source["key"])
         if int(self._scalar(sa.select(sa.func.count()).where(table.run_key == run_key))) >= MAX_PROCESSES:
             raise InvalidInput(
-                f"Samples of {MAX_PROCESSES} processes of this run are stored: make a new boot_id only when a process "
-                "starts.",
+                f"This run already has samples from {MAX_PROCESSES} processes, which is the maximum: create a new "
+                "boot_id only when a process starts.",
                 field="boot_id",
             )
         statement = (
@@ -292,7 +292,7 @@ class Samples(Repository):
         return int(self._scalar(statement))
 
     def _store_memory(self, source_key: int, run_key: int, reading: MemoryReading) -> bool:
-        """Store the newest of a process's readings with the highest peak; return False if it is stored already."""
+        """Store a process's memory reading if its peak is at least the stored one; return True if this changes it."""
         table = memory_readings.c
         stored = self._row(_READING, source=source_key)
         if stored is not None and (reading.peak_bytes < stored["peak_bytes"] or reading == MemoryReading(**stored)):
@@ -302,7 +302,7 @@ class Samples(Repository):
         return True
 
     def _highest(self, run_keys: Sequence[int]) -> dict[int, MemoryReading]:
-        """Return each run's reading with the highest peak; among equals, the one from the newest process."""
+        """Return each run's memory reading with the highest peak; of equal peaks, the newest process's is used."""
         table = memory_readings.c
         place = sa.func.row_number().over(
             partition_by=table.run_key, order_by=(table.peak_bytes.desc(), table.source_key.desc())
@@ -312,7 +312,7 @@ class Samples(Repository):
         return {row["run_key"]: MemoryReading(**same_fields(MemoryReading, row)) for row in rows}
 
     def _timelines(self, run_keys: Sequence[int]) -> dict[int, BucketTimeline]:
-        """Return the newest timeline of each run."""
+        """Return the newest timeline of gradient buckets for each run that has one."""
         table = sample_sources.c
         sent = (table.run_key.in_(run_keys), table.timeline.is_not(sa.null()))
         newest = sa.select(sa.func.max(table.key)).where(*sent).group_by(table.run_key)
@@ -344,8 +344,8 @@ class Samples(Repository):
         recent = self.recent(run_key)
         try:
             figures = summarise(recent)
-        except Exception:  # a bad run must never fail its job
-            _LOG.exception("the samples of a run cannot be summarised", extra={"run_key": run_key})
+        except Exception:  # one bad run must not make its job's requests fail
+            _LOG.exception("Could not summarise the samples of a run.", extra={"run_key": run_key})
             names = ("step_time_s", "relative_sd", *_FLOATS, "straggler_rank")
             figures = {"num_steps": 0, **dict.fromkeys(names)}
         seen = self._row(
@@ -361,7 +361,7 @@ class Samples(Repository):
         return values
 
     def _reach(self, source: int, after: int, most: int) -> tuple[int, int]:
-        """Return the number of a process's rows after `after`, up to `most`, and the sequence number of the last."""
+        """Count up to `most` rows of a process after `after`; return the count and the last row's sequence number."""
         table = step_samples.c
         some = (
             sa.select(table.sequence)
@@ -374,7 +374,10 @@ class Samples(Repository):
         return int(count), after if last is None else int(last)
 
     def _processes(self, job_id: str, only: SampleFilter, cursor: SampleCursor | None) -> list[SampleCursor]:
-        """Return the job's next processes, one more than a page reads, with the sequence number to read after."""
+        """Return the job's next processes, each with the sequence number after which to read its rows.
+
+        The result has at most one process more than a page reads.
+        """
         key = sample_sources.c.key
         statement = (
             sa.select(key)

@@ -1,4 +1,4 @@
-"""The tables, for building queries; only `migrations/` creates or changes them, and a test compares the two."""
+"""Describes the tables for building queries; `migrations/` creates them, and a test checks that both agree."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from sqlalchemy.dialects import postgresql
 
 
 class UtcTime(sa.types.TypeDecorator[datetime]):
-    """Stores only time-zone-aware times: `timestamptz` on Postgres, naive UTC text on SQLite."""
+    """A column type for timezone-aware times, stored as `timestamptz` on Postgres and as naive UTC text on SQLite."""
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:
-        """Refuse a naive time, because it is ambiguous."""
+        """Return the time in the database's format. Raises ValueError for a naive time, which is ambiguous."""
         if value is None:
             return None
         if value.tzinfo is None:
-            raise ValueError("a naive datetime reached the store; give it a time zone")
+            raise ValueError("the store does not accept a naive datetime: give it a time zone")
         utc = value.astimezone(timezone.utc)
         return utc.replace(tzinfo=None) if dialect.name == "sqlite" else utc
 
     def process_result_value(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:  # noqa: ARG002 - the signature is SQLAlchemy's
-        """Return the time in UTC."""
+        """Return the stored time as a timezone-aware datetime in UTC."""
         if value is None:
             return None
         return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
@@ -41,7 +41,7 @@ METADATA = sa.MetaData(
     }
 )
 
-BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite numbers rows by itself only for INTEGER keys
+BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite generates only INTEGER keys
 JSON = sa.JSON(none_as_null=True).with_variant(postgresql.JSONB(none_as_null=True), "postgresql")
 
 
@@ -54,12 +54,12 @@ def _parent(column: str, target: str, kind: Any = sa.Text, **options: Any) -> sa
 
 
 def _required(kind: Any, *names: str) -> list[sa.Column[Any]]:
-    """Return columns of one type that may not be null."""
+    """Return columns with these names and one type, which must not be null."""
     return [sa.Column(name, kind, nullable=False) for name in names]
 
 
 def _optional(kind: Any, *names: str) -> list[sa.Column[Any]]:
-    """Return columns of one type that may be null."""
+    """Return columns with these names and one type, which may be null."""
     return [sa.Column(name, kind) for name in names]
 
 
@@ -91,7 +91,7 @@ jobs = sa.Table(
     sa.Index("ix_jobs_project_id_state_key", "project_id", "state", "key"),
     sa.Index("ix_jobs_project_id_fingerprint", "project_id", "fingerprint"),
     sa.Index("ix_jobs_project_id_name", "project_id", "name"),
-    sa.Index("ix_jobs_listed", "project_id", "key", "state", "name", "model_name"),  # all that a list filters on
+    sa.Index("ix_jobs_listed", "project_id", "key", "state", "name", "model_name"),  # all columns on which lists filter
     sa.Index("ix_jobs_model_name", "model_name"),
 )
 
@@ -108,7 +108,7 @@ fabrics = sa.Table(
     _key(),
     _parent("project_id", "projects.id", nullable=False),
     sa.Column("instance_type", sa.Text, nullable=False),
-    _parent("job_id", "jobs.id"),  # the job whose run measured the probe; a user's own probe has none
+    _parent("job_id", "jobs.id"),  # the job whose run measured the probe; null for a probe sent by a user
     sa.Column("probe", JSON, nullable=False),
     sa.Column("created_at", UtcTime, nullable=False),
     sa.Index("ix_fabrics_project_id_instance_type_key", "project_id", "instance_type", "key"),
@@ -123,16 +123,16 @@ runs = sa.Table(
     *_required(sa.Text, "project_id", "kind", "state", "instance_type", "purpose"),
     *_required(sa.Integer, "num_nodes", "ranks_per_node", "local_batch_size", "grad_accum_steps", "position"),
     sa.Column("origin", sa.Text, nullable=False, server_default="plan"),
-    sa.Column("options", JSON, nullable=False),  # options of the configuration, by name
+    sa.Column("options", JSON, nullable=False),  # the configuration's options, by name
     sa.Column("instruction", JSON),
     *_optional(sa.Text, "end_cause", "message", "method", "holder", "recommendation_id", "drift_sentence"),
     *_optional(sa.Double, "lease_s", "predicted_step_time_s", "time_limit_s"),
     *_optional(UtcTime, "lease_expires_at", "started_at", "finished_at"),
     sa.Column("created_at", UtcTime, nullable=False),
     *_required(sa.BigInteger, "num_samples", "num_measured", "dropped"),
-    sa.Column("lease", sa.Integer, nullable=False, server_default="0"),  # grows when the run may get another holder
+    sa.Column("lease", sa.Integer, nullable=False, server_default="0"),  # increases when the run may get another holder
     sa.Column("failed_local_batch_size", sa.Integer),
-    sa.Column("monitor", JSON),  # analysis.alarm.Monitor
+    sa.Column("monitor", JSON),  # see analysis.alarm.Monitor
     sa.Column("unsteady", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Index("ix_runs_job_id_state_position_key", "job_id", "state", "position", "key"),
 )
@@ -148,7 +148,7 @@ run_summaries = sa.Table(
     "run_summaries",
     METADATA,
     _parent("run_key", "runs.key", BIG, primary_key=True, autoincrement=False),
-    sa.Column("of_num_samples", sa.BigInteger, nullable=False),  # stale if the run has more samples by now
+    sa.Column("of_num_samples", sa.BigInteger, nullable=False),  # the summary is stale if the run has more samples
     *_required(sa.BigInteger, "num_samples", "num_steps"),
     *_optional(sa.Double, "step_time_s", "relative_sd", "compute_time_s", "comm_time_s", "exposed_comm_time_s"),
     *_optional(sa.Double, "input_time_s", "optimizer_time_s", "skew_s"),
@@ -208,13 +208,13 @@ telemetry_chunks = sa.Table(
     sa.Column("sequence", sa.BigInteger, primary_key=True, autoincrement=False),
     *_required(sa.BigInteger, "first_step", "last_step"),
     sa.Column("num_steps", sa.Integer, nullable=False),
-    sa.Column("columns", sa.Text, nullable=False),  # names, comma-separated, in the order of the payload
-    sa.Column("payload", sa.LargeBinary, nullable=False),  # store/telemetry.py:pack
+    sa.Column("columns", sa.Text, nullable=False),  # comma-separated names, in the order of the payload
+    sa.Column("payload", sa.LargeBinary, nullable=False),  # see store/telemetry.py:pack
     sa.Index("ix_telemetry_chunks_run_key_rank_first_step", "run_key", "rank", "first_step"),
 )
 
 telemetry_columns = sa.Table(
-    "telemetry_columns",  # names that any rank sent; the numbers come from the first rank alone
+    "telemetry_columns",  # names of columns that any rank sent; the values come only from rank 0
     METADATA,
     _parent("run_key", "runs.key", BIG, primary_key=True, autoincrement=False),
     sa.Column("name", sa.Text, primary_key=True),

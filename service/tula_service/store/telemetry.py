@@ -1,4 +1,4 @@
-"""Stores telemetry chunks, the raw per-step series of a run, compressed and as sent; reads them by column."""
+"""Stores telemetry in compressed chunks, which contain a run's raw values per step, and reads single columns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ INSERT = {
     f"(SELECT 1 FROM runs WHERE key = ? AND id = ?) {_CONFLICT}",
     "postgresql": f"INSERT INTO telemetry_chunks ({_COLUMNS}) VALUES ({', '.join(['%s'] * 9)}) {_CONFLICT}",
 }
-"""SQLite also checks the run's key and id, because it reuses the key of a deleted run, possibly for another tenant."""
+"""INSERT statements by dialect. On SQLite, the statement also checks that the run's key and id belong together.
+
+SQLite may reuse the key of a deleted run, possibly for another tenant.
+"""
 _FIELDS: Final = ("num_steps", "newest_step", "newest_value")
 _IS_NEWER: Final = "excluded.newest_step >= coalesce(telemetry_columns.newest_step, -1)"
 _OF_OTHER_RANKS: Final = "ON CONFLICT (run_key, name) DO NOTHING"
@@ -39,20 +42,20 @@ _NOTE: Final = {
     "postgresql": f"INSERT INTO telemetry_columns (run_key, name, {', '.join(_FIELDS)}) SELECT %s, part.* FROM "
     f"unnest(%s::text[], %s::bigint[], %s::bigint[], %s::float8[]) AS part ",
 }
-GONE: Final = "The run of this chunk, or the telemetry of its month, was deleted: stop sending for it."
+GONE: Final = "The run of this chunk, or the telemetry of its month, was deleted: stop sending telemetry for this run."
 _LAST_STEP: Final = 2**63 - 1
 MOST_POINTS: Final = 400_000
-"""Most points of a column that `read` returns; a longer history is thinned during reading."""
+"""Approximate maximum number of points that `read` returns; longer series are thinned while they are read."""
 MAX_NAMES: Final = 1_000
-"""Most columns of a run; the store refuses any further column."""
+"""Maximum number of columns per run; the store refuses any further column."""
 MOST_CHUNKS: Final = 4_000
-"""Most chunks in a bounded read."""
+"""Maximum number of chunks to read if the caller must limit the time."""
 _PER_FETCH: Final = {"yield_per": 64}
-"""Number of chunks in memory at once."""
+"""The execution option that limits the number of chunks that are in memory at the same time."""
 _EXPLICIT_STEPS: Final = 1
 _SINGLE_PRECISION: Final = 2
 _LEVEL: Final = -1
-"""Compression level; compared with level 1, noisy columns are 3 % larger but take a quarter of the time."""
+"""Compression level. Compared with level 1, noisy columns become 3 % larger but compress in a quarter of the time."""
 
 _ADMITTED: Final = sa.select(telemetry_columns.c.name).where(
     telemetry_columns.c.run_key == sa.bindparam("run"),
@@ -63,9 +66,9 @@ _Piece: TypeAlias = tuple[IntArray, FloatArray]
 
 
 class Series(NamedTuple):
-    """The values of a column and their steps, in ascending order, each step once.
+    """The values of a column and their steps, which are distinct and in ascending order.
 
-    `total` counts the points before a long history was thinned.
+    `total` is the number of points before a long series was thinned.
     """
 
     steps: IntArray
@@ -74,7 +77,7 @@ class Series(NamedTuple):
 
 
 class _PerThread(threading.local):
-    """One compressor and decompressor per thread, since zstandard's objects must not be shared."""
+    """A compressor and a decompressor for each thread, since threads must not share zstandard's objects."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=_LEVEL)
@@ -85,7 +88,7 @@ _zstd = _PerThread()
 
 
 def chunk_row(run_key: int, chunk: NewChunk) -> tuple[object, ...]:
-    """Return the row of a chunk, compressed before the transaction starts."""
+    """Return the table row for a chunk; call this before the transaction starts, since it compresses the values."""
     steps = chunk.steps
     return (
         run_key,
@@ -101,11 +104,11 @@ def chunk_row(run_key: int, chunk: NewChunk) -> tuple[object, ...]:
 
 
 def pack(steps: IntArray, values: FloatArray) -> bytes:
-    """Compress `steps` of shape (n,) and `values` of shape (columns, n); NaN stays NaN.
+    """Return `steps` of shape (n,) and `values` of shape (columns, n) in compressed form; NaN is preserved.
 
-    The layout is little-endian: a flag byte, then for `steps` either the first step and the stride (int64 each, flag 0)
-    or all steps (flag 1), then the columns in order, with their bytes shuffled by significance, as float64 or, if that
-    is lossless, float32 (the flag's second bit).
+    The layout is little-endian. A byte of flags comes first, then the compressed rest: either the first step and the
+    stride (int64 each) or, if the flag's first bit is set, all steps; then the columns in order, with their bytes
+    shuffled by significance. Values are float64 or, if this is lossless and the flag's second bit is set, float32.
     """
     stride = int(steps[1]) - int(steps[0]) if steps.size > 1 else 0
     if bool((steps[1:] - steps[:-1] == stride).all()):
@@ -113,7 +116,7 @@ def pack(steps: IntArray, values: FloatArray) -> bytes:
     else:
         flags, head = _EXPLICIT_STEPS, steps.astype("<i8").tobytes()
     values = np.ascontiguousarray(values, dtype="<f8")
-    with np.errstate(over="ignore"):  # a value beyond the range becomes infinite, hence unequal
+    with np.errstate(over="ignore"):  # a value out of range becomes infinite, so it compares unequal
         single = values.astype("<f4")
     lossless = bool(((single == values) | (values != values)).all())
     if lossless:
@@ -122,7 +125,7 @@ def pack(steps: IntArray, values: FloatArray) -> bytes:
 
 
 def unpack(payload: bytes, num_steps: int, num_columns: int) -> tuple[IntArray, FloatArray]:
-    """Return steps of shape (num_steps,) and values of shape (num_columns, num_steps); the inverse of `pack`."""
+    """Return steps of shape (num_steps,) and values of shape (num_columns, num_steps) from a payload of `pack`."""
     flags = payload[0]
     raw = _zstd.decompressor.decompress(payload[1:])
     if flags & _EXPLICIT_STEPS:
@@ -139,16 +142,19 @@ def unpack(payload: bytes, num_steps: int, num_columns: int) -> tuple[IntArray, 
 
 
 def _shuffle(values: np.ndarray[tuple[int, ...], np.dtype[np.floating]]) -> bytes:
-    """Return all first bytes, then all second bytes, and so on, so that exponents are adjacent and compress well."""
+    """Return the first bytes of all values, then their second bytes, and so on, so that similar bytes are adjacent.
+
+    This makes the exponents compress well.
+    """
     planes: bytes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.dtype.itemsize).T.tobytes()
     return planes
 
 
 class Telemetry(Repository):
-    """The telemetry chunks of runs."""
+    """The tables of telemetry chunks and of their columns."""
 
     def run_key(self, run_id: str) -> tuple[int, str, str]:
-        """Return the run's integer key, its job and its project, which never change. Raises NotFound."""
+        """Return the run's integer key, job id and project id, which never change. Raises NotFound."""
         row = self._connection.execute(
             sa.select(runs.c.key, runs.c.job_id, runs.c.project_id).where(runs.c.id == run_id)
         ).first()
@@ -157,9 +163,9 @@ class Telemetry(Repository):
         return int(row[0]), str(row[1]), str(row[2])
 
     def add(self, run_id: str, chunk: NewChunk, row: tuple[object, ...]) -> bool:
-        """Store the chunk `row` (see `chunk_row`) of the run `run_id`; return False if it was stored before.
+        """Store a chunk of a run as `row` (see `chunk_row`); return False if the chunk was already stored.
 
-        Raises NotFound if the run was deleted; on Postgres, sqlalchemy.exc.IntegrityError instead (see
+        If the run was deleted, raises NotFound on SQLite, and sqlalchemy.exc.IntegrityError on Postgres (see
         `partitions.refusal`).
         """
         if self._postgres:
@@ -173,7 +179,7 @@ class Telemetry(Repository):
         return stored
 
     def admitted(self, run_key: int, names: Sequence[str]) -> list[str]:
-        """Return the names that are columns of the run already or can be added, up to MAX_NAMES in total."""
+        """Return those of `names` that are already columns of the run or can be added without exceeding MAX_NAMES."""
         column = telemetry_columns.c
         has = set(self._connection.execute(_ADMITTED, {"run": run_key, "names": list(names)}).scalars())
         new = [name for name in names if name not in has]
@@ -183,7 +189,7 @@ class Telemetry(Repository):
         return [name for name in names if name in has]
 
     def columns(self, run_key: int) -> list[str]:
-        """Return the names of the run's columns, sorted."""
+        """Return the sorted names of the run's columns."""
         column = telemetry_columns.c
         return sorted(self._connection.execute(sa.select(column.name).where(column.run_key == run_key)).scalars())
 
@@ -197,10 +203,10 @@ class Telemetry(Repository):
         last_step: int | None = None,
         most_chunks: int | None = None,
     ) -> Series:
-        """Return one column of one rank, by step; a step that was sent twice has the value of the later boot.
+        """Return a column of one rank, by step; if a step was sent again after a restart, the later value is used.
 
-        Above MOST_POINTS, points are thinned evenly, keeping all peaks and dips. With `most_chunks`, only that many of
-        the first chunks are read.
+        A series longer than MOST_POINTS is thinned evenly, while peaks and dips are kept. With `most_chunks`, only the
+        first `most_chunks` chunks are read.
         """
         chunk = telemetry_chunks.c
         first, last = first_step or 0, _LAST_STEP if last_step is None else last_step
@@ -208,17 +214,17 @@ class Telemetry(Repository):
         statement = _chunks(column, rank).where(*within).order_by(*_ORDER).limit(most_chunks)
         steps, values, total = _joined(self._connection.execute(statement, execution_options=_PER_FETCH), column)
         keep = (steps >= first) & (steps <= last)
-        # The chunks at the ends of the range also contain steps outside it.
+        # The first and the last chunk may also contain steps outside the range.
         return Series(steps[keep], values[keep], total if keep.all() else int(np.count_nonzero(keep)))
 
     def newest(self, run_key: int, names: Collection[str]) -> dict[str, float | None]:
-        """Return the newest value of each column that the run's first rank sent; None for a column without values."""
+        """Return the newest value of each column from the run's first rank, or None for a column without values."""
         column = telemetry_columns.c
         values = sa.select(column.name, column.newest_value).where(column.run_key == run_key, column.name.in_(names))
         return dict.fromkeys(names) | {row.name: row.newest_value for row in self._connection.execute(values)}
 
     def num_steps(self, run_ids: Collection[str]) -> dict[str, dict[str, int]]:
-        """Return the columns that the first rank of each run sent, each with the number of steps in its chunks."""
+        """Return, for each run, the columns that its first rank sent, each with its number of steps."""
         column = telemetry_columns.c
         rows = self._connection.execute(
             sa.select(runs.c.id, column.name, column.num_steps)
@@ -231,7 +237,7 @@ class Telemetry(Repository):
         return counts
 
     def read_runs(self, run_ids: Collection[str], column: str) -> Iterator[tuple[str, IntArray, FloatArray]]:
-        """Yield the run id, steps and values of each of these runs that sent the column, with a single query."""
+        """Yield the id, steps and values of each of these runs that has the column, using a single query."""
         statement = (
             _chunks(column, 0)
             .add_columns(runs.c.id)
@@ -246,12 +252,12 @@ class Telemetry(Repository):
             yield run_id, steps, values
 
     def purge(self, job_id: str, *, limit: int) -> int:
-        """Delete up to `limit` chunks of a job; return how many were deleted."""
+        """Delete up to `limit` chunks of a job, and return the number of deleted chunks."""
         return self._purge(telemetry_chunks, job_id, limit)
 
     def _note_columns(self, run_key: object, chunk: NewChunk) -> None:
-        """Record a stored chunk's columns; if the first rank sent it, count its steps and store its newest values."""
-        rows = sorted(_noted(chunk))  # by name, so that two chunks of a run lock rows in one order
+        """Record the columns of a stored chunk; for rank 0, also count its steps and store its newest values."""
+        rows = sorted(_noted(chunk))  # sorted, so that transactions lock rows in the same order
         on_conflict = _OF_OTHER_RANKS if chunk.rank else _ADDED
         if self._postgres:
             arguments = (run_key, *(list(part) for part in zip(*rows, strict=True)))
@@ -264,9 +270,9 @@ _ORDER = (telemetry_chunks.c.first_step, telemetry_chunks.c.boot_id, telemetry_c
 
 
 def _noted(chunk: NewChunk) -> Iterator[tuple[str, int, int | None, float | None]]:
-    """Yield each column of a chunk: its name, its number of steps, the newest step with a number, and that number.
+    """Yield the name of each column of a chunk, its number of steps, and its newest value with the value's step.
 
-    For ranks other than the first, no steps are counted and no values are kept.
+    For ranks other than the first, the number of steps is 0 and there is no value.
     """
     for name, values in zip(chunk.names, chunk.values, strict=True):
         numbers = np.flatnonzero(~np.isnan(values))
@@ -278,9 +284,9 @@ def _noted(chunk: NewChunk) -> Iterator[tuple[str, int, int | None, float | None
 
 
 def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
-    """Return the query for the chunks of a rank that have the column.
+    """Return a query for those chunks of a rank that contain the column.
 
-    Some columns are sent rarely, so most chunks need not be read or decompressed for them.
+    Some columns are sent rarely, so most chunks need not be read or decompressed.
     """
     chunk = telemetry_chunks.c
     has_column = ("," + chunk.columns + ",").contains(f",{column},", autoescape=True)
@@ -288,9 +294,9 @@ def _chunks(column: str, rank: int) -> sa.Select[tuple[int, str, bytes]]:
 
 
 class _History:
-    """Collects a column of any length in bounded memory, by thinning it evenly above MOST_POINTS.
+    """Collects a column of any length in bounded memory, by thinning it evenly if it exceeds MOST_POINTS.
 
-    The minimum and maximum of every interval are kept, so that no peak is lost; medians of the rest hardly change.
+    The minimum and maximum of every interval are kept, so that no peak is lost; thinning hardly changes medians.
     """
 
     def __init__(self) -> None:
@@ -301,14 +307,14 @@ class _History:
         self._left_out = 0
 
     def add(self, steps: IntArray, values: FloatArray) -> None:
-        """Add the points of the next chunk."""
+        """Add the points of one more chunk."""
         self._new.append((steps, values))
         self._num_new += steps.size
         if self._num_new >= MOST_POINTS // 4:
             self._thin()
 
     def points(self) -> Series:
-        """Return the points that were kept, and the number of points that were read."""
+        """Return the points that were kept, with the total number of points that were added."""
         self._thin()
         steps, values = _in_order(self._kept) if self._kept else (np.zeros(0, np.int64), np.zeros(0))
         return Series(steps, values, steps.size + self._left_out)
@@ -328,7 +334,7 @@ class _History:
 
 
 def _thinned(steps: IntArray, values: FloatArray, stride: int) -> _Piece:
-    """Return every `stride`-th point, and the minimum and maximum of each interval of 64 such points."""
+    """Return every `stride`-th point, and the minimum and maximum of each interval of 64 strides."""
     if stride == 1:
         return steps, values
     keep = np.zeros(steps.size, bool)
@@ -343,7 +349,7 @@ def _thinned(steps: IntArray, values: FloatArray, stride: int) -> _Piece:
 
 
 def _joined(chunks: Iterable[Sequence[Any]], column: str) -> Series:
-    """Return the steps and values of one column in these chunks of a rank."""
+    """Return the steps and values of a column, joined from a rank's chunks."""
     history = _History()
     for num_steps, columns, payload in chunks:
         names = columns.split(",")
@@ -354,12 +360,12 @@ def _joined(chunks: Iterable[Sequence[Any]], column: str) -> Series:
 
 
 def _in_order(pieces: Sequence[_Piece]) -> _Piece:
-    """Return all distinct steps of the pieces in ascending order, with their values."""
+    """Return the distinct steps of all pieces in ascending order, with their values."""
     steps = np.concatenate([piece[0] for piece in pieces])
     values = np.concatenate([piece[1] for piece in pieces])
     if bool((np.diff(steps) > 0).all()):
         return steps, values
-    # A missing value never hides a number, since a late chunk may lack this column's value for some steps.
+    # A missing value never replaces a number, since a later chunk may lack this column's value for some steps.
     order = np.lexsort((~np.isnan(values), steps))
     steps, values = steps[order], values[order]
     last = np.append(steps[1:] != steps[:-1], True)

@@ -119,7 +119,7 @@ def _stop_advice(tx: Transaction, run: RunRecord) -> tuple[bool, str | None]:
 
 def _no_such_rank(field: str, rank: int, world_size: int) -> InvalidInput:
     return InvalidInput(
-        f"{field} is {rank}, but the run's world size is {world_size}, so its highest rank is {world_size - 1}: "
+        f"{field} is {rank}, but the run has {world_size} rank{'s' if world_size != 1 else ''}: 0 to {world_size - 1}; "
         "send the process's rank and world_size as torch.distributed reports them.",
         field=field,
     )

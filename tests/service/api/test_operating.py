@@ -55,7 +55,7 @@ def test_a_token_is_made_listed_and_revoked(tula: Callable[..., Result], service
     ("arguments", "said"),
     [
         (["token", "create", "x", "--scope", "root"], "use agent, read, user or admin"),
-        (["token", "create", "x", "--scope", "agent"], "give job_id"),
+        (["token", "create", "x", "--scope", "agent"], "set job_id"),
         (["token", "create", "x", "--project", "nowhere"], "no project 'nowhere'"),
         (["token", "revoke", "token-0"], "no token 'token-0'"),
     ],
@@ -92,7 +92,7 @@ def test_a_file_that_is_no_database_is_refused_in_one_sentence(
     junk.write_text("meeting at nine, bring the figures\n" * 100)
     done = tula(*arguments, "--database", str(junk))
     assert done.exit_code == 2
-    assert "is not a SQLite database: give another path" in done.stderr
+    assert "is not a SQLite database" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert junk.read_text().startswith("meeting"), "untouched"
 

@@ -584,7 +584,7 @@ def test_a_wrong_token_is_refused_in_a_sentence(browser: Browser, given: str) ->
 
 def test_an_agents_token_opens_no_page(browser: Browser) -> None:
     secret = token(browser, "agent", job_id=register(browser))
-    assert "opens no pages" in browser("POST", "/login", data={"token": secret}).text
+    assert "cannot sign in" in browser("POST", "/login", data={"token": secret}).text
 
 
 @pytest.mark.parametrize("target", ["//evil.example", "https://evil.example", "/\\evil.example", "\\\\evil", "/a\r\nb"])

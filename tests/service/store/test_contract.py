@@ -49,7 +49,7 @@ class TestJobs:
     def test_a_key_used_for_another_job_is_a_conflict(self, store: Store) -> None:
         with store.transaction() as tx:
             tx.jobs.create(DEFAULT_PROJECT_ID, a_specification("a"), idempotency_key="k", fingerprint="f")
-        with pytest.raises(Conflict, match="different job"), store.transaction() as tx:
+        with pytest.raises(Conflict, match="another specification"), store.transaction() as tx:
             tx.jobs.create(DEFAULT_PROJECT_ID, a_specification("b"), idempotency_key="k", fingerprint="g")
 
     def test_pages_hold_every_job_once_newest_first(self, store: Store) -> None:

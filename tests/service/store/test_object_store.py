@@ -181,5 +181,5 @@ def test_a_bad_address_is_refused_in_one_sentence_before_anything_changes(
     assert (code, len(text.splitlines())) == (2, 1), text
     assert text.startswith("tula: TULA_ARCHIVE cannot be written (")
     assert said in text
-    assert "s3:// URL of a bucket that exists" in text
+    assert "s3:// URL of an existing bucket" in text
     assert rows_of(month) == CHUNKS

@@ -154,7 +154,7 @@ def test_a_failed_export_drops_nothing_and_the_next_prune_finishes_it(store: Sto
     in_the_way = tmp_path / f"{table(THIS)}-00001.parquet"
     in_the_way.mkdir()
     for _ in range(2):
-        with pytest.raises(StoreUnavailable, match=f"stays in the table {table(THIS)}"):
+        with pytest.raises(StoreUnavailable, match=f"remains in the table {table(THIS)}"):
             prune(store, tmp_path)
         assert rows_of(store, table(THIS)) == 1
     in_the_way.rmdir()
@@ -218,7 +218,7 @@ def test_an_attempt_that_fails_leaves_the_files_of_one_that_finished(store: Stor
     with store.transaction() as tx:
         add_chunk(tx, old.key, a_chunk(0, 50))
     prune(store, tmp_path)
-    with pytest.raises(StoreUnavailable, match="could not be written"):
+    with pytest.raises(StoreUnavailable, match="Could not write"):
         Archive(str(tmp_path)).write(store.engine, table(THIS))
     (file,) = tmp_path.iterdir()
     assert parquet.read_metadata(file).num_rows == 100
@@ -338,6 +338,6 @@ def test_a_database_user_who_may_make_no_partition_gets_one_sentence(store: Stor
     partitions.drop(store.engine, table(NEXT), None)
     limited = store.engine.url.update_query_dict({"options": "-c role=pg_read_all_data"})
     other = create_engine(limited)
-    with pytest.raises(StoreUnavailable, match="must own its tables"):
+    with pytest.raises(StoreUnavailable, match="the owner of the tables"):
         partitions.create_ahead(other)
     other.dispose()

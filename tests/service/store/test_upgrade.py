@@ -149,7 +149,7 @@ def holds_the_examples(engine: sa.Engine) -> None:
 def test_a_sqlite_without_trigrams_is_refused_with_its_version(tmp_path: Path) -> None:
     engine = open_engine(str(tmp_path / "tula.db"))
     sa.event.listen(engine, "connect", lambda opened, _: opened.create_function("sqlite_version", 0, lambda: "3.31.1"))
-    with pytest.raises(InvalidInput, match=r"SQLite 3\.31\.1 .* use one from 3\.34 on"):
+    with pytest.raises(InvalidInput, match=r"SQLite 3\.31\.1 .* SQLite 3\.34 or later"):
         upgrade_schema(engine)
     engine.dispose()
 
@@ -199,7 +199,7 @@ class TestRefusals:
         with store.transaction() as tx:
             tx.connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
         for attempt in (check_schema, upgrade_schema):
-            with pytest.raises(SchemaMismatch, match=r"9999.*pip install --upgrade tula.*--database a new place"):
+            with pytest.raises(SchemaMismatch, match=r"9999.*pip install --upgrade tula.*--database to a new one"):
                 attempt(store.engine)
 
     def test_a_missing_schema_names_the_migration(self, store: Store) -> None:

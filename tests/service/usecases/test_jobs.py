@@ -40,7 +40,7 @@ def test_the_same_specification_finds_the_same_job_and_nothing_is_measured_twice
 def test_an_idempotency_key_is_good_for_one_specification(cluster: Cluster) -> None:
     first = cluster.register(idempotency_key="key")
     assert cluster.register(idempotency_key="key").job.id == first.job.id
-    with pytest.raises(Conflict, match="already used for a different job") as caught:
+    with pytest.raises(Conflict, match="already used for another specification") as caught:
         cluster.register(spec(epochs=3), idempotency_key="key")
     assert caught.value.field == "Idempotency-Key"
 
@@ -130,8 +130,8 @@ def test_a_value_that_no_field_may_hold_is_refused_by_name(changes: dict[str, An
 @pytest.mark.parametrize(
     ("changes", "field", "sentence"),
     [
-        ({"cluster": {"max_nodes": 2}, "objective": "cost"}, "cluster.0.price", "needs prices"),
-        ({"cluster": {"max_nodes": 2}, "limits": {"budget_usd": 5}}, "limits.budget_usd", "needs prices"),
+        ({"cluster": {"max_nodes": 2}, "objective": "cost"}, "cluster.0.price", "requires prices"),
+        ({"cluster": {"max_nodes": 2}, "limits": {"budget_usd": 5}}, "limits.budget_usd", "requires prices"),
         (
             {
                 "cluster": [

@@ -93,7 +93,7 @@ def test_a_training_that_may_not_exceed_its_limits_gets_the_time_that_they_leave
     assert stopped.end_cause == "time_limit"
     assert stopped.message is not None
     assert stopped.message.endswith("9 steps. The training has spent 10 min and $0.5, including earlier starts.")
-    with pytest.raises(InvalidInput, match=r"10 min and \$0.5 are spent.*raise limits.deadline_s") as refused:
+    with pytest.raises(InvalidInput, match=r"spent 10 min and \$0.5.*raise limits.deadline_s") as refused:
         cluster.train(job_id, SMALL, continues=second.id)
     assert refused.value.field == "limits.on_breach"
 

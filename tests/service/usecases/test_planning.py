@@ -159,7 +159,7 @@ def test_a_script_that_ignores_its_batch_is_said_so_and_does_not_loop_forever(cl
         ran += 1
     assert ran < 20
     warnings = cluster.recommendation(job_id).model.warnings
-    assert any("saw 48" in warning and "pass {local_batch_size}" in warning for warning in warnings)
+    assert any("used 48" in warning and "pass {local_batch_size}" in warning for warning in warnings)
 
 
 def test_contradictory_measurements_widen_the_interval_and_are_said(cluster: Cluster) -> None:

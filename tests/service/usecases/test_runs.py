@@ -45,7 +45,7 @@ def test_every_transition_is_allowed_by_the_table_or_refused_with_a_sentence(clu
         assert cluster.patch(run.id, state).state == state
         assert cluster.patch(run.id, state).state == state, "launcher and agent may both report it"
         for other in sorted(finals - {state} | {"running", "claimed", "pending"}):
-            with pytest.raises(Conflict, match=rf"already {state}"):
+            with pytest.raises(Conflict, match=rf"already ended \({state}\)"):
                 cluster.patch(run.id, other)
 
 
@@ -358,4 +358,4 @@ def test_a_measurement_of_fewer_steps_than_planned_says_so(cluster: Cluster) -> 
     ended = cluster.execute(claimed, steps=4)
     assert ended.state == "succeeded"
     assert ended.message is not None
-    assert ended.message.startswith("4 of ")
+    assert ended.message.startswith("Only 4 of ")

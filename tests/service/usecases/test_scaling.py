@@ -66,7 +66,7 @@ def test_a_fixed_factor_that_no_batch_of_the_job_asks_for_is_refused(cluster: Cl
         change(cluster, job_id, "static", static_scale=9.0)
     assert refused.value.field == "static_scale"
     assert change(cluster, job_id, "static", static_scale=16.0, small_batch_size=16).static_scale == 16.0
-    with pytest.raises(InvalidInput, match="static_scale = 16 is more than 8"):
+    with pytest.raises(InvalidInput, match="static_scale = 16 exceeds 8"):
         change(cluster, job_id, "static", small_batch_size=None)
 
 
@@ -97,5 +97,5 @@ def test_the_largest_batch_of_a_script_that_accumulates_by_itself_counts_its_mic
     batch = {"min_local_batch_size": 32, "max_local_batch_size": 64, "grad_accum_steps": 4}
     job_id = cluster.register(spec(cluster=nodes, batch=batch)).job.id
     assert change(cluster, job_id, "static", static_scale=32.0).static_scale == 32.0
-    with pytest.raises(InvalidInput, match="static_scale = 33 is more than 32"):
+    with pytest.raises(InvalidInput, match="static_scale = 33 exceeds 32"):
         change(cluster, job_id, "static", static_scale=33.0)

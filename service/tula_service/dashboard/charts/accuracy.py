@@ -1,4 +1,4 @@
-"""Charts of predicted against measured step times, for one job or all, and of the coverage of prediction intervals."""
+"""Charts that compare predicted with measured step times, for one job or all, and show the coverage of intervals."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NONE_FOLLOWED = "No training run has followed a recommendation yet:\ntula run s
 
 
 def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
-    """Draw the measured against the predicted step time; on the diagonal, the prediction was exact.
+    """Return a chart of measured against predicted step times; on its diagonal, predictions are exact.
 
-    Runs of the plan and of `trainings` are included if they were predicted before they were measured.
+    Runs in the plan and in `trainings` are included if they were predicted before they were measured.
     """
     title = f"{job.name}: predicted against measured"
     rows = {entry.run_id: row for entry in ledger.entries if (row := _entry_row(entry)) is not None}
@@ -35,7 +35,7 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
 
 
 def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
-    """Draw the same chart for recommendations of all jobs that a training run followed, each with its job's name."""
+    """Return a chart like `accuracy`, for recommendations that a training run followed, each with a name."""
     title = "All jobs: predicted against measured"
     named_rows = [(name, row) for name, entry in entries if (row := _entry_row(entry)) is not None]
     rows = [row | {"configuration": f"{name}: {row['configuration']}"} for name, row in named_rows]
@@ -43,7 +43,7 @@ def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
 
 
 def calibration(entries: Sequence[LedgerEntry]) -> Spec:
-    """Draw the share of measurements inside intervals of every width; on the diagonal, the coverage is exact."""
+    """Return a chart of the share of measurements inside intervals of each width; the diagonal is exact coverage."""
     title = "All jobs: how often intervals hold"
     scores = [score for entry in entries if (score := _score(entry)) is not None]
     if not scores:
@@ -71,12 +71,15 @@ def calibration(entries: Sequence[LedgerEntry]) -> Spec:
         width=HEIGHT + 60,
     )
     count = "1 run" if len(scores) == 1 else f"{len(scores)} runs"
-    subtitle = f"{count}; inside the grey band: fine; above it intervals are too wide, below it too narrow"
+    subtitle = f"{count}; above the grey band, intervals are too wide; below the grey band, they are too narrow"
     return vega.finish(chart, title, subtitle, {"levels": rows})
 
 
 def _score(entry: LedgerEntry) -> float | None:
-    """Return the distance from the median, in standard deviations of that side's logarithm, or None if unknown."""
+    """Return the deviation of the measurement from the prediction in standard deviations, or None if unknown.
+
+    The standard deviation is that of the logarithm on the measurement's side of the interval.
+    """
     predicted, measured = entry.predicted_step_time_s, entry.measured_step_time_s
     if predicted is None or measured is None or not 0 < predicted.low < predicted.value < predicted.high:
         return None
@@ -107,7 +110,7 @@ def _agreement(title: str, rows: list[Row]) -> Spec:
     shape = vega.field("kind", scale={"domain": list(_KINDS), "range": list(_SHAPES)}, legend=legend)
     interval = {"x": vega.field("low:Q"), "x2": {"field": "high"}, "y": y, "color": colour}
     point = {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": tips}
-    # The interval of a prediction before any run spans a factor of a hundred.
+    # Intervals are clipped, since those of predictions before any run span a factor of a hundred.
     with_interval: Spec = {"where": "datum.low !== null", "strokeWidth": 1.5, "opacity": 0.6, "clip": True}
     chart = vega.layered(
         vega.layer("agreement", "line", {"x": x, "y": y}, strokeDash=[5, 4], color=FAINT),
@@ -117,7 +120,7 @@ def _agreement(title: str, rows: list[Row]) -> Spec:
     )
     error = median(abs(row["error"]) for row in rows)
     runs = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
-    subtitle = f"{runs}, median error {percent(error)}; on the dashed line the prediction was right"
+    subtitle = f"{runs}, median error {percent(error)}; on the dashed line, predictions are exact"
     line = [{"predicted": least, "measured": least}, {"predicted": most, "measured": most}]
     return vega.finish(chart, title, subtitle, {"runs": rows, "agreement": line})
 

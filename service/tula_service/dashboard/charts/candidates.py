@@ -1,4 +1,4 @@
-"""Charts of a job's candidates: time against cost, time or memory against the batch, and where a step's time goes."""
+"""Charts of a job's candidates: time against cost, time or memory against batch size, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SHAPES: Final = ("circle", "square", "diamond", "triangle-up", "triangle-down",
 _CROSS: Final = {
     "shape": "M-1,-1L1,1M1,-1L-1,1", "size": 30, "strokeWidth": 1.6, "color": FAINT, "filled": False,
 }  # fmt: skip
-"""The look of an excluded candidate."""
+"""The appearance of an excluded candidate."""
 _ALLOWED: Final = "datum.excluded === ''"
 _EXCLUDED: Final = "datum.excluded !== ''"
-_NONE: Final = "No candidate yet: the first profiling runs bring them."
+_NONE: Final = "There are no candidates before the first profiling runs."
 _BASIS: Final = {
-    "prior": "from what is known of the hardware",
+    "prior": "from hardware data",
     "transfer": "from similar jobs",
     "probed": "from profiling on one node and a probe of the network",
     "profiled": "from profiling",
@@ -33,15 +33,15 @@ _PARTS: Final = (
     ("input_time_s", "input"),
 )
 _QUANTITIES: Final = ("time", "cost", "memory")
-"""The quantities that an option changes, as fields of its effect."""
+"""The quantities that an option can change, as names of fields of the option's effect."""
 _ENDS: Final = {"value": "Change (%)", "low": "Low (90 %)", "high": "High (90 %)"}
 _MOST_BARS: Final = 8
 _BAR: Final = 46
-"""Height of a candidate in points; its landmarks and name are above its bar, where a narrow chart does not cut them."""
+"""The height of a candidate in points; names are above bars, where they are not cut off if the chart is narrow."""
 
 
 def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
-    """Return the named candidates, from the recommended one to the knee; each appears once."""
+    """Return each candidate that has a name, such as "recommended" or "knee", with all its names."""
     at_knee = recommendation.knee.configuration
     named = (
         ("recommended", recommendation.chosen),
@@ -63,10 +63,10 @@ def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidat
 
 
 def frontier(job: Job, recommendation: Recommendation) -> Spec:
-    """Draw total time against cost, both on logarithmic axes; for a job without prices, node-hours replace the cost.
+    """Return a chart of total time against cost on logarithmic axes; without prices, node-hours replace the cost.
 
-    Intervals are drawn as crosses for the frontier and the named candidates; tooltips show them for all. A row's `asks`
-    contains the fields of the page's what-if form that select its candidate.
+    Intervals are drawn as crosses for the frontier and the named candidates; tooltips show them for all candidates. The
+    column `asks` contains the values for the page's what-if form that select the candidate.
     """
     title = f"{job.name}: time against cost"
     priced = any(candidate.cost_usd is not None for candidate in recommendation.candidates)
@@ -88,16 +88,16 @@ def frontier(job: Job, recommendation: Recommendation) -> Spec:
     y = vega.field("y:Q", title=f"Time ({hours.name})", **across("y"))
     marked = [{"x": row["x"], "y": row["y"], "label": row["name"]} for row in rows if row["name"]]
     marked.sort(key=lambda row: list(names.values()).index(row["label"]))
-    # The points come last, since anything drawn over them would block the pointer.
+    # The points are drawn last, since anything drawn over them would block the pointer.
     chart = {
         "layer": [_rings(marked, x, y), {"layer": _frontier_layers(recommendation, x, y)}],
         "resolve": {"scale": dict.fromkeys(("shape", "color", "fill"), "independent")},
         "width": WIDTH,
         "height": HEIGHT,
     }
-    subtitle = "On the line, no other is both faster and cheaper; crosses are 90 % intervals, filled points profiled"
+    subtitle = "On the line, no other is both faster and cheaper; crosses: 90 % intervals; filled points: profiled"
     if not priced:
-        subtitle += "; without prices, node-hours stand for the cost"
+        subtitle += "; node-hours replace the cost, since there are no prices"
     best = [{"x": row["x"], "y": row["y"]} for row in rows if row["best"]]
     return vega.finish(chart, title, subtitle, {"candidates": rows, "frontier": best, "landmarks": marked})
 
@@ -138,14 +138,15 @@ def _frontier_row(candidate: Candidate, unit: Unit, name: str) -> Row:
 
 
 def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "time") -> Spec:
-    """Draw predicted total time or cost (with a band for the 90 % interval) against global batch size, on
-    logarithmic axes.
+    """Return a chart of predicted total time or cost, with 90 % intervals, against global batch size.
+
+    Both axes are logarithmic.
     """
     title = f"{job.name}: {quantity} against global batch size"
     drawn = _best_of_places(recommendation.candidates, quantity)
     if not drawn and quantity == "cost" and recommendation.candidates:
-        why = "This job has no prices (cluster.price), or a price per GB and no memory measured yet"
-        return vega.message(title, f"{why}:\nwithout a cost, time against cost draws node-hours.")
+        why = "The job has no prices (cluster.price), or has a price per GB but no measured memory yet."
+        return vega.message(title, f"{why}\nThe chart of time against cost shows node-hours instead.")
     if not drawn:
         return vega.message(title, _NONE)
     unit = Unit(1, "USD") if quantity == "cost" else vega.time_unit(estimate.value for _, estimate in drawn)
@@ -166,15 +167,18 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
         *_rules(ruled),
     )
     basis = _BASIS[recommendation.basis]
-    subtitle = f"Predicted {basis}; bands hold 90 %, filled points were profiled, crosses are excluded"
+    subtitle = f"Predicted {basis}; bands: 90 % intervals; filled points: profiled; crosses: excluded"
     sensible = recommendation.max_sensible_batch_size
     if sensible is not None and not batches[0] <= sensible <= batches[-1]:
-        subtitle += f"; largest sensible batch {sensible:,}"  # outside: a rule would stretch the frame
+        subtitle += f"; largest sensible batch {sensible:,}"  # a rule there would stretch the axis
     return vega.finish(chart, title, subtitle, {"candidates": rows, "landmarks": marked, "rules": ruled})
 
 
 def _best_of_places(candidates: Sequence[Candidate], quantity: Quantity) -> list[tuple[Candidate, Estimate]]:
-    """Return the best candidate for each cluster size and global batch, in drawing order, allowed candidates first."""
+    """Return the best candidate for each cluster size and global batch size, in drawing order.
+
+    An allowed candidate is better than an excluded one.
+    """
     best: dict[tuple[str, int, int], tuple[Candidate, Estimate]] = {}
     offered = [
         (candidate, estimate) for candidate in candidates if (estimate := _estimate(candidate, quantity)) is not None
@@ -198,7 +202,7 @@ def _marked(recommendation: Recommendation, quantity: Quantity, unit: Unit) -> l
 
 
 def _limits(job: Job, quantity: Quantity, batches: Sequence[int], ends: tuple[float, float], unit: Unit) -> list[Spec]:
-    """Shade the regions that the job's limits forbid, behind all other marks."""
+    """Return layers that shade the regions excluded by the job's limits."""
     limits, (bottom, top) = job.spec.limits, ends
     limit = limits.deadline_s if quantity == "time" else limits.budget_usd
     shades: list[Spec] = []
@@ -214,7 +218,7 @@ def _limits(job: Job, quantity: Quantity, batches: Sequence[int], ends: tuple[fl
 
 
 def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
-    """Shade a region from `value` to `end` along an axis, with its label at one end."""
+    """Return layers that shade the region from `value` to `end` along an axis, with a label at one end."""
     region = {axis: vega.field("value:Q"), f"{axis}2": {"field": "end"}}
     label = {axis: vega.field(f"{named_at}:Q"), "text": vega.field("label")}
     return [
@@ -224,7 +228,7 @@ def _shade(axis: str, row: Row, named_at: str, **text: Any) -> list[Spec]:
 
 
 def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
-    """Return the knee, and the batch above which the gradient noise leaves little worth in more examples."""
+    """Return rows for the knee, and for the batch size above which the gradient noise makes more examples useless."""
     at: dict[float, list[str]] = {}
     if recommendation.knee.found and recommendation.knee.global_batch_size:
         at.setdefault(recommendation.knee.global_batch_size, []).append("knee")
@@ -239,7 +243,7 @@ def _ruled(recommendation: Recommendation, batches: Sequence[int]) -> list[Row]:
 
 
 def _rules(ruled: list[Row]) -> list[Spec]:
-    """Draw a vertical rule for each row, with its name on the wider side and on a separate line."""
+    """Return layers with a vertical rule for each row, whose label is on the wider side and on a separate line."""
     layers: list[Spec] = []
     for row in ruled:
         side: dict[str, Any] = {"align": "right", "dx": -5} if row["left"] else {"align": "left", "dx": 5}
@@ -249,9 +253,9 @@ def _rules(ruled: list[Row]) -> list[Spec]:
 
 
 def memory(job: Job, recommendation: Recommendation) -> Spec:
-    """Draw the peak memory of one rank (equation 3, fitted) against local batch size, with the recommended options.
+    """Return a chart of a rank's peak memory (equation 3, fitted) against local batch size, at the recommended options.
 
-    If there is no recommendation, the options have their first values.
+    If there is no recommendation, the first value of each option is used.
     """
     chosen = recommendation.chosen
     options = job.spec.base_options if chosen is None else chosen.configuration.options
@@ -263,7 +267,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
         if c.memory_bytes is not None
     }
     if not predicted:
-        return vega.message(title, "No memory reading yet: the first profiling runs bring them.")
+        return vega.message(title, "There are no memory readings before the first profiling runs.")
     profiled = [c.configuration for c in alike if c.profiled]
     read = {(point.instance_type, point.local_batch_size) for point in profiled}
     ceilings = {c.instance_type: c.memory_bytes_per_rank for c in job.spec.cluster if c.memory_bytes_per_rank}
@@ -303,7 +307,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
         f"{'' if kind == DEFAULT_INSTANCE_TYPE else f'{kind} '}{batch}"
         for kind, batch in sorted(recommendation.max_local_batch_size.items())
     )
-    subtitle = "Band holds 90 %, filled points were profiled; the dashed line is the ceiling, a cross an out-of-memory"
+    subtitle = "Band: 90 % interval; filled points: profiled; dashed line: capacity; cross: out of memory"
     if largest:
         subtitle += f"; largest batch that fits: {largest}"
     datasets = {"curve": curve, "ceiling": limits, "crashes": crashes}
@@ -311,11 +315,16 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
 
 
 def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
-    """Draw stacked parts of the predicted step time: landmarks, the rest of the frontier, then the quickest others."""
+    """Return a chart of the predicted step time of candidates, stacked by part.
+
+    Named candidates come first, then the rest of the frontier, then the fastest of all others.
+    """
     title = f"{job.name}: where a step's time goes"
     drawn = [candidate for candidate in _interesting(recommendation) if candidate.terms is not None]
     if not drawn:
-        return vega.message(title, "No split of the step yet: it needs runs on at least two cluster sizes.")
+        return vega.message(
+            title, "To split the step time into parts, the model needs runs on at least two cluster sizes."
+        )
     unit = vega.time_unit(candidate.step_time_s.value for candidate in drawn)
     named = named_candidates(recommendation)
     labels: list[Row] = []
@@ -341,13 +350,16 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
         *vega.outlined("labels", {"y": band, "text": vega.field("name")}, **line, yOffset=-3),
         height={"step": _BAR},
     )
-    return vega.finish(chart, title, "Predicted, per step of the global batch named", {"parts": rows, "labels": labels})
+    return vega.finish(
+        chart, title, "Predicted, for one step with the global batch size named", {"parts": rows, "labels": labels}
+    )
 
 
 def options(job: Job, recommendation: Recommendation) -> Spec:
-    """Draw how each further value of an option changes time, money and memory, in per cent relative to its first value.
+    """Return a chart of the changes in time, cost and memory, in per cent, by each value of an option.
 
-    Filled points are launched values, hollow points are predicted values, and lines are 90 % intervals.
+    Changes are relative to the option's first value. Filled points are values that were launched, hollow points are
+    predicted values, and lines are 90 % intervals.
     """
     title = f"{job.name}: what each option does"
     rows: list[Row] = [
@@ -365,7 +377,9 @@ def options(job: Job, recommendation: Recommendation) -> Spec:
     ]
     if not rows:
         none = "No run has been measured yet" if job.spec.options else "The job has no options"
-        return vega.message(title, f"{none}: list values of words of the launch command under [options] in the job.")
+        return vega.message(
+            title, f"{none}. To compare words of the launch command,\nlist them under [options] in the job."
+        )
     names, drawn = list(dict.fromkeys(row["option"] for row in rows)), {row["quantity"] for row in rows}
     quantities = [quantity for quantity in _QUANTITIES if quantity in drawn]
     at = {
@@ -374,8 +388,8 @@ def options(job: Job, recommendation: Recommendation) -> Spec:
     }
     look = {"domain": quantities, "range": [PALETTE[_QUANTITIES.index(quantity)] for quantity in quantities]}
     colour = vega.field("quantity", scale=look, legend=vega.legend(quantities, lines=False))
-    value = vega.field("value:Q", title="Change against today's value (%)", axis={"tickCount": 8})
-    heads = {"option": "Value", "against": "Against", "quantity": "Of", "said": "Effect"}
+    value = vega.field("value:Q", title="Change from today's value (%)", axis={"tickCount": 8})
+    heads = {"option": "Value", "against": "Compared with", "quantity": "Quantity", "said": "Effect"}
     tips = [
         *(vega.field(name, title=head) for name, head in heads.items()),
         *(vega.field(f"{end}:Q", title=head, format="+.1f") for end, head in _ENDS.items()),
@@ -390,7 +404,7 @@ def options(job: Job, recommendation: Recommendation) -> Spec:
         vega.layer("effects", "point", filled, **point),
         height={"step": 20, "for": "offset"},
     )
-    subtitle = "Time and cost of the whole training, memory of a rank at equal batch; filled points were launched"
+    subtitle = "Time and cost of the whole training, memory per rank at equal batch; filled points: launched"
     return vega.finish(chart, title, subtitle, {"effects": rows})
 
 
@@ -404,11 +418,10 @@ def _interesting(recommendation: Recommendation) -> list[Candidate]:
 
 
 def _by_cluster(candidates: Iterable[Candidate], *, lines: bool) -> tuple[Spec, Spec]:
-    """Return the encodings of colour, and of the dash of lines or shape of points, by instance type and number of
-    nodes.
+    """Return two encodings by instance type and number of nodes: the colour, and the dash of lines or shape of points.
 
-    The colour shows the number of nodes. The dash shows the same, for readers who cannot distinguish the colours; if
-    there are several instance types, it shows the type instead.
+    The colour shows the number of nodes. The dash also shows it, for readers who cannot distinguish the colours, unless
+    there are several instance types, which the dash then shows.
     """
     seen = {(c.configuration.instance_type, c.configuration.num_nodes): c.configuration for c in candidates}
     types, sizes = sorted({kind for kind, _ in seen}), sorted({size for _, size in seen})
@@ -427,7 +440,7 @@ def _by_cluster(candidates: Iterable[Candidate], *, lines: bool) -> tuple[Spec, 
 
 
 def _rings(marked: Sequence[Row], x: Spec, y: Spec) -> Spec:
-    """Draw a large symbol around each row of the data set `landmarks`, whose rows are `marked`, with a legend."""
+    """Return a layer with a large symbol around each row of the data set `landmarks`, and a legend of `marked`."""
     labels = [row["label"] for row in marked]
     shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(labels))]
     named = vega.legend(labels, lines=False) | {"orient": "bottom", "symbolSize": 120, "labelLimit": 0}
@@ -439,12 +452,12 @@ def _rings(marked: Sequence[Row], x: Spec, y: Spec) -> Spec:
 
 
 def _estimate(candidate: Candidate, quantity: Quantity) -> Estimate | None:
-    """Return the total time in seconds or the cost in dollars, or None without prices."""
+    """Return the total time in seconds or the cost in dollars; the cost is None if there are no prices."""
     return candidate.total_time_s if quantity == "time" else candidate.cost_usd
 
 
 def _cost(candidate: Candidate) -> Estimate:
-    """Return the cost in dollars or, without prices, in node-hours."""
+    """Return the cost in dollars or, if there are no prices, in node-hours."""
     hours, time = candidate.configuration.num_nodes / 3600, candidate.total_time_s
     return candidate.cost_usd or Estimate(value=time.value * hours, low=time.low * hours, high=time.high * hours)
 
@@ -456,7 +469,7 @@ _TIPS: Final = [
 
 
 def _row(candidate: Candidate) -> Row:
-    """Return a candidate as a row for all charts; readers see the fields in `_TIPS`."""
+    """Return a candidate as a row of chart data; tooltips show the fields in `_TIPS`."""
     time, cost, step, memory = candidate.total_time_s, _cost(candidate), candidate.step_time_s, candidate.memory_bytes
     said = f"{money(cost.value)} ({money_interval(cost)})" if candidate.cost_usd else f"{cost.value:,.3g} node-hours"
     fits = "" if candidate.memory_fits is None else f", {percent(candidate.memory_fits)} sure to fit"
@@ -478,4 +491,4 @@ CANDIDATE_CHARTS: Final[dict[str, Callable[[Job, Recommendation], Spec]]] = {
     "frontier": frontier, "tradeoff": tradeoff, "memory": memory, "step_breakdown": step_breakdown,
     "options": options,
 }  # fmt: skip
-"""The charts of a job's candidates, keyed by name."""
+"""The functions that draw a job's candidates, keyed by the names of the charts."""

@@ -1,4 +1,4 @@
-"""Charts of runs: downsampled telemetry over steps, memory by rank, and training runs side by side by one column."""
+"""Charts of runs: downsampled telemetry over steps, memory by rank, and a comparison of training runs by one column."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tula_wire.format import configuration, size
 Over = Literal["epoch", "step"]
 _COMPONENTS: Final = ("parameters", "gradients", "optimizer", "activations", "batch", "not attributed")
 _MOST_NAMED: Final = 24
-"""Most methods with a legend."""
+"""Maximum number of methods for which a chart has a legend."""
 _FEW_A_RUN: Final = 80
 _BRUSH: Final = "brush"
-"""Name of the selection whose steps the page requests again with more points."""
+"""Name of the selection of steps, for which the page then requests more points."""
 _FEW: Final = 200
-"""A series with fewer points is drawn with its points, since a single point makes no line."""
+"""A series with fewer points is drawn with visible points, since a single point is not visible as a line."""
 _TREND: Final = "_trend"
 _STEP_LABEL: Final = "datum.value % 1 ? '' : format(datum.value, '~s')"
-"""Formats each tick separately: the axis's own format would write 0 as 0k next to 200k."""
+"""An expression that formats each tick separately, since the axis's own format would write 0 as 0k next to 200k."""
 
 
 class Panel(NamedTuple):
-    """One drawing area: its columns share a y axis titled `title`."""
+    """A drawing area whose columns share a y axis with this title."""
 
     title: str
     columns: tuple[str, ...]
@@ -37,51 +37,51 @@ class Panel(NamedTuple):
 _CHARTS: Final[dict[str, tuple[str, str, tuple[Panel, ...]]]] = {
     "step_time": (
         "step time",
-        "The agent reports every step once training runs.",
+        "The agent reports every step of a training.",
         (Panel("Step time", ("step_time_s",)), Panel("Wait for the slowest rank", ("skew_s",))),
     ),
     "memory": (
         "memory of a rank",
-        "The agent reports each rank's peak within the first steps.",
+        "The agent reports the peak of each rank after the first steps.",
         (Panel("Memory", ("memory_bytes",)),),
     ),
     "gradient": (
         "gradient",
-        "run.watch(model, optimizer) lets the agent measure it.",
+        "To measure the gradient, call run.watch(model, optimizer) in the script.",
         (Panel("Norm", ("grad_norm",)), Panel("Variability Δ(G)", ("gradient_variability",), logarithmic=True)),
     ),
     "scale": (
         "gradient scaling",
-        "A TulaOptimizer reports it.",
+        "To report gradient scaling, use TulaOptimizer in the script.",
         (Panel("Scale factor", ("scale",)), Panel("Share of scaled steps", ("scaled_share",))),
     ),
     "accuracy": (
         "accuracy",
-        "run.log(validation_accuracy=...) in the training script reports it.",
+        "To report the accuracy, call run.log(validation_accuracy=...) in the script.",
         (Panel("Accuracy", ("accuracy", "validation_accuracy")),),
     ),
 }
-"""The subject of each chart, the source of its columns (for the message while there are none), and its panels."""
+"""The subject of each chart, a hint on how to get its data, and its panels."""
 SETTINGS: Final = ("delta", "small_batch_size", "directions", "thresholds_version")
-"""Columns, also with the prefix `scripted_`, whose single value a page prints instead of drawing a one-point chart."""
+"""Columns (also with the prefix `scripted_`) that have one value, which a page shows as text instead of a chart."""
 RUN_CHARTS: Final = ("step_time", "memory", "gradient", "scale", "loss", "accuracy")
 _UNITS: Final = {"step_time_s": vega.time_unit, "skew_s": vega.time_unit, "memory_bytes": vega.bytes_unit}
 
 
 def _chart(name: str) -> tuple[str, str, tuple[Panel, ...]]:
-    """Return the entry of a chart; a name without an entry is a column."""
+    """Return the entry of `_CHARTS` for a chart; if there is none, `name` is the name of a column."""
     words = name.replace("_", " ")
-    source = f"run.log({name}=...) in the training script reports it."
+    source = f"To report this metric, call run.log({name}=...) in the script."
     return _CHARTS.get(name) or (words, source, (Panel(words[:1].upper() + words[1:], (name,)),))
 
 
 def is_setting(column: str) -> bool:
-    """Return True for a column of SETTINGS."""
+    """Return True if the column is one of SETTINGS."""
     return column.removeprefix("scripted_") in SETTINGS
 
 
 def drawn_columns(name: str) -> tuple[str, ...]:
-    """Return the telemetry columns that a chart of a run draws."""
+    """Return the telemetry columns that a run's chart shows."""
     return tuple(column for panel in _chart(name)[2] for column in panel.columns)
 
 
@@ -93,9 +93,9 @@ def run_chart(
     *,
     logarithmic: bool = False,
 ) -> Spec:
-    """Return one of `RUN_CHARTS`, or the column with that name; columns missing from `series` are left out.
+    """Return one of the charts in `RUN_CHARTS`, or a chart of the column `name`; only columns in `series` are drawn.
 
-    A column with a trend is drawn pale, with the trend over it.
+    A column that has a trend is drawn in a pale colour, with the trend on top.
     """
     trends = trends or {}
     noun, source, panels = _chart(name)
@@ -119,8 +119,8 @@ def run_chart(
         datasets |= rows | smooth
     if not areas:
         needed = " or ".join(drawn_columns(name))
-        return vega.message(title, f"Nothing received yet. {source}\nThis chart draws {needed}.")
-    # The selection belongs to one panel, so that it exists only once.
+        return vega.message(title, f"No data has been received yet. {source}\nThis chart shows {needed}.")
+    # Only one panel has the selection, since a name of a selection must be unique.
     areas[0][0]["params"] = [{"name": _BRUSH, "select": {"type": "interval", "encodings": ["x"]}}]
     if len(areas) == 1:
         chart = vega.layered(*areas[0], height=HEIGHT - 80)
@@ -134,7 +134,7 @@ def run_chart(
 def _lines(
     panel: Panel, rows: Mapping[str, list[Row]], smooth: Mapping[str, list[Row]], unit: Unit, logarithmic: bool
 ) -> list[Spec]:
-    """Return a line for each column, with its trend on top."""
+    """Return layers with a line for each column and, on top of it, the column's trend."""
     positive = all(row["value"] > 0 for points in rows.values() for row in points)
     scale: Spec = {"domain": [0, 1]} if panel.columns == ("scaled_share",) else {"zero": False}
     if logarithmic and positive:
@@ -150,7 +150,7 @@ def _lines(
         names = list(rows)
         look = {"domain": names, "range": list(PALETTE[: len(names)])}
         colour = vega.field("series", scale=look, legend=vega.legend(names))
-    # Few points are visible as points; a thousand would form one thick band.
+    # Points are visible only if there are few, since a thousand would form a thick band.
     few = max(map(len, rows.values())) < _FEW
     layers: list[Spec] = []
     for place, column in enumerate(rows):
@@ -173,7 +173,7 @@ def _lines(
 
 
 def _level(column: str, unit: Unit, run: Run) -> list[Spec]:
-    """Return a dashed line with its label at the predicted step time."""
+    """Return layers with a labelled dashed line at the predicted step time."""
     if column != "step_time_s" or not run.predicted_step_time_s:
         return []
     level = run.predicted_step_time_s / unit.size
@@ -182,10 +182,11 @@ def _level(column: str, unit: Unit, run: Run) -> list[Spec]:
 
 
 def _rows(series: TelemetrySeries, unit: Unit) -> list[Row]:
-    """Return the values with six figures; more could not be seen, and would double the size of a long series.
+    """Return the values in `unit`, with six digits, since more are not visible and would double the size.
 
-    Steps without a value are left out, because no line is drawn next to a null, and a value logged at every tenth step
-    would be between nulls. Values too large for a double in this unit are left out too, since JSON has no infinity.
+    Steps without a value are left out, because no line is drawn next to a null; a value logged at every tenth step
+    would be invisible between nulls. Values too large for a double in this unit are also left out, since JSON has no
+    infinity.
     """
     size = unit.size
     return [
@@ -203,7 +204,7 @@ def _subtitle(series: Sequence[TelemetrySeries], trends: Sequence[TelemetrySerie
     reduced = [column for column in series if column.downsampled]
     notes = []
     if reduced:
-        notes.append(f"{len(reduced[0].steps):,} of {reduced[0].total_points:,} points, peaks and dips kept")
+        notes.append(f"{len(reduced[0].steps):,} of {reduced[0].total_points:,} points, with all peaks and dips")
     if trends:
         notes.append(f"line: median of every {trends[0].total_points // len(trends[0].steps):,}")
     text = "; ".join(notes)
@@ -211,22 +212,22 @@ def _subtitle(series: Sequence[TelemetrySeries], trends: Sequence[TelemetrySerie
 
 
 class QualityRun(NamedTuple):
-    """A training run with the series by which it is judged."""
+    """A training run with the series by which it is compared."""
 
     run: Run
     series: TelemetrySeries
 
 
 def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = False, over: Over = "epoch") -> Spec:
-    """Draw one column of several runs over epochs or steps, with a colour per method, or per run without methods.
+    """Return a chart of one column of several runs over epochs or steps, with a colour per method (or per run).
 
-    If the configurations of the runs differ, the legend includes them, since the runs then differ in more than the
-    method.
+    If the configurations of the runs differ, the legend also names them, since the runs then differ not only in their
+    methods.
     """
     title = f"{job.name}: training runs"
     drawn = [run for run in runs if _values(run.series)]
     if not drawn:
-        return vega.message(title, "No training run has reported this yet.")
+        return vega.message(title, "No training run has reported this metric yet.")
     column = drawn[0].series.column
     name = column.replace("_", " ")
     apart = len({run.configuration for run, _ in drawn}) > 1
@@ -244,7 +245,7 @@ def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = F
     named = len(methods) <= _MOST_NAMED
     positive = all(row["value"] > 0 for row in rows)
     scale = {"type": "log" if positive else "symlog", "nice": False} if logarithmic else {"zero": False}
-    # Points carry the tooltip; they are visible only if there are few short lines.
+    # Tooltips belong to points, which are visible only if there are few short lines.
     seen = named and len(rows) < _FEW_A_RUN * len(drawn)
     look = {"scale": {"domain": methods, "range": [PALETTE[i % 8] for i in range(len(methods))]}}
     dash = {"scale": {"domain": methods, "range": [list(DASHES[(i + i // 8) % 8]) for i in range(len(methods))]}}
@@ -269,19 +270,22 @@ def quality_chart(job: Job, runs: Sequence[QualityRun], *, logarithmic: bool = F
     lines = vega.layer(
         "points", "line", encoding, strokeWidth=2 if named else 1, opacity=1 if named else 0.7, point=point
     )
-    # Sent once per run instead of once per point.
+    # Method and batch are sent once per run instead of once per point.
     of_run = {"data": {"name": "runs"}, "key": "run", "fields": ["method", "batch"]}
     epoch = f"(datum.step + 1) * datum.batch / {job.spec.dataset.size}"
     lines["transform"] = [{"lookup": "run", "from": of_run}, {"calculate": epoch, "as": "epoch"}]
     count = "1 training run" if len(drawn) == 1 else f"{len(drawn)} training runs"
-    smooth = "; of long series the median of each stretch" if any(run.series.downsampled for run in drawn) else ""
-    subtitle = f"{name.capitalize()} of {count}{smooth}{'' if named else '; the pointer names a line'}"
+    smooth = "; long series are shown as medians" if any(run.series.downsampled for run in drawn) else ""
+    subtitle = f"{name.capitalize()} of {count}{smooth}{'' if named else '; point at a line to see its name'}"
     chart = {**lines, "width": WIDTH, "height": HEIGHT}
     return vega.finish(chart, title, subtitle, {"runs": listed, "points": rows})
 
 
 def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
-    """Draw the stacked components (equation 3) of each rank's peak; `readings`, at least one, are keyed by rank."""
+    """Return a chart of each rank's peak memory, stacked by component (equation 3).
+
+    `readings` is keyed by rank and must not be empty.
+    """
     peaks = [reading.peak_bytes for reading in readings.values()]
     capacities = [reading.capacity_bytes for reading in readings.values() if reading.capacity_bytes]
     unit = vega.bytes_unit([*peaks, *capacities])
@@ -318,7 +322,7 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
 
 
 def _split(reading: MemoryReading) -> list[int]:
-    """Return the bytes of each of `_COMPONENTS`; they add up to the peak unless the components alone exceed it."""
+    """Return the bytes of each of `_COMPONENTS`, whose sum is the peak unless the known components exceed it."""
     parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "batch_bytes")
     sizes = [getattr(reading, part) or 0 for part in parts]
     return [*sizes, max(0, reading.peak_bytes - sum(sizes))]
