@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Starts docker-compose.yml as docs/deploy.md says: a token, Postgres, the migration, two workers, Prometheus; then stops
-# it and starts it again. COMPOSE is "docker compose" or podman-compose; the image tula:VERSION is built where it is missing.
-# Needs an engine, so it is no part of `make test`; the release checklist asks for it.
+# Starts docker-compose.yml as described in docs/deploy.md, with a token, Postgres, the migration, two workers and
+# Prometheus; then stops it and starts it again. COMPOSE is "docker compose" or podman-compose. The image tula:VERSION
+# is built if it is missing. This script requires a container engine, so it is part of the release checklist and not of
+# `make test`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 read -ra COMPOSE <<<"${COMPOSE:-docker compose}"
@@ -18,27 +19,27 @@ ask() { curl --silent --fail --header "Authorization: Bearer $TOKEN" --header 'C
 start() {
   "${stack[@]}" "$@" up --detach >/dev/null
   for _ in $(seq 120); do curl --silent --fail "$URL/readyz" >/dev/null && return; sleep 0.5; done
-  fail "no answer from /readyz within a minute"
+  fail "the service was not ready within a minute (/readyz)"
 }
 
 touch "$folder/metrics-token"
 od -An -N12 -tx1 /dev/urandom | tr -d " " >"$folder/grafana-password"
-# depends_on says so; not every engine waits for a health check.
+# Wait for Postgres here, since not every engine waits for the health check that depends_on requires.
 "${stack[@]}" up --detach postgres >/dev/null
 for _ in $(seq 60); do "${stack[@]}" exec -T postgres pg_isready --username tula --dbname tula >/dev/null 2>&1 && break; sleep 1; done
 TOKEN=$(token me --scope admin)
 token prometheus --scope read >"$folder/metrics-token"
 chmod 0644 "$folder/metrics-token" "$folder/grafana-password"
 "${stack[@]}" down >/dev/null
-echo "tokens: made in the migrated Postgres before the service listens"
+echo "tokens were created in the migrated Postgres database before the service listens"
 start
 workers=$("${stack[@]}" exec -T service python -c 'import pathlib
 print(sum(b"spawn_" + b"main" in p.read_bytes() for p in pathlib.Path("/proc").glob("[0-9]*/cmdline")))')
 [ "$workers" = 2 ] || fail "$workers workers instead of 2"
-echo "up: ready, two workers"
+echo "the service is ready and has two workers"
 JOB=$(ask /v1/jobs --data '{"name": "tried", "model": {"name": "resnet50"}, "dataset": {"size": 50000}, "epochs": 90,
   "cluster": {"max_nodes": 4}, "batch": {"max_local_batch_size": 256}}' | grep -o 'job-[0-9a-f]*' | head -1)
-[ -n "$JOB" ] || fail "a job is refused"
+[ -n "$JOB" ] || fail "the job was not accepted"
 start --profile monitoring
 "${stack[@]}" exec -T service python -c 'import time, urllib.request as u
 for _ in range(90):
@@ -49,9 +50,9 @@ for _ in range(90):
     if b"\"1\"" in found:
         raise SystemExit(0)
     time.sleep(0.5)
-raise SystemExit("Prometheus never reached the service: " + found.decode())' || fail "Prometheus does not scrape"
-echo "monitoring: Prometheus scrapes the service with its token"
+raise SystemExit("Prometheus did not reach the service: " + found.decode())' || fail "Prometheus does not scrape the service"
+echo "Prometheus scrapes the service with its token"
 "${stack[@]}" --profile monitoring down >/dev/null
 start
-ask "/v1/jobs/$JOB" >/dev/null || fail "the job is gone"
-echo "down and up again: the job is there"
+ask "/v1/jobs/$JOB" >/dev/null || fail "the job was lost"
+echo "after stopping and starting all services, the job still exists"

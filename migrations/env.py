@@ -1,4 +1,4 @@
-"""Runs the migrations; Alembic finds this folder through `[tool.alembic]` or `tula_service.store.migrations`."""
+"""Runs the migrations. `[tool.alembic]` and `tula_service.store.migrations` tell Alembic where this folder is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tula_service.store.tables import METADATA
 
 
 def run() -> None:
-    """Migrate through the connection that the service hands over, or (on the command line) through TULA_DATABASE."""
+    """Migrate over the connection that the service passes or, on the command line, the database in TULA_DATABASE."""
     connection = context.config.attributes.get("connection")
     if connection is not None:
         context.configure(connection=connection, target_metadata=METADATA, transaction_per_migration=False)

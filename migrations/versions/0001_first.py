@@ -1,7 +1,7 @@
-"""The first schema.
+"""Creates the first schema.
 
-Until the first release this file changes in place, with `tula_service/store/tables.py` (which a test compares) and the
-dump that `python -m tests.service.store.make_asset` writes. From then on a change of the schema is a file of its own.
+Until the first release, schema changes edit this file, `tula_service/store/tables.py` (a test checks that both agree)
+and the dump that `python -m tests.service.store.make_asset` writes. After it, each schema change gets a new migration.
 
 Revision ID: 0001
 """
@@ -31,19 +31,19 @@ ON_SQLITE = (
     " INSERT INTO jobs_search (rowid, name, model_name) VALUES (new.key, new.name, new.model_name); END",
     "CREATE TRIGGER jobs_search_delete AFTER DELETE ON jobs BEGIN"
     " INSERT INTO jobs_search (jobs_search, rowid, name, model_name)"
-    " VALUES ('delete', old.key, old.name, old.model_name); END",  # names never change: no trigger for that
+    " VALUES ('delete', old.key, old.name, old.model_name); END",  # no trigger for updates, since names never change
 )
 
 ON_POSTGRES = (
     "CREATE FUNCTION refuse_ledger_update() RETURNS trigger LANGUAGE plpgsql AS "
     "$$ BEGIN RAISE EXCEPTION 'ledger entries are immutable'; END $$",
     "CREATE TRIGGER ledger_is_immutable BEFORE UPDATE ON ledger FOR EACH ROW EXECUTE FUNCTION refuse_ledger_update()",
-    # What an index needs of the extension pg_trgm, which not every server has.
+    # This function replaces the part of the extension pg_trgm that the index needs, since not every server has pg_trgm.
     "CREATE FUNCTION tula_trigrams(text) RETURNS text[] LANGUAGE plpgsql IMMUTABLE STRICT PARALLEL SAFE COST 500 AS $$ "
     "DECLARE trigrams text[] := '{}'; BEGIN FOR at IN 1 .. length($1) - 2 LOOP "
     "trigrams := trigrams || substr($1, at, 3); END LOOP; RETURN trigrams; END $$",
     "CREATE INDEX ix_jobs_trigrams ON jobs USING gin (tula_trigrams(lower(name || ' ' || model_name)))",
-    # Payloads are compressed already: trying again costs time and gains nothing.
+    # Payloads are already compressed, so Postgres should not try to compress them again.
     "ALTER TABLE telemetry_chunks ALTER COLUMN payload SET STORAGE EXTERNAL",
     # The key of a run begins with the month in which it was created (`store/partitions.py`).
     "ALTER TABLE runs ALTER COLUMN key SET DEFAULT"
@@ -192,7 +192,7 @@ def upgrade() -> None:
     )
     op.create_index("ix_memory_readings_run_key", "memory_readings", ["run_key"])
     op.create_table(
-        "telemetry_chunks",  # on Postgres in partitions, which `store/partitions.py` makes
+        "telemetry_chunks",  # on Postgres, `store/partitions.py` creates its partitions
         parent("run_key", "runs.key", BIG, primary_key=True, autoincrement=False),
         sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("boot_id", sa.Text, primary_key=True),

@@ -173,7 +173,7 @@ def test_the_reference_of_the_api_is_drawn_from_local_files(visit: Visit) -> Non
 
 def test_the_trade_off_names_what_the_table_recommends(visit: Visit, seeded: Seeded) -> None:
     page = visit(f"/jobs/{seeded.job_id}")
-    expect(page.locator("[data-live='plan']")).to_contain_text(re.compile(r"Profiling has taken .* of GPU time"))
+    expect(page.locator("[data-live='plan']")).to_contain_text(re.compile(r"profiling has used .* of GPU time"))
     drawn = page.locator("[data-chart*='tradeoff?quantity=time']")
     drawn.scroll_into_view_if_needed()
     expect(drawn.locator("svg")).to_contain_text("recommended")
@@ -214,7 +214,7 @@ def test_a_click_on_the_frontier_asks_what_if(visit: Visit, seeded: Seeded) -> N
     expect(page.get_by_role("textbox", name="Nodes")).to_have_value("2")
     expect(page.get_by_role("textbox", name="Global batch")).to_have_value("128")
     expect(page.locator("#whatif-answer tbody tr")).to_have_text(re.compile("2 nodes, global batch 128 "))
-    choice = figure.get_by_role("combobox", name="Ask what if of")
+    choice = figure.get_by_role("combobox", name="Use in what-if")
     choice.focus()
     choice.press("ArrowDown")
     choice.press("ArrowDown")
@@ -336,7 +336,7 @@ def test_a_job_is_archived_from_its_page_and_brought_back(visit: Visit, seeded: 
     page = visit(f"/jobs/{made}")
     page.get_by_role("button", name="Archive").click()
     expect(page.locator("[data-live='head'] .state")).to_have_text("archived")
-    page.get_by_role("button", name="Bring back").click()
+    page.get_by_role("button", name="Unarchive").click()
     expect(page.locator("[data-live='head'] .state")).to_have_text("planning")
 
 
@@ -494,14 +494,14 @@ def test_jobs_are_sorted_and_archived_at_once_with_the_keyboard(visit: Visit, se
     expect(links).to_have_text(["vgg-1", "vgg-2", "vgg-3"])
     archive = page.get_by_role("button", name="Archive")
     expect(archive).to_be_disabled()
-    page.get_by_role("checkbox", name="Choose vgg-1").press("Space")
-    page.get_by_role("checkbox", name="Choose vgg-3").press("Space")
+    page.get_by_role("checkbox", name="Select vgg-1").press("Space")
+    page.get_by_role("checkbox", name="Select vgg-3").press("Space")
     check(page, "jobs-chosen-dark-390")
     seeded.post(routes.JOBS, specification("vgg-4"))
     page.evaluate("refreshParts()")
     expect(links).to_have_text(["vgg-1", "vgg-2", "vgg-3", "vgg-4"])
-    expect(page.get_by_role("checkbox", name="Choose vgg-3")).to_be_focused()
-    expect(archive).to_have_text("Archive 2 chosen")
+    expect(page.get_by_role("checkbox", name="Select vgg-3")).to_be_focused()
+    expect(archive).to_have_text("Archive 2 selected")
     archive.press("Enter")
     expect(links).to_have_text(["vgg-2", "vgg-4"])
 

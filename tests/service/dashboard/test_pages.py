@@ -145,13 +145,13 @@ def test_jobs_are_sorted_by_their_address(browser: Browser) -> None:
 def test_the_cost_of_profiling_stands_beside_the_plan(browser: Browser) -> None:
     job_id = register(browser)
     before = browser.page(f"/jobs/{job_id}")
-    assert "Profiling has taken" not in before
-    assert re.search(r"2 launches left: about [^,]*, [^,]* of GPU time, \$[\d.]+, start-up included", before)
+    assert "profiling has used" not in before
+    assert re.search(r"2 launches remaining: about [^,]*, [^,]* of GPU time, \$[\d.]+, including start-up", before)
     assert re.search(r"With what the search may add, at most 8 launches: [^,]*, \$[\d.]+\.", before)
     claimed = browser("POST", wire.routes.JOB_CLAIM.format(job_id=job_id), json={"holder": "h"}).json()["run"]
     running = {"state": "running", "holder": "h"}
     assert browser("PATCH", wire.routes.RUN.format(run_id=claimed["id"]), json=running).is_success
-    assert re.search(r"Profiling has taken [^;]* of GPU time so far, \$[\d.e-]+\.</p>", browser.page(f"/jobs/{job_id}"))
+    assert re.search(r"profiling has used [^;]* of GPU time and \$[\d.e-]+\.</p>", browser.page(f"/jobs/{job_id}"))
     assert f"tula logs {claimed['id']}" in browser.page(f"/runs/{claimed['id']}")
 
 
@@ -164,10 +164,12 @@ def test_a_jobs_page_shows_recommendation_plan_and_candidates(browser: Browser) 
     for run in browser("GET", wire.routes.JOB.format(job_id=job_id)).json()["plan"]:
         assert f"/runs/{run['id']}" in page
         assert f"(local {run['configuration']['local_batch_size']})" in page
-    assert "from what is known of the hardware; nothing measured yet" in page
-    assert "a million" not in page
+    assert "from hardware data, before any measurement" in page
+    assert "per million" not in page
     tokens = browser.page(f"/jobs/{register(browser, model={'name': 'gpt', 'tokens_per_example': 1024})}")
-    assert re.search(r"[kMG] a second</dd><dd class=\"interval\">[0-9.]+ [kM] a step, \$[0-9.]+ a million", tokens)
+    assert re.search(
+        r"[kMG] per second</dd><dd class=\"interval\">[0-9.]+ [kM] per step, \$[0-9.]+ per million", tokens
+    )
 
 
 def test_energy_stands_on_the_jobs_page_once_a_run_has_reported_it(browser: Browser) -> None:
@@ -222,7 +224,7 @@ def test_a_run_s_page_shows_its_verdict_once_steps_are_measured(browser: Browser
     page = " ".join(browser.page(f"/runs/{run_id}").split())
     assert "Input-bound</h2>" in page
     assert "It waits for data 50 % of a step, with num_workers=1." in page
-    assert "<dt>Seen</dt><dd>bfloat16, compiled, no checkpointing, sharded, 1 worker</dd>" in page
+    assert "<dt>Observed</dt><dd>bfloat16, compiled, no checkpointing, sharded, 1 worker</dd>" in page
     assert "give the DataLoader 1 more worker (num_workers=2). It saves 50 % [50, 50] of a step." in page
 
 
@@ -259,7 +261,7 @@ def test_the_specification_and_the_way_to_archive_stand_on_the_jobs_page(browser
     assert "1 to 8 nodes" in page or "1 to 16 nodes" in page
     assert """data-body='{"archived": true}'""" in page
     browser("PATCH", wire.routes.JOB.format(job_id=job_id), json={"archived": True})
-    assert "Bring back" in browser.page(f"/jobs/{job_id}")
+    assert "Unarchive" in browser.page(f"/jobs/{job_id}")
 
 
 def test_memory_of_a_run_is_drawn_from_its_readings_where_no_series_was_sent(browser: Browser) -> None:
@@ -301,7 +303,7 @@ def test_quality_compares_runs_by_the_best_measure_they_share(browser: Browser) 
 
 def test_the_output_of_a_run_is_text_whatever_it_holds(browser: Browser) -> None:
     run_id = train(browser, register(browser))
-    assert "Nothing was sent" in browser.page(f"/runs/{run_id}")
+    assert "No output was sent" in browser.page(f"/runs/{run_id}")
     hostile = "<script>alert(1)</script></pre>\n\x1b[31mred\x1b[0m \u202egnp\x00 {{ 7 * 7 }}"
     path = wire.routes.RUN.format(run_id=run_id)
     assert browser("PATCH", path, json={"state": "running", "output": hostile}).is_success
@@ -464,7 +466,7 @@ def test_the_what_if_form_takes_typed_lists_and_compares_with_the_recommendation
     same = f"?nodes={best['configuration']['num_nodes']}&global_batch={best['global_batch_size']}"
     assert ">same</td>" in browser.page(path + same)
     assert "Excluded: " in browser.page(f"{path}?nodes=2&global_batch=256&deadline_hours=0.001")
-    assert "slower or excluded ones are left out" in browser.page(path)
+    assert "slower or excluded candidates are not shown" in browser.page(path)
     for wrong in ("nodes=two", "nodes=0", "usd_per_node_hour=-1", "deadline_hours=nan"):
         answer = browser("GET", f"{path}?{wrong}")
         assert answer.status_code == 422
@@ -494,7 +496,12 @@ def test_what_if_asks_about_one_instance_type_accumulation_and_price(browser: Br
 def test_a_job_with_options_shows_todays_choice_and_asks_what_if_by_value(browser: Browser) -> None:
     job_id = register(browser, options={"precision": ["fp32", "bf16"], "compile": ["off", "on"]})
     page = browser.page(f"/jobs/{job_id}")
-    for text in ("As you run it today: ", "precision: fp32, bf16; today fp32", "What each option does", "not compiled"):
+    for text in (
+        "With your current options: ",
+        "precision: fp32, bf16; currently fp32",
+        "Effects of options",
+        "not compiled",
+    ):
         assert text in page
     what_if = browser.page(f"/jobs/{job_id}/what-if?nodes=2&option=precision%3Dbf16&option=compile%3Don")
     rows = re.findall(r'<tr class="[^"]*"><td class="whole">([^<]*)', what_if)
@@ -508,7 +515,7 @@ def test_a_job_with_options_shows_todays_choice_and_asks_what_if_by_value(browse
         for precision in ("fp32", "bf16")
     }
     without = browser.page(f"/jobs/{register(browser, 'plain')}")
-    assert "What each option does" not in without
+    assert "Effects of options" not in without
     assert "today" not in without
 
 

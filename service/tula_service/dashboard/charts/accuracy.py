@@ -44,7 +44,7 @@ def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
 
 def calibration(entries: Sequence[LedgerEntry]) -> Spec:
     """Return a chart of the share of measurements inside intervals of each width; the diagonal is exact coverage."""
-    title = "All jobs: how often intervals hold"
+    title = "All jobs: coverage of prediction intervals"
     scores = [score for entry in entries if (score := _score(entry)) is not None]
     if not scores:
         return vega.message(title, _NONE_FOLLOWED)

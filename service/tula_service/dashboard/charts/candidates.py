@@ -153,7 +153,7 @@ def tradeoff(job: Job, recommendation: Recommendation, quantity: Quantity = "tim
     rows = [_row(candidate) | unit.interval(estimate) for candidate, estimate in drawn]
     batches = sorted({row["batch"] for row in rows})
     ends = vega.reach([row[end] for row in rows for end in ("low", "high")])
-    x = vega.batch_axis("Global batch size (examples a step)", batches)
+    x = vega.batch_axis("Global batch size (examples per step)", batches)
     y = vega.field("value:Q", title=f"Total {quantity} ({unit.name})", **vega.axis_between(ends))
     colour, dash = _by_cluster(recommendation.candidates, lines=True)
     marked = _marked(recommendation, quantity, unit)
@@ -259,7 +259,7 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
     """
     chosen = recommendation.chosen
     options = job.spec.base_options if chosen is None else chosen.configuration.options
-    title = ", ".join([f"{job.name}: memory of a rank", *(option(name, word) for name, word in options)])
+    title = ", ".join([f"{job.name}: memory per rank", *(option(name, word) for name, word in options)])
     alike = [c for c in recommendation.candidates if c.configuration.options == options]
     predicted = {
         (c.configuration.instance_type, c.configuration.local_batch_size): c.memory_bytes
@@ -286,12 +286,12 @@ def memory(job: Job, recommendation: Recommendation) -> Spec:
         {
             "batch": point.local_batch_size,
             "value": ceilings.get(point.instance_type, curve[-1]["high"] * unit.size) / unit.size,
-            "label": f"out of memory at {point.local_batch_size} a rank",
+            "label": f"out of memory at {point.local_batch_size} per rank",
         }
         for point in over
     ]
     kinds = sorted({row["type"] for row in curve})
-    x = vega.batch_axis("Local batch size (examples a rank and micro-step)", sorted({row["batch"] for row in curve}))
+    x = vega.batch_axis("Local batch size (examples per rank and micro-step)", sorted({row["batch"] for row in curve}))
     y = vega.field("value:Q", title=f"Peak memory ({unit.name})", scale={"zero": True}, axis={"tickCount": 6})
     look = {"domain": kinds, "range": list(PALETTE[: len(kinds)])}
     colour = vega.field("type", scale=look, legend=None if len(kinds) == 1 else vega.legend(kinds))
@@ -319,7 +319,7 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
 
     Named candidates come first, then the rest of the frontier, then the fastest of all others.
     """
-    title = f"{job.name}: where a step's time goes"
+    title = f"{job.name}: parts of the step time"
     drawn = [candidate for candidate in _interesting(recommendation) if candidate.terms is not None]
     if not drawn:
         return vega.message(
@@ -361,7 +361,7 @@ def options(job: Job, recommendation: Recommendation) -> Spec:
     Changes are relative to the option's first value. Filled points are values that were launched, hollow points are
     predicted values, and lines are 90 % intervals.
     """
-    title = f"{job.name}: what each option does"
+    title = f"{job.name}: effects of options"
     rows: list[Row] = [
         {
             "option": option(effect.option, effect.value),
@@ -388,7 +388,7 @@ def options(job: Job, recommendation: Recommendation) -> Spec:
     }
     look = {"domain": quantities, "range": [PALETTE[_QUANTITIES.index(quantity)] for quantity in quantities]}
     colour = vega.field("quantity", scale=look, legend=vega.legend(quantities, lines=False))
-    value = vega.field("value:Q", title="Change from today's value (%)", axis={"tickCount": 8})
+    value = vega.field("value:Q", title="Change from the current value (%)", axis={"tickCount": 8})
     heads = {"option": "Value", "against": "Compared with", "quantity": "Quantity", "said": "Effect"}
     tips = [
         *(vega.field(name, title=head) for name, head in heads.items()),
@@ -472,7 +472,7 @@ def _row(candidate: Candidate) -> Row:
     """Return a candidate as a row of chart data; tooltips show the fields in `_TIPS`."""
     time, cost, step, memory = candidate.total_time_s, _cost(candidate), candidate.step_time_s, candidate.memory_bytes
     said = f"{money(cost.value)} ({money_interval(cost)})" if candidate.cost_usd else f"{cost.value:,.3g} node-hours"
-    fits = "" if candidate.memory_fits is None else f", {percent(candidate.memory_fits)} sure to fit"
+    fits = "" if candidate.memory_fits is None else f", fits with {percent(candidate.memory_fits)} probability"
     return {
         "batch": candidate.global_batch_size,
         "cluster": cluster_name(candidate.configuration),
@@ -480,7 +480,7 @@ def _row(candidate: Candidate) -> Row:
         "time": f"{duration(time.value)} ({duration_interval(time)})",
         "cost": f"{said}{', spot' if candidate.spot else ''}",
         "step": f"{duration(step.value)} ({duration_interval(step)})",
-        "memory": "-" if memory is None else f"{size(memory.value)} a rank{fits}",
+        "memory": "-" if memory is None else f"{size(memory.value)} per rank{fits}",
         "basis": "profiled" if candidate.profiled else "extrapolated" if candidate.extrapolated else "predicted",
         "excluded": candidate.excluded_by or "",
         "profiled": candidate.profiled,

@@ -41,7 +41,7 @@ _CHARTS: Final[dict[str, tuple[str, str, tuple[Panel, ...]]]] = {
         (Panel("Step time", ("step_time_s",)), Panel("Wait for the slowest rank", ("skew_s",))),
     ),
     "memory": (
-        "memory of a rank",
+        "memory per rank",
         "The agent reports the peak of each rank after the first steps.",
         (Panel("Memory", ("memory_bytes",)),),
     ),
@@ -317,7 +317,7 @@ def rank_memory(run: Run, readings: Mapping[int, MemoryReading]) -> Spec:
     )
     title = f"{run.id}, {configuration(run.configuration)}: memory by rank"
     ceiling = [{"value": min(capacities) / unit.size, "label": "memory of a rank"}] if capacities else []
-    subtitle = f"Highest peak of each rank; the greatest is {size(max(peaks))}"
+    subtitle = f"Highest peak of each rank; the highest of all is {size(max(peaks))}"
     return vega.finish(chart, title, subtitle, {"ranks": rows, "capacity": ceiling})
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// Charts and live updates; forms.js has what-if and access. Everything shown without them is in the page already.
+// Charts and live updates; forms.js contains the what-if and access forms. Without scripts, pages show all other content.
 
 const $ = (selector, within = document) => within.querySelector(selector);
 const $$ = (selector, within = document) => [...within.querySelectorAll(selector)];
@@ -21,13 +21,13 @@ function element(name, text = "", attributes = {}) {
 async function ask(path, options = {}) {
   const answer = await fetch(path, { headers: { Accept: "application/json" }, ...options });
   if (answer.status === 401) {
-    if ($("textarea")) throw new Error("Signed out: sign in on another page, then send this once more.");
+    if ($("textarea")) throw new Error("You are signed out: sign in on another page, then submit this form again.");
     location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
-    throw new Error("Signed out.");
+    throw new Error("You are signed out.");
   }
   if (!answer.ok) {
     const problem = await answer.json().catch(() => ({}));
-    const message = problem.detail || `The service answered ${answer.status}: try again.`;
+    const message = problem.detail || `The service returned status ${answer.status}: try again.`;
     throw Object.assign(new Error(message), { fields: problem.errors || [] });
   }
   if (answer.status === 204) return null;
@@ -44,7 +44,7 @@ function nextScheme() {
   const next = order[(order.indexOf(document.documentElement.dataset.scheme) + 1) % 3];
   if (next) document.documentElement.dataset.scheme = next;
   else delete document.documentElement.dataset.scheme;
-  try { next ? localStorage.setItem("tula-scheme", next) : localStorage.removeItem("tula-scheme"); } catch { /* not kept */ }
+  try { next ? localStorage.setItem("tula-scheme", next) : localStorage.removeItem("tula-scheme"); } catch { /* storage is disabled, so the choice is not kept */ }
   nameScheme();
   redrawAll();
 }
@@ -53,11 +53,11 @@ function nameScheme() {
   $("#theme").setAttribute("aria-label", `Colour scheme: ${document.documentElement.dataset.scheme || "automatic"}`);
 }
 
-// Charts: one specification from the service, dressed for the page
+// Charts: each is a specification from the service, adapted to the page's style
 
 function fitLegends(part, width) {
   if (!part || typeof part !== "object") return;
-  // The service chose the columns for a chart of about 520 pixels.
+  // The service chooses the number of columns for a chart that is about 520 pixels wide.
   if (part.legend && part.legend.columns) part.legend.columns = Math.max(1, Math.min(part.legend.columns, Math.floor(part.legend.columns * width / 520 + 0.25)));
   for (const [key, inner] of Object.entries(part)) if (key !== "datasets") fitLegends(inner, width);
 }
@@ -71,7 +71,7 @@ function dressed(spec, width) {
   page.background = "transparent";
   page.config = {
     ...page.config,
-    aria: false,  // the drawing is hidden from screen readers, which read the figure's text: no description per mark
+    aria: false,  // screen readers read the figure's text instead of the drawing, so marks need no descriptions
     font: "system-ui, sans-serif",
     axis: { ...page.config.axis, labelColor: muted, titleColor: muted, gridColor: line, domainColor: line, tickColor: line, labelLimit: width < 480 ? 130 : 260, titleFontWeight: 500 },
     legend: { labelColor: ink, titleColor: muted },
@@ -86,7 +86,7 @@ function dressed(spec, width) {
 }
 
 const drawn = new Map();
-// This script runs before Vega's, so that the first chart is under way while the browser reads that one.
+// This script runs before Vega's script, so that the first chart is requested while the browser loads Vega.
 const vegaRead = new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve));
 
 function shapeOf(spec, width) {
@@ -111,7 +111,7 @@ async function draw(figure) {
   box.setAttribute("role", "img");
   const shape = shapeOf(spec, box.clientWidth);
   if (known.view && known.shape === shape && box.contains(known.view.container())) {
-    // Only numbers changed: no flicker, and half the work.
+    // Only numbers have changed. Updating them causes no flicker and takes half as long as drawing the chart again.
     for (const [name, rows] of Object.entries(spec.datasets)) if (known.names.has(name)) known.view.data(name, rows);
     await known.view.runAsync();
   } else {
@@ -119,7 +119,7 @@ async function draw(figure) {
     known.view = null;
     const holder = element("div");
     box.replaceChildren(holder);
-    // ast: expressions are interpreted, so that the page's security policy may forbid eval.
+    // With ast, expressions are interpreted, so that the page's security policy can forbid eval.
     const renderer = spec.usermeta?.renderer || "svg";
     const made = await vegaEmbed(holder, dressed(spec, box.clientWidth), { actions: false, ast: true, renderer, defaultStyle: false, logLevel: 1 });
     known.view = made.view;
@@ -134,7 +134,7 @@ async function draw(figure) {
   if ("zoom" in figure.dataset) showValues(figure, null);
 }
 
-// A chart as a file: drawn once more, on white, as no page is behind it
+// Saving a chart: it is drawn again on a white background, since the file has no page behind it
 
 async function save(button) {
   const figure = button.closest("figure"), kind = button.dataset.save, spec = drawn.get(figure)?.spec;
@@ -151,7 +151,7 @@ document.addEventListener("click", (event) => {
   if (button) save(button);
 });
 
-// A point of the frontier that was chosen, with the pointer or from the list, asks the what-if form
+// Choosing a point of the frontier, with the pointer or from the list, fills the what-if form
 
 function pick(figure, row) {
   if (row?.asks) figure.dispatchEvent(new CustomEvent("pick", { bubbles: true, detail: row.asks }));
@@ -159,7 +159,7 @@ function pick(figure, row) {
 
 function listPicks(figure, rows) {
   const list = $(".pick select", figure), at = list.selectedIndex, named = rows.filter((row) => row.crossed).sort((a, b) => a.y - b.y);
-  list.replaceChildren(new Option("a point on the frontier…"), ...named.map((row) => new Option([row.name, row.configuration, row.time.split(" (")[0], row.cost.split(" (")[0]].filter(Boolean).join(", "))));
+  list.replaceChildren(new Option("choose a point on the frontier…"), ...named.map((row) => new Option([row.name, row.configuration, row.time.split(" (")[0], row.cost.split(" (")[0]].filter(Boolean).join(", "))));
   list.disabled = !named.length;
   list.selectedIndex = Math.max(0, at);
   list.onchange = () => pick(figure, named[list.selectedIndex - 1]);
@@ -171,7 +171,7 @@ async function load(figure) {
   const address = new URL(figure.dataset.chart, location.href);
   if ("zoom" in figure.dataset) {
     for (const [name, value] of Object.entries(wanted)) address.searchParams.set(name, value);
-    // As many points as can be seen: peaks and dips stay, and a phone loads less.
+    // Request only as many points as can be seen. Peaks and dips are kept, and a phone loads less.
     address.searchParams.set("max_points", String(Math.min(1200, Math.max(300, 2 * Math.round(box.clientWidth)))));
   }
   known.turn = (known.turn || 0) + 1;
@@ -195,7 +195,7 @@ async function load(figure) {
   }
 }
 
-// Steps, rank, smoothing and scale: one choice for every chart of a run, kept in the address
+// Steps, rank, smoothing and scale apply to all charts of a run, and are kept in the page's address
 
 const VIEW = ["first_step", "last_step", "rank", "trend", "logarithmic"];
 let wanted = {};
@@ -212,7 +212,7 @@ function show(asked) {
   history.replaceState(null, "", address);
   $("[type=reset]", form).hidden = !("first_step" in wanted || "last_step" in wanted);
   for (const [figure, known] of drawn) {
-    if (JSON.stringify(wanted) !== before) known.shape = null;  // redrawn, which removes the brush
+    if (JSON.stringify(wanted) !== before) known.shape = null;  // forces a new drawing, which removes the brush
     load(figure);
   }
 }
@@ -227,7 +227,7 @@ function startZoom() {
   form.addEventListener("reset", (event) => { event.preventDefault(); show({ ...wanted, first_step: "", last_step: "" }); });
 }
 
-// What a chart says at the step under the pointer, in every chart of the run at once; the last values otherwise
+// Each chart of the run shows its values at the step under the pointer, or else its last values
 
 function showValues(figure, step) {
   const known = drawn.get(figure), readout = $(".readout", figure);
@@ -240,7 +240,7 @@ function showValues(figure, step) {
     if (low > 0 && step !== null && step - rows[low - 1].step < rows[low].step - step) low -= 1;
     return { at: rows[low].step, text: `${name} ${number(rows[low].value, 4)}${unit && ` ${unit}`}` };
   });
-  // Columns end at different steps: what is older than the last one says of which step it is.
+  // Columns may end at different steps, so each value that is older than the last one is shown with its step.
   const at = step === null ? Math.max(...found.map((each) => each.at)) : found.at(-1).at;
   const values = found.map((each) => each.text + (step === null && each.at < at ? ` (step ${each.at.toLocaleString("en")})` : ""));
   readout.textContent = `${step === null ? "Last" : "At"} step ${at.toLocaleString("en")}: ${values.join(", ")}`;
@@ -263,7 +263,7 @@ function watchBrush(figure, view) {
   let chosen = null;
   const read = (_name, value) => { chosen = value?.step || null; };
   try { view.addSignalListener("brush", read); } catch { return; }
-  // Vega sends the last movement only after the button is up.
+  // Vega sends the last movement only after the button was released.
   $(".canvas", figure).onpointerup = () => setTimeout(() => {
     if (!chosen || !(chosen[1] - chosen[0] >= 1)) return;
     show({ ...wanted, first_step: Math.max(0, Math.floor(chosen[0])), last_step: Math.ceil(chosen[1]) });
@@ -271,7 +271,7 @@ function watchBrush(figure, view) {
   }, 80);
 }
 
-// One after another: the service makes charts one at a time, so that asked for at once all would be late.
+// Charts are requested one after another, since the service computes one at a time; otherwise all would arrive late.
 let loading = Promise.resolve();
 
 const seen = new IntersectionObserver((entries) => {
@@ -284,7 +284,7 @@ const seen = new IntersectionObserver((entries) => {
 
 function startCharts() {
   const [first, ...others] = $$("[data-chart]");
-  if (first) loading = load(first);  // at once: where it stands, the browser finds out only after Vega is read
+  if (first) loading = load(first);  // does not wait until it is visible, which the browser can tell only after loading Vega
   for (const figure of others) seen.observe(figure);
   let width = innerWidth;
   addEventListener("resize", debounced(() => { if (innerWidth !== width) { width = innerWidth; redrawAll(); } }, 200));
@@ -293,7 +293,7 @@ function startCharts() {
 
 function redrawAll() { for (const figure of drawn.keys()) draw(figure); }
 
-// Live: the event stream says that something changed; the server renders it again
+// Live updates: when the event stream reports a change, the page is requested again and its changed parts are replaced
 
 const served = new Map();
 
@@ -304,13 +304,13 @@ const refreshParts = debounced(async () => {
   const answer = await fetch(location.href, { headers: { Accept: "text/html" } }).catch(() => null);
   if (!answer?.ok || answer.redirected) return;
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-  if (mine < newestRound) return;  // answers may overtake each other
+  if (mine < newestRound) return;  // responses may arrive out of order
   newestRound = mine;
   for (const part of $$("[data-live]")) {
     const name = part.dataset.live, replacement = $(`[data-live="${name}"]`, fresh);
     if (!replacement || replacement.innerHTML === served.get(name)) continue;
     served.set(name, replacement.innerHTML);
-    // What the reader opened or chose stays so, and what has the keyboard keeps it.
+    // Opened details, checked boxes and the keyboard focus are preserved.
     const open = $$("details[open]", part).map((each) => each.dataset.kept), at = document.activeElement;
     const nameOf = (node) => node.getAttribute("href") || node.value;
     const held = part.contains(at) ? nameOf(at) : null, chosen = $$("input:checked", part).map((each) => each.value);
@@ -319,7 +319,7 @@ const refreshParts = debounced(async () => {
     for (const each of $$("input", part)) each.checked = chosen.includes(each.value);
     if (held) $$("a, input", part).find((each) => nameOf(each) === held)?.focus({ preventScroll: true });
   }
-  // A metric that was logged since the page was opened.
+  // Add the charts of metrics that were first logged after the page was opened.
   const known = new Set($$("[data-chart]").map((figure) => figure.dataset.chart));
   for (const figure of $$("[data-zoom]", fresh)) if (!known.has(figure.dataset.chart)) { $(".charts").append(figure); seen.observe(figure); }
   localTimes();
@@ -328,7 +328,7 @@ const refreshParts = debounced(async () => {
 const refreshCharts = (() => {
   let last = 0, timer = 0;
   return () => {
-    // At most one round in two seconds, and always one after the last event.
+    // Refresh at most once every two seconds, and always after the last event.
     clearTimeout(timer);
     timer = setTimeout(() => { last = Date.now(); for (const figure of drawn.keys()) load(figure); }, Math.max(300, 2000 - (Date.now() - last)));
   };
@@ -338,11 +338,11 @@ function listen() {
   const { events, run, refresh } = document.body.dataset;
   if (!events && !refresh) return;
   for (const part of $$("[data-live]")) served.set(part.dataset.live, part.innerHTML);
-  // A list polls: a stream per row would need a connection for each.
+  // A list is polled, since a stream for each row would need a connection for each.
   if (refresh) setInterval(() => { if (!document.hidden) refreshParts(); }, Number(refresh) * 1000);
   const live = $("#live");
   const say = (text, lost) => { live.hidden = false; live.textContent = text; live.classList.toggle("lost", lost); };
-  // The browser reconnects by itself and sends Last-Event-ID; when it gives up (an HTTP error), a new stream is opened.
+  // The browser reconnects and sends Last-Event-ID. If it gives up because of an HTTP error, a new stream is opened.
   let source = null, newest = "", wait_ms = 2000, timer = 0;
   const close = () => { clearTimeout(timer); source?.close(); source = null; };
   const open = () => {
@@ -363,8 +363,8 @@ function listen() {
       });
     }
   };
-  // Only a visible page holds a stream: a browser has six connections to a host, and background tabs would take
-  // them all. A page that becomes visible again catches up from its last event.
+  // Only a visible page keeps a stream open, since a browser opens at most six connections to a host, and background
+  // tabs would use all of them. A page that becomes visible again resumes after its last event.
   const attend = () => {
     if (document.hidden) { if (events) close(); return; }
     refreshParts();

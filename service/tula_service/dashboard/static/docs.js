@@ -1,2 +1,2 @@
-// The page /docs: Swagger UI on this service's own document.
+// The page /docs shows this service's OpenAPI document in Swagger UI.
 SwaggerUIBundle({ url: "/openapi.json", dom_id: "#swagger-ui", deepLinking: true, validatorUrl: null });

@@ -1,7 +1,7 @@
 "use strict";
-// What-if, and the forms that change something; uses what app.js defines.
+// The what-if form, and the forms that change something. This script uses functions that app.js defines.
 
-// What if: answers as one types
+// What-if: predictions are updated while the user types
 
 function startWhatIf() {
   const form = $("#whatif"), answer = $("#whatif-answer");
@@ -20,7 +20,7 @@ function startWhatIf() {
   form.addEventListener("input", predict);
   form.addEventListener("submit", (event) => { event.preventDefault(); predict(); });
   document.addEventListener("pick", ({ detail }) => {
-    // A job with one instance type, no accumulation or no spot price has no such field.
+    // The form has no field for instance type, micro-steps or spot if the job allows only one value.
     for (const [place, name] of ["nodes", "global_batch", "instance_type", "micro_steps", "spot"].entries()) {
       if (form.elements[name]) form.elements[name].value = String(detail[place]);
     }
@@ -30,7 +30,7 @@ function startWhatIf() {
     form.scrollIntoView({ block: "center" });
     predict();
   });
-  // As a chart does: once it comes into view, after the charts that were asked for before.
+  // Like a chart, the table is requested once it comes into view, after the charts that were requested before it.
   new IntersectionObserver(([{ isIntersecting }], watch) => {
     if (!isIntersecting) return;
     watch.disconnect();
@@ -38,7 +38,7 @@ function startWhatIf() {
   }, { rootMargin: "300px" }).observe(form);
 }
 
-// What changes something: `#problem` says what was refused, each field in a line, and nothing typed is lost
+// Forms that change something: `#problem` lists the invalid fields, one per line, and the form keeps its content
 
 const send = (method, path, body) => ask(path, { method, headers: { "Content-Type": "application/json", Accept: "application/json" }, body: JSON.stringify(body) });
 
@@ -56,7 +56,7 @@ async function tried(work) {
 function onSubmit(selector, work) {
   for (const form of $$(selector)) {
     form.addEventListener("submit", (event) => { event.preventDefault(); tried(() => work(form)); });
-    $("[type=submit]", form).disabled = false;  // sent before this script ran, it would lose what was typed
+    $("[type=submit]", form).disabled = false;  // the button is disabled until now, since a form sent without this script would lose its content
   }
 }
 
@@ -78,7 +78,7 @@ function startAccess() {
   }));
 }
 
-// Names of fields are paths as JSON, because the name of an instance type may hold any character.
+// The names of fields are paths in JSON, because the name of an instance type may contain any character.
 function patchOf(form) {
   const patch = {};
   for (const field of form.elements) {
@@ -86,7 +86,7 @@ function patchOf(form) {
     const path = JSON.parse(field.name), last = path.pop(), text = field.value.trim();
     const at = path.reduce((inner, name) => (inner[name] ??= {}), patch);
     const amount = Number(text) * Number(field.dataset.times || 1);
-    if (text) at[last] = Number.isNaN(amount) ? text : amount;  // the service says what is wrong with a word
+    if (text) at[last] = Number.isNaN(amount) ? text : amount;  // the service reports what is wrong with other text
     else if (!path.length) at[last] = null;
   }
   for (const price of Object.values(patch.prices)) if (!("usd_per_node_hour" in price.spot)) delete price.spot;
@@ -102,14 +102,14 @@ function startJobs() {
     await send("PATCH", form.dataset.edit, patchOf(form));
     location.reload();
   });
-  // By delegation: live updates replace the buttons.
+  // The listener is on the document, because live updates replace the buttons.
   document.addEventListener("click", (event) => {
     const button = event.target.closest?.("[data-patch]");
     if (button) tried(async () => { await send("PATCH", button.dataset.patch, JSON.parse(button.dataset.body)); refreshParts(); });
   });
 }
 
-// Jobs chosen from the list, to archive them at once
+// Jobs selected from the list, to be archived together
 
 function startChoosing() {
   const form = $("[data-archive]");
@@ -118,7 +118,7 @@ function startChoosing() {
   const count = () => {
     const chosen = boxes().filter((each) => each.checked).length;
     button.disabled = !chosen;
-    button.textContent = chosen ? `Archive ${chosen} chosen` : "Archive the chosen";
+    button.textContent = chosen ? `Archive ${chosen} selected` : "Archive selected";
   };
   document.addEventListener("change", (event) => {
     if (event.target === form.elements.all) for (const each of boxes()) each.checked = event.target.checked;

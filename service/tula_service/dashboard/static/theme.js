@@ -1,7 +1,7 @@
 "use strict";
-// Runs before the first paint, so that no page flashes in the other scheme.
+// This script runs before the first paint, so that pages do not flash in the wrong colour scheme.
 (() => {
   let kept = null;
-  try { kept = localStorage.getItem("tula-scheme"); } catch { /* storage is off: follow the system */ }
+  try { kept = localStorage.getItem("tula-scheme"); } catch { /* storage is disabled, so follow the system */ }
   if (kept === "dark" || kept === "light") document.documentElement.dataset.scheme = kept;
 })();
