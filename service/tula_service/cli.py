@@ -200,7 +200,7 @@ def _opened(
 ) -> Iterator[tuple[Settings, Store]]:
     """Yield settings and store; upgrade the schema if `migrate`, and create it in an empty database if `create`.
 
-    A ServiceError or SettingsError, also in the caller's block, is printed as one sentence, with exit code 2.
+    If a ServiceError or SettingsError is raised here or in the caller's block, print it and exit with code 2.
     """
     try:
         settings = Settings.read(database=database, **flags)

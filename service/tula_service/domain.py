@@ -1,6 +1,6 @@
 """The types that `store`, `perfmodel` and `usecases` share, as frozen dataclasses; times are timezone-aware UTC.
 
-Some describe data to store for which `tula_wire` has no model.
+Some types describe data to be stored for which `tula_wire` has no model.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class NotFound(ServiceError):
 
 
 class Conflict(ServiceError):
-    """The request is valid but conflicts with the object's state; for example, that state is final."""
+    """The request is valid but conflicts with the object's state, which may be final, for example."""
 
 
 class Unauthenticated(ServiceError):

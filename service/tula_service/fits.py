@@ -61,7 +61,7 @@ class Fits:
         self._turn = threading.Lock()
         self._longest_s = longest_s
         self._pool: ProcessPoolExecutor | None = None
-        self._process: Future[int] | None = None  # its id
+        self._process: Future[int] | None = None  # the process's id
         self._ready: Future[None] | None = None
         self._ended: TTLCache[bytes, str] = TTLCache(64, _REFUSED_S)  # by key; access only while holding the turn
 
@@ -101,11 +101,11 @@ class Fits:
 
     def _in_process(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if self._ended and (sentence := self._ended.get(_key(function, args, kwargs))):
-            raise Busy(f"{sentence}: it can be tried again after ten minutes.", retry_after_s=60.0)
+            raise Busy(f"{sentence}: the fit can be tried again after ten minutes.", retry_after_s=60.0)
         for _ in range(2):
             try:
                 fit = self._started().submit(function, *args, **kwargs)
-            except _NOT_STARTED:  # BrokenProcessPool is a RuntimeError
+            except _NOT_STARTED:  # including BrokenProcessPool
                 self._drop()
                 continue
             if not self._ends(fit):

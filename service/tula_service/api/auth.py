@@ -160,7 +160,7 @@ def session_cookie(request: Request) -> str | None:
 
 
 def is_plausible(secret: str) -> bool:
-    """Return True if the text could be a secret, which is printable ASCII and not too long."""
+    """Return True if the text could be a secret: it is not empty, not too long, and printable ASCII."""
     return 0 < len(secret) <= _MAX_TOKEN_LENGTH and secret.isascii() and secret.isprintable()
 
 
@@ -181,7 +181,7 @@ def is_same_origin(request: Request, *, unknown: bool = False) -> bool:
 def _require_local_origin(request: Request) -> None:
     """Raise Unauthenticated unless the request is local, came through no proxy, and is not from another site's page.
 
-    This applies to requests without a token.
+    Only requests without a token need this check.
     """
     headers = request.headers
     host = headers.get("host", "")
@@ -190,7 +190,7 @@ def _require_local_origin(request: Request) -> None:
     foreign = (
         name not in _LOCAL_HOSTS
         or any(header in headers for header in _PROXY_HEADERS)
-        or request.scope.get("http_version") == "1.0"  # nginx's default, without a proxy header
+        or request.scope.get("http_version") == "1.0"  # as sent by nginx, which adds no proxy header by default
         or headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
         or (origin is not None and origin.split("://", 1)[-1] != host)
     )

@@ -20,7 +20,7 @@ from tula_wire.problems import remedy
 _LOG = logging.getLogger("tula.service")
 _MAX_ERRORS: Final = 20
 _MAX_REPORTED: Final = 1_000
-"""If more fields are invalid, none is named, since listing them would take seconds and hundreds of megabytes."""
+"""If more fields than this are invalid, none is named, since a list would take seconds and hundreds of megabytes."""
 
 PROBLEMS: Final[dict[int, tuple[str, str, str]]] = {
     401: (ProblemType.UNAUTHENTICATED, "Not authenticated", "The token is missing, expired, revoked or unknown."),

@@ -196,7 +196,7 @@ class RequestMiddleware:
         # The label is the route's pattern and not the path, so that there are few different labels.
         route = getattr(scope.get("route"), "path", "unmatched")
         self._services.metrics.requests.labels(scope["method"], route, str(status)).inc()
-        if status != 429:  # whose time includes LIMITED_S
+        if status != 429:  # a 429 response also waits for LIMITED_S
             self._services.metrics.request_s.labels(route).observe(took_s)
         level = logging.DEBUG if route in _QUIET and status < 500 else logging.INFO
         if _LOG.isEnabledFor(level):

@@ -40,7 +40,7 @@ class Status(BaseModel):
 
 @open_router.get(routes.HEALTH)
 async def get_health() -> Status:
-    """Return 200 while the process is alive, without checking the database, whose outage must cause no restart."""
+    """Return 200 while the process is alive. The database is not checked, since its outage must not cause a restart."""
     return Status(status="ok")
 
 
@@ -64,7 +64,7 @@ async def get_ready(services: AppServices) -> Status:
 def get_metrics(user: CurrentUser, services: AppServices) -> Response:
     """Return the counters of this replica's workers, and metrics that all replicas compute from the database.
 
-    The latter are the numbers of runs and agents, prediction errors, and training runs of the token's projects.
+    These are the numbers of runs and agents, prediction errors, and metrics of training runs in the token's projects.
     """
     registry = CollectorRegistry()
     registry.register(_Stored(services.store, user.principal))

@@ -56,7 +56,7 @@ def against(value: float, other: float) -> str:
 
 
 def _minus(number: str) -> str:
-    """Return the number with its hyphen replaced by a minus sign, which is as wide as a plus and read aloud as such."""
+    """Return the number with a minus sign instead of a hyphen, which screen readers would read incorrectly."""
     return number.replace("-", "−")
 
 

@@ -1,4 +1,4 @@
-"""The pages: jobs, new job, job, its what-if table, its runs compared, run, accuracy, and tokens and projects."""
+"""The pages: list of jobs, new job, job, what-if table, comparison of runs, run, accuracy, tokens and projects."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _specification(sent: bytes) -> JobSpec:
         document = tomllib.loads(sent.decode())
     except (ValueError, RecursionError) as error:
         raise InvalidInput(
-            f"The specification is not valid TOML: {error}. Correct the line named.", field="specification"
+            f"The specification is not valid TOML: {error}. Correct this error.", field="specification"
         ) from error
     return JobSpec.model_validate(document)
 
@@ -399,7 +399,7 @@ def _accuracy(network: str, device: str, outcomes: list[ledger.Outcome]) -> dict
 
 
 def _compared(runs: list[QualityRun], column: str) -> list[dict[str, Any]]:
-    """Return a table row for each run, sorted by last value: for a loss lowest first, otherwise greatest first."""
+    """Return a table row for each run, sorted by its last value: ascending for a loss, otherwise descending."""
     rows: list[dict[str, Any]] = []
     for entry in runs:
         values = [value for value in entry.series.values if value is not None]

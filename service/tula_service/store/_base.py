@@ -73,5 +73,5 @@ def new_id(prefix: str) -> str:
 
 
 def same_fields(record: type, row: RowMap) -> dict[str, Any]:
-    """Return the values of those columns of the row that are also fields of `record`, by name."""
+    """Return a dictionary of the row's columns that have the same names as fields of `record`."""
     return {field.name: row[field.name] for field in fields(record) if field.name in row}

@@ -79,8 +79,8 @@ class Jobs(Repository):
         `fingerprint` is a digest of the request; a job with the same `idempotency_key` takes precedence over one with
         the same fingerprint. Raises Conflict if the key was already used with a different request.
         """
-        # A request without a key or fingerprint must match no job. It would match all jobs without one if the
-        # comparison with None were not made through a literal.
+        # A request without a key or fingerprint must match no job. Without sa.literal, the comparison with None would
+        # become IS NULL and match all jobs without a key or fingerprint.
         same_key = jobs.c.idempotency_key == sa.literal(idempotency_key, sa.Text)
         same_request = jobs.c.fingerprint == sa.literal(fingerprint, sa.Text)
         same = (

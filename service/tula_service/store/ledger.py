@@ -128,10 +128,7 @@ class PosteriorStore(Repository):
     """Stores results of jobs for use by the project's later jobs; a job without a row has no results yet."""
 
     def prediction_pairs(self, job_id: str) -> PredictionPairs:
-        """Return a tuple (predicted, low, high, measured) of step times for each of the job's training runs.
-
-        The newest is first.
-        """
+        """Return the step times [predicted, low, high, measured] of each of the job's training runs, newest first."""
         pairs = sa.select(job_lessons.c.prediction_pairs).where(job_lessons.c.job_id == job_id)
         return list(self._scalar(pairs) or ())
 
@@ -145,9 +142,9 @@ class PosteriorStore(Repository):
         self._put(job_lessons, {"job_id": job_id}, {"prediction_pairs": pairs}, posteriors={})
 
     def of_earlier_jobs(self, project_id: str, *, before: int, limit: int) -> list[RowMap]:
-        """Return the specification, posteriors and prediction pairs of the project's jobs before a cursor.
+        """Return specification, posteriors and prediction pairs of the project's jobs before a cursor, newest first.
 
-        The newest is first, and jobs without results are omitted. Only the newest `limit` jobs are read, so that the
+        Jobs without results are omitted. Only the newest `limit` jobs are read, so that the
         cost does not grow with the project.
         """
         newest = (

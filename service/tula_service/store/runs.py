@@ -236,7 +236,7 @@ class Leases(Repository):
         self._connection.execute(expired.values(state="pending", **_RELEASED))
 
     def expired(self, job_ids: Sequence[str]) -> Sequence[str]:
-        """Return the ids of those of these jobs that have a training run with an expired lease."""
+        """Return the ids among `job_ids` of jobs that have a training run with an expired lease."""
         lost = sa.and_(runs.c.kind == "train", runs.c.state.in_(_HELD), runs.c.lease_expires_at < self._now())
         statement = sa.select(runs.c.job_id).where(runs.c.job_id.in_(job_ids), lost).distinct()
         return list(self._connection.execute(statement).scalars())

@@ -1,4 +1,4 @@
-"""Stores step samples as rows, and a summary of each run, so that the time of a fit does not grow with the rows."""
+"""Stores step samples as rows, and a summary of each run, so that fits do not become slower with more rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tula_wire import Configuration, HostFacts, SampleBatch, read
 _LOG = logging.getLogger("tula.service")
 _MOST_STEP_TIMES = 200_000
 SUMMARY_ROWS = 4096
-"""Number of measured rows, those with the highest steps, from which a summary is computed."""
+"""Number of measured rows from which a summary is computed; the rows with the highest steps are used."""
 
 _FLOATS = ("compute_time_s", "comm_time_s", "exposed_comm_time_s", "input_time_s", "skew_s", "optimizer_time_s")
 _COLUMNS = ("sequence", "step", "step_time_s", *_FLOATS, "straggler_rank")
@@ -59,7 +59,7 @@ SampleCursor: TypeAlias = tuple[int, int]
 """The primary key of the last row of a page, which consists of the key of its process and a sequence number."""
 
 MOST_READ: Final = 20_000
-"""Maximum number of rows to read for a page, in tens of milliseconds, if few rows match the filter."""
+"""Maximum number of rows to read for a page if few rows match the filter; this takes tens of milliseconds."""
 
 MAX_PROCESSES: Final = 8_192
 """Maximum number of processes per run, counting every restart of a rank."""

@@ -121,7 +121,7 @@ def issue_token(
     """
     if not actor.is_admin and scope not in ("agent", "read"):
         raise Forbidden(
-            "Only an administrator can create user and admin tokens: ask one, or create an agent or read token."
+            "Only administrators can create user and admin tokens: ask one of them, or create an agent or read token."
         )
     if scope == "agent" and job_id is None:
         raise InvalidInput("An agent token is bound to one job: set job_id.", field="job_id")
@@ -192,7 +192,7 @@ def create_project(store: Store, actor: Principal, name: str) -> Project:
     Raises Forbidden, or Conflict if the name is taken.
     """
     if not actor.is_admin:
-        raise Forbidden("Only an administrator can create projects: ask one.")
+        raise Forbidden("Only administrators can create projects: ask an administrator.")
     with store.transaction() as tx:
         project = tx.projects.create(name)
         tx.audit.append(actor=actor.sender, action="project.create", target=project.id, detail={"name": name})
@@ -222,7 +222,7 @@ def check_still_valid(tx: Transaction, principal: Principal) -> None:
 
 
 def token_state(token: Token, now: datetime) -> str:
-    """Return "revoked", "expired" or "valid"."""
+    """Return the token's state: "revoked", "expired" or "valid"."""
     if token.revoked_at is not None:
         return "revoked"
     return "expired" if token.expires_at is not None and token.expires_at <= now else "valid"

@@ -27,8 +27,8 @@ def add(store: Store, principal: Principal, probe: wire.FabricProbe) -> wire.Fab
 def add_of_run(store: Store, run_id: str, measured: wire.AllReduces) -> None:
     """Store the measurements of a run's ranks as a probe of its cluster, unless a stored probe has as many ranks.
 
-    The exception limits how often an agent can make its job's plan stale by sending probes. A measurement whose number
-    of ranks differs from the run's is ignored.
+    This limits how often an agent can make its job's plan stale by sending probes. A measurement is ignored if its
+    number of ranks differs from the run's.
     """
     with store.transaction() as tx:
         run = tx.runs.get(run_id)

@@ -148,7 +148,7 @@ def _columns(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: in
 
 
 def _newest(tx: Transaction, runs: Sequence[RunRecord], name: str, num_runs: int) -> float | None:
-    """Return the last value of a telemetry column from the newest run that has any, or None if no run has."""
+    """Return the last value of a telemetry column from the newest run that has any values, or None."""
     values = (tx.telemetry.newest(key, [name])[name] for key in _with_samples(runs, num_runs))
     return next((value for value in values if value is not None), None)
 

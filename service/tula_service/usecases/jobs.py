@@ -77,7 +77,7 @@ def compute_fingerprint(body: Mapping[str, Any]) -> str:
 
 
 def _allow_retries(tx: Transaction, job: JobRecord) -> None:
-    """Allow configurations whose runs failed to be planned again, since the user may have fixed the cause."""
+    """Let failed configurations be planned again, since the user may have fixed the cause."""
     failures = tx.runs.list(job.id, states=("failed", "out_of_memory"), limit=1)
     if failures and failures[0].key > job.retried_up_to_key:
         tx.jobs.update(job.id, bump=True, retried_up_to_key=failures[0].key)
@@ -183,7 +183,7 @@ def _patched(spec: wire.JobSpec, patch: wire.JobPatch) -> wire.JobSpec:
 
 
 def _check_model(spec: wire.JobSpec) -> None:
-    """Raise InvalidInput if the values for the model contradict each other or the devices.
+    """Raise InvalidInput if the values for the model contradict each other or those for the devices.
 
     Only registration calls this function, so that older jobs can still be changed.
     """

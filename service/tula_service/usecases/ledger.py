@@ -53,7 +53,7 @@ def _device(entry: LedgerRecord, spec: JsonObject) -> str:
 
 
 def followed(tx: Transaction, job: JobRecord, configuration: Configuration) -> str | None:
-    """Return the id of a current recommendation with this configuration, or None.
+    """Return the id of a recommendation with this configuration that is the newest for its objective, or None.
 
     The recommendation for the job's own objective takes precedence.
     """

@@ -33,10 +33,10 @@ _TOKENS = "tokens_per_example"
 def start(
     tx: Transaction, job: JobRecord, run: RunRecord, expected: Estimate | None, before: RunRecord | None = None
 ) -> None:
-    """Start monitoring a training run; the time and cost of the run that it continues count toward its limits.
+    """Start monitoring a training run.
 
-    `before` is the run that it continues. Raises InvalidInput if the training run must stop at its limits and has no
-    time or budget left.
+    The time and cost of `before`, the run that it continues, count toward its limits. Raises InvalidInput if the
+    training run must stop at its limits and has no time or budget left.
     """
     spent_s = spent_usd = 0.0
     if before is not None:
@@ -140,7 +140,7 @@ def running_trainings(store: Store, principal: Principal) -> list[Progress]:
 
 
 def progress(tx: Transaction, run: RunRecord) -> Progress:
-    """Return the progress of a training run according to its newest samples; it may be running or have ended."""
+    """Return the progress of a running or ended training run according to its newest samples."""
     job = tx.jobs.get(run.job_id)
     spec, configuration = read_spec(job), run.configuration
     monitor = Monitor() if run.monitor is None else Monitor.read(run.monitor)

@@ -70,7 +70,7 @@ def _claimed(
     with store.transaction() as tx:
         job = visible_job(tx, principal, job_id)
         if job.state == "archived":
-            raise Conflict("This job is archived: un-archive it before profiling.")
+            raise Conflict("This job is archived: unarchive it before profiling.")
         if job.plan_state == "stale_out_of_memory":
             # Pending runs may also exceed the memory, so none is leased before the plan is recomputed.
             return wire.RunClaimed(run=None, reason=_MEMORY_REPLAN, retry_after_s=_RETRY_AFTER_S) if replanned else None

@@ -27,9 +27,9 @@ def change(
 ) -> wire.ScalingThresholds:
     """Set gradient-scaling values of a policy, and return all values that agents will receive from now on.
 
-    In the agent, values from the training script take precedence, and a bound is ignored if it contradicts the script's
-    own. Raises InvalidInput if the lower bound would exceed the upper bound, if the policy has no `delta`, or if the
-    fixed factor is too large for every batch of the job.
+    In the agent, values from the training script take precedence, and a bound is ignored if it contradicts a bound that
+    the script sets. Raises InvalidInput if the lower bound would exceed the upper bound, if the policy has no `delta`,
+    or if the fixed factor is too large for every batch of the job.
     """
     if patch.delta is not None and policy not in GATED_POLICIES:
         raise InvalidInput(

@@ -35,7 +35,7 @@ def accuracy(job: Job, ledger: Ledger, trainings: Sequence[Run] = ()) -> Spec:
 
 
 def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
-    """Return a chart like `accuracy`, for recommendations that a training run followed, each with a name."""
+    """Return a chart like `accuracy` for the ledger entries of all jobs, each of which is given with a name."""
     title = "All jobs: predicted against measured"
     named_rows = [(name, row) for name, entry in entries if (row := _entry_row(entry)) is not None]
     rows = [row | {"configuration": f"{name}: {row['configuration']}"} for name, row in named_rows]
@@ -43,7 +43,7 @@ def accuracy_of_all(entries: Sequence[tuple[str, LedgerEntry]]) -> Spec:
 
 
 def calibration(entries: Sequence[LedgerEntry]) -> Spec:
-    """Return a chart of the share of measurements inside intervals of each width; the diagonal is exact coverage."""
+    """Return a chart of the share of measurements inside intervals of each width; its diagonal is exact coverage."""
     title = "All jobs: coverage of prediction intervals"
     scores = [score for entry in entries if (score := _score(entry)) is not None]
     if not scores:

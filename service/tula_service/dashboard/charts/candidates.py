@@ -37,7 +37,7 @@ _QUANTITIES: Final = ("time", "cost", "memory")
 _ENDS: Final = {"value": "Change (%)", "low": "Low (90 %)", "high": "High (90 %)"}
 _MOST_BARS: Final = 8
 _BAR: Final = 46
-"""The height of a candidate in points; names are above bars, where they are not cut off if the chart is narrow."""
+"""The height per candidate in points; names are above the bars, so that a narrow chart does not cut them off."""
 
 
 def named_candidates(recommendation: Recommendation) -> list[tuple[str, Candidate]]:
@@ -356,7 +356,7 @@ def step_breakdown(job: Job, recommendation: Recommendation) -> Spec:
 
 
 def options(job: Job, recommendation: Recommendation) -> Spec:
-    """Return a chart of the changes in time, cost and memory, in per cent, by each value of an option.
+    """Return a chart of the changes in time, cost and memory, in per cent, for each value of an option.
 
     Changes are relative to the option's first value. Filled points are values that were launched, hollow points are
     predicted values, and lines are 90 % intervals.
