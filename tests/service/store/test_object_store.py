@@ -179,7 +179,7 @@ def test_a_bad_address_is_refused_in_one_sentence_before_anything_changes(
 ) -> None:
     code, text = prune(archive)
     assert (code, len(text.splitlines())) == (2, 1), text
-    assert text.startswith("tula: TULA_ARCHIVE cannot be written (")
+    assert text.startswith("tula: Cannot write to TULA_ARCHIVE (")
     assert said in text
     assert "s3:// URL of an existing bucket" in text
     assert rows_of(month) == CHUNKS

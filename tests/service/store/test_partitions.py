@@ -328,7 +328,7 @@ def test_a_chunk_before_its_partition_is_sent_again_and_not_given_up(store: Stor
     """It is stored once the partition is made, as that of a user who may not make any is one day."""
     run = run_of(store, following(NEXT))
     partitions.drop(store.engine, table(following(NEXT)), None)
-    with pytest.raises(StoreUnavailable, match="no partition"):
+    with pytest.raises(StoreUnavailable, match="no telemetry partition"):
         send(store, run)
     partitions.create_ahead(store.engine)
     assert send(store, run)

@@ -377,9 +377,7 @@ def options(job: Job, recommendation: Recommendation) -> Spec:
     ]
     if not rows:
         none = "No run has been measured yet" if job.spec.options else "The job has no options"
-        return vega.message(
-            title, f"{none}. To compare words of the launch command,\nlist them under [options] in the job."
-        )
+        return vega.message(title, f"{none}. To compare words of the launch command, list them under [options].")
     names, drawn = list(dict.fromkeys(row["option"] for row in rows)), {row["quantity"] for row in rows}
     quantities = [quantity for quantity in _QUANTITIES if quantity in drawn]
     at = {
