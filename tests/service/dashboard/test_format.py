@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import resources
+from typing import get_args
+
 import pytest
 
 from tula_service.dashboard import format
+from tula_service.dashboard.charts.candidates import _BASIS
+from tula_wire.enums import Basis
 
 
 @pytest.mark.parametrize(
@@ -26,3 +31,10 @@ def test_an_error_is_coloured_by_its_size_and_a_difference_by_its_sign() -> None
     names = ["", "good", "good", "fair", "fair", "bad", "bad"]
     assert [format.tone(error) for error in (None, 0.0, -0.04, 0.05, -0.149, 0.15, -2.0)] == names
     assert [format.tone_against(value, 10) for value in (9, 10, 11)] == ["good", "", "bad"]
+
+
+def test_every_basis_is_explained_on_the_jobs_page_and_in_its_charts() -> None:
+    page = (resources.files("tula_service.dashboard") / "templates" / "job.html").read_text(encoding="utf-8")
+    for basis in get_args(Basis):
+        assert f"'{basis}': '" in page
+        assert basis in _BASIS
