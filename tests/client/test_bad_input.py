@@ -150,7 +150,7 @@ def test_an_option_to_vary_that_the_job_lacks_is_one_sentence(tula: Tula, tmp_pa
         (("--url", "127.0.0.1:8393", "jobs", "list"), "url: '127.0.0.1:8393' is not an HTTP address"),
         (
             ("serve", "--database", "/nonexistent/x.db"),
-            "The folder /nonexistent of the database does not exist: make it",
+            "The database's folder /nonexistent does not exist: create it",
         ),
     ],
 )

@@ -49,7 +49,7 @@ def change(
             return before
         after = after.model_copy(update={"version": before.version + 1})
         tx.scaling.write(job_id, policy, after.model_dump(exclude={"policy"}))
-        reason = f"a user set {policy}: {', '.join(changed)}"
+        reason = f"a user changed {policy}: {', '.join(changed)}"
         tx.events.append(job_id, "scaling", data={"version": after.version, "reason": reason})
         return after
 
@@ -88,4 +88,4 @@ def _refuse_beyond_batches(spec: wire.JobSpec, numbers: wire.ScalingThresholds) 
 
 
 def _said(value: float | None) -> str:
-    return "free" if value is None else f"= {value:g}"
+    return "unset" if value is None else f"= {value:g}"

@@ -147,7 +147,7 @@ def test_the_cost_of_profiling_stands_beside_the_plan(browser: Browser) -> None:
     before = browser.page(f"/jobs/{job_id}")
     assert "profiling has used" not in before
     assert re.search(r"2 launches remaining: about [^,]*, [^,]* of GPU time, \$[\d.]+, including start-up", before)
-    assert re.search(r"With what the search may add, at most 8 launches: [^,]*, \$[\d.]+\.", before)
+    assert re.search(r"Including launches that the search may add: at most 8 launches, [^,]*, \$[\d.]+\.", before)
     claimed = browser("POST", wire.routes.JOB_CLAIM.format(job_id=job_id), json={"holder": "h"}).json()["run"]
     running = {"state": "running", "holder": "h"}
     assert browser("PATCH", wire.routes.RUN.format(run_id=claimed["id"]), json=running).is_success
