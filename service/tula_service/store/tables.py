@@ -24,7 +24,7 @@ class UtcTime(sa.types.TypeDecorator[datetime]):
         utc = value.astimezone(timezone.utc)
         return utc.replace(tzinfo=None) if dialect.name == "sqlite" else utc
 
-    def process_result_value(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:  # noqa: ARG002 - the signature is SQLAlchemy's
+    def process_result_value(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:  # noqa: ARG002
         """Return the stored time as a timezone-aware datetime in UTC."""
         if value is None:
             return None

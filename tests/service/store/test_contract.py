@@ -76,7 +76,8 @@ class TestJobs:
         with store.reading() as tx:
             orders = {"newest": "cAb", "name": "Abc", "time": "Abc", "cost": "bAc", "error": "bAc"}
             for order, names in orders.items():
-                assert [job.name for job in tx.jobs.list(order=order).jobs] == list(names), order  # type: ignore[arg-type]
+                listed = tx.jobs.list(order=order).jobs  # type: ignore[arg-type]
+                assert [job.name for job in listed] == list(names), order
             assert tx.jobs.list(order="name", limit=2).next_cursor is None
 
     def test_search_is_case_blind_literal_and_reaches_the_model(self, store: Store) -> None:
