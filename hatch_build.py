@@ -1,4 +1,4 @@
-"""Build hook: what a wheel holds beside the packages, and what an editable install reads from the checkout."""
+"""Build hook that adds files to wheels; an editable install reads most of these files from the checkout instead."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _CHARTS = "service/tula_service/dashboard/static/vega.js"
 
 
 class WheelHook(BuildHookInterface[Any]):
-    """Adds the start-up hook of scripts (`tula.pth`), and to standard wheels files of which an editable one would keep
-    a copy. Makes the script that draws charts in a browser.
+    """Adds the start-up hook of scripts (`tula.pth`) to wheels and, to standard wheels only, files that an editable
+    install reads from the checkout. Writes the script that draws charts in a browser.
     """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         Path(self.root, _CHARTS).write_text(_chart_script())
-        build_data["artifacts"].append(_CHARTS)  # which git ignores
+        build_data["artifacts"].append(_CHARTS)  # since git ignores this file
         if version == "standard":
             build_data["force_include"]["migrations"] = "tula_service/migrations"
             build_data["force_include"]["agent/tula_startup.py"] = "tula_startup.py"
@@ -28,7 +28,7 @@ class WheelHook(BuildHookInterface[Any]):
 
 
 def _chart_script() -> str:
-    """Vega, Vega-Lite and Vega-Embed (BSD-3-Clause) as one script, about 0.9 MB."""
+    """Return Vega, Vega-Lite and Vega-Embed (BSD-3-Clause) as one script of about 0.9 MB."""
     bundle = vl_convert.javascript_bundle(snippet="window.vegaEmbed = vegaEmbed;")
-    # Its top-level names (`$` among them) would otherwise become globals of the page.
+    # Without the function, the bundle's top-level names (such as `$`) would become globals of the page.
     return f"(() => {{\n{bundle}\n}})();\n"

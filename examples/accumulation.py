@@ -1,4 +1,4 @@
-"""Gradient accumulation with DDP: `no_sync` on all but the last micro-step; Tula's lines end in `# tula`.
+"""Accumulates gradients with DDP, under `no_sync` in all but the last micro-step; Tula's lines end in `# tula`.
 
 torchrun --standalone --nproc-per-node 2 examples/accumulation.py --batch-size 32 --accumulate 4
 """

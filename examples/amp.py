@@ -1,8 +1,8 @@
-"""Automatic mixed precision with DDP and a GradScaler; Tula's lines end in `# tula`.
+"""Trains in automatic mixed precision with DDP and a GradScaler; Tula's lines end in `# tula`.
 
     torchrun --standalone --nproc-per-node 2 examples/amp.py --batch-size 64
 
-On CUDA it computes in half precision over NCCL, else in bfloat16 over gloo, with the same code.
+The same code uses half precision and NCCL on CUDA, and bfloat16 and gloo otherwise.
 """
 
 import argparse

@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 1 examples/cnn_ddp.py --model resnet50 --batch-size 64
 
-`examples/paper/MODEL.toml` is its job for `tula tune`, on the paper's 16 nodes. Needs torchvision, `pip install
-'tula[examples]'`. Images are drawn once, so that neither a data set nor a loader limits the speed; there are as many,
-and as many classes, as in the paper's data sets. The paper names no size of images: those of CIFAR-100 are 32 x 32, all
-others 224 x 224.
-`--facts` prints what the job's file says of the network and trains nothing.
+`examples/paper/MODEL.toml` is the job of each network for `tula tune`, on the paper's 16 nodes. The script needs
+torchvision (`pip install 'tula[examples]'`). Its images are drawn at random once, so that neither a data set nor a
+loader limits the speed. The numbers of images and classes are those of the paper's data sets. The paper does not state
+the size of images; here, images of CIFAR-100 are 32 x 32, and all others are 224 x 224.
+
+`--facts` prints the network's facts as they are in the job's file, and does not train.
 """
 
 import argparse
@@ -23,8 +24,8 @@ import tula_agent  # tula
 
 try:
     from torchvision import models
-except (ImportError, RuntimeError) as error:  # a torchvision built for another torch raises RuntimeError
-    fits = f"a torchvision that fits torch {torch.__version__}"
+except (ImportError, RuntimeError) as error:  # RuntimeError if torchvision was built for another torch
+    fits = f"a torchvision that matches torch {torch.__version__}"
     sys.exit(f"examples/cnn_ddp.py needs {fits}; install it with pip install 'tula[examples]' ({error}).")
 
 DATA = {
@@ -33,12 +34,12 @@ DATA = {
     "alexnet": ("Caltech-101", 9_146, 224, 101),
     "mobilenet_v3_large": ("Caltech-256", 30_607, 224, 257),
 }
-"""By network: the paper's data set, its number of images, their side in pixels, and the number of classes."""
+"""For each network, the paper's data set, its number of images, their side in pixels, and the number of classes."""
 DIFFERENT_IMAGES = 64
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
-    """As many examples as the data set has; a few random images are used again and again."""
+    """A data set with the paper's number of examples, in which a few random images are used repeatedly."""
 
     def __init__(self, size: int, side: int, classes: int) -> None:
         self.size = size
@@ -53,7 +54,7 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
 
 
 def print_facts(name: str) -> None:
-    """The `model` of the job's file: counted on the network, three times the forward pass for a step's FLOPs."""
+    """Print the `model` of the job's file, counted on the network; a step has three times the forward pass's FLOPs."""
     from torch.utils.flop_counter import FlopCounterMode
 
     _, _, side, classes = DATA[name]
@@ -70,7 +71,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(DATA), default="resnet50")
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--size", type=int, help="images an epoch; by default those of the data set")
+    parser.add_argument("--size", type=int, help="images per epoch (default: as in the data set)")
     parser.add_argument("--facts", action="store_true", help="print the network's facts and stop")
     args = parser.parse_args()
     if args.facts:

@@ -1,7 +1,8 @@
-"""`make demo`: all of Tula once, on this machine, with real processes; under five minutes on two cores.
+"""Demonstrates all of Tula on this machine, with real processes, in under five minutes on two cores (`make demo`).
 
-Serves on a temporary database, profiles `digits_ddp.py` at a few configurations, prints the predictions for all,
-measures two that were not profiled, trains with the recommended one, and writes the trade-off curve.
+The demonstration starts a service on a temporary database, profiles `digits_ddp.py` at a few configurations, and prints
+the predictions for all configurations. It then measures two configurations that were not profiled, trains with the
+recommended configuration, and writes the trade-off curve.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SPEC = """\
 name = "digits"
 epochs = 20
 objective = "balanced"
-search = "partial"                # profile the extremes, predict the rest
+search = "partial"                # profile the extremes, and predict all others
 
 [model]
 name = "digits-cnn"
@@ -44,13 +45,13 @@ batch_normalization = false
 [dataset]
 size = 1437
 
-[cluster]                         # one rank stands for one node: world sizes 1, 2 and 4
+[cluster]                         # each rank represents a node, with world sizes of 1, 2 and 4
 min_nodes = 1
 max_nodes = MOST
 memory_bytes_per_rank = 2_147_483_648
 price = { usd_per_node_hour = 1.00 }
 
-[batch]                           # 16, 32, 64 and 128 a rank
+[batch]                           # 16, 32, 64 and 128 examples per rank
 min_local_batch_size = 16
 max_local_batch_size = 128
 
@@ -61,13 +62,13 @@ measuring_steps = 60
 
 
 def main() -> int:
-    """Run the demonstration; its exit code."""
+    """Run the demonstration; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=20, help="epochs to train at the end")
+    parser.add_argument("--epochs", type=int, default=20, help="number of epochs to train at the end")
     parser.add_argument(
-        "--max-nodes", type=int, default=4, help="number of processes at most; each stands for a node and takes 300 MiB"
+        "--max-nodes", type=int, default=4, help="largest number of processes; each represents a node and needs 300 MiB"
     )
-    parser.add_argument("--output", type=Path, default=Path("tula-demo"), help="folder for the curve")
+    parser.add_argument("--output", type=Path, default=Path("tula-demo"), help="folder for the trade-off curve")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
@@ -77,29 +78,29 @@ def main() -> int:
             os.environ["TULA_URL"] = url
             demonstrate(Path(folder), args.output, args.epochs, args.max_nodes)
     except KeyboardInterrupt:
-        say("Stopped; the service and every process of the demonstration have ended.")
+        say("Stopped. The service and every process of the demonstration have ended.")
         return 130
     except TulaError as error:
         say(f"The demonstration failed: {error}")
         return 1
-    say(f"Done in {duration(time.monotonic() - began)}; the service is shut down and its database deleted.")
+    say(f"Done in {duration(time.monotonic() - began)}; the service has stopped and its database is deleted.")
     return 0
 
 
 def demonstrate(folder: Path, output: Path, epochs: int, most: int) -> None:
-    """The four steps, with the commands that a user types."""
+    """Run the four steps, with the commands that a user would type."""
     spec = folder / "job.toml"
     spec.write_text(SPEC.replace("MOST", str(most)))
     work = ["--work-dir", str(folder / "work")]
 
-    heading("Profile the configurations that the service asks for, predict every candidate")
+    heading("Profile the configurations that the service requests, and predict all candidates")
     tula("tune", str(spec), "--launcher", "torchrun", *work, "--", *SCRIPT)
 
     with Client() as client:
         job = client.handle("digits")
         before = job.recommendation()
 
-        heading("Two candidates that were not profiled: predicted, then measured")
+        heading("Measure two candidates that were not profiled, and compare with the predictions")
         chosen = unprofiled(before)
         for candidate in chosen:
             measure(client, job, candidate, folder / "work")
@@ -107,23 +108,23 @@ def demonstrate(folder: Path, output: Path, epochs: int, most: int) -> None:
         compare(before, [(candidate, after[candidate.configuration]) for candidate in chosen])
         say(reconsidered(before, job.recommendation()))
 
-        heading("Train with the recommendation and gradient scaling")
+        heading("Train with the recommended configuration and gradient scaling")
         options = ["--launcher", "torchrun", "--method", "gain", "--quiet", *work]
         tula("run", "digits", *options, "--", *SCRIPT, "--epochs", str(epochs))
         trained = next(run for run in job.runs() if run.kind == "train")
-        logs = (folder / "work" / job.id / "logs").glob(f"{trained.id}*.log")  # one for each start of the run
+        logs = (folder / "work" / job.id / "logs").glob(f"{trained.id}*.log")  # one log for each start of the run
         epoch_lines = [x for log in sorted(logs) for x in log.read_text().splitlines() if x.startswith("epoch")]
         say("\n".join([*epoch_lines[4:-1:5], *epoch_lines[-1:]]))
         if trained.step_time_s is not None:
-            say(f"Measured over the training: {duration(trained.step_time_s)} a step.")
+            say(f"Measured over the training run: {duration(trained.step_time_s)} per step.")
 
-        heading("The trade-off curve")
+        heading("Plot the trade-off curve")
         output.mkdir(parents=True, exist_ok=True)
         tula("plot", "digits", "--output", str(output / "tradeoff.png"))
 
 
 def unprofiled(recommendation: Recommendation) -> list[Candidate]:
-    """Two allowed candidates that were not profiled, the smallest and the largest global batch."""
+    """Return two allowed candidates that were not profiled: those with the smallest and the largest global batch."""
     open_ = [
         candidate
         for candidate in recommendation.candidates
@@ -134,7 +135,7 @@ def unprofiled(recommendation: Recommendation) -> list[Candidate]:
 
 
 def measure(client: Client, job: JobHandle, candidate: Candidate, root: Path) -> None:
-    """Profile one configuration that the search did not choose; raises `TulaError` when its command fails."""
+    """Profile one configuration that the search did not choose. Raises `TulaError` if the command fails."""
     words, _ = with_launcher("torchrun", SCRIPT)
     work = WorkDir(root, job.id)
     with work.locked() as holder, Runner(client, work, holder, Reporter(Console(quiet=True))) as runner:
@@ -148,12 +149,12 @@ def measure(client: Client, job: JobHandle, candidate: Candidate, root: Path) ->
 
 
 def compare(before: Recommendation, pairs: Sequence[tuple[Candidate, Run]]) -> None:
-    """Print predicted and measured step time, the error, and whether the interval contains the measured one."""
+    """Print the predicted and measured step times, the errors, and whether the intervals contain the measured times."""
     rows = []
     for candidate, run in pairs:
         predicted, measured = candidate.step_time_s, run.step_time_s
         if measured is None:
-            raise TulaError(f"run {run.id} has no step time")
+            raise TulaError(f"run {run.id} reported no step time")
         error = (predicted.value - measured) / measured
         rows.append(
             [
@@ -164,22 +165,22 @@ def compare(before: Recommendation, pairs: Sequence[tuple[Candidate, Run]]) -> N
                 "yes" if predicted.low <= measured <= predicted.high else "no",
             ]
         )
-    headings = ["configuration", ">predicted step", ">measured", ">error", "in the interval"]
+    headings = ["configuration", ">predicted step", ">measured", ">error", "within the interval"]
     CONSOLE.print(table(headings, rows))
-    say(f"Predicted from {before.model.num_runs} profiled runs. Ranks share this machine's cores, so steps are noisy.")
+    say(f"Predicted from {before.model.num_runs} runs. The ranks share this machine's cores, so step times are noisy.")
 
 
 def reconsidered(before: Recommendation, now: Recommendation) -> str:
-    """Whether two more measurements changed the recommendation, which the training follows."""
+    """Return a sentence that says whether the two additional measurements changed the recommendation."""
     was, is_now = (None if answer.chosen is None else answer.chosen.configuration for answer in (before, now))
     if was == is_now:
-        return "With these two measured as well, the recommendation stays."
-    return f"With these two measured as well, the recommendation changes. {now.why}"
+        return "These two measurements do not change the recommendation."
+    return f"These two measurements change the recommendation. {now.why}"
 
 
 @contextlib.contextmanager
 def service(folder: Path) -> Iterator[str]:
-    """A service on a temporary database and a free port, in a new session so that Ctrl-C does not reach it first."""
+    """Run a service on a temporary database and a free port; a new session keeps Ctrl-C from ending it first."""
     log = (folder / "service.log").open("w+")
     port = free_port()
     command = [sys.executable, "-m", "tula_client.cli", "serve", "--database", str(folder / "tula.db"), "--port", port]
@@ -187,7 +188,7 @@ def service(folder: Path) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(url, process, folder / "service.log")
-        say(f"The service listens on {url}, its database is {folder / 'tula.db'}.")
+        say(f"The service listens on {url}, and its database is {folder / 'tula.db'}.")
         yield url
     finally:
         process.terminate()
@@ -200,7 +201,7 @@ def service(folder: Path) -> Iterator[str]:
 
 
 def free_port() -> str:
-    """A port that nothing listens on."""
+    """Return the number of a free port."""
     import socket
 
     with socket.socket() as bound:
@@ -209,7 +210,7 @@ def free_port() -> str:
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Return once the service answers; raises `TulaError` with the end of its log when it does not within a minute."""
+    """Wait until the service is ready. Raises `TulaError` with the end of the log if this takes over a minute."""
     with Client(url) as client:
         until = time.monotonic() + 60
         while time.monotonic() < until and process.poll() is None:
@@ -220,9 +221,9 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> N
 
 
 def tula(*arguments: str) -> None:
-    """Print and run a `tula` command; on Ctrl-C, interrupt it and wait for its clean-up.
+    """Print and run a `tula` command; on Ctrl-C, interrupt the command and wait for its clean-up.
 
-    It runs in a new session, or it would get the terminal's signal as well as ours.
+    The command runs in a new session; otherwise it would receive the terminal's signal in addition to ours.
     """
     say("$ tula " + " ".join(json.dumps(word) if " " in word else word for word in arguments))
     process = subprocess.Popen([sys.executable, "-m", "tula_client.cli", *arguments], start_new_session=True)

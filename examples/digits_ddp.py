@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/digits_ddp.py --batch-size 64
 
-Without TULA_URL those lines do nothing, and without those lines it is an ordinary training script.
+Without TULA_URL, these lines do nothing; without these lines, this is an ordinary training script.
 """
 
 import argparse

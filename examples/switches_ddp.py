@@ -1,8 +1,9 @@
-"""Trains a residual network on made-up images with DDP and four switches; Tula's lines end in `# tula`.
+"""Trains a residual network on synthetic images with DDP and four switches; Tula's lines end in `# tula`.
 
     torchrun --standalone --nproc-per-node 2 examples/switches_ddp.py --batch-size 64 --precision bf16 --compile on
 
-`tula tune` finds out which values pay, once a job lists them under `[options]` and the command has their placeholders.
+If a job lists values of the switches under `[options]` and the command contains their placeholders, `tula tune`
+measures which values are worth using.
 """
 
 import argparse
@@ -32,7 +33,7 @@ class Block(nn.Module):
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Images that are shifted and get noise each time, which takes a loader longer than to read them."""
+    """Images that are shifted and made noisy at each access, which takes a loader longer than reading them."""
 
     def __init__(self) -> None:
         self.images = torch.rand(2048, 8, 8)

@@ -1,11 +1,12 @@
-"""A TrainJob (Kubeflow Trainer v2) or a PyTorchJob (Training Operator v1) for each run; waits for its end.
+"""Creates a TrainJob (Kubeflow Trainer v2) or a PyTorchJob (Training Operator v1) for a run, and waits for its end.
 
     tula tune job.toml --stop-command 'kubectl delete trainjob,secret tula-{launch_id}' -- \
         python kubernetes_job.py --image registry.example/train:1 {num_nodes} {ranks_per_node} {launch_id} \
         train.py --batch-size={local_batch_size}
 
-`TULA_*` go into a Secret, from which the pods take them; nothing is typed by hand. For a PyTorchJob add `--pytorchjob`,
-and name `pytorchjob` in the stop command. Needs kubectl, its current context and namespace.
+The `TULA_*` variables are stored in a Secret, from which the pods read them, so you need not enter them by hand. For a
+PyTorchJob, add `--pytorchjob`, and replace `trainjob` by `pytorchjob` in the stop command. The script needs kubectl and
+uses its current context and namespace.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import sys
 import time
 from typing import Any
 
-LOCAL = ("TULA_SPOOL_DIR", "TULA_CHECKPOINT_DIR")  # folders of this machine; give the pods a volume for checkpoints
+LOCAL = ("TULA_SPOOL_DIR", "TULA_CHECKPOINT_DIR")  # folders on this machine; the pods need a volume for checkpoints
 DONE = {"Complete": 0, "Succeeded": 0, "Failed": 1}
 
 
 def kubectl(*words: str, stdin: str | None = None) -> str:
-    """What kubectl prints; ends this script with its message where it fails."""
+    """Return the output of kubectl; if kubectl fails, end this script with its error message."""
     done = subprocess.run(["kubectl", *words], input=stdin, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"kubectl {words[0]} failed: {done.stderr.strip()}")
@@ -31,12 +32,12 @@ def kubectl(*words: str, stdin: str | None = None) -> str:
 
 
 def secret(name: str, variables: dict[str, str]) -> dict[str, Any]:
-    """The variables of the run."""
+    """Return a Secret that contains the variables of the run."""
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": variables}
 
 
 def environment(name: str, variables: dict[str, str]) -> list[dict[str, Any]]:
-    """Each variable, from the secret."""
+    """Return the environment of a pod, which takes each variable from the Secret."""
     return [
         {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": variable}}}
         for variable in sorted(variables)
@@ -44,7 +45,7 @@ def environment(name: str, variables: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def train_job(name: str, options: argparse.Namespace, env: list[dict[str, Any]]) -> dict[str, Any]:
-    """Kubeflow Trainer v2: its runtime `torch-distributed` tells torchrun of nodes, processes and the rendezvous."""
+    """Return a TrainJob; its runtime `torch-distributed` passes nodes, processes and the rendezvous to torchrun."""
     trainer: dict[str, Any] = {
         "image": options.image,
         "command": ["torchrun", *options.script],
@@ -58,7 +59,7 @@ def train_job(name: str, options: argparse.Namespace, env: list[dict[str, Any]])
 
 
 def pytorch_job(name: str, options: argparse.Namespace, env: list[dict[str, Any]]) -> dict[str, Any]:
-    """Training Operator v1: it sets torchrun's PET_* variables in every replica."""
+    """Return a PyTorchJob; the Training Operator sets torchrun's PET_* variables in every replica."""
     container = {
         "name": "pytorch",
         "image": options.image,
@@ -70,13 +71,13 @@ def pytorch_job(name: str, options: argparse.Namespace, env: list[dict[str, Any]
     replicas = {"Master": {"replicas": 1, "restartPolicy": "Never", "template": template}}
     if options.nodes > 1:
         replicas["Worker"] = {"replicas": options.nodes - 1, "restartPolicy": "Never", "template": template}
-    policy = {"cleanPodPolicy": "None"}  # pods stay until their logs are printed; the model requires a policy
+    policy = {"cleanPodPolicy": "None"}  # pods must exist until their logs are printed; the API requires a policy
     spec = {"nprocPerNode": str(options.ranks), "pytorchReplicaSpecs": replicas, "runPolicy": policy}
     return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": name}, "spec": spec}
 
 
 def wait(kind: str, name: str) -> int:
-    """0 once the job is complete, 1 once it has failed."""
+    """Wait until the job ends; return 0 if it has completed, or 1 if it has failed."""
     while True:
         conditions = json.loads(kubectl("get", kind, name, "--output=json")).get("status", {}).get("conditions", [])
         for condition in conditions:
@@ -86,12 +87,12 @@ def wait(kind: str, name: str) -> int:
 
 
 def main() -> int:
-    """Apply the manifests, wait, print the logs, and remove them."""
+    """Apply the manifests, wait for the job, print its logs, and delete the objects."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--image", required=True, help="holds the script and its packages")
-    parser.add_argument("--pytorchjob", action="store_true", help="a PyTorchJob instead of a TrainJob")
-    parser.add_argument("--runtime", default="torch-distributed", help="the ClusterTrainingRuntime of a TrainJob")
-    parser.add_argument("--device", default="nvidia.com/gpu", help="the resource of which each rank needs one")
+    parser.add_argument("--image", required=True, help="image that contains the script and its packages")
+    parser.add_argument("--pytorchjob", action="store_true", help="create a PyTorchJob instead of a TrainJob")
+    parser.add_argument("--runtime", default="torch-distributed", help="ClusterTrainingRuntime of the TrainJob")
+    parser.add_argument("--device", default="nvidia.com/gpu", help="resource of which each rank needs one unit")
     parser.add_argument("nodes", type=int)
     parser.add_argument("ranks", type=int)
     parser.add_argument("id")

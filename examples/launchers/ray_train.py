@@ -1,8 +1,9 @@
-"""A script of Ray Train: its workers are the ranks of one DDP job, which Ray places on the nodes of its cluster.
+"""Trains with Ray Train, whose workers are the ranks of one DDP job; Ray places them on the nodes of its cluster.
 
     tula tune job.toml --launcher ray -- ray_train.py --batch-size={local_batch_size} --workers={world_size}
 
-Every worker gets the `TULA_*` variables from Ray. Checkpoints go to TULA_CHECKPOINT_DIR, which all nodes have to see.
+Ray passes the `TULA_*` variables to every worker. Checkpoints are written to TULA_CHECKPOINT_DIR, which must be a
+folder that all nodes share.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tula_agent
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker does; the batch size of its loader is that of one rank."""
+    """Train as one worker; the batch size of the worker's loader is that of one rank."""
     torch.manual_seed(0)
     inputs = torch.randn(20_000, 64)
     data = torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
@@ -30,7 +31,7 @@ def train(config: dict[str, Any]) -> None:
     run.watch(model, optimizer)
     start = run.resume(model, optimizer, loader=loader)
     for epoch in range(start.epoch, config["epochs"]):
-        if isinstance(loader.sampler, torch.utils.data.DistributedSampler):  # no such sampler for one worker
+        if isinstance(loader.sampler, torch.utils.data.DistributedSampler):  # a single worker has no such sampler
             loader.sampler.set_epoch(epoch)
         for inputs, targets in run.steps(loader):
             optimizer.zero_grad()
@@ -43,8 +44,8 @@ def train(config: dict[str, Any]) -> None:
 def main() -> None:
     """Start one worker for each rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch-size", type=int, required=True, help="of one rank")
-    parser.add_argument("--workers", type=int, required=True, help="ranks in all")
+    parser.add_argument("--batch-size", type=int, required=True, help="batch size of one rank")
+    parser.add_argument("--workers", type=int, required=True, help="number of ranks")
     parser.add_argument("--epochs", type=int, default=2)
     options = parser.parse_args()
     workers = ray.train.ScalingConfig(num_workers=options.workers, use_gpu=torch.cuda.is_available())

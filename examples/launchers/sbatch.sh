@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A batch job of SLURM that starts torchrun on each of its nodes:
+# Submits a SLURM batch job that starts torchrun on each of its nodes:
 #
 #   tula tune job.toml --stop-command 'scancel --name=tula-{launch_id}' -- \
 #       bash sbatch.sh {num_nodes} {ranks_per_node} {launch_id} train.py --batch-size={local_batch_size}
 #
-# SBATCH_PARTITION, SBATCH_TIMELIMIT and sbatch's other variables choose the rest. The folder must be on a file system
-# that all nodes see. What the job writes is printed when it ends.
+# SBATCH_PARTITION, SBATCH_TIMELIMIT and sbatch's other variables set all other options. The working folder must be on a
+# file system that all nodes share. The job's output is printed when the job ends.
 set -euo pipefail
 
 nodes=$1 ranks=$2 id=$3
