@@ -1,4 +1,4 @@
-"""The `tula` command as a person runs it, on a small job to which things happen."""
+"""Runs the `tula` command as a user does, on a small job that can be made to fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOLDER = Path(sys.executable).parent
 TORCHRUN = ["--", "torchrun", "--standalone", "--nproc-per-node={world_size}", SCRIPT]
 ONE_RANK = ["RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=0"]
 ALONE = ["--", "env", *ONE_RANK, "python", SCRIPT]
-"""The script as the only rank: a third of the imports of two ranks under torchrun, where these are not the claim."""
+"""Words that run the script as the only rank, with a third of the imports of two ranks under torchrun."""
 STAND_IN = str(Path(__file__).parents[1] / "support" / "stand_in.py")
 BATCH = ["--batch-size={local_batch_size}"]
 SPEC = """
@@ -47,19 +47,20 @@ measuring_steps = {steps}
 
 
 def obey_ctrl_c() -> None:
-    """Let a child process end by SIGINT, which jobs that a shell starts in the background and their children ignore."""
+    """Let SIGINT end a child process, even if the tests are a shell's background job, whose children ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 started: list[subprocess.Popen[str]] = []
-"""Processes to end after a test."""
+"""Processes that must be ended after a test."""
 
 
 class Tula:
-    """The command, as a person runs it in a separate folder.
+    """The `tula` command as a user runs it in a separate folder.
 
-    `forked`: the processes that it launches are forked from one that has imported torch, where the claim is neither
-    how they start nor that none is left; so is the command itself, unless a test sends it a signal.
+    With `forked`, the launched processes are forked from a process that has imported torch, for tests that check
+    neither how these processes start nor that none of them is left. The command itself is forked, too, unless a test
+    sends it a signal.
     """
 
     def __init__(self, server: Server | Client, folder: Path, *, forked: bool = False, **environment: str) -> None:
@@ -83,7 +84,7 @@ class Tula:
         dataset: int = 1000,
         search: str = "partial",
     ) -> str:
-        """Write a job, of one candidate unless a least number of nodes or batch is given; its path."""
+        """Write a job, and return its path. It has one candidate unless `least_nodes` or `least_batch` is given."""
         path = self.folder / "job.toml"
         path.write_text(
             SPEC.format(
@@ -101,11 +102,11 @@ class Tula:
         return str(path)
 
     def client(self) -> Client:
-        """The service, with this person's token if there is one."""
+        """Return a client of the service, with the user's token if there is one."""
         return Client(self.environment["TULA_URL"], token=self.environment.get("TULA_TOKEN", ""))
 
     def register(self, name: str, **options: int) -> None:
-        """Register the job without measuring it, to train with the prior's answer for its one candidate."""
+        """Register the job without measuring it, so that its only candidate is predicted by the prior."""
         with self.client() as client:
             client.register(load_spec(Path(self.spec(name, **options))))
 
@@ -120,7 +121,7 @@ class Tula:
         return process
 
     def __call__(self, *words: str, fails: bool = False) -> tuple[Any, str]:
-        """Run it to its end; its JSON and what it said on standard error."""
+        """Run the command until it ends; return its JSON and its standard error."""
         words = _with_json(words) if "--" in words else (*words, "--json")
         process = self.start(*words, program=self._called)
         out, error = process.communicate(timeout=200)
@@ -128,12 +129,14 @@ class Tula:
         return json.loads(out) if out else None, error
 
     def runs(self, name: str) -> list[Run]:
-        """All runs of a job, oldest first."""
+        """Return all runs of a job, the oldest first."""
         with self.client() as client:
             return sorted(client.handle(name).runs(), key=lambda run: run.created_at)
 
     def processes(self, script: str = SCRIPT) -> list[int]:
-        """Every process that names the script and reports to this test's service: other tests run the script too."""
+        """Return the ids of the processes that run the script and report to the service of this test, not of another
+        one.
+        """
         service = f"TULA_URL={self.environment['TULA_URL']}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -144,7 +147,7 @@ class Tula:
         return found
 
     def logs(self) -> str:
-        """Everything that commands have printed."""
+        """Return everything that the launched commands have printed."""
         return "\n".join(log.read_text() for log in sorted(self.folder.glob(".tula/*/logs/*.log")))
 
 

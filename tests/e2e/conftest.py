@@ -1,4 +1,4 @@
-"""Tests that need a cluster are skipped with the reason where this machine cannot have one."""
+"""Skips tests that need a cluster, with the reason, if this machine cannot have a cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e.command import started
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One service for all tests of this folder; each registers another job."""
+    """Start one service for all tests of this folder; each test registers a separate job."""
     folder = tmp_path_factory.mktemp("service")
     with Server(f"sqlite:///{folder}/tula.db") as one:
         yield one
@@ -20,7 +20,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """End what a failed test leaves behind."""
+    """End processes that a failed test has left behind."""
     yield
     while started:
         process = started.pop()

@@ -1,4 +1,4 @@
-"""The nodes of a cluster of namespaces as machines: each has a hostname, /etc/hosts, processes and a daemon."""
+"""Turns the nodes of a cluster of namespaces into machines with hostnames, /etc/hosts, processes and daemons."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ ISOLATED = ("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "-
 
 
 def find(program: str) -> str | None:
-    """The path of a program, also of one that only root has on its PATH."""
+    """Return the path of a program, even if only root has its folder on the PATH."""
     return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
 def names(cluster: Cluster) -> list[str]:
-    """The machines' hostnames."""
+    """Return the hostnames of the machines."""
     return [f"node{number}" for number in range(cluster.num_nodes)]
 
 
 @contextmanager
 def machines(cluster: Cluster, folder: Path, daemon: str, **environment: str) -> Iterator[None]:
-    """Run a shell command with `{name}` on each machine; its output is in NAME.log.
+    """Run a shell command, which may contain `{name}`, on each machine; its output is written to NAME.log.
 
-    At the end it is killed, and with it everything else that runs on its machine.
+    At the end, the command and all other processes on its machine are killed.
     """
     addresses = {"localhost": "127.0.0.1", socket.gethostname().split(".")[0]: cluster.host}
     addresses |= {name: cluster.address(number) for number, name in enumerate(names(cluster))}

@@ -1,4 +1,4 @@
-"""A control group with little memory, so that the kernel itself kills a process that takes more; needs root."""
+"""Creates a control group with little memory, in which the kernel kills a process that takes more; needs root."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def why_not() -> str | None:
-    """Why no such group can be made here, in one sentence; None when one can."""
+    """Return in one sentence why no such group can be created on this machine, or None if it can."""
     try:
         with limited(64 * 2**20):
             return None
@@ -25,7 +25,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def limited(memory_bytes: int) -> Iterator[Path]:
-    """The folder of a new group; a process enters it by writing its number to `cgroup.procs` there. Raises OSError."""
+    """Create a group and yield its folder; a process enters it by writing its id to `cgroup.procs`. Raises OSError."""
     unified = (_ROOT / "cgroup.controllers").exists()
     group = (_ROOT if unified else _ROOT / "memory") / f"tula-test-{os.getpid()}-{time.monotonic_ns()}"
     if unified and "memory" not in (_ROOT / "cgroup.subtree_control").read_text().split():
@@ -34,7 +34,7 @@ def limited(memory_bytes: int) -> Iterator[Path]:
     try:
         (group / ("memory.max" if unified else "memory.limit_in_bytes")).write_text(str(memory_bytes))
         for swap, most in (("memory.swap.max", 0), ("memory.memsw.limit_in_bytes", memory_bytes)):
-            with contextlib.suppress(OSError):  # a kernel without swap accounting has no such file
+            with contextlib.suppress(OSError):  # the file does not exist without swap accounting
                 if (group / swap).exists():
                     (group / swap).write_text(str(most))
         yield group
@@ -43,7 +43,7 @@ def limited(memory_bytes: int) -> Iterator[Path]:
 
 
 def _remove(group: Path) -> None:
-    """A group whose last process is only just gone is busy for a moment."""
+    """Remove a group, with several attempts, since a group is busy for a moment after its last process has ended."""
     until = time.monotonic() + 5
     while (group / "cgroup.procs").read_text() and time.monotonic() < until:
         time.sleep(0.01)

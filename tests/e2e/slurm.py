@@ -1,4 +1,4 @@
-"""A SLURM of one node on the loopback, or of the machines of a cluster, with separate keys, ports and files."""
+"""Starts a SLURM of one node on the loopback, or of a cluster's machines, with separate keys, ports and files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NODE = f"NodeName={{name}} NodeAddr={{address}} CPUs={os.cpu_count() or 1} State
 
 
 def why_not() -> str | None:
-    """Why no SLURM can be started here, in one sentence; None when one can."""
+    """Return in one sentence why SLURM cannot be started on this machine, or None if it can."""
     missing = [name for name in PROGRAMS if find(name) is None]
     if missing:
         return f"SLURM is not installed ({', '.join(missing)} missing): run tests/system-packages.sh"
@@ -57,15 +57,15 @@ def why_not() -> str | None:
 
 
 def why_not_several() -> str | None:
-    """Why no SLURM of several machines can be started here, in one sentence; None when one can."""
+    """Return in one sentence why SLURM cannot be started on several machines, or None if it can."""
     return why_not() or cluster.why_not()
 
 
 @contextmanager
 def slurm(nodes: Cluster | None = None) -> Iterator[dict[str, str]]:
-    """Start it, on the machines of `nodes` or on this one; yields the environment variables with which `srun` finds it.
+    """Start SLURM on the machines of `nodes` or on this machine; yield the environment variables that `srun` needs.
 
-    Raises RuntimeError with the reason.
+    Raises RuntimeError with the reason if SLURM does not start.
     """
     if (reason := why_not()) is not None:
         raise RuntimeError(reason)

@@ -1,4 +1,4 @@
-"""A real sshd on each machine of a cluster, and an `ssh` that may log in to it."""
+"""Starts a real sshd on each machine of a cluster, and creates an `ssh` that may log in to each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Host *
 
 
 def why_not() -> str | None:
-    """Why no such machines can be had here, in one sentence; None when they can."""
+    """Return in one sentence why such machines cannot be created here, or None if they can."""
     missing = [name for name in PROGRAMS if find(name) is None]
     if missing:
         return f"OpenSSH is not installed ({', '.join(missing)} missing): run tests/system-packages.sh"
@@ -49,7 +49,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def ssh(nodes: Cluster, folder: Path) -> Iterator[str]:
-    """A PATH on which `ssh` knows the machines of this cluster by name; their sshd end with the block."""
+    """Start the daemons; yield a PATH whose `ssh` can reach the machines by name. The daemons end with the block."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
     public = (folder / "key.pub").read_text()
     hosts = (CLIENT.format(name=name, address=nodes.address(number)) for number, name in enumerate(names(nodes)))
@@ -62,7 +62,7 @@ def ssh(nodes: Cluster, folder: Path) -> Iterator[str]:
     for name, text in written.items():
         (folder / name).write_text(text)
     (folder / "ssh").chmod(0o755)
-    Path("/run/sshd").mkdir(exist_ok=True)  # sshd refuses to start without it
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd does not start without this folder
     path = os.pathsep.join((str(folder), os.environ["PATH"]))
     with machines(nodes, folder, f"{find('sshd')} -D -e -f {shlex.quote(str(folder / 'sshd_config'))}"):
         for name in names(nodes):

@@ -1,6 +1,6 @@
-"""The cluster of namespaces is one: links hold their rate, ranks train across them, and nothing stays behind.
+"""Tests the cluster of namespaces: links keep their rate, ranks train across them, and nothing is left behind.
 
-That a torchrun on each of two machines finds the other is a claim of `test_recipes.py`.
+`test_recipes.py` tests that torchruns on two machines find each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ with socket.create_server((sys.argv[1], 7000)) as server:
 
 
 def rate_mbit(cluster: Cluster, size: int) -> float:
-    """What a transfer from node 0 to node 1 really reaches."""
+    """Return the measured rate of a transfer from node 0 to node 1."""
     receive = cluster.command(1, [sys.executable, "-c", RECEIVE, cluster.address(1)])
     with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout is not None
@@ -51,7 +51,9 @@ def rate_mbit(cluster: Cluster, size: int) -> float:
 
 
 def best_rate_mbit(cluster: Cluster, size: int, *, enough: float) -> float:
-    """The best of at most ten transfers, since a busy machine only lowers it; ends at the first above `enough`."""
+    """Return the best rate of up to ten transfers, since a busy machine only lowers it; stop at the first above
+    `enough`.
+    """
     best = 0.0
     for _ in range(10):
         best = max(best, rate_mbit(cluster, size))
@@ -69,7 +71,7 @@ with socket.create_connection((sys.argv[1], 7000)):
 
 
 def round_trip_s(cluster: Cluster) -> float:
-    """The time of a TCP handshake from node 0 to node 1."""
+    """Return the time of a TCP handshake from node 0 to node 1 in seconds."""
     receive = cluster.command(1, [sys.executable, "-c", RECEIVE, cluster.address(1)])
     with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout is not None
@@ -79,7 +81,7 @@ def round_trip_s(cluster: Cluster) -> float:
 
 
 def step_time_s(cluster: Cluster) -> float:
-    """The fastest step of a real DDP job over two nodes: a busy machine only makes steps longer."""
+    """Return the fastest step time of a real DDP job on two nodes, since a busy machine only makes steps longer."""
     job = [launchers() / "python", "-m", "benchmarks._cluster_job"]
     job += ["--nodes=2", "--batch-size=8", "--steps=12", "--show-steps"]
     place = [f"--{name}={value}" for name, value in cluster.for_ranks.items()]
@@ -98,7 +100,7 @@ def test_links_hold_their_rate_and_training_feels_it() -> None:
         cluster.set_rate(25)
         assert 18 < best_rate_mbit(cluster, 1_500_000, enough=18) < 28
         slow = step_time_s(cluster)
-    # 1 MiB of gradients: 84 ms at 100 Mbit/s, 336 ms at a quarter, beside 15 ms of device time.
+    # 1 MiB of gradients takes 84 ms at 100 Mbit/s and 336 ms at a quarter of it, in addition to 15 ms of device time.
     assert 0.08 < fast < slow / 1.8
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert not any(name in left for name in names)
@@ -107,4 +109,4 @@ def test_links_hold_their_rate_and_training_feels_it() -> None:
 @pytest.mark.cluster("delay")
 def test_links_delay_what_they_carry_where_the_kernel_can() -> None:
     with Cluster(2, 100, delay_ms=20) as cluster:
-        assert round_trip_s(cluster) >= 0.08  # over two links, there and back
+        assert round_trip_s(cluster) >= 0.08  # in both directions over two links

@@ -1,4 +1,4 @@
-"""The demonstration goes through to its curve, and Ctrl-C in its middle leaves no process and no file behind."""
+"""Tests that the demonstration runs until it draws its curve, and that Ctrl-C leaves no process and no file behind."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def commands_holding(text: str) -> list[str]:
-    """Command lines of all processes that hold `text`."""
-    ps = ["ps", "-ww", "-eo", "args"]  # -ww: a narrow terminal's COLUMNS would cut the lines
+    """Return the command lines that contain `text`, of all processes."""
+    ps = ["ps", "-ww", "-eo", "args"]  # without -ww, a narrow terminal's COLUMNS would cut the lines
     lines = subprocess.run(ps, capture_output=True, text=True, check=True).stdout.splitlines()
     return [line for line in lines if text in line]
 
@@ -45,7 +45,7 @@ def test_an_interrupted_demonstration_cleans_up(tmp_path: Path) -> None:
         folder = re.search(r"its database is (\S+)/tula\.db", printed)
         assert folder is not None, printed
         assert commands_holding(folder[1])
-        os.killpg(demo.pid, signal.SIGINT)  # what a terminal does
+        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
         rest, _ = demo.communicate(timeout=120)
     finally:
         if demo.poll() is None:
@@ -60,9 +60,9 @@ def test_an_interrupted_demonstration_cleans_up(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_whole_demonstration_trains_what_it_recommends_and_draws_the_curve(tmp_path: Path) -> None:
-    # Of `make demo`, one rank at each of its batches and fewer epochs; others train two ranks (test_one_line.py).
+    # This is `make demo` with one rank at each batch and fewer epochs; test_one_line.py trains with two ranks.
     command = [sys.executable, "-m", "examples.demo", "--max-nodes", "1", "--epochs", "2", "--output", str(tmp_path)]
-    forked = os.environ | {"PYTHON_EXEC": str(launchers() / "python")}  # ranks, which torchrun starts from it
+    forked = os.environ | {"PYTHON_EXEC": str(launchers() / "python")}  # torchrun starts the ranks with it
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=forked, timeout=590, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     predicted_and_measured = re.findall(r"^\d nodes?, global batch .* (?:yes|no) *$", done.stdout, re.MULTILINE)

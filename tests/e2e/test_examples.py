@@ -1,4 +1,4 @@
-"""Every example trains without a service, and the first one also without Tula's lines."""
+"""Tests that every example trains without a service, and the first example also without Tula's lines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def train(folder: Path, script: Path, *arguments: str, block: str = "", **variables: str) -> str:
-    """Run a script as the only rank; its output. `block` names a module that must not be importable, `variables` are
-    environment variables."""
+    """Run a script as the only rank; return its output. The module `block` cannot be imported; `variables` are the
+    environment.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -51,7 +52,7 @@ def test_without_its_marked_lines_the_example_is_an_ordinary_script_that_learns_
     plain.write_text("".join(line for line in lines if not line.rstrip().endswith("# tula")))
     arguments = ["--batch-size", "32", "--epochs", "2"]
     without = train(tmp_path, plain, *arguments, block="tula_agent")
-    # The policy `none` passes steps through, so that Tula's lines change no weight: the same digits, to the last one.
+    # With the policy `none`, Tula's lines change no weight, so the printed digits must be exactly the same.
     with_tula = train(tmp_path, example, *arguments, "--policy", "none")
     assert without == with_tula
     assert float(without.split()[-1]) > 0.5

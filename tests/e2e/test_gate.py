@@ -1,4 +1,4 @@
-"""`tula gate` on a small repository: a change that slows the steps is told from one that does not."""
+"""Tests that `tula gate` on a small repository distinguishes a change that slows the steps from one that does not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def commit(folder: Path, script: str, name: str) -> None:
 
 @pytest.fixture
 def tula(server: Server, tmp_path: Path) -> Tula:
-    """The command in a repository of two commits, `before` and `main`; the steps of `main` take a tenth longer."""
+    """Return the command in a repository with commits `before` and `main`; the steps of `main` take a tenth longer."""
     repository = tmp_path / "repository"
     repository.mkdir()
     subprocess.run([*GIT, "init", "--quiet", "--initial-branch=trunk"], cwd=repository, check=True)
@@ -49,7 +49,7 @@ def tula(server: Server, tmp_path: Path) -> Tula:
 
 
 def test_the_gate_closes_for_a_commit_that_is_a_tenth_slower_and_says_by_how_much(tula: Tula) -> None:
-    data = tula.folder / "data.bin"  # git does not track it, so both sides may read it
+    data = tula.folder / "data.bin"  # git does not track this file, so both revisions may read it
     data.touch()
     answer, said = tula("gate", tula.spec("gated", nodes=1), "--against=before", "--pairs=3", "--markdown=c.md",
                      *COMMAND, f"--data={data}", fails=True)  # fmt: skip

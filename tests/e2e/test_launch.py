@@ -1,4 +1,4 @@
-"""From a job's spec to trained weights through what clusters do, with real processes under torchrun and SLURM."""
+"""Tests jobs from the specification to trained weights in spite of failures, with real processes and SLURM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_kill_9_of_tune_leaves_no_process_and_the_same_command_continues(server:
     command = ["tune", tula.spec("killed", nodes=1), *TORCHRUN, *BATCH, "--step-s=0.05", "--steps=200"]
     first = tula.start(*command)
     wait_until(lambda: "starts at step" in tula.logs())
-    assert len(tula.processes()) >= 2  # a rank and torchrun, at least
+    assert len(tula.processes()) >= 2  # at least a rank and torchrun
     first.send_signal(signal.SIGKILL)
     first.communicate()
     wait_until(lambda: not tula.processes())
@@ -43,7 +43,7 @@ def test_a_hang_ends_at_the_time_limit_with_the_stack_of_each_rank(server: Serve
 
 
 def test_nothing_that_happens_to_its_terminal_ends_a_training(server: Server, tmp_path: Path) -> None:
-    """It closes, its encoding lacks a character, nobody reads on, and SLURM announces the end of the allocation."""
+    """The terminal closes, lacks a character, or is no longer read, and SLURM announces the end of the allocation."""
     tula = Tula(server, tmp_path, PYTHONIOENCODING="ascii")
     tula.register("lasts", nodes=1)
     go_on = tmp_path / "go-on"
@@ -63,7 +63,7 @@ def test_nothing_that_happens_to_its_terminal_ends_a_training(server: Server, tm
 
 
 def test_out_of_memory_in_training_falls_back_from_the_last_checkpoint(server: Server, tmp_path: Path) -> None:
-    """Of torch's on the host; `tests/client/launch/test_judge.py` has the lines of other devices."""
+    """This test uses torch's error on a CPU; `tests/client/launch/test_judge.py` has the messages of other devices."""
     tula = Tula(server, tmp_path, forked=True)
     script = [*ALONE, *BATCH, "--accumulate={grad_accum_steps}"]
     tula.register("shrinks", nodes=1)
@@ -92,7 +92,7 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_also_falls_back(server: Ser
     assert (before["local_batch_size"], after["local_batch_size"]) == (8, 4)
     assert after["grad_accum_steps"] == 2 * before["grad_accum_steps"]
     assert "starts at step 4" in tula.logs()
-    assert not tula.processes()  # the rank that waited for the killed one went with it
+    assert not tula.processes()  # the rank that waited for the killed rank has ended, too
 
 
 def test_an_out_of_memory_that_the_script_catches_does_not_hang_the_other_rank(server: Server, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_an_out_of_memory_that_the_script_catches_does_not_hang_the_other_rank(s
     assert runs == {2: "succeeded", 4: "succeeded", 8: "out_of_memory"}
     assert [run["state"] for run in tuned["runs"]] == ["succeeded", "succeeded", "out_of_memory"]
     assert "rank 1 ran out of memory at a local batch of 8" in tula.logs()
-    assert time.monotonic() - began < 120  # gloo would have waited 30 minutes
+    assert time.monotonic() - began < 120  # gloo alone would have waited for 30 minutes
 
 
 def test_a_script_that_ignores_its_batch_is_named_with_the_batch_it_used(server: Server, tmp_path: Path) -> None:
@@ -114,12 +114,12 @@ def test_a_script_that_ignores_its_batch_is_named_with_the_batch_it_used(server:
     assert f"Run {run.id} was planned with local batch 8" in said
     assert "but used 6" in said
     assert (run.state, run.configuration.local_batch_size) == ("failed", 8)
-    assert run.num_samples >= 8  # kept, as what it was
+    assert run.num_samples >= 8  # samples are kept with the batch that was used
 
 
 @pytest.fixture(scope="module")
 def slurm_environment() -> Iterator[dict[str, str]]:
-    """A real SLURM of one node."""
+    """Start a real SLURM with one node; yield the environment for its commands."""
     with slurm() as environment:
         yield environment
 

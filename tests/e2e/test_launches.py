@@ -1,4 +1,4 @@
-"""Launches of several batches through what interrupts them: nothing that was measured is lost or counted twice."""
+"""Tests that interrupted launches of several batches lose no measurement and count none twice."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tula_wire import FabricProbe
 from tula_wire.precision import MOST_TIMES
 
 MEASURED = 8
-STEPS = 2 + MEASURED  # of warm-up and measuring
+STEPS = 2 + MEASURED  # steps of warm-up and of measurement
 
 
 def states(tula: Tula, name: str) -> dict[tuple[int, int], str]:
-    """By nodes and local batch."""
+    """Return the states of a job's runs by number of nodes and local batch."""
     places = {run.id: (run.configuration.num_nodes, run.configuration.local_batch_size) for run in tula.runs(name)}
     return {places[run.id]: run.state for run in tula.runs(name)}
 
 
 def check_each_run_ended_once(database: Path) -> None:
-    """With every step of the first rank once in each process that measured the run."""
+    """Assert that each run ended once, and that each process that measured it stored every step of rank 0 once."""
     ended = """SELECT r.id, count(e.id) FROM runs r LEFT JOIN events e
         ON e.run_id = r.id AND json_extract(e.data, '$.state') = 'succeeded' GROUP BY r.id"""
     steps = """SELECT count(*), count(DISTINCT step), count(DISTINCT sequence) FROM step_samples
@@ -31,8 +31,8 @@ def check_each_run_ended_once(database: Path) -> None:
     with sqlite3.connect(database) as store:
         assert {number for _, number in store.execute(ended)} == {1}
         measured = store.execute(steps).fetchall()
-    assert len(measured) in (6, 7)  # two measured one run at the same time
-    # On busy cores the mean may be open after STEPS: such a run takes more.
+    assert len(measured) in (6, 7)  # 7 if two processes measured one run at the same time
+    # On busy cores, the mean may not be precise after STEPS steps, and the run then takes more steps.
     most = STEPS + (MOST_TIMES - 1) * MEASURED
     assert set(measured) <= {(number, number, number) for number in range(1, most + 1)}
     assert sum(count >= STEPS for count, _, _ in measured) >= 6
@@ -52,7 +52,7 @@ def test_a_restarted_service_ctrl_c_and_a_lost_lease_lose_nothing_and_repeat_not
         wait_until(lambda: states(tula, "shared")[1, 2] == "succeeded")
         first_service.kill()
     (folder / "wait-4").unlink()
-    wait_until(lambda: "waits for wait-8" in tula.logs())  # a batch was measured without the service
+    wait_until(lambda: "waits for wait-8" in tula.logs())  # one batch has been measured without the service
     with Server(f"sqlite:///{database}", port=port):
         wait_until(lambda: states(tula, "shared")[1, 4] == "succeeded")
         first.send_signal(signal.SIGINT)
@@ -64,14 +64,16 @@ def test_a_restarted_service_ctrl_c_and_a_lost_lease_lose_nothing_and_repeat_not
         pending = {(1, 8): "pending", (2, 2): "pending", (2, 4): "pending", (2, 8): "pending"}
         assert states(tula, "shared") == done | pending
 
-        # Two go on at once; the lease of the first one's run is lost to a third.
+        # Two commands continue at the same time, and a third takes over the lease of the first one's run.
         others = [tula.start("tune", spec, "--work-dir=one", *command)]
         wait_until(lambda: states(tula, "shared")[1, 8] == "running")
         others.append(tula.start("tune", spec, "--work-dir=two", *command))
         wait_until(lambda: states(tula, "shared")[2, 4] == "succeeded")
 
         def taken_over() -> bool:
-            """True once the third has started the run; until then its lease ends again, since the first renews it."""
+            """Return True after the third has started the run; until then, expire the lease again, since the first
+            renews it.
+            """
             if list(tmp_path.glob("three/*/logs/*.log")):
                 return True
             with sqlite3.connect(database) as store:
@@ -109,7 +111,7 @@ def test_after_a_probe_one_launch_on_one_node_recommends_over_all_cluster_sizes_
 ) -> None:
     tula = Tula(server, tmp_path, forked=True)
     spec = Path(tula.spec("probed", least_nodes=1, nodes=4, least_batch=2, search="adaptive"))
-    spec.write_text(spec.read_text().replace("{ min_nodes", "{ network_gbps = 10, min_nodes"))  # no other job's links
+    spec.write_text(spec.read_text().replace("{ min_nodes", "{ network_gbps = 10, min_nodes"))  # unlike other jobs
     readings = [{"size_bytes": size, "time_s": 2e-4 + 1e-9 * size, "repeats": 9} for size in (2**10, 2**18, 2**26)]
     measured = {"backend": "gloo", "num_nodes": 2, "ranks_per_node": 1, "all_ranks": readings, "network_gbps": 10}
     with tula.client() as client:

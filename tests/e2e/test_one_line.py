@@ -1,4 +1,4 @@
-"""Trainings that no `tula` has started: one line, or TULA_JOB, makes their run."""
+"""Tests training runs that `tula` has not started, and that one line in the script or TULA_JOB registers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ for batch in run.steps([torch.randn(8, 4)] * (100_000 if first_start else 40)):
 dist.destroy_process_group()
 """
 OTHER_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""A store for each start: over one for all, a rank may read from it where gloo listened in the start before."""
+"""Uses a separate store for each start; from a shared one, a rank may read gloo's address of the start before."""
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def runs_of(client: Client, job: str) -> list[WireRun]:
 
 @pytest.fixture
 def started_by_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The process is one of torchrun's, whose folder of logs outlives its starts."""
+    """Make this process look as if torchrun had started it, with a folder of logs that is kept over restarts."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
 
 
@@ -90,7 +90,7 @@ def spec(name: str, **fields: Any) -> JobSpec:
 
 
 def train(url: str, tmp_path: Path, job: WantedJob, steps: int = 12, **environ: str) -> Run:
-    """One process's training, to its end."""
+    """Train in this process until the end; return the run."""
     spool = {"TULA_URL": url, "TULA_SPOOL_DIR": str(tmp_path / "spool")}
     run = Run(read_config(spool | environ, job))
     for batch in run.steps([torch.randn(16, 2)] * steps):
@@ -100,7 +100,7 @@ def train(url: str, tmp_path: Path, job: WantedJob, steps: int = 12, **environ: 
 
 
 def torchrun(server: Server, *words: str, log: Path, **environ: str) -> None:
-    """Two ranks, to their end; the token and run of no `tula`."""
+    """Run two ranks until they end, without the token and run that `tula` would provide."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     environment |= {"TULA_URL": server.url, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(launchers() / "python")}
     environment |= environ
@@ -111,7 +111,7 @@ def torchrun(server: Server, *words: str, log: Path, **environ: str) -> None:
 
 
 def test_two_ranks_register_the_job_and_join_one_run(client: Client, server: Server, tmp_path: Path) -> None:
-    client.register(job_spec("imports SciPy"))  # a new service takes longer for its first job than the script lasts
+    client.register(job_spec("imports SciPy"))  # a new service's first job takes longer than the script
     script, log = tmp_path / "train.py", tmp_path / "log"
     script.write_text(SCRIPT)
     torchrun(server, str(script), log=log)
@@ -129,7 +129,7 @@ def test_two_ranks_register_the_job_and_join_one_run(client: Client, server: Ser
 
 
 def without_an_edit(server: Server, job: str, folder: Path, *command: str, **environ: str) -> None:
-    """A command with its job in the environment, to its end."""
+    """Run a command until it ends, with the name of its job in the environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TULA_")}
     environment |= {"TULA_URL": server.url, "TULA_JOB": job, "OMP_NUM_THREADS": "1"} | environ
     subprocess.run(command, env=environment, cwd=folder, capture_output=True, timeout=120, check=True)
@@ -145,7 +145,7 @@ def test_a_script_without_an_edit_joins_the_job_in_its_environment(
     client: Client, server: Server, tmp_path: Path
 ) -> None:
     client.register(spec("no line", cluster={"max_nodes": 1, "ranks_per_node": 2}))
-    # torchrun is forked; it starts the interpreters of ranks, into which the start-up hook gets
+    # torchrun is forked; it starts interpreters for the ranks, and these run the start-up hook
     command = [str(launchers() / "torchrun"), "--standalone", "--nproc-per-node=2", str(UNEDITED / "plain_ddp.py")]
     without_an_edit(server, "no line", tmp_path, *command, *SHORT)
     check_one_run_of_two_ranks(client, "no line")
@@ -155,7 +155,7 @@ def test_a_script_without_an_edit_joins_the_job_in_its_environment(
 def test_ranks_that_srun_starts_join_the_job_in_their_environment(
     client: Client, server: Server, tmp_path: Path
 ) -> None:
-    """Forked ranks take the start-up hook as `with_hook.py` has it."""
+    """Forked ranks run the start-up hook through `with_hook.py`."""
     client.register(spec("no line under srun", cluster={"max_nodes": 1, "ranks_per_node": 2}))
     rank = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS"
     script = f"{rank} {launchers() / 'python'} {WITH_HOOK} {UNEDITED / 'plain_ddp.py'} {' '.join(SHORT)}"
@@ -229,7 +229,7 @@ def test_a_run_of_another_job_is_not_continued(client: Client, server: Server) -
 
 @pytest.mark.usefixtures("started_by_torchrun")
 def test_an_elastic_round_of_another_size_continues_the_run(client: Client, server: Server) -> None:
-    """torchrun counts no restart when ranks come or go."""
+    """torchrun does not count a restart when ranks join or leave."""
     store = dist.HashStore()
     for world_size in (2, 1):
         first, *others = (
@@ -248,7 +248,7 @@ def test_a_restart_by_torchrun_continues_its_run(client: Client, server: Server)
     store = dist.HashStore()
     for start in range(2):
         first, other = (JoiningRank(store, rank, server.url, start=start) for rank in (0, 1))
-        assert not first.joining.ready(last=False)  # the other's host is unknown
+        assert not first.joining.ready(last=False)  # the host of the other rank is unknown
         assert not other.joining.ready(last=False)
         assert first.joining.ready(last=False)
         assert other.joining.ready(last=False)
@@ -262,7 +262,7 @@ def test_a_restart_by_torchrun_continues_its_run(client: Client, server: Server)
 def test_a_restart_continues_the_run_before_on_whichever_machine_rank_0_is(
     client: Client, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machine `a`, then `b`, then `a` again, whose own last run is then an older one; at last `a` after it sat out."""
+    """Rank 0 is on machine `a`, on `b`, again on `a` (whose own last run is then older), and on `a` after a pause."""
     store = dist.HashStore()
     for start, machines in enumerate(("ab", "ba", "ab", "b", "a")):
         ranks = []
@@ -278,5 +278,5 @@ def test_a_restart_continues_the_run_before_on_whichever_machine_rank_0_is(
         for rank in others:
             assert rank.joining.ready(last=False)
     ends = [(run.state, run.end_cause) for run in reversed(runs_of(client, "moving"))]
-    # The last start can't know the fourth run, and continues none rather than the third.
+    # The last start cannot know the fourth run; it must continue no run rather than the third one.
     assert ends == [*[("failed", "superseded")] * 3, *[("claimed", None)] * 2]

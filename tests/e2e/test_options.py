@@ -1,4 +1,4 @@
-"""`tula tune` over options of a real script: each launch has its words, and what is recommended was launched."""
+"""Tests `tula tune` over options of a real script: each launch has its options' words, and the choice was launched."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMAND = [
 
 
 def spec(tula: Tula, name: str, *, launches: int, **options: list[str]) -> str:
-    """A job of one rank with these options."""
+    """Write a job with one rank and these options; return its path."""
     path = Path(tula.spec(name, nodes=1, least_batch=16, batch=32, search="adaptive"))
     values = "\n".join(f"{option} = {values}" for option, values in options.items())
     path.write_text(f"{path.read_text()}max_runs = {launches}\n[options]\n{values}\n".replace("'", '"'))
@@ -44,4 +44,4 @@ def test_tune_launches_options_and_recommends_a_combination_that_was_launched(se
     assert tuple(sorted(answer["chosen"]["configuration"]["options"].items())) in launched
     assert answer["with_base_options"]["configuration"]["options"] == dict(base)
     assert {(one["option"], one["value"]) for one in answer["options"]} == {("precision", "bf16"), ("num_workers", "1")}
-    assert "in this run, but" not in tula.logs()  # each launch did what its options say
+    assert "in this run, but" not in tula.logs()  # each launch ran with its options

@@ -1,4 +1,4 @@
-"""Several runs of a plan at once, each a process on this machine."""
+"""Tests several concurrent runs of a plan, each of which is a process on this machine."""
 
 from __future__ import annotations
 

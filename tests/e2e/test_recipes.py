@@ -1,4 +1,4 @@
-"""The launchers of `examples/launchers`: two torchruns that meet, a batch job of SLURM, and Kubernetes' manifests."""
+"""Tests `examples/launchers`: two torchruns that find each other, a SLURM batch job, and manifests for Kubernetes."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ JOB = {
     "dataset": {"size": 1000},
     "cluster": {"min_nodes": 1, "max_nodes": 4, "ranks_per_node": 8},
 }
-"""What a recipe's command has to have placeholders for: several numbers of nodes, several batches."""
+"""A job with several numbers of nodes and batches, for which a recipe's command needs placeholders."""
 
 
 def header(recipe: Path) -> tuple[Template, Template | None]:
-    """The command at the head of a recipe, and its stop command."""
+    """Return the command in the head of a recipe, and its stop command."""
     lines = [line.removeprefix("#").strip() for line in recipe.read_text(encoding="utf-8").splitlines()]
     first = next(number for number, line in enumerate(lines) if "tula tune job.toml" in line)
     text = "\n".join(lines[first : lines.index("", first)])
@@ -71,14 +71,14 @@ def test_the_command_at_the_head_of_each_recipe_is_accepted(recipe: Path) -> Non
 
 
 def train_job(manifest: dict[str, Any]) -> dict[str, Any]:
-    """What Kubeflow's published model of a TrainJob keeps of a manifest; raises what it refuses."""
+    """Validate a manifest with Kubeflow's published model of a TrainJob; return the result. Raises if it is invalid."""
     from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
     return dict(TrainerV1alpha1TrainJob.from_dict(manifest).to_dict())
 
 
 def pytorch_job(manifest: dict[str, Any]) -> dict[str, Any]:
-    """What is published of a PyTorchJob: Kubernetes' model of its pods, and the names of its fields."""
+    """Validate a PyTorchJob with what is published: Kubernetes' model of its pods, and the names of its fields."""
     from kubeflow_trainer_api.models import IoK8sApiCoreV1PodTemplateSpec as PodTemplate
 
     assert manifest["spec"].keys() == {"nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}
@@ -95,7 +95,7 @@ PUBLISHED = {"TrainJob": train_job, "PyTorchJob": pytorch_job}
 
 
 def program(folder: Path, name: str, text: str) -> str:
-    """A PATH on which `name` is this script."""
+    """Write the script `text` as the program `name`; return a PATH on which it comes first."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(text)
     (folder / name).chmod(0o755)
@@ -104,7 +104,7 @@ def program(folder: Path, name: str, text: str) -> str:
 
 @pytest.fixture(scope="module")
 def two_machines() -> Iterator[tuple[Cluster, Client, dict[str, str]]]:
-    """Two machines, the service on a third, which asks for a token, and the environment of `tula`."""
+    """Start two machines, and on a third a service that requires a token; yield them with the environment of `tula`."""
     with Cluster(2, 1000) as cluster, served(cluster) as (client, _):
         client.create_project(ProjectCreate(name="recipes"))
         token = client.create_token(TokenCreate(name="recipes", scope="user", project="recipes"))
@@ -115,7 +115,7 @@ def two_machines() -> Iterator[tuple[Cluster, Client, dict[str, str]]]:
 def over_ssh(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, two_machines: tuple[Cluster, Client, dict[str, str]]
 ) -> Iterator[Tula]:
-    """The command where `ssh` logs in to the two machines."""
+    """Return the command with an `ssh` on its PATH that can log in to the two machines."""
     cluster, service, environment = two_machines
     with ssh(cluster, tmp_path_factory.mktemp("ssh")) as path:
         where = os.pathsep.join((str(Path(sys.executable).parent), path))
@@ -132,8 +132,8 @@ def test_two_machines_over_ssh_are_one_job_and_keep_no_process_of_it(over_ssh: T
     assert run.num_samples >= 8
     assert not tula.processes(SCRIPT)
     command = tula.start("run", "by-ssh", *SSH, SCRIPT, *BATCH, "--steps=100000")
-    wait_until(lambda: tula.logs().count("starts at step") == 2)  # of the profiling run, and of this one
-    assert len(tula.processes(SCRIPT)) >= 4  # a torchrun and a rank on each machine
+    wait_until(lambda: tula.logs().count("starts at step") == 2)  # once in the profiling run, and once in this run
+    assert len(tula.processes(SCRIPT)) >= 4  # on each machine, a torchrun and a rank
     command.kill()
     wait_until(lambda: not tula.processes(SCRIPT))
 
@@ -161,7 +161,7 @@ def test_a_batch_job_of_slurm_on_two_machines_is_measured(
     assert (trained.state, trained.configuration_mismatch) == ("succeeded", None)
     assert not list(
         tmp_path.glob(f"tula-{trained.id}*.out")
-    )  # printed, and removed; that of a command that is ended stays
+    )  # printed and removed; the output of a stopped command is kept
 
 
 @pytest.mark.parametrize(

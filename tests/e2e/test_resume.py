@@ -1,4 +1,4 @@
-"""A training that resumes after its launcher was killed, and the remaining steps that the service then reports."""
+"""Tests that training resumes after its launcher was killed, and that the service reports the remaining steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_remaining_steps_are_counted_from_the_checkpoint(server: Server, tmp
 
     with Client(server.url, token="") as client:
         job_id = client.handle("goes-on").id
-        client.patch_job(job_id, JobPatch(limits=Limits(deadline_s=1.0)))  # far too little: what is left is said
+        client.patch_job(job_id, JobPatch(limits=Limits(deadline_s=1.0)))  # far too short: the steps left are reported
         trained, _ = tula(*command)
         assert [one["state"] for one in trained["attempts"]] == ["succeeded"]
         assert "starts at step 100" in tula.logs()

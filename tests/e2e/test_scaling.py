@@ -1,4 +1,4 @@
-"""What a user sets at the service changes the steps of two real ranks."""
+"""Tests that a setting that a user changes at the service changes the steps of two real ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIGURATION = Configuration(num_nodes=1, ranks_per_node=2, local_batch_size=8)
 
 
 def train(server: Server, folder: Path, job_id: str, run_id: str) -> list[str]:
-    """Return the lines that the two ranks printed."""
+    """Train with two ranks; return the lines that they printed."""
     environment = clean_environment(
         TULA_URL=server.url,
         TULA_JOB_ID=job_id,
@@ -41,5 +41,5 @@ def test_numbers_set_on_the_service_take_effect_on_all_ranks_at_one_step(tmp_pat
         lines = [line for line in train(server, tmp_path, job.id, run.id) if line.startswith("served")]
     assert len(lines) == 2
     assert len({line.rpartition(" rank ")[0] for line in lines}) == 1
-    # The factor is the service's; the script passed small_batch_size, so 4 stays.
+    # The factor comes from the service; the script has passed small_batch_size, so this stays 4.
     assert lines[0].startswith("served 1.5 4 at ")

@@ -1,4 +1,4 @@
-"""A proxy ends TLS before the service: client and agents check its certificate, and say why they refuse one."""
+"""Tests client and agents with a TLS proxy: they check the certificate, and report why they reject one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tula_client import Client
 
 @pytest.fixture
 def behind_tls(server: Server, tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """The https address, and the authority that signed its certificate."""
+    """Yield the https address, and the certificate of the authority that signed the proxy's certificate."""
     authority, pair = certificate(tmp_path)
     with proxy(pair, urlsplit(server.url).port or 0) as url:
         yield url, str(authority)

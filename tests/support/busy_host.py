@@ -1,4 +1,4 @@
-"""A recorded training on a busy host."""
+"""Step times of a training run that was recorded on a busy host."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _RECORDED = Path(__file__).parents[1] / "data" / "busy_host_steps.csv"
 
 
 def steady_steps() -> np.ndarray[Any, Any]:
-    """Step times of 2,000 steady steps over their mean, recorded once at a load of 8 on two cores.
+    """Return the times of 2,000 steady steps, divided by their mean, as recorded once at a load of 8 on two cores.
 
-    Two ranks under torchrun train a small network over gloo, with a pause of 20 ms where a slow link would be.
+    Two ranks under torchrun trained a small network over gloo, with a pause of 20 ms in place of a slow link.
     """
     times = np.loadtxt(_RECORDED, skiprows=1)
     return np.asarray(times / times.mean())

@@ -1,4 +1,4 @@
-"""A clock for tests, which is advanced without waiting."""
+"""A clock that tests can advance without waiting."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 
 
 class ManualClock:
-    """Called like `utc_now`; stands still until `advance`."""
+    """A clock that is called like `utc_now` and stands still until `advance` is called."""
 
     def __init__(self, start: datetime | None = None) -> None:
         self.moment = start or datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -16,5 +16,5 @@ class ManualClock:
         return self.moment
 
     def advance(self, seconds: float) -> None:
-        """Advance the clock."""
+        """Advance the clock by this number of seconds."""
         self.moment += timedelta(seconds=seconds)

@@ -1,4 +1,4 @@
-"""A short way to write a configuration in a test."""
+"""A function with which tests can write configurations briefly."""
 
 from __future__ import annotations
 

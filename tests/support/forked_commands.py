@@ -1,7 +1,7 @@
-"""Forking versions of `python`, `torchrun` and `tula`, for tests that claim nothing about how an interpreter starts.
+"""Forking versions of `python`, `torchrun` and `tula`, for tests that do not depend on how an interpreter starts.
 
-`launchers` is a folder with the three, to put first in a PATH; torchrun reads the interpreter for its ranks from
-PYTHON_EXEC.
+Put the folder `launchers()`, which contains the three programs, first in the PATH. torchrun reads the interpreter for
+its ranks from PYTHON_EXEC.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from benchmarks.support.forked_programs import programs
 __all__ = ["launchers"]
 
 LAUNCHED = ("torch.distributed.run", "sklearn.datasets", "tula_client.cli.app")
-"""Modules that torchrun, the example that it starts, and `tula` import."""
+"""Modules that torchrun, the example script and `tula` import."""
 
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """Return one fork server for all tests of this process, since importing torch takes seconds."""
+    """Return the only fork server for tests in this process, since importing torch takes seconds."""
     made = ForkServer([*AGENT, *LAUNCHED])
     atexit.register(made.close)
     return made
@@ -29,7 +29,7 @@ def fork_server() -> ForkServer:
 
 @functools.cache
 def launchers() -> Path:
-    """Return the folder with the programs, served until this process ends."""
+    """Return the folder with the three programs, which work until this process ends."""
     return programs(
         fork_server(), {"python": [], "torchrun": ["-m", "torch.distributed.run"], "tula": ["-m", "tula_client.cli"]}
     )

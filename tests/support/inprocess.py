@@ -1,4 +1,4 @@
-"""The application in this process behind an ordinary httpx client: no socket, no patching."""
+"""Runs the application in this process behind an ordinary httpx client, without a socket and without patching."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class InProcess(httpx.BaseTransport):
-    """Drives an ASGI application on a separate event loop."""
+    """A transport that runs an ASGI application on a separate event loop."""
 
     def __init__(self, app: FastAPI, *, client: tuple[str, int] = ("127.0.0.1", 1)) -> None:
         self._loop = asyncio.new_event_loop()
@@ -22,7 +22,7 @@ class InProcess(httpx.BaseTransport):
         self._loop.run_until_complete(self._lifespan.__aenter__())
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Send one request and read its whole answer."""
+        """Send one request and return the complete response."""
 
         async def answer() -> httpx.Response:
             body = request.read()
@@ -33,11 +33,11 @@ class InProcess(httpx.BaseTransport):
         return self._loop.run_until_complete(answer())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the application's event loop, to its end."""
+        """Run a coroutine on the application's event loop until it ends; return its result."""
         return self._loop.run_until_complete(work)
 
     def shut_down(self) -> None:
-        """End the application; closing a client does not, since several share it."""
+        """End the application; closing a client does not end it, since several clients share it."""
         self._loop.run_until_complete(self._lifespan.__aexit__(None, None, None))
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()

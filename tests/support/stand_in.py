@@ -1,6 +1,7 @@
-"""Stands in for a launcher (torchrun, srun, ...) in the documents' commands, and reports as an agent in the job would.
+"""Replaces a launcher (torchrun, srun, ...) in the documents' commands, and reports what the job's agent would report.
 
-`tula` starts it with a run's variables. It uses only the standard library, so that a run takes a fraction of a second.
+`tula` starts it with the variables of a run. It uses only the standard library, so that a run takes a fraction of a
+second.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ __all__ = ["main", "step_time_s"]
 
 
 def step_time_s(world_size: int, local_batch_size: int) -> float:
-    """Return the step time of a ring, in seconds."""
+    """Return the step time of an all-reduce ring in seconds."""
     return 0.02 + 0.001 * local_batch_size + 0.03 * (1 - 1 / world_size)
 
 
 def main() -> None:
-    """Report twenty steps of the run that the environment names, and its peak memory."""
+    """Report twenty steps and the peak memory of the run that the environment variables specify."""
     nodes, ranks = (int(os.environ[f"TULA_{name}"]) for name in ("NUM_NODES", "RANKS_PER_NODE"))
     batch = int(os.environ["TULA_LOCAL_BATCH_SIZE"])
     step = step_time_s(nodes * ranks, batch)
@@ -38,7 +39,7 @@ def main() -> None:
 
 
 def ask(method: str, url: str, body: dict[str, Any]) -> None:
-    """Send JSON. Raises `HTTPError` if it is refused."""
+    """Send JSON. Raises `HTTPError` if the service refuses the request."""
     head = {"Content-Type": "application/json"}
     if token := os.environ.get("TULA_TOKEN"):
         head["Authorization"] = f"Bearer {token}"

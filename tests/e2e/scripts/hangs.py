@@ -1,4 +1,4 @@
-"""A rank that waits for ever, as one does in a collective whose peer is gone."""
+"""A rank that waits forever, like a rank in a collective whose peer has gone."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A small DDP job to which things happen: out-of-memory or a crash of one rank, a hang; checkpoints when asked."""
+"""A small DDP job in which one rank can run out of memory, crash or hang, and which can write checkpoints."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ def stuck_on_purpose() -> None:
 
 
 def take_host_memory(group: str) -> None:
-    """Enter a control group with a memory limit and take more: the kernel kills this process."""
+    """Enter a control group with a memory limit, and allocate more, so that the kernel kills this process."""
     Path(group, "cgroup.procs").write_text(str(os.getpid()))
     taken = []
     while True:
@@ -25,7 +25,7 @@ def take_host_memory(group: str) -> None:
 
 
 def wait_while(hold: Path) -> None:
-    """Until the test deletes this file."""
+    """Wait until the test deletes the file."""
     if hold.exists():
         print(f"waits for {hold.name}", flush=True)
     while hold.exists():
@@ -33,7 +33,7 @@ def wait_while(hold: Path) -> None:
 
 
 def crash_once(at: Path) -> None:
-    """Where the test has left this file."""
+    """Crash on the first rank if the test has left this file, after deleting the file."""
     if dist.get_rank() == 0 and at.exists():
         at.unlink()
         raise ValueError("on purpose")
@@ -43,13 +43,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--fits", type=int, default=10**9, help="batch beyond which the last rank runs out of memory")
-    parser.add_argument("--catch", action="store_true", help="catch the out-of-memory, report it, and hang")
-    parser.add_argument("--memory-group", help="run out of the host's memory instead, within this control group")
+    parser.add_argument(
+        "--fits", type=int, default=10**9, help="largest batch with which the last rank does not run out of memory"
+    )
+    parser.add_argument("--catch", action="store_true", help="catch the out-of-memory error, report it, and hang")
+    parser.add_argument("--memory-group", help="exhaust the memory of this control group instead")
     parser.add_argument("--checkpoint-at", type=int, default=4)
     parser.add_argument("--step-s", type=float, default=0.002)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--folder", type=Path, default=Path("/nonexistent"), help="of files wait-BATCH, crash-BATCH")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("/nonexistent"), help="folder with the files wait-BATCH and crash-BATCH"
+    )
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -83,7 +87,7 @@ def main() -> None:
         if number == args.checkpoint_at:
             run.checkpoint(model, optimizer)
     run.finish()
-    time.sleep(0.05)  # until gloo's threads have released the last reduction: see docs/limits.md
+    time.sleep(0.05)  # until gloo's threads have freed the last reduction; see docs/limits.md
     dist.destroy_process_group()
 
 

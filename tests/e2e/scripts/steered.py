@@ -1,4 +1,4 @@
-"""Two ranks whose static factor a user sets at the service; each prints what took effect and when."""
+"""Two ranks whose static factor a user sets at the service; each prints which values took effect, and when."""
 
 import os
 import time
@@ -30,13 +30,13 @@ def main() -> None:
         optimizer.zero_grad()
         if optimizer.telemetry()["thresholds_version"] > 1:
             numbers = optimizer.numbers
-            # One write a line: ranks share the pipe.
+            # Each line is one write, since the ranks share the pipe.
             line = f"served {numbers.static_scale} {numbers.small_batch_size} at {step} rank {os.environ['RANK']}"
             os.write(1, (line + "\n").encode())
             break
         time.sleep(0.002)
     run.finish()
-    time.sleep(0.05)  # until gloo's threads release the last reduction: see docs/limits.md
+    time.sleep(0.05)  # until gloo's threads have freed the last reduction; see docs/limits.md
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A loop with accelerate, which fetches each batch while the one before it is trained on."""
+"""A loop with accelerate, which fetches each batch while the script trains on the batch before."""
 
 import argparse
 import time
@@ -33,7 +33,7 @@ def main() -> None:
             with torch.no_grad():
                 accelerator.gather_for_metrics((model(x).argmax(1), y))
     print("complete", sum(float(p.detach().double().sum()) for p in net.parameters()), flush=True)
-    time.sleep(0.1)  # gloo's threads release the last reduction, or destroying the model can hang
+    time.sleep(0.1)  # gloo's threads free the last reduction; without the wait, destroying the model can hang
     accelerator.end_training()
 
 

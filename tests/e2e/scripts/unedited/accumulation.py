@@ -1,4 +1,4 @@
-"""DDP with gradient accumulation: no_sync in all micro-steps but the last."""
+"""DDP with gradient accumulation, under no_sync in all micro-steps except the last."""
 
 import argparse
 import time
@@ -36,7 +36,7 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     print("complete", sum(float(p.detach().double().sum()) for p in net.parameters()), flush=True)
-    time.sleep(0.1)  # gloo's threads release the last reduction, or destroying the model can hang
+    time.sleep(0.1)  # gloo's threads free the last reduction; without the wait, destroying the model can hang
     dist.destroy_process_group()
 
 

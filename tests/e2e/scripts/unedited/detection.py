@@ -1,4 +1,4 @@
-"""Detection: a batch is a tuple of images of several sizes and a tuple of dictionaries, by a batch sampler."""
+"""Detection with a batch sampler; a batch is a tuple of images of several sizes and a tuple of dictionaries."""
 
 import argparse
 from typing import Any
@@ -22,7 +22,7 @@ class Boxes(Dataset[Any]):
 
 
 class Detector(nn.Module):
-    """Returns a dictionary of losses, as detectors do."""
+    """A network that returns a dictionary of losses, as detectors do."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""FSDP: parameters, gradients and optimizer state are sharded over the ranks."""
+"""FSDP, which shards parameters, gradients and optimizer state over the ranks."""
 
 import argparse
 

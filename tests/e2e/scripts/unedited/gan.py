@@ -1,4 +1,4 @@
-"""A GAN: two networks in DDP with an optimizer each, which step in turn over every batch."""
+"""A GAN of two DDP networks with one optimizer each; both optimizers step on every batch."""
 
 import argparse
 

@@ -40,7 +40,7 @@ def main() -> None:
         )
         Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8]).train()
     print("complete", sum(float(p.detach().double().sum()) for p in model.parameters()), flush=True)
-    time.sleep(0.1)  # gloo's threads release the last reduction, or destroying the model can hang
+    time.sleep(0.1)  # gloo's threads free the last reduction; without the wait, destroying the model can hang
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""DDP over a stream: an IterableDataset that a worker process reads, split by rank and of no known length."""
+"""DDP on a stream: a worker process reads an IterableDataset that is split by rank and has no known length."""
 
 import argparse
 from collections.abc import Iterator

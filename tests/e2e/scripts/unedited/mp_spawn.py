@@ -1,4 +1,4 @@
-"""DDP whose ranks the script starts itself, with torch.multiprocessing.spawn."""
+"""DDP in a script that starts its own ranks with torch.multiprocessing.spawn."""
 
 import argparse
 import os

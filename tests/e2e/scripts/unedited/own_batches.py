@@ -1,4 +1,4 @@
-"""No DataLoader: batches of tokens are cut out of one long array, and micro-steps are accumulated, as nanoGPT does."""
+"""DDP without a DataLoader: as in nanoGPT, batches of tokens are cut from a long array, and micro-steps accumulate."""
 
 import argparse
 
@@ -35,7 +35,7 @@ def main() -> None:
             for micro_step in range(ACCUMULATE):
                 model.require_backward_grad_sync = micro_step == ACCUMULATE - 1
                 loss = nn.functional.cross_entropy(model(x).transpose(1, 2), y) / ACCUMULATE
-                x, y = get_batch()  # while a device computes
+                x, y = get_batch()  # fetched while the device computes
                 loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

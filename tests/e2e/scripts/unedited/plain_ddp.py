@@ -1,4 +1,4 @@
-"""Plain DDP as tutorials write it, without a line of Tula: evaluates after each epoch."""
+"""Plain DDP as in tutorials, without a line of Tula, and with an evaluation after each epoch."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""ZeRO: each rank keeps the optimizer state of its share of the weights; the script asks for batches by `next`."""
+"""ZeRO, in which each rank keeps the optimizer state of a part of the weights; the script gets batches with `next`."""
 
 import argparse
 
