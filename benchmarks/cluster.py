@@ -458,7 +458,7 @@ def served(cluster: Cluster) -> Iterator[tuple[Client, dict[str, str]]]:
 
 
 def stolen_share(since: tuple[int, int]) -> float:
-    """Return the share of processor time that the host gave to other machines since `since`, a `processor_clock`."""
+    """Return the share of processor time that other machines on the host used since an earlier `processor_clock`."""
     stolen, rest = (late - early for early, late in zip(since, processor_clock(), strict=True))
     return stolen / max(stolen + rest, 1)
 

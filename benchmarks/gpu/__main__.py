@@ -62,10 +62,10 @@ def lacking(part: str) -> list[str]:
 
 
 def download_packages(python: str) -> int:
-    """Pack the packages that all parts need on Linux with Python `python` into PACKAGES.tar.xz; return pip's exit
-    status.
+    """Pack all packages that the parts need on Linux with this Python version into a file; return pip's exit status.
 
-    The file must be small enough to transfer, so torch, its dependencies, and tests are left out.
+    The file, PACKAGES with the suffix .tar.xz, must be small enough to transfer, so it does not contain torch, torch's
+    dependencies, and tests.
     """
     modules = {name for needs in NEEDS.values() for name in needs} - WITHOUT_DEPENDENCIES
     names = sorted(DISTRIBUTIONS.get(name, name) for name in modules)

@@ -81,7 +81,7 @@ class Stopwatch:
 
 @dataclass
 class Trainer:
-    """One network in one precision on one device."""
+    """Trains one network in one precision on one device."""
 
     network: Network
     precision: str

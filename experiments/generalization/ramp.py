@@ -100,7 +100,7 @@ def _optimizer(case: Case, network: torch.nn.Module, batch: int, learning_rate: 
 
 
 def compare(case: Case, mode: Mode, *, learning_rate: float, seeds: int) -> dict[str, object]:
-    """Return the stages, both numbers of steps and, if there are stages, both test accuracies of a case."""
+    """Return a case's stages, its steps with and without them and, if there are stages, the accuracies of both."""
     goal, estimates = goal_and_estimates(case, mode, profile(case, mode, learning_rate=learning_rate))
     chosen = choose(goal, estimates).chosen
     assert chosen is not None

@@ -1,4 +1,4 @@
-"""Tests training runs that `tula` has not started, and that one line in the script or TULA_JOB registers."""
+"""Tests training runs that are not started by `tula` but registered by one line in the script or by TULA_JOB."""
 
 from __future__ import annotations
 
