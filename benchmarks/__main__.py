@@ -19,12 +19,12 @@ FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """Return the names of all benchmarks: every public module of this package."""
+    """Return the names of all benchmarks, which are the public modules of this package."""
     return sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks named on the command line, or all; return the number that failed."""
+    """Run the benchmarks named on the command line, or all benchmarks; return how many of them failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a benchmark to run (default: all)")
     parser.add_argument("--out", type=Path, default=FOLDER / "results", help="folder for the JSON files")

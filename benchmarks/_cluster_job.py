@@ -99,7 +99,7 @@ def rank_main(options: argparse.Namespace) -> None:
 
 
 def load() -> None:
-    """Import modules before the fork that ranks would otherwise import at the optimizer's first step or on shipping.
+    """Import modules before the fork that ranks would otherwise import at the first step or with the first shipment.
 
     On separate nodes, these imports end within the warm-up. Eight ranks on the few cores of one machine would still be
     importing when a profiling run measures, so its steps would appear slow.
@@ -111,7 +111,7 @@ def load() -> None:
 
 
 def main() -> None:
-    """Fork the ranks and wait for them."""
+    """Fork the ranks and wait until they end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--batch-size", type=int, required=True)

@@ -54,7 +54,7 @@ def counted(timm: ModuleType, rows: Sequence[dict[str, str]], models: int) -> It
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count, write the table, and return the exit status."""
+    """Count the networks' memory, write the table, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks._count_memory", description=__doc__)
     parser.add_argument("--grids", type=Path, required=True, help="table of memory readings (CSV)")
     parser.add_argument("--out", type=Path, required=True, help="file for this table with a column analytic_bytes")

@@ -38,7 +38,7 @@ def _write() -> None:
 
 
 def _scaled(scaler: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Record the end of a skipped step, too, but not before the first step that is not skipped, as the agent does."""
+    """Record the end of a skipped step, too, unless no step has been taken yet; the agent does the same."""
     steps = len(_ended_at_s.get(id(optimizer), ()))
     result = _scaler_step(scaler, optimizer, *args, **kwargs)
     if steps and len(_ended_at_s[id(optimizer)]) == steps:

@@ -107,7 +107,7 @@ class Size:
 
     @property
     def num_candidates(self) -> int:
-        """Return the number of candidates: powers of two in both directions."""
+        """Return the number of candidates, whose nodes and batches are powers of two."""
         return (self.max_nodes.bit_length() - 1) * (self.max_batch.bit_length() - 3)
 
 
@@ -509,7 +509,7 @@ def _launch_node_seconds(tuned: dict[str, Any]) -> float:
 
 
 def _spans(tuned: dict[str, Any]) -> list[tuple[int, float, float]]:
-    """Return the nodes, start and end of each profiling run, in seconds since 1970."""
+    """Return each profiling run's number of nodes, and its start and end in seconds since 1970."""
 
     def at(run: dict[str, Any], name: str) -> float:
         return datetime.fromisoformat(run[name].replace("Z", "+00:00")).timestamp()

@@ -63,8 +63,8 @@ _ACCUMULATES = re.compile(r"ACCUMULATE = 2|gradient_accumulation_steps=2")
 
 @dataclass(frozen=True)
 class Measured:
-    """The first rank's data after warm-up: step times in seconds, and each (local batch, accumulation, world size)
-    seen.
+    """The first rank's data after warm-up: step times in seconds, and all values of (local batch, accumulation, world
+    size).
 
     `by_the_clock` is the ratio of a step's measured time to the independent clock's time of the same step, in the
     median.
@@ -175,7 +175,7 @@ class Bench:
         return Measured(step_time_s, seen, median(ratios))
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop the sink."""
         self._sink.shutdown()
         self._sink.server_close()
 

@@ -137,7 +137,7 @@ class Bench:
         return Case(from_two, from_all, added_s, truth_s=self.step_time_s(job.id, nodes, parameter_bytes))
 
     def predicted(self, job_id: str) -> Estimate:
-        """Return the step time on all nodes that the service predicts."""
+        """Return the service's prediction of the step time on all nodes."""
         answer = self.client.predictions(job_id, num_nodes=self.size.nodes, local_batch_size=LOCAL_BATCH)
         return answer.candidates[0].step_time_s
 

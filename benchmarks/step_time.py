@@ -83,7 +83,7 @@ class HeldOut(NamedTuple):
     extrapolated: Sequence[float] = ()
 
     def __add__(self, other: tuple[Sequence[float], ...]) -> HeldOut:  # type: ignore[override]
-        """Return the predictions of both instances."""
+        """Return the predictions of both instances together."""
         return HeldOut(*([*ours, *theirs] for ours, theirs in zip(self, other, strict=True)))
 
 
@@ -235,7 +235,7 @@ def make_goal(name: str, limits: Limits | None = None) -> Goal:
 
 
 def shared_launches(workload: Workload, figures: Figures) -> None:
-    """Add the errors after one, two and three launches with every batch, and the regret and number of those planned."""
+    """Add errors after one, two and three launches with every batch; add regret and number of the plan's launches."""
     ordered = [*end_launches(workload.candidates), *middle_launch(workload.candidates)]
     for number, name in enumerate(LAUNCHES, 1):
         chosen = {*ordered[:number]}
@@ -257,7 +257,7 @@ def shared_launches(workload: Workload, figures: Figures) -> None:
 
 
 def time_fit(workload: Workload, profiled: Sequence[Placement]) -> float:
-    """Return the milliseconds to fit and to predict 64 candidates: the best of three, as others use the core."""
+    """Return the milliseconds to fit and to predict 64 candidates (the best of three, since the core is shared)."""
     observed = workload.measure(profiled)
     candidates = [workload.candidates[i % len(workload.candidates)] for i in range(_TIMED_CANDIDATES)]
     taken = []

@@ -66,7 +66,7 @@ def counted(row: Row, estimate: MemoryEstimate, truth: Row) -> Ceiling:
 
 
 def read(row: Row, estimate: MemoryEstimate, batches: Sequence[int], truth: Row) -> tuple[Ceiling, float]:
-    """Return the ceiling that the service predicts from readings of `batches`, and the peak's relative error at it."""
+    """Return the service's ceiling from readings of `batches`, and the relative error of the largest batch's peak."""
     at = [row["batches"][str(batch)] for batch in batches]
     static = estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes
     observed = MemoryObservations(batches, [float(reading["peak_bytes"]) for reading in at], static_bytes=float(static))

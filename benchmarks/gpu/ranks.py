@@ -120,7 +120,7 @@ def _timeline(
 
 
 def _equal_on_all_ranks(model: nn.Module) -> bool:
-    """Return True when every parameter has the same bits on all ranks."""
+    """Return whether every parameter has the same bits on all ranks."""
     sums = [parameter.detach().flatten().view(torch.int32).sum(dtype=torch.int64) for parameter in model.parameters()]
     mine = torch.stack(sums).cpu()
     everyone: list[Any] = [None] * dist.get_world_size()

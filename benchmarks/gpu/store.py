@@ -48,7 +48,7 @@ class Results:
             )
 
     def missing(self, names: Iterable[str], ends: float = math.inf) -> Iterator[str]:
-        """Yield the names that have no row, in order, until `ends` (monotonic time); mark each as under way before."""
+        """Yield the names that have no row, in order, until `ends` (monotonic time); mark each as under way first."""
         for name in names:
             if time.monotonic() > ends:
                 return
@@ -58,7 +58,7 @@ class Results:
                 yield name
 
     def add(self, name: str, row: Row) -> None:
-        """Store a row."""
+        """Store a row under its name."""
         self.rows[name], self.under_way = row, None
         self._write()
 

@@ -55,9 +55,10 @@ sys.exit(status)
 
 
 def programs(forks: ForkServer, words_of: Mapping[str, Sequence[str]], *, spawns: str | None = None) -> Path:
-    """Create a folder with a program for each name, for which `forks` forks `python WORDS...`; return the folder.
+    """Create a folder with a program for each name in `words_of`; each program lets `forks` fork `python WORDS...`.
 
     `spawns` is the name of the program that multiprocessing starts in these processes instead of the interpreter.
+    Returns the folder.
     """
     folder = Path(tempfile.mkdtemp(prefix="tula-forked-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -141,7 +141,7 @@ class Prepared:
 
 
 def prepare(method: Method, case: Case, network: nn.Module, *, learning_rate: float, steps_per_epoch: int) -> Prepared:
-    """Build `method` over `network`: SGD with momentum 0.9 and weight decay 5e-4, or AdamW with 0.01."""
+    """Prepare `method` for `network`, with SGD (momentum 0.9, weight decay 5e-4) or AdamW (weight decay 0.01)."""
     learning_rate = learning_rate if method.published_rate is None else method.published_rate
     optimizer = _optimizer(method, case, network, learning_rate, steps_per_epoch)
     factor = _rate_factor(method, case)

@@ -100,7 +100,7 @@ def _optimizer(case: Case, network: torch.nn.Module, batch: int, learning_rate: 
 
 
 def compare(case: Case, mode: Mode, *, learning_rate: float, seeds: int) -> dict[str, object]:
-    """Return a case's stages, its steps with and without them and, if there are stages, the accuracies of both."""
+    """Return a case's stages, its numbers of steps with and without stages and, if it has stages, both accuracies."""
     goal, estimates = goal_and_estimates(case, mode, profile(case, mode, learning_rate=learning_rate))
     chosen = choose(goal, estimates).chosen
     assert chosen is not None
@@ -134,7 +134,7 @@ def compare(case: Case, mode: Mode, *, learning_rate: float, seeds: int) -> dict
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compare both on the cases of `--quick`, and print the figures; by default, `argv` is the command line."""
+    """Compare schedule and constant batch on the cases of `--quick`; by default, `argv` is the command line."""
     parser = argparse.ArgumentParser(prog="experiments.generalization.ramp", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--seeds", type=int, default=3)
