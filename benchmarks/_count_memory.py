@@ -48,7 +48,7 @@ def counted(timm: ModuleType, rows: Sequence[dict[str, str]], models: int) -> It
     for network in networks:
         if left and (estimate := count(timm, network.removeprefix("timm/"))) is not None:
             left -= 1
-            print(f"{network}: {estimate.activation_bytes_per_sample / 2**20:.1f} MiB an example", file=sys.stderr)
+            print(f"{network}: {estimate.activation_bytes_per_sample / 2**20:.1f} MiB per example", file=sys.stderr)
             for row in (row for row in rows if row["model"] == network):
                 yield row | {"analytic_bytes": str(estimate.total_bytes(int(row["local_batch_size"])))}
 

@@ -204,7 +204,7 @@ class Bench:
                 if (nodes, batch) in predicted
             ]
             print_table(f"{search} search", ["configuration", "measured", "predicted", "error", ""], rows)
-            print(f"  chosen {chosen}, truly best {best}; {tuned['reason']}")
+            print(f"  chosen: {chosen}, fastest as measured: {best}; {tuned['reason']}")
             figures |= {
                 f"{search}.median_error": median(errors),
                 f"{search}.regret": _total_s(chosen, truth) / _total_s(best, truth) - 1,
@@ -280,7 +280,7 @@ class Bench:
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
             )
         try:
-            print(f"  drift: training {self.size.steady_steps} steady steps, then the links slow down", flush=True)
+            print(f"  drift: {self.size.steady_steps} steps at full speed, then the links slow down", flush=True)
             _wait_for_step(log, self.size.steady_steps, training)
             early = self.drifts(job_id, run.id)
             cut_at = _last_step(log)

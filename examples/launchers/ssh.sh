@@ -12,7 +12,7 @@ nodes=$1 ranks=$2
 shift 2
 read -ra hosts <<<"${HOSTS:?set HOSTS to the names of the hosts; the ranks meet at the first host}"
 if ((${#hosts[@]} < nodes)); then
-    echo "HOSTS names ${#hosts[@]} hosts, and this run needs $nodes: name more, or lower cluster.max_nodes" >&2
+    echo "HOSTS names ${#hosts[@]} hosts, but this run needs $nodes: add hosts to HOSTS, or lower cluster.max_nodes" >&2
     exit 2
 fi
 endpoint=${hosts[0]}:$((20000 + RANDOM % 20000))

@@ -142,7 +142,7 @@ def test_too_few_hosts_are_named() -> None:
     asked = ["bash", str(RECIPES / "ssh.sh"), "3", "1", "train.py"]
     done = subprocess.run(asked, env=os.environ | {"HOSTS": "a b"}, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "HOSTS names 2 hosts, and this run needs 3: name more" in done.stderr
+    assert "HOSTS names 2 hosts, but this run needs 3: add hosts" in done.stderr
 
 
 @pytest.mark.cluster("slurm-nodes")
