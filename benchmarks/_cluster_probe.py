@@ -1,4 +1,4 @@
-"""Prints a probe between the namespaces of `benchmarks.support.cluster`, as JSON; each node has one rank."""
+"""Probes the links between the namespaces of `benchmarks.support.cluster`, with one rank per node; prints JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the result of `tula tune` for a real script with four options with a measurement of all combinations.
+"""Compares the choice of `tula tune` over four options of a real script with a measurement of all combinations.
 
     python -m benchmarks._switches [--options compile,checkpointing,precision,num_workers] [--ranks 2] [--json OUT]
 

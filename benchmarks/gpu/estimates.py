@@ -12,9 +12,9 @@ reads: the smallest batch and 8 and 32 times this batch, as far as they ran. `ce
 `estimate_memory` alone. `ceiling.replayed.*` are predicted by its replay of an allocator whose segments do not grow,
 and compared with the largest batch of the older tables, which took one step after steps of smaller batches. `peak.*`
 are the errors of the allocated bytes at the largest batch of the older tables, as predicted by `estimate_memory`, and
-`peak.read.*` those predicted from the readings of `ceiling.*`. For each ceiling, `median` and `worst` are the errors of
-the largest batch that is expected to fit, and `unsafe` is the share of rows where the promised batch (with a
-probability of 95 %, or `safe_local_batch_size`) is no smaller than the smallest batch that failed. `used` and
+`peak.read.*` are the same errors as predicted from the readings of `ceiling.*`. For each ceiling, `median` and `worst`
+are the errors of the largest batch that is expected to fit, and `unsafe` is the share of rows where the promised batch
+(with a probability of 95 %, or `safe_local_batch_size`) is no smaller than the smallest batch that failed. `used` and
 `least_used` are the median and the minimum of the promised batch divided by the true largest batch.
 
 Each network is counted again with the code of this checkout; the counts in the report come from the report's commit.

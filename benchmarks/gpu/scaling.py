@@ -1,5 +1,4 @@
-"""Measures how much time each policy of gradient scaling adds to a step of ResNet-50, by alternating with the
-optimizer.
+"""Measures how much time each policy of gradient scaling adds to a step of ResNet-50 with the optimizer alone.
 
 A step has two micro-steps, since a single rank measures the noise between micro-steps. Several ranks need only one
 micro-step each and share the work of turning matrices, so `cost_of_micro_step`, the added time relative to one
